@@ -1,0 +1,31 @@
+"""Kagome trains one graph neural network on one whole large graph across many devices.
+
+The public face is imported lazily, so that ``import kagome`` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_FACE = {
+    "Trainer": "kagome.run.trainer",
+    "Parallel": "kagome.config",
+    "check": "kagome.run.check",
+    "load": "kagome.run.load",
+    "KagomeError": "kagome.errors",
+}
+
+__all__ = ["KagomeError", "Parallel", "Trainer", "__version__", "check", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FACE:
+        return getattr(import_module(_FACE[name]), name)
+    raise AttributeError(f"module 'kagome' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

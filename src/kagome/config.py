@@ -1,0 +1,221 @@
+"""Run = Data + Model + Parallel + Train + Report: the one source of command line flags, TOML and docs.
+
+Where it sits: frozen dataclasses without torch; ``cli`` turns them into flags, ``run`` reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from kagome.errors import ConfigError
+
+Partitioner = Literal["metis", "streaming", "contiguous", "random"]
+Metric = Literal["auto", "accuracy", "roc_auc", "f1_micro"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What to train on."""
+
+    name: str = "digits"
+    """Data set: ``digits``, ``sbm:vertices=...``, ``Cora``, ``pyg:Class[:name]``, ``ogb:NAME``, ``npz:FILE``,
+    ``python:package.module:function``."""
+    root: str = "data"
+    """Folder with the data set's raw files; processed files are written beside them."""
+    partition: str | None = None
+    """Folder of a saved partition (``kagome partition``): each rank loads its own part only."""
+    undirected: bool = False
+    """Add the reverse of every edge."""
+    self_loops: bool = False
+    """Add the missing self-loops."""
+    project: int | None = None
+    """Project the features to this many columns, once, by a seeded random matrix."""
+    split: int = 0
+    """Which of several given splits to use; without any masks, the seed of the 60/20/20 split that is made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What to compute."""
+
+    name: str = "gcn"
+    """A name of the zoo (gcn, sage, gin, gat, gatv2, pna, edgecnn, gcn2, appnp, sgc, deepgcn, resgcn+,
+    transformer) or ``python:package.module:function``."""
+    layers: int = 2
+    """Number of message passing layers."""
+    hidden: int = 64
+    """Width of the hidden layers."""
+    dropout: float = 0.5
+    """Share of entries dropped in training."""
+    heads: int = 8
+    """Attention heads, for the models that have them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How to split. Every field has the value that changes nothing as its default."""
+
+    graph: int | None = None
+    """Parts the graph is cut into; by default as many as there are ranks."""
+    partitioner: Partitioner = "metis"
+    """How vertices are given to parts."""
+
+    def __post_init__(self) -> None:
+        if self.graph is not None and self.graph < 1:
+            raise ConfigError("Parallel(graph=...) takes a number of parts from 1 up", f"it is {self.graph}")
+        if self.partitioner not in get_args(Partitioner):
+            raise ConfigError(
+                f"Parallel(partitioner=...) takes one of {', '.join(get_args(Partitioner))}",
+                f"it is {self.partitioner!r}",
+            )
+
+    def fit(self, world_size: int) -> Parallel:
+        """This cut for a given number of ranks, with nothing left open.
+
+        Raises:
+            ConfigError: If the cut needs another number of ranks.
+        """
+        parts = world_size if self.graph is None else self.graph
+        if parts != world_size:
+            raise ConfigError(
+                f"the mesh graph={parts} needs {parts} ranks",
+                f"there are {world_size}",
+                hint=f"start {parts} ranks (--nproc {parts}), or leave --parallel.graph out",
+            )
+        return dataclasses.replace(self, graph=parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How to train."""
+
+    epochs: int = 200
+    """Weight updates; one epoch is one update over the whole graph."""
+    seed: int = 0
+    """Seed of weights, dropout and partition."""
+    lr: float = 0.01
+    """Adam's learning rate."""
+    weight_decay: float = 5e-4
+    """Adam's weight decay."""
+    patience: int | None = None
+    """Stop when the validation metric has not risen for so many epochs."""
+    eval_every: int = 1
+    """Evaluate each so many epochs."""
+    clip: float | None = None
+    """Largest norm of the whole gradient."""
+    amp: Literal["none", "bf16"] = "none"
+    """Mixed precision: run the forward pass in bf16 autocast."""
+    metric: Metric = "auto"
+    """What is reported; ``auto`` takes accuracy, or F1 (micro) for several labels a vertex."""
+    check: bool = True
+    """Before training, compare split with whole on a small sample of the graph."""
+    save_every: int | None = None
+    """Write a checkpoint each so many epochs (always one at the end and at SIGTERM)."""
+    timeout: float = 300.0
+    """Seconds that a rank waits for another before it gives up and says for whom."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("epochs", 0), ("eval_every", 1), ("patience", 1), ("save_every", 1)):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"train.{name} takes a number from {low} up", f"it is {value}")
+        for name in ("clip", "timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"train.{name} takes a number above 0", f"it is {value}")
+        if self.amp not in ("none", "bf16"):
+            raise ConfigError("train.amp takes none or bf16", f"it is {self.amp!r}")
+        if self.metric not in get_args(Metric):
+            raise ConfigError(f"train.metric takes one of {', '.join(get_args(Metric))}", f"it is {self.metric!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What to say about the run."""
+
+    page: bool = True
+    """Write the report page."""
+    trace: bool = True
+    """Write the timeline (``trace.json``, opens in Perfetto)."""
+    progress: bool = True
+    """Show a progress line."""
+    tensorboard: bool = False
+    """Also write TensorBoard events (needs the extra ``tensorboard``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run, whole."""
+
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    parallel: Parallel = field(default_factory=Parallel)
+    train: Train = field(default_factory=Train)
+    report: Report = field(default_factory=Report)
+
+
+def as_dict(run: Run) -> dict[str, dict[str, Any]]:
+    """The run as nested plain values; fields that are None are left out, as TOML knows no null."""
+    return {
+        section: {key: value for key, value in values.items() if value is not None}
+        for section, values in dataclasses.asdict(run).items()
+    }
+
+
+def to_toml(run: Run) -> str:
+    """The run as TOML text that :func:`from_toml` reads back."""
+    lines: list[str] = []
+    for section, values in as_dict(run).items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return f'"{escaped}"'
+    return repr(value)
+
+
+def from_toml(path: str | Path) -> Run:
+    """Read a run from a TOML file.
+
+    Raises:
+        ConfigError: If the file is missing, is no TOML, or names an unknown section or setting.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"the settings file {path} was asked for", f"it cannot be read: {error}") from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the settings file {path} must be TOML", str(error)) from None
+    return from_dict(table, where=str(path))
+
+
+def from_dict(table: dict[str, Any], *, where: str = "") -> Run:
+    """Build a run from nested plain values; what is left out keeps its default."""
+    sections = {f.name: f.default_factory for f in dataclasses.fields(Run)}
+    parts: dict[str, Any] = {}
+    for section, values in table.items():
+        if section not in sections:
+            raise ConfigError(f"a section of {', '.join(sections)}", f"found [{section}]", where=where)
+        kind = sections[section]
+        assert callable(kind)
+        known = [f.name for f in dataclasses.fields(kind())]
+        for key in values:
+            if key not in known:
+                raise ConfigError(
+                    f"a setting of [{section}]: {', '.join(known)}", f"found {key!r}", where=where
+                )
+        parts[section] = kind(**values)
+    return Run(**parts)

@@ -1,0 +1,66 @@
+"""KagomeError and its leaves: every fault a user can cause, told in the same four sentences.
+
+Where it sits: imported by every folder, imports none of them.
+"""
+
+from __future__ import annotations
+
+
+class KagomeError(ValueError):
+    """A fault that a user can cause and mend.
+
+    Args:
+        asked: What was asked for, with its number or name.
+        found: What was found instead, with its number or name.
+        where: Where it was found (rank, stage, chunk, layer, file), or nothing.
+        hint: One thing to try.
+    """
+
+    def __init__(self, asked: str, found: str, *, where: str = "", hint: str = "") -> None:
+        self.asked, self.found, self.where, self.hint = asked, found, where, hint
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        place = f" ({self.where})" if self.where else ""
+        advice = f"\n  Try: {self.hint}" if self.hint else ""
+        return f"{self.asked}, but {self.found}{place}.{advice}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process borders (launch, tests): keep the four parts, not only the text.
+        return _rebuild, (type(self), self.asked, self.found, self.where, self.hint)
+
+
+def _rebuild(leaf: type[KagomeError], asked: str, found: str, where: str, hint: str) -> KagomeError:
+    return leaf(asked, found, where=where, hint=hint)
+
+
+class ConfigError(KagomeError):
+    """Settings that are unknown, out of range, or clash."""
+
+
+class DataError(KagomeError):
+    """A graph, its features, labels or masks cannot be trained on as they are."""
+
+
+class PartitionError(KagomeError):
+    """A partition cannot be made, read, or does not belong to this graph."""
+
+
+class ModelError(KagomeError):
+    """A model does something that a split would change, or cannot be built."""
+
+
+class CheckError(KagomeError):
+    """Split and whole differ."""
+
+
+class CommError(KagomeError):
+    """Ranks disagree about what crosses between them, or one waited too long."""
+
+
+class CheckpointError(KagomeError):
+    """A checkpoint cannot be written, read, or does not fit this run."""
+
+
+class LaunchError(KagomeError):
+    """Ranks could not be started, or one of them died."""

@@ -1,0 +1,1 @@
+"""Who supplies the neighbours' rows."""

@@ -1,0 +1,1 @@
+"""Say what happened: meters, timeline, page."""

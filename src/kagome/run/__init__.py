@@ -1,0 +1,1 @@
+"""Do it: one rank's work, epochs, checkpoints."""
