@@ -1,0 +1,353 @@
+"""Channel: one rank's end of a group of ranks; every byte that crosses between ranks crosses here.
+
+Where it sits: made by ``mesh``; ``neighbors`` and ``run`` exchange rows, sums and objects through it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kagome.comm import faults
+from kagome.comm.watch import Watch
+from kagome.errors import CommError
+
+Kind = Literal["halo", "stage", "transpose", "weights", "statistics", "other"]
+KINDS: tuple[Kind, ...] = ("halo", "stage", "transpose", "weights", "statistics", "other")
+Op = Literal["sum", "max", "min"]
+
+
+@dataclass
+class Pending:
+    """An exchange under way; ``wait`` gives its rows.
+
+    Args:
+        rows: Where the rows arrive; not to be read before ``wait``.
+    """
+
+    rows: Tensor
+    channel: Channel
+    action: str
+    kind: Kind
+    works: list[tuple[int | None, dist.Work]] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+
+    def wait(self) -> Tensor:
+        """Wait until all rows have come and the own ones are taken; a second call returns at once.
+
+        Returns:
+            The received rows, peers in the order of their ranks.
+
+        Raises:
+            CommError: If a peer was late or lost.
+        """
+        if self.works:
+            self.channel._finish(self.works, self.action, self.kind)
+            self.works, self.kept = [], []
+        return self.rows.to(self.channel.device)
+
+
+class Channel:
+    """One rank's end of a group; with one rank everything is the identity and needs no process group.
+
+    On gloo an exchange is one send and one receive a peer, not ``all_to_all_single``: as fast there, it names
+    the peer that is late, and sizes that differ never meet (the tag holds them), where a collective would
+    kill the process. On nccl it is one grouped all-to-all on the device's stream: waits are ordered on the
+    stream, and nccl's own watchdog (the process group's timeout) holds the limit.
+
+    Args:
+        group: The process group; None for one rank.
+        device: Where this rank's tensors live.
+        timeout: Seconds after which a wait is given up.
+        watch: Who knows what the peers do; None leaves that out of the errors.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str,
+        *,
+        timeout: float = 300.0,
+        watch: Watch | None = None,
+    ) -> None:
+        self.device, self.timeout, self.watch = torch.device(device), timeout, watch
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+        self.names = [0] if group is None else dist.get_process_group_ranks(group)
+        self._group = group
+        self._gloo = group is not None and dist.get_backend(group) == "gloo"
+        # gloo's point-to-point knows host memory only.
+        self._wire = torch.device("cpu") if self._gloo else self.device
+        self._count = 0
+        self.bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self.waited: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+
+    def take_bytes(self) -> dict[str, int]:
+        """Bytes this rank has sent since the last call, by kind."""
+        taken, self.bytes = self.bytes, dict.fromkeys(KINDS, 0)
+        return taken
+
+    def take_waits(self) -> dict[str, float]:
+        """Seconds this rank has waited since the last call, by kind."""
+        taken, self.waited = self.waited, dict.fromkeys(KINDS, 0.0)
+        return taken
+
+    def exchange(
+        self,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        action: str,
+        kind: Kind = "halo",
+        header: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """Send each peer its rows and receive theirs; :meth:`start_exchange` and its wait."""
+        return self.start_exchange(
+            rows, send_counts, recv_counts, action=action, kind=kind, header=header
+        ).wait()
+
+    def start_exchange(
+        self,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        action: str,
+        kind: Kind = "halo",
+        header: tuple[int, ...] | None = None,
+    ) -> Pending:
+        """Begin to send each peer its rows and to receive theirs. Not differentiable.
+
+        Args:
+            rows: Rows for rank 0, then for rank 1, and so on; not to be changed before the wait ends.
+            send_counts: Rows for each rank, the own one included.
+            recv_counts: Rows from each rank, the own one included.
+            action: What this is, for errors: ``halo forward of conv1.x, epoch 3``.
+            kind: What its bytes count as.
+            header: Up to five numbers (direction, epoch, step, site, width) that must be the same on both
+                sides; they and the row counts are compared before any row is sent. All ranks or none give it.
+
+        Returns:
+            The exchange under way.
+
+        Raises:
+            CommError: If a peer's header or row counts differ, or a peer was late or lost.
+
+        Shapes: rows [sum(send_counts), ...] of any type -> [sum(recv_counts), ...].
+
+        Cost: the rows for other ranks; with a header, 64 bytes a peer more.
+        """
+        if len(send_counts) != self.size or len(recv_counts) != self.size:
+            raise ValueError(
+                f"{self.size} counts each way are needed, one a rank: {send_counts}, {recv_counts}"
+            )
+        if sum(send_counts) != rows.size(0) or send_counts[self.rank] != recv_counts[self.rank]:
+            raise ValueError(f"{rows.size(0)} rows cannot be sent as {send_counts} and come as {recv_counts}")
+        if self.size == 1:
+            return Pending(rows, self, action, kind)
+        if header is not None:
+            self._compare(header, send_counts, recv_counts, action)
+        rows = rows.detach().to(self._wire).contiguous()
+        return self._start(list(torch.split(rows, list(send_counts))), recv_counts, action, kind)
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, action: str, kind: Kind = "statistics") -> Tensor:
+        """Sum, maximum or minimum over the ranks: a new tensor, the same bits on every rank.
+
+        Shapes: any -> the same.
+
+        Cost: 2 (n - 1) / n of the tensor's bytes (a ring's).
+        """
+        result = tensor.detach().clone().contiguous()
+        if self._group is None or self.size == 1:
+            return result
+        result = result.to(self._wire)
+        self._add(kind, 2 * (self.size - 1) * result.nbytes // self.size)
+        reduce = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+        work = self._group.allreduce([result], reduce, self._limit())
+        self._finish([(None, work)], action, kind)
+        return result.to(self.device)
+
+    def broadcast(self, tensor: Tensor, src: int = 0, *, action: str, kind: Kind = "other") -> Tensor:
+        """The tensor of rank ``src`` of this group, as a new tensor; elsewhere only type and shape count.
+
+        Shapes: any, the same on all ranks -> the same.
+
+        Cost: n - 1 times the tensor's bytes, counted at ``src``.
+        """
+        result = tensor.detach().clone().contiguous()
+        if self._group is None or self.size == 1:
+            return result
+        result = result.to(self._wire)
+        if self.rank == src:
+            self._add(kind, (self.size - 1) * result.nbytes)
+        work = self._group.broadcast(_as_bytes(result), src, self._limit())
+        self._finish([(None, work)], action, kind)
+        return result.to(self.device)
+
+    def gather_rows(
+        self, rows: Tensor, *, action: str, kind: Kind = "other", dst: int | None = None
+    ) -> list[Tensor] | None:
+        """Every rank's rows, however many each has.
+
+        Args:
+            rows: This rank's rows; the trailing shape and the type are the same on all ranks.
+            action: What this is, for errors.
+            kind: What its bytes count as.
+            dst: The rank of this group that gets them; all do if None.
+
+        Returns:
+            One tensor a rank; None on ranks other than ``dst``.
+
+        Shapes: rows [n, ...] -> size times [n of that rank, ...].
+
+        Cost: the rows, n - 1 times or (with ``dst``) once, and 8 bytes a peer for the counts.
+        """
+        if self.size == 1:
+            return [rows]
+        rows = rows.detach().to(self._wire).contiguous()
+        ones = [1] * self.size
+        mine = torch.full((self.size,), rows.size(0), dtype=torch.int64, device=self._wire)
+        counts = self.exchange(mine, ones, ones, action=f"{action} (row counts)", kind="other").tolist()
+        gets = [dst in (None, rank) for rank in range(self.size)]
+        parts = [rows if get else rows[:0] for get in gets]
+        counts = counts if gets[self.rank] else [0] * self.size
+        received = self._start(parts, counts, action, kind).wait()
+        return list(torch.split(received, counts)) if gets[self.rank] else None
+
+    def gather_objects(self, obj: object, action: str) -> list[object]:
+        """Every rank's object, on every rank: for small ones that pickle, from ranks that are trusted."""
+        if self.size == 1:
+            return [obj]
+        packed = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        parts = self.gather_rows(packed, action=action)
+        assert parts is not None
+        return [pickle.loads(part.cpu().numpy().tobytes()) for part in parts]
+
+    def barrier(self, action: str) -> None:
+        """Return when all ranks have come here."""
+        # item() waits for the device too, where all_reduce alone would wait on its stream only.
+        self.all_reduce(
+            torch.zeros((), dtype=torch.int64, device=self.device), action=action, kind="other"
+        ).item()
+
+    def _start(self, parts: list[Tensor], recv_counts: Sequence[int], action: str, kind: Kind) -> Pending:
+        """Post one part a peer; parts are contiguous, on the wire's device, and alike in trailing shape."""
+        received = parts[0].new_empty((sum(recv_counts), *parts[0].shape[1:]))
+        slots = torch.split(received, list(recv_counts))
+        slots[self.rank].copy_(parts[self.rank])
+        pending = Pending(received, self, action, kind, kept=parts)
+        self._add(kind, sum(part.nbytes for peer, part in enumerate(parts) if peer != self.rank))
+        sent = [_as_bytes(part) for part in parts]
+        come = [_as_bytes(slot) for slot in slots]
+        sent[self.rank], come[self.rank] = sent[self.rank][:0], come[self.rank][:0]
+        assert self._group is not None
+        if not self._gloo:
+            pending.works = [(None, self._group.alltoall(come, sent))]
+            return pending
+        self._count += 1
+        # Receives first, so that what arrives finds its place; each rank begins at another peer.
+        try:
+            for peer in self._ring(-1):
+                if come[peer].numel():
+                    pending.works.append((peer, self._group.recv([come[peer]], peer, self._tag(come[peer]))))
+            for peer in self._ring(1):
+                if sent[peer].numel():
+                    pending.works.append((peer, self._group.send([sent[peer]], peer, self._tag(sent[peer]))))
+        except RuntimeError as error:
+            raise self._fault(error, [peer], action, collective=False) from error
+        return pending
+
+    def _ring(self, step: int) -> list[int]:
+        return [(self.rank + step * hop) % self.size for hop in range(1, self.size)]
+
+    def _tag(self, message: Tensor) -> int:
+        # Order (7 bits) and size (24 bits, hashed): messages that do not belong together never meet, and the
+        # wait for the right one ends in an error that can be caught, not in gloo's abort.
+        return (self._count % 128) << 24 | (message.nbytes * 2654435761 % 2**32) >> 8
+
+    def _compare(
+        self, fields: tuple[int, ...], sends: Sequence[int], comes: Sequence[int], action: str
+    ) -> None:
+        ours = [faults.header(fields, send, come) for send, come in zip(sends, comes, strict=True)]
+        parts = torch.split(torch.tensor(ours, device=self._wire), 1)
+        pending = self._start(list(parts), [1] * self.size, f"{action} (header)", "other")
+        theirs: list[list[int]] = pending.wait().tolist()
+        # The own counts were compared before.
+        theirs[self.rank] = faults.header(fields, comes[self.rank], sends[self.rank])
+        texts = faults.disagreements(ours, theirs, self.names)
+        if texts:
+            raise faults.disagree(self.names[self.rank], action, texts)
+
+    def _limit(self) -> timedelta:
+        return timedelta(seconds=self.timeout)
+
+    def _add(self, kind: Kind, count: int) -> None:
+        self.bytes[kind] += count
+
+    def _finish(self, works: list[tuple[int | None, dist.Work]], action: str, kind: Kind) -> None:
+        begun = time.monotonic()
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        awaited = sorted({peer for peer, _ in works if peer is not None}) or others
+        names = [self.names[peer] for peer in awaited]
+        with nullcontext() if self.watch is None else self.watch.waiting(action, names):
+            for place, (peer, work) in enumerate(works):
+                try:
+                    self._wait(work, begun, collective=peer is None)
+                except RuntimeError as error:
+                    left = [p for p, _ in works[place:] if p is not None]
+                    raise self._fault(error, left or others, action, collective=peer is None) from error
+        self.waited[kind] += time.monotonic() - begun
+
+    def _wait(self, work: dist.Work, begun: float, *, collective: bool) -> None:
+        if not self._gloo:
+            work.wait()  # with a limit, nccl would block the host instead of the stream
+            return
+        # A collective ends itself at its limit; were it left running, destroying the group would hang on it.
+        limit = self.timeout + 5 if collective else self.timeout
+        left = max(begun + limit - time.monotonic(), 0.01)  # 0 would mean no limit
+        work.wait(timedelta(seconds=left))
+
+    def _fault(self, error: RuntimeError, peers: list[int], action: str, *, collective: bool) -> CommError:
+        """The error for a failed wait; ``peers`` are those still awaited, the one that failed first."""
+        late = faults.is_late(error)
+        if late:
+            elsewhere = [peer for peer in peers if self._elsewhere(action, peer)]
+            blamed = (elsewhere or peers) if collective else [peers[0], *elsewhere]
+        else:
+            blamed = (self._dead(peers) or peers) if collective else peers[:1]
+        names = [self.names[peer] for peer in dict.fromkeys(blamed)]
+        described = [f"rank {name}" if self.watch is None else self.watch.describe(name) for name in names]
+        return faults.broken_wait(
+            self.names[self.rank], action, described, late=self.timeout if late else None
+        )
+
+    def _elsewhere(self, action: str, peer: int) -> bool:
+        return self.watch is not None and bool(self.watch.late(action, [self.names[peer]]))
+
+    def _dead(self, peers: list[int]) -> list[int]:
+        """Those whose connection is closed: a collective's error does not say whose."""
+        if self._group is None or not self._gloo:
+            return []
+        closed: list[int] = []
+        for peer in peers:
+            try:
+                probe = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1)
+                probe.wait(timedelta(seconds=0.05))
+            except RuntimeError as error:
+                if not faults.is_late(error):
+                    closed.append(peer)
+        return closed
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes: gloo and nccl lack some types, and every row is only bytes to them."""
+    return tensor.view(-1).view(torch.uint8)

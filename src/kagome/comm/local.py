@@ -1,0 +1,113 @@
+"""LocalGroup: several ranks as threads of one process, with the channel's face.
+
+Where it sits: ``run.check`` splits a small sample in one process with it; tests use it as the quick rung
+below real processes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kagome.comm.channel import KINDS
+from kagome.errors import CommError
+
+T = TypeVar("T")
+
+
+class LocalGroup:
+    """What the threads of one group share.
+
+    Args:
+        size: Number of threads.
+        timeout: Seconds after which a wait is given up.
+    """
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        self.size = size
+        self.slots: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=timeout)
+
+    def run(self, work: Callable[[LocalChannel], T]) -> list[T]:
+        """Run ``work`` on every rank, each in a thread; the first error of any ends all and is raised.
+
+        Returns:
+            The results in the order of ranks.
+        """
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def body(rank: int) -> None:
+            try:
+                results[rank] = work(LocalChannel(self, rank))
+            except threading.BrokenBarrierError:
+                errors.append(CommError("all ranks meet at a collective", "another rank stopped before it"))
+            except BaseException as error:
+                errors.insert(0, error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise next((e for e in errors if not isinstance(e, CommError)), errors[0])
+        return results
+
+
+class LocalChannel:
+    """One thread's end of a :class:`LocalGroup`; see :class:`kagome.comm.channel.Channel` for each method."""
+
+    def __init__(self, group: LocalGroup, rank: int) -> None:
+        self.group, self.rank, self.size = group, rank, group.size
+        self.device = torch.device("cpu")
+        self.bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
+
+    def _share(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        self.group.slots[self.rank] = value
+        self.group.barrier.wait()
+        values = list(self.group.slots)
+        self.group.barrier.wait()
+        return values
+
+    def exchange(
+        self,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        action: str,
+        kind: str = "halo",
+        header: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """All-to-all of rows; headers are always compared, as it costs nothing here."""
+        parts = torch.split(rows.detach(), list(send_counts))
+        offers = self._share((header, action, parts))
+        for peer, (theirs, doing, _) in enumerate(offers):
+            if theirs != header:
+                raise CommError(
+                    f"rank {self.rank} is at {action!r} {header}", f"rank {peer} is at {doing!r} {theirs}"
+                )
+        received = [offer[2][self.rank] for offer in offers]
+        counts = [part.size(0) for part in received]
+        if counts != list(recv_counts):
+            raise CommError(f"{action!r} expects {list(recv_counts)} rows", f"{counts} came")
+        return torch.cat(received)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, action: str, kind: str = "statistics") -> Tensor:
+        """Sum, maximum or minimum over the threads."""
+        offers = self._share((action, tensor.detach()))
+        if len({(doing, value.shape) for doing, value in offers}) > 1:
+            raise CommError(
+                f"rank {self.rank} is at {action!r}", f"the ranks are at {[o[0] for o in offers]}"
+            )
+        stack = torch.stack([value for _, value in offers])
+        if op == "sum":
+            return stack.sum(0)
+        return stack.amax(0) if op == "max" else stack.amin(0)

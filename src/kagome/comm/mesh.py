@@ -1,0 +1,163 @@
+"""Mesh: the ranks of a run along its axes, each axis with its channel; opened and closed as one context.
+
+Where it sits: ``run`` opens it first of all; everything else is given its channel.
+
+It does not build on torch's ``DeviceMesh``: with one axis there is nothing to cut, and a DeviceMesh takes no
+time limit, sets the CUDA device by itself, and cannot be made without a process group, which one rank needs not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+from kagome.comm.channel import Channel
+from kagome.comm.watch import Watch
+from kagome.config import Parallel
+from kagome.errors import CommError
+from kagome.ranks import Ranks, environment
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All ranks of a run, and where this one stands.
+
+    Args:
+        size: Ranks in the world.
+        rank: This rank.
+        axes: Ranks along each axis; their product is ``size``.
+        local_rank: This rank among those of its host.
+        device: Where its tensors live.
+        graph: The channel of the ranks that hold the other parts of the graph.
+        watch: What the ranks are doing; None with one rank.
+    """
+
+    size: int
+    rank: int
+    axes: Mapping[str, int]
+    local_rank: int
+    device: torch.device
+    graph: Channel
+    watch: Watch | None
+
+    def doing(self, action: str) -> None:
+        """Tell the others what this rank computes from now on, such as ``epoch 2: optimizer``."""
+        if self.watch is not None:
+            self.watch.doing(action)
+
+
+@contextmanager
+def open_mesh(
+    parallel: Parallel | None = None,
+    *,
+    timeout: float = 300.0,
+    say: Callable[[str], None] = print,
+    always_group: bool = False,
+) -> Iterator[Mesh]:
+    """Join the ranks that the environment names, and leave them at the end, after an error too.
+
+    A process group that the script has made itself is used and left as it is. With one rank there is none,
+    unless ``always_group`` asks for it.
+
+    Args:
+        parallel: How to split; must fit the number of ranks.
+        timeout: Seconds after which a wait is given up.
+        say: Called with a line when a wait grows long.
+        always_group: Make a process group for a single rank too.
+
+    Yields:
+        The mesh.
+
+    Raises:
+        ConfigError: If the split needs another number of ranks.
+        CommError: If the ranks do not meet.
+        LaunchError: If the environment is no sense.
+    """
+    given = dist.is_initialized()
+    ranks = _given_ranks() if given else environment()
+    fitted = (parallel or Parallel()).fit(ranks.size)
+    device = _own_device(ranks)
+    if given and dist.get_backend() == "gloo":
+        device = torch.device("cpu")
+    store: Store | None = None
+    if given:
+        store = _given_store()
+    elif ranks.size > 1 or always_group:
+        store = _join(ranks, device, timeout)
+    watch = None
+    try:
+        if store is not None and ranks.size > 1:
+            watch = Watch(store, ranks.rank, ranks.size, say=say)
+        group = dist.group.WORLD if dist.is_initialized() else None
+        channel = Channel(group, device, timeout=timeout, watch=watch)
+        axes = {"graph": fitted.graph or ranks.size}
+        yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, channel, watch)
+    finally:
+        if watch is not None:
+            watch.close()
+        if not given and dist.is_initialized():
+            dist.destroy_process_group()  # gloo aborts the process at its exit otherwise
+
+
+def _join(ranks: Ranks, device: torch.device, timeout: float) -> Store:
+    limit = timedelta(seconds=timeout)
+    if ranks.size > 1:
+        url = f"tcp://{ranks.host}:{ranks.port}?rank={ranks.rank}&world_size={ranks.size}"
+        where = f"{ranks.host}:{ranks.port}"
+    else:
+        # Nobody else comes: any free port will do, and RANK and MASTER_PORT need not be set.
+        url, where = "", "this process"
+    try:
+        store = next(iter(dist.rendezvous(url, timeout=limit)))[0] if url else dist.HashStore()
+        backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("kagome", store),
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=limit,
+            device_id=own,
+        )
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {ranks.rank} was to meet {ranks.size - 1} other ranks at {where}",
+            f"that failed: {str(error).splitlines()[0]}",
+            where=f"ranks set by {ranks.source}",
+            hint="see that all ranks were started, and that the host and port can be reached from each host",
+        ) from error
+    return store
+
+
+def _own_device(ranks: Ranks) -> torch.device:
+    if torch.cuda.is_available() and ranks.local_size <= torch.cuda.device_count():
+        device = torch.device("cuda", ranks.local_rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def _given_ranks() -> Ranks:
+    size = dist.get_world_size()
+    return Ranks(
+        rank=dist.get_rank(),
+        size=size,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(size))),
+    )
+
+
+def _given_store() -> Store | None:
+    # torch keeps the default group's store to itself; without it waits are limited all the same, but nobody
+    # can say what a late peer was doing.
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return None if find is None else find()

@@ -1,0 +1,181 @@
+"""Watch: what every rank is doing now, told to the others, so that a wait can say for whom and for what.
+
+Where it sits: ``Channel`` reports its waits here and asks it whom to blame; ``open_mesh`` makes it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+NAMED_PEERS = 4
+"""So many late peers are named in full; the rest are counted."""
+
+
+@dataclass(frozen=True)
+class _Doing:
+    """What this rank does now; replaced whole, so that the thread never reads half of it."""
+
+    number: int
+    action: str
+    since: float
+    peers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank last published.
+
+    Args:
+        number: How many actions it had begun.
+        action: The action's text.
+        begun: When it began that action, in the wall clock's seconds.
+        alive: When it published this, in the wall clock's seconds.
+        waits: Whether it was waiting for others itself.
+    """
+
+    number: int
+    action: str
+    begun: float
+    alive: float
+    waits: bool
+
+
+class Watch:
+    """Publishes this rank's action to a store and reads the others' when a wait grows long.
+
+    One daemon thread publishes every ``every`` seconds, and at no other time, so that an action costs its
+    rank one small object. The store is cloned: a client of torch's TCPStore serves one call at a time, and a
+    blocking call of the process group on the same client would keep the news back for as long as it blocks.
+
+    Args:
+        store: A store that all ranks share.
+        rank: This rank in the world.
+        size: Ranks in the world; with one there is no thread and nothing is published.
+        say: Called with one line for each wait that passes ``warn_after``.
+        every: Seconds between two publications.
+        warn_after: Seconds of one wait after which it is told.
+
+    Cost: about 100 bytes to the store's host every ``every`` seconds; in a long wait, 100 bytes a peer back.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        say: Callable[[str], None],
+        every: float = 2.0,
+        warn_after: float = 10.0,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._say, self._every, self._warn_after = say, every, warn_after
+        self._frame = "its start"
+        self._now = _Doing(0, self._frame, time.monotonic(), ())
+        self._warned = -1
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if size > 1:
+            self._store = _own_client(store)
+            self._publish()
+            self._thread = threading.Thread(target=self._run, name="kagome-watch", daemon=True)
+            self._thread.start()
+
+    def doing(self, action: str) -> None:
+        """Say what this rank computes from now on, such as ``epoch 2: optimizer``."""
+        self._frame = action
+        self._now = _Doing(self._now.number + 1, action, time.monotonic(), ())
+
+    @contextmanager
+    def waiting(self, action: str, peers: Sequence[int]) -> Iterator[None]:
+        """Say that this rank waits in ``action`` for ``peers`` (ranks of the world) inside this block."""
+        before = self._now
+        self._now = _Doing(before.number + 1, action, time.monotonic(), tuple(peers))
+        try:
+            yield
+        finally:
+            # Back to what was computed before, with its own start: the wait was a part of it.
+            self._now = _Doing(self._now.number + 1, self._frame, before.since, ())
+
+    def seen(self, rank: int) -> Seen | None:
+        """What a rank last published; None if it never did or the store does not answer."""
+        if self._thread is None:
+            return None
+        key = f"watch/{rank}"
+        try:
+            if not self._store.check([key]):
+                return None
+            number, action, begun, alive, waits = json.loads(self._store.get(key))
+        except (RuntimeError, ValueError):
+            return None
+        return Seen(number, action, begun, alive, waits)
+
+    def describe(self, rank: int) -> str:
+        """``rank 1, which was last seen in 'epoch 2: optimizer' 12 s ago``."""
+        seen = self.seen(rank)
+        if seen is None:
+            return f"rank {rank}, of which nothing was seen"
+        now = time.time()
+        text = f"rank {rank}, which was last seen in '{seen.action}' {max(0.0, now - seen.begun):.0f} s ago"
+        if now - seen.alive > 3 * self._every:
+            text += f" and has given no sign of life for {now - seen.alive:.0f} s"
+        return text
+
+    def late(self, action: str, peers: Sequence[int]) -> list[int]:
+        """Those of ``peers`` that were not seen waiting in ``action`` too."""
+        return [peer for peer in peers if not self._waits_in(action, peer)]
+
+    def close(self) -> None:
+        """End the thread; may be called twice."""
+        self._closed.set()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(timeout=5.0)
+
+    def _waits_in(self, action: str, peer: int) -> bool:
+        seen = self.seen(peer)
+        return seen is not None and seen.waits and seen.action == action
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._every):
+            try:
+                self._publish()
+            except RuntimeError:
+                return  # the store's host is gone: the run ends, and this thread is not the one to say so
+            self._warn()
+
+    def _publish(self) -> None:
+        doing, age = self._now, time.monotonic() - self._now.since
+        wall = time.time()
+        # Wall clocks, since monotonic clocks of two hosts have nothing in common.
+        record = [doing.number, doing.action, wall - age, wall, bool(doing.peers)]
+        self._store.set(f"watch/{self.rank}", json.dumps(record))
+
+    def _warn(self) -> None:
+        doing = self._now
+        waited = time.monotonic() - doing.since
+        if not doing.peers or waited < self._warn_after or self._warned == doing.number:
+            return
+        self._warned = doing.number
+        late = self.late(doing.action, doing.peers) or list(doing.peers)
+        names = " and for ".join(self.describe(peer) for peer in late[:NAMED_PEERS])
+        more = f" and for {len(late) - NAMED_PEERS} others" if len(late) > NAMED_PEERS else ""
+        self._say(f"rank {self.rank} has waited {waited:.0f} s in '{doing.action}' for {names}{more}")
+
+
+def _own_client(store: Store) -> Store:
+    try:
+        client: Store = store.clone()  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store  # a HashStore or FileStore has no connection that could block
+    client.set_timeout(timedelta(seconds=10))
+    return client

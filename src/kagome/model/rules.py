@@ -1,0 +1,176 @@
+"""Rules for single layer classes that look at the whole graph in a way of their own.
+
+Where it sits: ``run.engine`` applies them to a model's modules before the first forward, and takes them off
+afterwards. PyG's classes stay as they are: a rule sets an attribute on one instance.
+
+To add a rule: write a function (module, scope) -> list of (instance, name, value) to set, and add it to
+``RULES`` beside the class it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import FunctionType, MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch_geometric import nn as pyg
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_remaining_self_loops, get_laplacian
+
+from kagome.model.exact import Scope
+
+
+class LayerScope(Scope, Protocol):
+    """What a rule may ask of the interception beyond what a handler may."""
+
+    def everyone(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, own ones first, with gradient."""
+
+    def is_input(self, value: Any) -> bool:
+        """Whether a tensor is one that the model was given, the same in every forward."""
+
+    def constants(self) -> AbstractContextManager[None]:
+        """What runs inside needs no gradient and is computed once."""
+
+    def last_row(self) -> int:
+        """Own vertices up to the last one of the whole graph that has an edge."""
+
+
+Settings = list[tuple[nn.Module, str, Any]]
+Rule = Callable[[Any, LayerScope], Settings]
+
+
+def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
+    """Set what each rule asks for on the model's layers.
+
+    Returns:
+        A function that takes it off again.
+    """
+    undo: list[tuple[nn.Module, str]] = []
+    for module in model.modules():
+        for kind, rule in RULES:
+            if isinstance(module, kind):
+                for target, name, value in rule(module, scope):
+                    target.__dict__[name] = value
+                    undo.append((target, name))
+
+    def remove() -> None:
+        for module, name in undo:
+            module.__dict__.pop(name, None)
+
+    return remove
+
+
+def _with_globals(module: nn.Module, name: str, replaced: dict[str, Any]) -> Any:
+    """The module's own method with some of its global names standing for others; no global is touched."""
+    method = getattr(type(module), name)
+    code = method.__code__
+    return MethodType(
+        _copied(FunctionType(code, {**method.__globals__, **replaced}, name, method.__defaults__, method.__closure__), method),
+        module,
+    )
+
+
+def _copied(function: FunctionType, method: Any) -> FunctionType:
+    function.__kwdefaults__ = method.__kwdefaults__
+    return function
+
+
+class _Remembered:
+    """A function of the graph alone, computed once: degree normalisation of constant edges.
+
+    The first call runs under the interception like any other, so its degrees are the whole graph's.
+    """
+
+    def __init__(self, function: Callable[..., Any], scope: LayerScope) -> None:
+        self._function, self._scope = function, scope
+        self._results: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def __call__(self, edge_index: Any, edge_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
+        constant = self._scope.is_input(edge_index) and (edge_weight is None or self._scope.is_input(edge_weight))
+        if not constant or torch.is_tensor(kwargs.get("lambda_max")):
+            return self._function(edge_index, edge_weight, *args, **kwargs)
+        key = (id(edge_index), id(edge_weight), args, tuple(sorted(kwargs.items())))
+        if key not in self._results:
+            with self._scope.constants():
+                result = self._function(edge_index, edge_weight, *args, **kwargs)
+            # Inputs live as long as the scope, so an id is never given twice.
+            self._results[key] = (result, (edge_index, edge_weight))
+        return self._results[key][0]
+
+
+def _normalised(module: Any, scope: LayerScope) -> Settings:
+    """Layers that call ``gcn_norm``: once for constant edges."""
+    names = type(module).forward.__code__.co_names
+    found = type(module).forward.__globals__
+    replaced: dict[str, Any] = {}
+    if "gcn_norm" in names and found.get("gcn_norm") is gcn_norm:
+        replaced["gcn_norm"] = _Remembered(gcn_norm, scope)
+    if "add_remaining_self_loops" in names and found.get("add_remaining_self_loops") is add_remaining_self_loops:
+        # EGConv leaves the number of vertices to be guessed from the edges, which are the part's here.
+        def loops(edge_index: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if scope.is_input(edge_index) and len(args) < 3:
+                kwargs.setdefault("num_nodes", scope.last_row())
+            return add_remaining_self_loops(edge_index, *args, **kwargs)
+
+        replaced["add_remaining_self_loops"] = loops
+    return [(module, "forward", _with_globals(module, "forward", replaced))] if replaced else []
+
+
+def _cheb(module: Any, scope: LayerScope) -> Settings:
+    """ChebConv scales its Laplacian by twice the largest entry, which may lie on another rank."""
+    inner = module.__norm__
+
+    def norm(
+        edge_index: Tensor,
+        num_nodes: int | None,
+        edge_weight: Tensor | None,
+        normalization: str | None,
+        lambda_max: Any = None,
+        dtype: Any = None,
+        batch: Tensor | None = None,
+    ) -> Any:
+        if lambda_max is None:
+            weight = get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)[1]
+            low = weight.new_full((), torch.finfo(weight.dtype).min)
+            lambda_max = 2.0 * scope.greatest(weight.detach().amax() if weight.numel() else low)
+        return inner(edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype=dtype, batch=batch)
+
+    return [(module, "__norm__", _Remembered(norm, scope))]
+
+
+def _supergat(module: Any, scope: LayerScope) -> Settings:
+    """SuperGATConv also samples pairs for its own attention loss, which no trainer here adds: none are drawn."""
+    none = lambda edge_index, *_: edge_index.new_zeros(2, 0)  # noqa: E731
+    return [(module, "negative_sampling", none), (module, "positive_sampling", none)]
+
+
+def _gps(module: Any, scope: LayerScope) -> Settings:
+    """GPSConv attends to all vertices: queries are own rows, keys and values everybody's.
+
+    Cost:
+        All ranks' rows once forward and once backward; N x n attention weights.
+    """
+    inner = module.attn.forward
+    performer = not isinstance(module.attn, nn.MultiheadAttention)
+
+    def attend(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if scope.size == 1:
+            return inner(query, *args, **kwargs)
+        whole = scope.everyone(query.squeeze(0)).unsqueeze(0)
+        if performer:
+            return inner(whole)[:, : query.size(1)]
+        return inner(query, whole, whole, need_weights=False)
+
+    return [(module.attn, "forward", attend)]
+
+
+RULES: Sequence[tuple[type[nn.Module], Rule]] = (
+    (pyg.MessagePassing, _normalised),
+    (pyg.ChebConv, _cheb),
+    (pyg.SuperGATConv, _supergat),
+    (pyg.GPSConv, _gps),
+)

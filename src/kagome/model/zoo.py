@@ -1,0 +1,372 @@
+"""Ready models by name: PyG's own classes, and small stacks of PyG's own layers where it has no class.
+
+Where it sits: ``cli`` names a model here, ``run`` trains what comes back, exactly as it trains a user's own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable
+
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+
+from kagome.config import Model
+from kagome.errors import ModelError
+
+_PYTHON = "python:"
+_HOW_PYTHON = "python:package.module:function"
+
+
+def build_model(
+    settings: Model,
+    *,
+    in_channels: int,
+    out_channels: int,
+    num_nodes: int,
+    degree_histogram: Tensor | None = None,
+) -> nn.Module:
+    """Build a model by its name.
+
+    Args:
+        settings: Name, layers, hidden width, dropout and heads.
+        in_channels: Columns of the features.
+        out_channels: Classes, or columns of the output.
+        num_nodes: Vertices of the whole graph; only handed on to ``python:`` models that ask for it.
+        degree_histogram: How many vertices of the whole graph have 0, 1, 2, ... incoming edges;
+            ``pna`` needs it.
+
+    Returns:
+        The model, on the CPU, with weights drawn from torch's generator as it stands.
+        Its ``forward`` takes ``(x, edge_index)``, and ``edge_weight`` where the layers can use one.
+
+    Shapes:
+        degree_histogram: [largest degree + 1], integers.
+        forward: x [N, in_channels], edge_index [2, E], edge_weight [E] -> [N, out_channels].
+
+    Raises:
+        ModelError: If the name is unknown, a setting is out of range, the heads do not divide the hidden
+            width, or a ``python:`` model cannot be found, called, or is no module.
+    """
+    _check_ranges(settings)
+    if settings.name.startswith(_PYTHON):
+        return _build_python(settings, in_channels, out_channels, num_nodes)
+    builders = _builders(degree_histogram)
+    if settings.name not in builders:
+        near = difflib.get_close_matches(settings.name, builders, n=1, cutoff=0.5)
+        raise ModelError(
+            f"model.name takes one of {', '.join(builders)} or {_HOW_PYTHON}",
+            f"it is {settings.name!r}",
+            hint=f"--model.name {near[0]}"
+            if near
+            else f"for a model of your own, --model.name {_HOW_PYTHON}",
+        )
+    return builders[settings.name](settings, in_channels, out_channels)
+
+
+def _check_ranges(settings: Model) -> None:
+    for name in ("layers", "hidden", "heads"):
+        if getattr(settings, name) < 1:
+            raise ModelError(f"model.{name} takes a number from 1 up", f"it is {getattr(settings, name)}")
+    if not 0 <= settings.dropout < 1:
+        raise ModelError("model.dropout takes a number from 0 up and below 1", f"it is {settings.dropout}")
+
+
+def _check_heads(settings: Model) -> None:
+    if settings.hidden % settings.heads:
+        fitting = [n for n in range(1, settings.heads) if settings.hidden % n == 0]
+        raise ModelError(
+            f"model.heads must divide model.hidden for {settings.name}",
+            f"{settings.heads} heads leave a rest of {settings.hidden % settings.heads} "
+            f"in a width of {settings.hidden}",
+            hint=f"--model.heads {fitting[-1]}, "
+            f"or --model.hidden {-(-settings.hidden // settings.heads) * settings.heads}",
+        )
+
+
+_Builder = Callable[[Model, int, int], nn.Module]
+
+
+def _builders(degree_histogram: Tensor | None) -> dict[str, _Builder]:
+    def attention(version_two: bool) -> _Builder:
+        def build(m: Model, fan_in: int, fan_out: int) -> nn.Module:
+            _check_heads(m)
+            return _GAT(fan_in, m.hidden, m.layers, fan_out, m.dropout, v2=version_two, heads=m.heads)
+
+        return build
+
+    def pna(m: Model, fan_in: int, fan_out: int) -> nn.Module:
+        if degree_histogram is None:
+            raise ModelError(
+                "the model pna scales by the degrees of the whole graph and needs their histogram",
+                "none was given",
+                hint="degree_histogram=torch.bincount(torch.bincount(edge_index[1], minlength=num_nodes))",
+            )
+        return _PNA(
+            *(fan_in, m.hidden, m.layers, fan_out, m.dropout),
+            aggregators=["mean", "min", "max", "std"],
+            scalers=["identity", "amplification", "attenuation"],
+            deg=degree_histogram,
+        )
+
+    return {
+        "gcn": lambda m, i, o: _GCN(i, m.hidden, m.layers, o, m.dropout),
+        "sage": lambda m, i, o: _SAGE(i, m.hidden, m.layers, o, m.dropout),
+        "gin": lambda m, i, o: _GIN(i, m.hidden, m.layers, o, m.dropout),
+        "gat": attention(version_two=False),
+        "gatv2": attention(version_two=True),
+        "pna": pna,
+        "edgecnn": lambda m, i, o: _EdgeCNN(i, m.hidden, m.layers, o, m.dropout),
+        "gcn2": _GCN2,
+        "appnp": _APPNP,
+        "sgc": _SGC,
+        "deepgcn": _DeepGCN,
+        "resgcn+": _ResGCN,
+        "transformer": _Transformer,
+    }
+
+
+def _build_python(settings: Model, in_channels: int, out_channels: int, num_nodes: int) -> nn.Module:
+    module_name, _, function_name = settings.name.removeprefix(_PYTHON).partition(":")
+    if not module_name or not function_name:
+        raise ModelError(f"a model of your own is named {_HOW_PYTHON}", f"the name is {settings.name!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ModelError(
+            f"the model {settings.name} needs the module {module_name}",
+            f"it cannot be imported: {error}",
+            hint="put the folder that holds it on PYTHONPATH",
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        near = difflib.get_close_matches(function_name, names, n=1)
+        raise ModelError(
+            f"the model {settings.name} needs a function {function_name} in {module_name}",
+            "there is none" if function is None else f"it is of type {type(function).__name__}",
+            where=str(getattr(module, "__file__", "")),
+            hint=f"--model.name {_PYTHON}{module_name}:{near[0]}" if near else "",
+        )
+    offered: dict[str, object] = {
+        "in_channels": in_channels,
+        "out_channels": out_channels,
+        "num_nodes": num_nodes,
+        **{name: getattr(settings, name) for name in ("layers", "hidden", "dropout", "heads")},
+    }
+    built = function(**_asked_for(function, offered, settings.name))
+    if not isinstance(built, nn.Module):
+        raise ModelError(
+            f"the model {settings.name} must return a torch.nn.Module",
+            f"it returned a value of type {type(built).__name__}",
+        )
+    return built
+
+
+def _asked_for(function: Callable[..., object], offered: dict[str, object], name: str) -> dict[str, object]:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        chosen = offered
+    else:
+        chosen = {p.name: offered[p.name] for p in parameters if p.name in offered}
+    unknown = [
+        p.name
+        for p in parameters
+        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        and p.default is p.empty
+        and (p.name not in chosen or p.kind is p.POSITIONAL_ONLY)
+    ]
+    if unknown:
+        raise ModelError(
+            f"the model {name} is called by keyword with any of {', '.join(offered)}",
+            f"it also asks for {', '.join(unknown)}",
+            hint="give those a default, or set them inside the function",
+        )
+    return chosen
+
+
+class _FeaturesOnly(nn.Module):
+    """Takes features and edges only: PyG's classes name ``edge_attr`` too but are built without it."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = super().forward(x, edge_index)
+        return out
+
+
+class _GCN(pyg.models.GCN):  # type: ignore[misc]
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        out: Tensor = super().forward(x, edge_index, edge_weight)
+        return out
+
+
+class _SAGE(_FeaturesOnly, pyg.models.GraphSAGE):  # type: ignore[misc]
+    pass
+
+
+class _GIN(_FeaturesOnly, pyg.models.GIN):  # type: ignore[misc]
+    pass
+
+
+class _GAT(_FeaturesOnly, pyg.models.GAT):  # type: ignore[misc]
+    pass
+
+
+class _PNA(_FeaturesOnly, pyg.models.PNA):  # type: ignore[misc]
+    pass
+
+
+class _EdgeCNN(_FeaturesOnly, pyg.models.EdgeCNN):  # type: ignore[misc]
+    pass
+
+
+class _GCN2(nn.Module):
+    """GCNII: each layer adds back the first one's rows.
+
+    Source: Chen et al., Simple and Deep Graph Convolutional Networks, ICML 2020.
+    """
+
+    def __init__(self, m: Model, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(in_channels, m.hidden)
+        self.convs = nn.ModuleList(
+            pyg.GCN2Conv(m.hidden, alpha=0.1, theta=0.5, layer=i, shared_weights=True, normalize=True)
+            for i in range(1, m.layers + 1)
+        )
+        self.last = nn.Linear(m.hidden, out_channels)
+        self.dropout = nn.Dropout(m.dropout)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        x = x_0 = self.first(self.dropout(x)).relu()
+        for conv in self.convs:
+            x = conv(self.dropout(x), x_0, edge_index, edge_weight).relu()
+        out: Tensor = self.last(self.dropout(x))
+        return out
+
+
+class _APPNP(nn.Module):
+    """Transform first, then ten steps of personalised PageRank; ``layers`` counts the transforms.
+
+    Source: Gasteiger et al., Predict then Propagate, ICLR 2019.
+    """
+
+    def __init__(self, m: Model, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        widths = [in_channels, *[m.hidden] * (m.layers - 1), out_channels]
+        steps: list[nn.Module] = []
+        for fan_in, fan_out in itertools.pairwise(widths):
+            steps += [nn.Dropout(m.dropout), nn.Linear(fan_in, fan_out), nn.ReLU()]
+        self.transform = nn.Sequential(*steps[:-1])
+        self.propagation = pyg.APPNP(K=10, alpha=0.1)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        out: Tensor = self.propagation(self.transform(x), edge_index, edge_weight)
+        return out
+
+
+class _SGC(nn.Module):
+    """Propagate ``layers`` times with nothing in between, then a linear map of inner width ``hidden``.
+
+    Source: Wu et al., Simplifying Graph Convolutional Networks, ICML 2019.
+    """
+
+    def __init__(self, m: Model, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        # Never cached: evaluation may run on another graph than training.
+        self.conv = pyg.SGConv(in_channels, m.hidden, K=m.layers, cached=False)
+        self.dropout = nn.Dropout(m.dropout)
+        self.last = nn.Linear(m.hidden, out_channels)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        out: Tensor = self.last(self.dropout(self.conv(x, edge_index, edge_weight)))
+        return out
+
+
+class _PreActivation(nn.Module):
+    """Linear in, residual blocks LayerNorm -> ReLU -> Dropout -> conv, the same activation, linear out."""
+
+    def __init__(self, m: Model, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(in_channels, m.hidden)
+        # PyG's 'res+' block is x + conv(act(norm(x))). Dropout rides in ``act``, as a module: the block's own
+        # is a function call, and torch.fx would freeze the mode it was traced in.
+        self.blocks = nn.ModuleList(
+            pyg.DeepGCNLayer(
+                self.make_conv(m.hidden),
+                nn.LayerNorm(m.hidden),
+                nn.Sequential(nn.ReLU(), nn.Dropout(m.dropout)),
+                block="res+",
+            )
+            for _ in range(m.layers)
+        )
+        self.last = nn.Sequential(
+            nn.LayerNorm(m.hidden), nn.ReLU(), nn.Dropout(m.dropout), nn.Linear(m.hidden, out_channels)
+        )
+
+    def make_conv(self, hidden: int) -> nn.Module:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, edge_index)
+        out: Tensor = self.last(x)
+        return out
+
+
+class _DeepGCN(_PreActivation):
+    """DeeperGCN: GENConv with a learned softmax.
+
+    Source: Li et al., DeeperGCN: All You Need to Train Deeper GCNs, 2020.
+    """
+
+    def make_conv(self, hidden: int) -> nn.Module:
+        conv: nn.Module = pyg.GENConv(
+            hidden, hidden, aggr="softmax", learn_t=True, num_layers=2, norm="layer"
+        )
+        return conv
+
+
+class _ResGCN(_PreActivation):
+    """ResGCN+: the same block around a mean of neighbours.
+
+    Source: Chen et al., GNNPipe: Scaling Deep GNN Training with Pipelined Model Parallelism, 2023.
+    """
+
+    def make_conv(self, hidden: int) -> nn.Module:
+        conv: nn.Module = pyg.SAGEConv(hidden, hidden, aggr="mean")
+        return conv
+
+
+class _Transformer(nn.Module):
+    """Attention between neighbours with a gated shortcut; the last layer takes the mean of its heads.
+
+    Source: Shi et al., Masked Label Prediction (UniMP), IJCAI 2021.
+    """
+
+    def __init__(self, m: Model, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        _check_heads(m)
+        self.convs, self.norms = nn.ModuleList(), nn.ModuleList()
+        for i in range(m.layers):
+            final = i == m.layers - 1
+            self.convs.append(
+                pyg.TransformerConv(
+                    in_channels if i == 0 else m.hidden,
+                    out_channels if final else m.hidden // m.heads,
+                    heads=m.heads,
+                    concat=not final,
+                    beta=True,
+                    dropout=m.dropout,
+                )
+            )
+            self.norms.append(nn.Identity() if final else nn.LayerNorm(m.hidden))
+        self.dropout = nn.Dropout(m.dropout)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs[:-1], self.norms, strict=False):
+            x = self.dropout(norm(conv(x, edge_index)).relu())
+        out: Tensor = self.convs[-1](x, edge_index)
+        return out

@@ -1,0 +1,366 @@
+"""Marks: what each tensor inside a user's forward stands for, kept beside it without touching it.
+
+Where it sits: ``intercept`` sees every torch call of a model; this file says what the results of those
+calls are, so that a read of neighbours' rows, a statistic over all vertices or a dropout is known for what
+it is wherever it happens, in PyG's code or in the user's.
+
+::
+
+    edge_index  EDGES ──[0]──> SOURCE ──x[source]──> PAIRS   a row an edge
+         │            └─[1]──> TARGET ──x[target]──> PAIRS
+         x  ROWS ──linear──> ROWS                             a row an own vertex
+         SOURCE * 7 + SOURCE ──> MIXED                        ids no longer known: refused where read
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Kind(enum.Enum):
+    """What a tensor's entries, or the rows along its axis, stand for."""
+
+    EDGES = "edges"
+    """Pairs of local vertex ids, 2 x E."""
+    SOURCE = "source"
+    """Local ids that may name halo rows."""
+    TARGET = "target"
+    """Local ids of own rows."""
+    ROWS = "rows"
+    """A row an own vertex."""
+    PAIRS = "pairs"
+    """A row an edge."""
+    LOCAL = "local"
+    """Numbers made from own ids: mean nothing on another rank."""
+    MIXED = "mixed"
+    """Ids of which it is no longer known what they name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What one tensor stands for.
+
+    Args:
+        kind: See :class:`Kind`.
+        view: The edges of which it speaks: in-edges (0) or out-edges (1) of own vertices.
+        axis: ROWS and PAIRS: the axis along which the rows lie.
+        edges: PAIRS, SOURCE, TARGET: the EDGES tensor they came from, where known.
+        swapped: EDGES: row 0 holds the targets.
+    """
+
+    kind: Kind
+    view: int = 0
+    axis: int = 0
+    edges: Tensor | None = None
+    swapped: bool = False
+
+
+IDS = (Kind.EDGES, Kind.SOURCE, Kind.TARGET)
+ALIGNED = (Kind.ROWS, Kind.PAIRS)
+Rule = Callable[["Marks", tuple[Any, ...], dict[str, Any], Any, Mark], Any]
+
+
+class Marks:
+    """The marks of all living tensors of one forward, and the rules by which they spread."""
+
+    def __init__(self) -> None:
+        self._table: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def get(self, tensor: Any) -> Mark | None:
+        """The mark of a tensor, or None."""
+        return self._table.get(tensor) if isinstance(tensor, Tensor) else None
+
+    def put(self, tensor: Tensor, mark: Mark | None) -> Tensor:
+        """Mark a tensor (or take its mark away) and return it."""
+        if mark is not None:
+            self._table[tensor] = mark
+        elif tensor in self._table:
+            del self._table[tensor]
+        return tensor
+
+    def spread(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Mark the result of one torch call by what went into it."""
+        if not isinstance(result, (Tensor, tuple, list)):
+            return
+        found = [mark for tensor in tensors(args, kwargs) if (mark := self.get(tensor)) is not None]
+        if not found:
+            return
+        lead = next((m for m in found if m.kind in IDS), None)
+        picks = name == "index_select" and self.get(args[0]) is lead
+        if lead is not None and (picks or name not in _NO_IDS):
+            _spread_ids(self, name, args, kwargs, result, lead, found)
+            return
+        mixed = next((m for m in found if m.kind in (Kind.MIXED, Kind.LOCAL)), None)
+        if mixed is not None and name not in _GATHERS:
+            for out in _outputs(result):
+                if not out.is_floating_point() and out.dtype != torch.bool and out.numel() > 1:
+                    self.put(out, mixed)
+            return
+        first = self.get(args[0]) if args else None
+        lead = first if first is not None and first.kind in ALIGNED else None
+        lead = lead or next((m for m in found if m.kind in ALIGNED), None)
+        if lead is not None:
+            _spread_rows(self, name, args, kwargs, result, lead)
+
+
+def tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of a call, one list deep."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            for inner in value:
+                if isinstance(inner, Tensor):
+                    yield inner
+
+
+def _outputs(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        yield from (r for r in result if isinstance(r, Tensor))
+
+
+# Ids ---------------------------------------------------------------------------------------------
+
+_KEEP = frozenset(
+    "clone contiguous to long int type type_as detach cpu cuda alias requires_grad_ pin_memory "
+    "__deepcopy__ sort masked_select sort_values as_subclass".split()
+)
+_RESHAPE = frozenset("view reshape unsqueeze expand expand_as squeeze flatten repeat view_as".split())
+_NO_IDS = frozenset("index_select gather embedding scatter_add_ scatter_add index_add_ index_add".split()) | frozenset(
+    "scatter_reduce_ scatter_reduce scatter_ scatter index_put_ take_along_dim new_zeros new_ones new_full "
+    "new_empty zeros_like ones_like full_like empty_like rand_like".split()
+)
+_GATHERS = frozenset("__getitem__ index_select gather embedding".split())
+
+
+def _spread_ids(
+    marks: Marks,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    lead: Mark,
+    found: list[Mark],
+) -> None:
+    """Where ids went: kept, picked apart, put together, or mixed beyond telling."""
+    first = args[0] if args else None
+    source = marks.get(first)
+    if name == "__getitem__" and source is not None and source.kind in IDS:
+        _pick(marks, args[1], result, first, source)
+    elif name == "__getitem__" and isinstance(first, Tensor):
+        # x[source]: the handler of gathers has marked it; x[:, source] and the like are left unmarked.
+        return
+    elif name in _KEEP or (name in _RESHAPE and lead.kind is not Kind.EDGES):
+        for out in list(_outputs(result))[:1]:
+            marks.put(out, lead if lead.kind is not Kind.EDGES or out.size(0) == 2 else Mark(Kind.MIXED))
+    elif name in ("unbind", "split", "chunk", "tensor_split") and lead.kind is Kind.EDGES:
+        dim = kwargs.get("dim", args[-1] if len(args) > (1 if name == "unbind" else 2) else 0)
+        if dim == 0 and len(result) == 2:
+            for row, out in enumerate(result):
+                marks.put(out, _end(first, lead, row))
+    elif name in ("cat", "concat", "concatenate", "hstack"):
+        kinds = {m.kind for m in found}
+        dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+        whole = kinds == {Kind.EDGES} and (dim in (1, -1) or name == "hstack")
+        same = len({m.swapped for m in found}) == 1 and len(kinds) == 1 and (whole or Kind.EDGES not in kinds)
+        marks.put(result, replace(lead, edges=None) if same else Mark(Kind.MIXED))
+    elif name in ("stack", "vstack") and len(found) == 2:
+        kinds2 = [m.kind for m in found]
+        if kinds2 == [Kind.SOURCE, Kind.TARGET]:
+            marks.put(result, Mark(Kind.EDGES, lead.view))
+        elif kinds2 == [Kind.TARGET, Kind.SOURCE]:
+            marks.put(result, Mark(Kind.EDGES, lead.view, swapped=True))
+        else:
+            marks.put(result, Mark(Kind.MIXED))
+    elif name == "flip" and lead.kind is Kind.EDGES:
+        marks.put(result, replace(lead, swapped=not lead.swapped))
+    elif name == "index_select":
+        dim = kwargs.get("dim", args[1])
+        keep = lead.kind is not Kind.EDGES or dim in (1, -1)
+        marks.put(result, replace(lead, edges=None) if keep else Mark(Kind.MIXED))
+    elif name == "select" and lead.kind is Kind.EDGES and args[1] == 0:
+        marks.put(result, _end(first, lead, int(args[2])))
+    elif name == "narrow":
+        marks.put(result, replace(lead, edges=None))
+    else:
+        _count(marks, result, lead, found, first)
+
+
+def _end(edges: Any, mark: Mark, row: int) -> Mark:
+    target = (row % 2 == 1) is not mark.swapped
+    return Mark(Kind.TARGET if target else Kind.SOURCE, mark.view, edges=edges)
+
+
+def _pick(marks: Marks, index: Any, result: Any, base: Any, mark: Mark) -> None:
+    """``edge_index[0]``, ``edge_index[:, mask]``, ``row[mask]``."""
+    if mark.kind is not Kind.EDGES:
+        marks.put(result, replace(mark, edges=None))
+        return
+    head, *rest = index if isinstance(index, tuple) else (index,)
+    if isinstance(head, int):
+        end = _end(base, mark, head)
+        marks.put(result, end if not rest else replace(end, edges=None))
+    elif head == slice(None) if isinstance(head, slice) else head is Ellipsis:
+        marks.put(result, replace(mark, edges=None))
+    elif isinstance(head, (list, Tensor)) and list(map(int, head)) == [1, 0] and not rest:
+        marks.put(result, replace(mark, swapped=not mark.swapped, edges=None))
+    else:
+        marks.put(result, Mark(Kind.MIXED))
+
+
+def _count(marks: Marks, result: Any, lead: Mark, found: list[Mark], first: Any) -> None:
+    """Arithmetic and comparisons with ids: truth values and floats lie along the edges, integers are mixed."""
+    own_only = all(m.kind not in (Kind.SOURCE, Kind.EDGES, Kind.MIXED) for m in found)
+    length = first.size(-1) if isinstance(first, Tensor) and first.dim() else -1
+    for out in _outputs(result):
+        if out.dtype == torch.bool or out.is_floating_point():
+            if out.dim() == 1 and out.size(0) == length:
+                marks.put(out, Mark(Kind.PAIRS, lead.view, edges=lead.edges))
+        elif out.numel() > 1:
+            marks.put(out, Mark(Kind.LOCAL if own_only else Kind.MIXED))
+
+
+# Rows --------------------------------------------------------------------------------------------
+
+_LOSE = frozenset(
+    "nonzero topk unique unique_consecutive bincount roll histc multinomial argsort cumsum cumprod cummax "
+    "searchsorted diag outer cdist corrcoef cov einsum tensordot addmm_ addr baddbmm scatter_ scatter "
+    "index_put_ gather index_select embedding_bag kron tril triu scatter_add_ scatter_add scatter_reduce_ "
+    "scatter_reduce index_add_ index_add take take_along_dim masked_select movedim moveaxis __set__".split()
+)
+_REDUCE = frozenset(
+    "sum mean var std amax amin max min prod norm logsumexp any all argmax argmin median nansum count_nonzero "
+    "vector_norm nanmean mode logcumsumexp var_mean std_mean aminmax".split()
+)
+_PREFIX = frozenset("view reshape unsqueeze squeeze flatten unflatten view_as".split())
+
+
+def _spread_rows(
+    marks: Marks, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, mark: Mark
+) -> None:
+    """Where the row axis went: most calls keep it, some move it, some lose it."""
+    if name in _LOSE:
+        return
+    carrier = next(t for t in tensors(args, kwargs) if marks.get(t) is mark)
+    rows, axis = carrier.size(mark.axis), mark.axis
+    for out in _outputs(result):
+        place = _place(name, args, kwargs, carrier, axis, rows, out)
+        if place is not None:
+            marks.put(out, replace(mark, axis=place))
+
+
+def _place(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int, rows: int, out: Tensor
+) -> int | None:
+    if name in _PREFIX:
+        return _by_prefix(base, axis, rows, out)
+    if name in ("t", "numpy_T", "T", "mT", "adjoint"):
+        return base.dim() - 1 - axis if base.dim() == 2 else None
+    if name in ("transpose", "swapaxes", "transpose_", "swapdims"):
+        pair = {_positive(args[1], base), _positive(args[2], base)}
+        return axis if axis not in pair else (pair - {axis} or {axis}).pop()
+    if name == "permute":
+        dims = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+        return [_positive(d, base) for d in dims].index(axis)
+    if name in ("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"):
+        return _by_product(args, base, axis, rows, out)
+    if name in _REDUCE:
+        return _by_reduction(args, kwargs, base, axis, out)
+    if name in ("unbind", "select"):
+        dim = _positive(kwargs.get("dim", args[1] if len(args) > 1 else 0), base)
+        return None if dim == axis else axis - (dim < axis)
+    if name == "stack":
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
+        return axis + (dim <= axis)
+    if name in ("cat", "concat", "concatenate", "hstack", "vstack"):
+        dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+        dim = {"hstack": 1, "vstack": 0}.get(name, dim)
+        return None if dim % out.dim() == axis else axis
+    if name == "__getitem__":
+        return _by_index(args[1], base, axis)
+    if name in ("sort", "flip", "softmax", "log_softmax"):
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        return None if axis in [_positive(d, base) for d in dims if isinstance(d, int)] else axis
+    return _by_shape(base, axis, rows, out)
+
+
+def _positive(dim: int, base: Tensor) -> int:
+    return int(dim) % max(base.dim(), 1)
+
+
+def _by_shape(base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
+    """Element-wise calls line shapes up from the right; of two fitting axes the one of equal depth wins."""
+    right = out.dim() - base.dim() + axis
+    for place in (right, axis):
+        if 0 <= place < out.dim() and out.size(place) == rows:
+            return place
+    return None
+
+
+def _by_prefix(base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
+    """Views keep the number of entries before the row axis."""
+    want, have = 1, 1
+    for size in base.shape[:axis]:
+        want *= size
+    for place, size in enumerate(out.shape):
+        if have == want and size == rows:
+            return place
+        have *= size
+    return None
+
+
+def _by_product(args: tuple[Any, ...], base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
+    left = args[0] is base
+    inner = base.dim() - 1 if left else max(base.dim() - 2, 0)
+    if axis == inner:
+        return None  # the product sums over the rows: see exact.contraction
+    return _by_shape(base, axis, rows, out) if base.dim() <= out.dim() else None
+
+
+def _by_reduction(
+    args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int, out: Tensor
+) -> int | None:
+    dims = reduced(args, kwargs, base)
+    if dims is None or axis in dims or out.dim() == 0:
+        return None
+    return axis if out.dim() == base.dim() else axis - sum(d < axis for d in dims)
+
+
+def reduced(args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor) -> tuple[int, ...] | None:
+    """The axes that a reduction runs over; None when it names none, which means all."""
+    dim = kwargs.get("dim", kwargs.get("axis"))
+    if dim is None:
+        dim = next((a for a in args[1:] if isinstance(a, (int, tuple, list)) and not isinstance(a, bool)), None)
+    if dim is None or (isinstance(dim, (tuple, list)) and not dim):
+        return None
+    return tuple(_positive(d, base) for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
+
+
+def _by_index(index: Any, base: Tensor, axis: int) -> int | None:
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(p, (Tensor, list)) for p in parts):
+        whole = parts[0] == slice(None) if isinstance(parts[0], slice) else False
+        return 0 if axis == 0 and whole else None
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        given = sum(p is not None for p in parts) - 1
+        parts[at : at + 1] = [slice(None)] * (base.dim() - given)
+    seen = place = 0
+    for part in parts:
+        if part is None:
+            place += 1
+            continue
+        if seen == axis:
+            return place if part == slice(None) else None
+        seen, place = seen + 1, place + (0 if isinstance(part, int) else 1)
+    return place + axis - seen

@@ -1,0 +1,252 @@
+"""NeighborRows: the one differentiable function that turns a rank's own rows into all rows its edges read.
+
+Where it sits: ``intercept`` calls it at each site; it sends through ``comm``'s channel.
+
+::
+
+    own rows [n] ──send lists──> peers            backward: gradients of halo rows go back to their
+    halo rows [H] <──────────── peers             owners, who add them by index (a row sent to two
+    out = own ++ halo  [n + H]                    peers comes back twice)
+
+[Note: token] Each forward starts a zero scalar that requires grad. It passes through every collective of
+that forward and is added to the loss, so that backward visits all of them, on every rank, in exactly the
+reverse order, also where a rank's loss does not depend on a site. Without it such a rank leaves its peers
+waiting or, where sizes agree, mixes data silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kagome.errors import ModelError
+
+
+class Carrier(Protocol):
+    """What this file needs of a channel: see :class:`kagome.comm.channel.Channel`."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+
+    def exchange(
+        self,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        action: str,
+        kind: str = "halo",
+        header: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """All-to-all of rows, a count for each peer."""
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, action: str, kind: str = "statistics") -> Tensor:
+        """The sum, maximum or minimum over all ranks."""
+
+
+class Turn:
+    """One forward of the whole model and the backward that belongs to it.
+
+    Args:
+        epoch: The epoch, for messages, headers and dropout.
+        checked: Compare headers with the peers before each exchange.
+        device: Where the token lives.
+        dtype: The token's type.
+    """
+
+    def __init__(self, epoch: int, *, checked: bool, device: torch.device, grad: bool) -> None:
+        self.epoch, self.checked, self.grad = epoch, checked, grad
+        self.token = torch.zeros((), device=device, requires_grad=grad)
+        self.collectives = 0
+        self.over = False
+
+    def begin(self, site: str) -> Site:
+        """Number the next collective of this forward."""
+        if self.over:
+            raise ModelError(
+                "each layer runs once in the forward pass",
+                "a layer was run again during backward (activation checkpointing), which would repeat its exchange",
+                where=site,
+                hint="leave torch.utils.checkpoint out of the model",
+            )
+        if self.grad and not torch.is_grad_enabled():
+            raise ModelError(
+                "training keeps the gradient of every read of neighbours",
+                "gradients are switched off inside the forward pass (no_grad, or reentrant checkpointing)",
+                where=site,
+                hint="leave torch.no_grad and checkpoint(use_reentrant=True) out of the model's forward",
+            )
+        self.collectives += 1
+        return Site(site, self.collectives, self.epoch, self.checked)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One collective of one forward: its name, its number, and whether peers compare headers."""
+
+    name: str
+    number: int
+    epoch: int
+    checked: bool
+
+    def action(self, direction: str) -> str:
+        """What a rank that waits here says it does."""
+        return f"{direction} of {self.name}, epoch {self.epoch}"
+
+    def header(self, direction: int, width: int) -> tuple[int, ...] | None:
+        """(direction, epoch, site, width): what all ranks must agree on before rows of a size travel."""
+        return (direction, self.epoch, self.number, width) if self.checked else None
+
+
+@dataclass(frozen=True)
+class NeighborRows:
+    """Who supplies the neighbours' rows: the static lists of one part, and the way across.
+
+    Args:
+        own: Number of own rows n.
+        halo: Number of rows H read from others.
+        send: Own rows that peers read, by peer.
+        send_counts: How many of them go to each peer.
+        recv_counts: How many halo rows come from each peer.
+        channel: The way to the peers.
+
+    Shapes:
+        ``send [sum(send_counts)]``; rows ``[n, W]`` to ``[n + H, W]`` and back.
+
+    Cost:
+        ``sum(send_counts) * W`` values out forward, ``H * W`` out backward; ``(n + H) * W`` values kept.
+    """
+
+    own: int
+    halo: int
+    send: Tensor
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    channel: Carrier
+
+    def extend(self, rows: Tensor, turn: Turn, name: str) -> Tensor:
+        """Own rows ``[n, W]`` -> own and halo rows ``[n + H, W]``, with gradient."""
+        if self.channel.size == 1:
+            return rows
+        site = turn.begin(name)
+        if rows.requires_grad and turn.grad:
+            out: Tensor
+            out, turn.token = _Extend.apply(rows, turn.token, self, site)
+            return out
+        return self.forth(rows, site, 0)
+
+    def give_back(self, rows: Tensor, turn: Turn, name: str) -> Tensor:
+        """Sums on own and halo rows ``[n + H, W]`` -> sums on own rows ``[n, W]``: the transpose of extend."""
+        if self.channel.size == 1:
+            return rows
+        site = turn.begin(name)
+        if rows.requires_grad and turn.grad:
+            out: Tensor
+            out, turn.token = _GiveBack.apply(rows, turn.token, self, site)
+            return out
+        return self.back(rows, site, 0)
+
+    def forth(self, rows: Tensor, site: Site, direction: int) -> Tensor:
+        """Fetch the halo rows; no gradient."""
+        words = "halo forward" if direction == 0 else "halo backward"
+        halo = self.channel.exchange(
+            rows.index_select(0, self.send),
+            self.send_counts,
+            self.recv_counts,
+            action=site.action(words),
+            header=site.header(direction, rows.size(1)),
+        )
+        return torch.cat([rows, halo])
+
+    def back(self, rows: Tensor, site: Site, direction: int) -> Tensor:
+        """Send what lies on halo rows to their owners, who add it; no gradient."""
+        words = "halo sums forward" if direction == 0 else "halo backward"
+        back = self.channel.exchange(
+            rows[self.own :].contiguous(),
+            self.recv_counts,
+            self.send_counts,
+            action=site.action(words),
+            header=site.header(direction + 2, rows.size(1)),
+        )
+        return rows[: self.own].index_add(0, self.send, back)
+
+
+class _Extend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Tensor, plan: NeighborRows, site: Site) -> tuple[Tensor, Tensor]:
+        ctx.plan, ctx.site = plan, site
+        return plan.forth(rows, site, 0), torch.zeros_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, token = grads
+        return ctx.plan.back(rows.contiguous(), ctx.site, 1), torch.zeros_like(token), None, None
+
+
+class _GiveBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Tensor, plan: NeighborRows, site: Site) -> tuple[Tensor, Tensor]:
+        ctx.plan, ctx.site = plan, site
+        return plan.back(rows, site, 0), torch.zeros_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, token = grads
+        return ctx.plan.forth(rows.contiguous(), ctx.site, 1), torch.zeros_like(token), None, None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, token: Tensor, channel: Carrier, site: Site) -> tuple[Tensor, Tensor]:
+        ctx.channel, ctx.site = channel, site
+        return channel.all_reduce(part, "sum", action=site.action("total forward")), torch.zeros_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        whole, token = grads
+        part = ctx.channel.all_reduce(whole.contiguous(), "sum", action=ctx.site.action("total backward"))
+        return part, torch.zeros_like(token), None, None
+
+
+def total(part: Tensor, turn: Turn, channel: Carrier, name: str) -> Tensor:
+    """The sum of a small tensor over all ranks, with gradient (its transpose is the same sum).
+
+    Cost:
+        An all-reduce of ``part`` forward and one backward.
+    """
+    if channel.size == 1:
+        return part
+    site = turn.begin(name)
+    agree(channel, site, part)
+    if part.requires_grad and turn.grad:
+        out: Tensor
+        out, turn.token = _Total.apply(part, turn.token, channel, site)
+        return out
+    return channel.all_reduce(part, "sum", action=site.action("total forward"))
+
+
+def agree(channel: Carrier, site: Site, part: Tensor) -> None:
+    """In a checked forward: all ranks are at the same reduction, of the same size."""
+    header = site.header(4, part.numel())
+    if header is not None:
+        none = [0] * channel.size
+        channel.exchange(part.new_empty(0, 1), none, none, action=site.action("agree"), kind="other", header=header)
+
+
+def all_rows(own: int, channel: Carrier) -> NeighborRows:
+    """The lists by which every rank reads every other's rows (attention over all vertices)."""
+    ones = [1] * channel.size
+    mine = torch.full((channel.size, 1), own)
+    counts = channel.exchange(mine, ones, ones, action="counts", kind="other").squeeze(1).tolist()
+    recv = [0 if peer == channel.rank else int(count) for peer, count in enumerate(counts)]
+    send = [0 if peer == channel.rank else own for peer in range(channel.size)]
+    return NeighborRows(own, sum(recv), torch.arange(own).repeat(channel.size - 1), tuple(send), tuple(recv), channel)

@@ -1,0 +1,184 @@
+"""Meters of a run: a record an epoch, its file, and the peak memory of a process.
+
+Where it sits: ``run`` fills them while it trains; ``summary`` and ``page`` read the records back.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from kagome.errors import ConfigError
+from kagome.report.files import plain, write_text
+
+KINDS = ("halo", "stage", "transpose", "weights", "statistics", "other")
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """What one epoch gave and cost."""
+
+    epoch: int
+    """Its number."""
+    loss: float | None
+    """Mean loss over all training vertices; None, in a file read back, where it was not finite."""
+    train_metric: float | None
+    """The metric on the training vertices; None where not evaluated."""
+    val_metric: float | None
+    """The metric on the validation vertices; None where not evaluated."""
+    seconds: float
+    """Seconds of training, evaluation excluded."""
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes sent in training, all ranks, on the wire, by kind of :data:`KINDS`."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as a line of ``metrics.jsonl``, with all kinds of bytes and their total."""
+        return {
+            "epoch": self.epoch,
+            "loss": self.loss,
+            "train_metric": self.train_metric,
+            "val_metric": self.val_metric,
+            "seconds": self.seconds,
+            "bytes": by_kind(self.bytes),
+        }
+
+
+def by_kind(counts: Mapping[str, float]) -> dict[str, Any]:
+    """Bytes of every kind and their ``total``; kinds that are not known count as ``other``."""
+    full: dict[str, Any] = dict.fromkeys(KINDS, 0)
+    for kind, count in counts.items():
+        if kind != "total":
+            full[kind if kind in KINDS else "other"] += count
+    full["total"] = sum(full.values())
+    return full
+
+
+def read_records(path: str | Path) -> list[EpochRecord]:
+    """Read ``metrics.jsonl``.
+
+    A last line without its end (the process died while it wrote) is left out.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The records in the order of the file.
+
+    Raises:
+        ConfigError: If the file cannot be read, or another line is no record.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("the records of a run were asked for", f"{path} cannot be read: {error}") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(EpochRecord(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise ConfigError(
+                f"a record of an epoch on each line of {path}",
+                f"there is none: {error}",
+                where=f"line {number}",
+            ) from None
+    return records
+
+
+class JsonLines:
+    """Writes ``metrics.jsonl``, a line an epoch, each on disk before the next epoch starts.
+
+    Args:
+        path: The file.
+        after: None starts the file anew. On resume, the last epoch that the checkpoint holds: its lines and
+            those before stay, later ones are cut off, so that no epoch is there twice.
+    """
+
+    def __init__(self, path: str | Path, *, after: int | None = None) -> None:
+        self.path = Path(path)
+        old = read_records(self.path) if after is not None and self.path.exists() else []
+        # The cut is written whole before the first new line: dying here loses nothing.
+        write_text(
+            self.path, "".join(_line(record) for record in old if after is None or record.epoch <= after)
+        )
+        self._file: TextIO = self.path.open("a", encoding="utf-8")
+
+    def write(self, record: EpochRecord) -> None:
+        """Append one record and flush it."""
+        self._file.write(_line(record))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; closing twice does no harm."""
+        self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _line(record: EpochRecord) -> str:
+    return json.dumps(plain(record.as_dict()), allow_nan=False) + "\n"
+
+
+class Memory:
+    """Peak memory of this process on a CPU: the peak resident size less the resident size at the start.
+
+    Make it after the imports and before any data is loaded: what remains is what the run itself needed
+    (graph, features, activations, buffers, libraries loaded later), without the 200-400 MB that importing
+    PyTorch takes. Resident size counts pages, so it includes what the allocator has not given back and pages
+    shared with other processes; it does not include what was swapped out. The kernel's high-water mark
+    (``VmHWM``) is set back here where that is allowed; where it is not, a higher peak *during* the imports
+    would count as well (then ``exact`` is False). Without ``/proc`` it is ``ru_maxrss``, which in a child
+    process may also start at the size of the process that started it.
+
+    Attributes:
+        exact: Whether the peak counts from here on only.
+        start: Resident bytes at the start.
+    """
+
+    def __init__(self) -> None:
+        self.exact = False
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self.exact = True
+        except OSError:
+            pass
+        self.start = _status("VmRSS") or _max_resident()
+        # The counters may be some pages out of step, and a sandbox may accept the write and do nothing.
+        high = _status("VmHWM")
+        self.exact = self.exact and high is not None and high - self.start < 4 << 20
+
+    def peak(self) -> int:
+        """Bytes: the highest resident size so far, less that at the start."""
+        return max((_status("VmHWM") or _max_resident()) - self.start, 0)
+
+
+def _status(key: str) -> int | None:
+    """A size in bytes of ``/proc/self/status``, or None where there is none."""
+    try:
+        with open("/proc/self/status", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith(f"{key}:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _max_resident() -> int:
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024

@@ -1,0 +1,170 @@
+"""The summary of a run: ``summary.json`` and the table at the end of ``kagome train``.
+
+Where it sits: rank 0 builds it from the epochs' records and what the ranks gathered; ``page`` reads it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from kagome.report.files import write_json
+from kagome.report.meters import EpochRecord, by_kind
+from kagome.report.units import bytes_text, metric_text, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def summary(
+    *,
+    records: Sequence[EpochRecord],
+    test_metric: float | None,
+    val_metric: float | None,
+    metric_name: str,
+    best_epoch: int | None,
+    peak_memory_bytes: Sequence[int],
+    world_size: int,
+    parallel: Mapping[str, Any],
+    seed: int,
+    predicted: Mapping[str, Any] | None = None,
+    max_age: int = 0,
+    seconds_total: float | None = None,
+    set_up_seconds: float | None = None,
+    notes: Sequence[str] = (),
+    phases: Sequence[Mapping[str, float]] = (),
+    partition: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Build what ``summary.json`` holds.
+
+    Args:
+        records: All epochs of the run, those before a resume too; bytes of all ranks.
+        test_metric: The metric on the test vertices with the weights of ``best_epoch``.
+        val_metric: The metric on the validation vertices in ``best_epoch``.
+        metric_name: For example ``accuracy``.
+        best_epoch: The epoch whose weights were kept; None where nothing was evaluated.
+        peak_memory_bytes: One a rank.
+        world_size: Number of ranks.
+        parallel: The settings of ``Parallel`` that the run used.
+        seed: The seed.
+        predicted: The planner's epoch_seconds, bytes_per_epoch and peak_memory_bytes.
+        max_age: The largest age, in epochs, of any row that was read.
+        seconds_total: Wall-clock seconds of the run, set-up and evaluation included.
+        set_up_seconds: Seconds before the first epoch.
+        notes: Sentences that the reader of the page must know.
+        phases: One a rank: seconds by phase (:meth:`Spans.seconds`).
+        partition: ``rows`` (one a part: part, vertices, edges, halo), ``advice`` (sentences), other facts.
+
+    Returns:
+        Plain values in the order of the file.
+    """
+    costly = records[1:] or records
+    counts = [by_kind(record.bytes) for record in costly]
+    sent = {kind: fmean(count[kind] for count in counts) if counts else 0.0 for kind in by_kind({})}
+    result: dict[str, Any] = {
+        "test_metric": test_metric,
+        "val_metric": val_metric,
+        "metric_name": metric_name,
+        "best_epoch": best_epoch,
+        "epochs": len(records),
+        "epoch_seconds": median(record.seconds for record in records) if records else None,
+        "bytes_per_epoch": sent,
+        "peak_memory_bytes": [int(size) for size in peak_memory_bytes],
+        "predicted": None if predicted is None else dict(predicted),
+        "max_age": max_age,
+        "world_size": world_size,
+        "parallel": dict(parallel),
+        "seed": seed,
+    }
+    extra = {
+        "seconds_total": seconds_total,
+        "set_up_seconds": set_up_seconds,
+        "notes": list(notes),
+        "phases": [dict(phase) for phase in phases],
+        "partition": None if partition is None else dict(partition),
+    }
+    return result | {key: value for key, value in extra.items() if value not in (None, [])}
+
+
+def write_summary(path: str | Path, values: Mapping[str, Any]) -> Path:
+    """Write ``summary.json`` atomically.
+
+    Args:
+        path: The file.
+        values: What :func:`summary` gave.
+
+    Returns:
+        The path.
+    """
+    return write_json(path, dict(values))
+
+
+def final_table(values: Mapping[str, Any]) -> Table:
+    """The summary as a small table.
+
+    Args:
+        values: What :func:`summary` gave.
+
+    Returns:
+        Two columns, one row a figure.
+    """
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
+    table.add_column("figure", style="bold")
+    table.add_column("value", overflow="fold")
+    for name, value in headline(values):
+        table.add_row(name, value)
+    return table
+
+
+def headline(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures of the summary that matter first, as name and text; those that are missing are left out."""
+    rows: list[tuple[str, str]] = []
+    metric = values.get("metric_name") or "metric"
+    if values.get("test_metric") is not None:
+        rows.append((f"test {metric}", metric_text(values["test_metric"])))
+    if values.get("val_metric") is not None:
+        rows.append((f"validation {metric}", metric_text(values["val_metric"])))
+    epochs, best = values.get("epochs"), values.get("best_epoch")
+    if best is not None:
+        rows.append(("best epoch", f"{best} of {epochs}" if epochs else str(best)))
+    elif epochs is not None:
+        rows.append(("epochs", str(epochs)))
+    if values.get("epoch_seconds") is not None:
+        rows.append(("time an epoch", seconds_text(values["epoch_seconds"])))
+    total = (values.get("bytes_per_epoch") or {}).get("total")
+    if total is not None:
+        rows.append(("sent an epoch", bytes_text(total)))
+    sizes = values.get("peak_memory_bytes") or []
+    if sizes:
+        low, high = bytes_text(min(sizes)), bytes_text(max(sizes))
+        rows.append(("peak memory a rank", high if low == high else f"{low} to {high}"))
+    if values.get("seconds_total") is not None:
+        rows.append(("whole run", seconds_text(values["seconds_total"])))
+    if values.get("max_age"):
+        rows.append(("oldest row read", f"{values['max_age']} epochs"))
+    return rows
+
+
+def print_summary(
+    values: Mapping[str, Any], page: str | Path | None = None, *, console: Console | None = None
+) -> None:
+    """Print the table at the end of ``kagome train`` and where the page is.
+
+    Args:
+        values: What :func:`summary` gave.
+        page: The report page, if one was written.
+        console: Where to print; by default standard output.
+    """
+    from rich.console import Console
+
+    console = console or Console(highlight=False)
+    console.print(final_table(values))
+    if page is not None:
+        # A path broken over two lines cannot be clicked or copied.
+        console.print(f"Report: {page}", soft_wrap=True, markup=False, highlight=False)

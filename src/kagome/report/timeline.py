@@ -1,0 +1,181 @@
+"""The timeline of a run: ``trace.json`` for Perfetto, and one epoch as a Gantt chart.
+
+Where it sits: rank 0 writes it from the spans that all ranks gathered; ``page`` reads it back for the chart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+from kagome.errors import ConfigError
+from kagome.report.files import write_json
+from kagome.report.spans import COMPUTE, MOVE, OPAQUE, PHASES, SET_UP, Span
+from kagome.report.style import ink
+from kagome.report.svg import legend, nice_ticks, short
+from kagome.report.units import seconds_text
+
+MOST_RECTS = 2000
+MOST_RANKS = 64
+
+
+def write_trace(path: str | Path, spans_by_rank: Sequence[Sequence[Span]]) -> Path:
+    """Write a trace that https://ui.perfetto.dev and chrome://tracing open: a process a rank.
+
+    Args:
+        path: The file, usually ``trace.json`` of the run directory.
+        spans_by_rank: One list a rank (:meth:`Spans.as_list`), with one common zero; the earliest start is 0.
+
+    Returns:
+        The path.
+    """
+    zero = min((span.start for spans in spans_by_rank for span in spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(spans_by_rank):
+        for name, args in (
+            ("process_name", {"name": f"rank {rank}"}),
+            ("process_sort_index", {"sort_index": rank}),
+            ("thread_name", {"name": "phases"}),
+        ):
+            events.append({"name": name, "ph": "M", "pid": rank, "tid": 0, "args": args})
+        for span in spans:
+            # Whole nanoseconds, of both ends: rounding a duration by itself could let an inner span end after
+            # its outer one, and Perfetto drops such.
+            start, end = (round((t - zero) * 1e9) for t in (span.start, span.start + span.duration))
+            events.append(
+                {
+                    "name": span.name,
+                    "cat": _category(span.name),
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": 0,
+                    "ts": start / 1e3,
+                    "dur": (end - start) / 1e3,
+                    "args": {} if span.epoch is None else {"epoch": span.epoch},
+                }
+            )
+    return write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"}, indent=None)
+
+
+def read_trace(path: str | Path) -> list[list[Span]]:
+    """Read the spans back from a trace.
+
+    Args:
+        path: What :func:`write_trace` wrote.
+
+    Returns:
+        One list a rank, in seconds after the trace's zero.
+
+    Raises:
+        ConfigError: If the file is no such trace.
+    """
+    try:
+        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        ranks: dict[int, list[Span]] = {int(event["pid"]): [] for event in events}
+        for event in events:
+            if event["ph"] == "X":
+                epoch = event.get("args", {}).get("epoch")
+                span = Span(event["name"], event["ts"] / 1e6, event["dur"] / 1e6, epoch)
+                ranks[int(event["pid"])].append(span)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError("a trace was asked for", f"{path} is none: {error}") from None
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def representative_epoch(spans_by_rank: Sequence[Sequence[Span]]) -> int | None:
+    """The epoch of median length among those that every rank kept, less the first if there are more."""
+    by_rank = [{span.epoch for span in _training(spans)} for spans in spans_by_rank]
+    common = sorted(epoch for epoch in set.intersection(*by_rank) if epoch is not None) if by_rank else []
+    if not common:
+        return None
+    # The first epoch warms caches up: it stands for none but itself.
+    common = common[1:] or common
+    ends: dict[int, tuple[float, float]] = {}
+    for spans in spans_by_rank:
+        for span in _training(spans):
+            if span.epoch is not None:
+                low, high = ends.get(span.epoch, (span.start, span.start))
+                ends[span.epoch] = min(low, span.start), max(high, span.start + span.duration)
+    lengths = {epoch: ends[epoch][1] - ends[epoch][0] for epoch in common}
+    middle = median_low(lengths.values())
+    return next(epoch for epoch in common if lengths[epoch] == middle)
+
+
+def gantt_svg(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None) -> str:
+    """One epoch's training as bars, a row a rank, with its legend; evaluation and checkpoints are left out.
+
+    Of more than :data:`MOST_RANKS` ranks the first are drawn.
+
+    Args:
+        spans_by_rank: One list a rank, with one common zero.
+        epoch: Which epoch; by default :func:`representative_epoch`.
+
+    Returns:
+        A legend and an inline SVG that stretches to its column, or nothing where no epoch was kept.
+    """
+    epoch = representative_epoch(spans_by_rank) if epoch is None else epoch
+    rows = [
+        [span for span in _training(spans) if span.epoch == epoch] for spans in spans_by_rank[:MOST_RANKS]
+    ]
+    if epoch is None or not any(rows):
+        return ""
+    zero = min(span.start for spans in rows for span in spans)
+    length = max(span.start + span.duration for spans in rows for span in spans) - zero or 1e-9
+    height, step = (20, 26) if len(rows) <= 16 else (8, 11)
+    most = max(MOST_RECTS // len(rows), 8)
+    bottom = len(rows) * step
+    drawn = _axis(length, bottom)
+    for rank, spans in enumerate(rows):
+        top = rank * step
+        label_at = top + height / 2 + 4
+        if len(rows) <= 16 or rank % 4 == 0:
+            drawn.append(f'<text x="-8" y="{label_at:g}" text-anchor="end">rank {rank}</text>')
+        drawn.append(f'<rect class="track" y="{top}" width="100%" height="{height}"/>')
+        longest = sorted(spans, key=lambda span: -span.duration)[:most]
+        # Inner phases are drawn after, so over, the phase around them.
+        for span in sorted(longest, key=lambda span: (span.start, -span.duration)):
+            x, width = 100 * (span.start - zero) / length, 100 * span.duration / length
+            tip = escape(f"rank {rank}, {span.name}: {seconds_text(span.duration)}")
+            drawn.append(
+                f'<rect class="{ink(span.name)}" x="{x:.3f}%" y="{top}" width="{width:.3f}%" '
+                f'height="{height}"><title>{tip}</title></rect>'
+            )
+    seen = {span.name for spans in rows for span in spans}
+    names = [name for name in PHASES if name in seen] + sorted(seen - set(PHASES))
+    return (
+        f"{legend([(ink(name), name) for name in names])}"
+        f'<svg class="gantt" height="{bottom + 20}" role="img" '
+        f'aria-label="Epoch {epoch}, phases of each rank over time">{"".join(drawn)}</svg>'
+    )
+
+
+def _training(spans: Sequence[Span]) -> Iterable[Span]:
+    """The spans of a rank's epochs, less evaluation and checkpoints and what happens inside them."""
+    closed_until = float("-inf")
+    for span in sorted(spans, key=lambda span: (span.start, -span.duration)):
+        if span.name in OPAQUE:
+            closed_until = max(closed_until, span.start + span.duration)
+        elif span.epoch is not None and span.start >= closed_until:
+            yield span
+
+
+def _axis(length: float, bottom: float) -> list[str]:
+    """Lines and times below and behind the bars."""
+    drawn = []
+    for tick in nice_ticks(0.0, length, most=5):
+        if tick <= length:
+            at = 100 * tick / length
+            side = "start" if at < 3 else "end" if at > 97 else "middle"
+            text = short(seconds_text(tick))
+            drawn.append(f'<line class="grid" x1="{at:.2f}%" x2="{at:.2f}%" y2="{bottom + 3}"/>')
+            drawn.append(f'<text x="{at:.2f}%" y="{bottom + 15}" text-anchor="{side}">{text}</text>')
+    return drawn
+
+
+def _category(name: str) -> str:
+    groups = {"compute": COMPUTE, "exchange": MOVE, "set-up": SET_UP}
+    return next((group for group, names in groups.items() if name in names), "other")

@@ -1,0 +1,72 @@
+"""Numbers as people read them: bytes, seconds, shares, metrics.
+
+Where it sits: used by the progress line, the final table, the page and its charts; imports nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes in decimal units.
+
+    Args:
+        count: Bytes.
+
+    Returns:
+        For example ``0 B``, ``812 B``, ``3.21 MB``.
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        # 0.9995 of a unit would be rounded up to "1000" of the unit below.
+        if abs(count) >= 0.9995 * size:
+            return f"{_three_digits(count / size)} {unit}"
+    return f"{count:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration in the unit that suits it.
+
+    Args:
+        seconds: Seconds.
+
+    Returns:
+        For example ``340 µs``, ``41.2 ms``, ``3.05 s``, ``4 min 10 s``, ``2 h 05 min``.
+    """
+    if abs(seconds) >= 3600:
+        hours, minutes = divmod(round(seconds / 60), 60)
+        return f"{hours} h {minutes:02d} min"
+    if abs(seconds) >= 119.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02d} s"
+    if abs(seconds) >= 0.9995:
+        return f"{_three_digits(seconds)} s"
+    if abs(seconds) >= 0.9995e-3:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{_three_digits(seconds * 1e6)} µs" if seconds else "0 s"
+
+
+def share_text(share: float) -> str:
+    """A share of one as a percentage, for example ``37 %``; what is there but small is ``< 1 %``."""
+    return "< 1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
+
+
+def metric_text(value: float | None) -> str:
+    """A metric or a loss with four digits; a dash where there is none."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"
+
+
+def count_text(value: float) -> str:
+    """A count with thin spaces between thousands; other numbers with three digits."""
+    if float(value).is_integer():
+        return f"{int(value):,}".replace(",", "\u202f")
+    return _three_digits(value)
+
+
+def _three_digits(value: float) -> str:
+    size = abs(value)
+    if size >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"

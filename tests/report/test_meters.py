@@ -1,0 +1,88 @@
+"""Records of epochs and their file; memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kagome.errors import ConfigError
+from kagome.report.meters import EpochRecord, JsonLines, Memory, by_kind, read_records
+
+
+def record(epoch: int, loss: float = 0.5) -> EpochRecord:
+    return EpochRecord(epoch, loss, None, 0.75, 0.25, {"halo": 100, "weights": 20})
+
+
+def test_a_line_holds_exactly_the_documented_keys(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "metrics.jsonl") as lines:
+        lines.write(record(1))
+        # Flushed: it is there while the file is open.
+        text = (tmp_path / "metrics.jsonl").read_text()
+    kinds = {
+        "halo": 100,
+        "stage": 0,
+        "transpose": 0,
+        "weights": 20,
+        "statistics": 0,
+        "other": 0,
+        "total": 120,
+    }
+    assert text.endswith("\n")
+    assert json.loads(text) == {
+        "epoch": 1, "loss": 0.5, "train_metric": None, "val_metric": 0.75, "seconds": 0.25, "bytes": kinds,
+    }  # fmt: skip
+
+
+def test_what_is_not_finite_becomes_null(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "metrics.jsonl") as lines:
+        lines.write(record(1, float("nan")))
+        lines.write(record(2, float("inf")))
+    assert [r.loss for r in read_records(tmp_path / "metrics.jsonl")] == [None, None]
+
+
+def test_resume_cuts_later_epochs_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JsonLines(path) as lines:
+        for epoch in range(1, 8):
+            lines.write(record(epoch))
+    with path.open("a") as file:
+        file.write('{"epoch": 8, "lo')  # died while it wrote
+    with JsonLines(path, after=5) as lines:
+        lines.write(record(6, 0.1))
+    found = read_records(path)
+    assert [r.epoch for r in found] == [1, 2, 3, 4, 5, 6]
+    assert found[-1].loss == 0.1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_new_run_starts_the_file_anew_and_a_resume_needs_none(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    JsonLines(path, after=3).close()
+    with JsonLines(path) as lines:
+        lines.write(record(1))
+    JsonLines(path).close()
+    assert read_records(path) == []
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('nonsense\n{"epoch": 1}\n')
+    with pytest.raises(ConfigError, match="line 1"):
+        read_records(path)
+
+
+def test_unknown_kinds_count_as_other_and_the_total_is_made_anew() -> None:
+    counts = by_kind({"halo": 1, "gossip": 2, "other": 3, "total": 99})
+    assert counts["other"] == 5
+    assert counts["total"] == 6
+
+
+def test_memory_sees_what_was_needed_for_a_moment() -> None:
+    memory = Memory()
+    block = bytearray(64 << 20)
+    del block
+    if memory.exact:
+        assert 60 << 20 <= memory.peak() <= 128 << 20
+    assert memory.peak() >= 0

@@ -1,0 +1,176 @@
+"""The page: every section, nothing from outside, and a page for whatever a run left."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from kagome.config import Data, Run, to_toml
+from kagome.errors import ConfigError
+from kagome.report.meters import EpochRecord, JsonLines
+from kagome.report.page import write_page
+from kagome.report.spans import Span
+from kagome.report.summary import summary, write_summary
+from kagome.report.timeline import write_trace
+
+SECTIONS = (
+    "Bottleneck", "Learning", "Time", "One epoch", "Data sent", "Memory", "Partition", "Notes", "Settings",
+)  # fmt: skip
+
+
+def make_run(folder: Path, *, ranks: int = 2, epochs: int = 30, name: str = "Cora") -> Path:
+    records = [
+        EpochRecord(e, 2.0 / e, 1 - 1 / e, 0.8 - 1 / (e + 2), 0.04, {"halo": 3_400_000, "weights": 1_000})
+        for e in range(1, epochs + 1)
+    ]
+    with JsonLines(folder / "metrics.jsonl") as lines:
+        for record in records:
+            lines.write(record)
+    (folder / "config.toml").write_text(to_toml(Run(data=Data(name=name))))
+    rows = [{"part": r, "vertices": 1354, "edges": 5278 + r, "halo": 700} for r in range(ranks)]
+    values = summary(
+        records=records,
+        test_metric=0.8125,
+        val_metric=0.77,
+        metric_name="accuracy",
+        best_epoch=30,
+        peak_memory_bytes=[200_000_000 + r for r in range(ranks)],
+        world_size=ranks,
+        parallel={"graph": ranks, "partitioner": "metis"},
+        seed=0,
+        seconds_total=2.0,
+        set_up_seconds=0.5,
+        notes=[f"trained on {name}"],
+        phases=[{"load": 0.5, "forward": 0.6, "backward": 0.4, "exchange": 0.2}] * ranks,
+        partition={"cut": 0.25, "rows": rows, "advice": ["Use 2 parts."]},
+    )
+    write_summary(folder / "summary.json", values)
+    spans = [
+        [Span("load", 0.0, 0.5, None), *(Span("forward", float(e), 0.04, e) for e in range(1, 31))]
+        for _ in range(ranks)
+    ]
+    write_trace(folder / "trace.json", spans)
+    return folder
+
+
+class Balance(HTMLParser):
+    """Fails where a tag is closed that is not open."""
+
+    void = frozenset(("meta", "line", "path", "polyline", "br"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.void:
+            assert self.open.pop() == tag
+
+
+def check_page(page: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    balance = Balance()
+    balance.feed(text)
+    assert balance.open == []
+    assert not re.search(r"""(src|href)\s*=|url\(|@import|<script""", text)
+    assert "nan" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S).lower().split()
+    assert len(text) < 500_000
+    return text
+
+
+def test_a_whole_run_has_every_section(tmp_path: Path) -> None:
+    text = check_page(write_page(make_run(tmp_path)))
+    for title in SECTIONS:
+        assert f"<h2>{title}</h2>" in text
+    for piece in (
+        "gcn with 2 layers on Cora",
+        "0.8125",
+        "40.0 ms",
+        "3.40 MB",
+        "prefers-color-scheme",
+        "Use 2 parts.",
+    ):
+        assert piece in text
+    assert "Attention" not in text
+
+
+def test_many_ranks_and_epochs_stay_small(tmp_path: Path) -> None:
+    check_page(write_page(make_run(tmp_path, ranks=128, epochs=5000)))
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    text = check_page(write_page(make_run(tmp_path, name='<img src="http://evil" onerror=x>&')))
+    assert "<img" not in text
+
+
+@pytest.mark.parametrize("missing", ["summary.json", "metrics.jsonl", "trace.json", "config.toml"])
+def test_a_missing_piece_is_left_out(tmp_path: Path, missing: str) -> None:
+    (make_run(tmp_path) / missing).unlink()
+    text = check_page(write_page(tmp_path))
+    gone = {
+        "summary.json": ("Memory", "Partition"),
+        "metrics.jsonl": ("Learning",),
+        "trace.json": ("One epoch",),
+        "config.toml": ("Settings",),
+    }[missing]
+    for title in gone:
+        assert f"<h2>{title}</h2>" not in text
+    assert ("it did not end" in text) == (missing == "summary.json")
+
+
+@pytest.mark.parametrize("broken", ["summary.json", "metrics.jsonl", "trace.json", "config.toml"])
+def test_a_broken_piece_is_said(tmp_path: Path, broken: str) -> None:
+    (make_run(tmp_path) / broken).write_text("= nonsense\n[\n")
+    text = check_page(write_page(tmp_path))
+    assert "Attention" in text
+    assert broken in text
+
+
+def test_a_run_that_died_midway(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "metrics.jsonl") as lines:
+        lines.write(EpochRecord(1, float("nan"), None, None, 0.1, {}))
+    text = check_page(write_page(tmp_path))
+    assert "What follows is from 1 epochs" in text
+    assert "not finite from epoch 1" in text
+
+
+def test_a_run_that_died_before_its_first_epoch(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "it did not end" in check_page(write_page(tmp_path))
+
+
+def test_a_run_of_no_epochs(tmp_path: Path) -> None:
+    make_run(tmp_path, epochs=0)
+    values = json.loads((tmp_path / "summary.json").read_text())
+    assert values["epoch_seconds"] is None
+    check_page(write_page(tmp_path))
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl nor summary\.json"):
+        write_page(tmp_path)
+    with pytest.raises(ConfigError, match="no such folder"):
+        write_page(tmp_path / "nowhere")
+
+
+def test_report_imports_no_torch() -> None:
+    names = "diagnosis files folder meters page progress sections spans style summary svg timeline units"
+    imports = ", ".join(f"kagome.report.{name}" for name in names.split())
+    code = f"import sys, {imports}; print([m for m in sys.modules if m.startswith(('torch', 'kagome'))])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(re.findall(r"'([\w.]+)'", done.stdout))
+    assert not {name for name in loaded if name.startswith("torch")}
+    assert {name for name in loaded if not name.startswith("kagome.report")} <= {"kagome", "kagome.errors"}
