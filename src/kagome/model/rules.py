@@ -35,6 +35,9 @@ class LayerScope(Scope, Protocol):
     def constants(self) -> AbstractContextManager[None]:
         """What runs inside needs no gradient and is computed once."""
 
+    def as_targets(self, index: Tensor) -> Tensor:
+        """Say that a tensor holds ids of own rows."""
+
     def last_row(self) -> int:
         """Own vertices up to the last one of the whole graph that has an edge."""
 
@@ -161,6 +164,10 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
         if scope.size == 1:
             return inner(query, *args, **kwargs)
         whole = scope.everyone(query.squeeze(0)).unsqueeze(0)
+        if query.size(1) == 0:
+            # A rank without vertices: nothing to compute, but its gradient must ask for the same collectives.
+            none = whole[:, :0] + sum(p.sum() * 0 for p in module.attn.parameters())
+            return none if performer else (none, None)
         if performer:
             return inner(whole)[:, : query.size(1)]
         return inner(query, whole, whole, need_weights=False)
@@ -168,9 +175,30 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
     return [(module.attn, "forward", attend)]
 
 
+def _first_group(module: Any, scope: LayerScope) -> Settings:
+    """Quantiles and LSTMs fail where the first vertex, or every vertex, has no in-edge: give them one that has."""
+    inner = module.forward
+
+    def forward(
+        x: Tensor, index: Tensor | None = None, ptr: Any = None, dim_size: int | None = None, dim: int = -2, **more: Any
+    ) -> Tensor:
+        axis = dim % x.dim()
+        if index is None or axis != 0:
+            return inner(x, index, ptr, dim_size, dim, **more)  # type: ignore[no-any-return]
+        ahead = torch.cat([x.new_zeros(2, *x.shape[1:]), x])
+        group = scope.as_targets(torch.cat([index.new_zeros(2), index + 1]))
+        size = scope.own if dim_size is None else dim_size
+        out: Tensor = inner(ahead, group, None, size + 1, dim, **more)
+        return out[1:]
+
+    return [(module, "forward", forward)]
+
+
 RULES: Sequence[tuple[type[nn.Module], Rule]] = (
     (pyg.MessagePassing, _normalised),
     (pyg.ChebConv, _cheb),
     (pyg.SuperGATConv, _supergat),
     (pyg.GPSConv, _gps),
+    (pyg.aggr.QuantileAggregation, _first_group),
+    (pyg.aggr.LSTMAggregation, _first_group),
 )

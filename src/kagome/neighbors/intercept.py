@@ -222,6 +222,10 @@ class Interception(TorchFunctionMode):
         finally:
             turn.grad = grad
 
+    def as_targets(self, index: Tensor) -> Tensor:
+        """Say that a tensor holds ids of own rows."""
+        return self.marks.put(index, Mark(Kind.TARGET))
+
     def last_row(self) -> int:
         """Own vertices up to the last one of the whole graph that has an edge."""
         return int((self.row_ids() <= self.part.last_vertex).sum())
@@ -397,7 +401,36 @@ def _greatest_id(scope: Interception, name: str, func: Any, args: tuple[Any, ...
     return torch.tensor(scope.last_row() - 1, device=scope.device)
 
 
+class RowCount(int):
+    """The number of own rows, as ``x.size(0)`` gave it: what is made with so many rows has a row a vertex."""
+
+
+def _size(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.size(0)`` and ``x.shape`` of a tensor with a row a vertex."""
+    if name == "__get__" and _attribute(func) != "shape":
+        return NotImplemented
+    mark = scope.marks.get(args[0])
+    if mark is None or mark.kind is not Kind.ROWS:
+        return NotImplemented
+    size = [RowCount(s) if d == mark.axis else s for d, s in enumerate(func(args[0]))]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    return torch.Size(size) if dim is None else size[dim]
+
+
+def _make(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.zeros(x.size(0))`` has a row a vertex."""
+    size = args[0] if args else kwargs.get("size")
+    first = size[0] if isinstance(size, (tuple, list)) and size else size
+    if not isinstance(first, RowCount):
+        return NotImplemented
+    out = func(*args, **kwargs)
+    return scope.marks.put(out, Mark(Kind.ROWS))
+
+
 _HANDLERS: dict[str, Handler] = {
+    "size": _size,
+    "__get__": _size,
+    **dict.fromkeys(("zeros", "ones", "full", "empty"), _make),
     "__getitem__": _gather,
     "index_select": _gather,
     "scatter_add_": _scatter,

@@ -69,8 +69,8 @@ class Turn:
         self.collectives = 0
         self.over = False
 
-    def begin(self, site: str) -> Site:
-        """Number the next collective of this forward."""
+    def begin(self, site: str, *, grad: bool = False) -> Site:
+        """Number the next collective of this forward; ``grad`` says whether backward will come back to it."""
         if self.over:
             raise ModelError(
                 "each layer runs once in the forward pass",
@@ -86,7 +86,7 @@ class Turn:
                 hint="leave torch.no_grad and checkpoint(use_reentrant=True) out of the model's forward",
             )
         self.collectives += 1
-        return Site(site, self.collectives, self.epoch, self.checked)
+        return Site(site, self.collectives, self.epoch, self.checked, self.grad and grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +97,15 @@ class Site:
     number: int
     epoch: int
     checked: bool
+    grad: bool
 
     def action(self, direction: str) -> str:
         """What a rank that waits here says it does."""
         return f"{direction} of {self.name}, epoch {self.epoch}"
 
     def header(self, direction: int, width: int) -> tuple[int, ...] | None:
-        """(direction, epoch, site, width): what all ranks must agree on before rows of a size travel."""
-        return (direction, self.epoch, self.number, width) if self.checked else None
+        """(direction, epoch, site, width, grad): what all ranks must agree on before rows of a size travel."""
+        return (direction, self.epoch, self.number, width, int(self.grad)) if self.checked else None
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class NeighborRows:
         """Own rows ``[n, W]`` -> own and halo rows ``[n + H, W]``, with gradient."""
         if self.channel.size == 1:
             return rows
-        site = turn.begin(name)
+        site = turn.begin(name, grad=rows.requires_grad)
         if rows.requires_grad and turn.grad:
             out: Tensor
             out, turn.token = _Extend.apply(rows, turn.token, self, site)
@@ -148,7 +149,7 @@ class NeighborRows:
         """Sums on own and halo rows ``[n + H, W]`` -> sums on own rows ``[n, W]``: the transpose of extend."""
         if self.channel.size == 1:
             return rows
-        site = turn.begin(name)
+        site = turn.begin(name, grad=rows.requires_grad)
         if rows.requires_grad and turn.grad:
             out: Tensor
             out, turn.token = _GiveBack.apply(rows, turn.token, self, site)
@@ -225,7 +226,7 @@ def total(part: Tensor, turn: Turn, channel: Carrier, name: str) -> Tensor:
     """
     if channel.size == 1:
         return part
-    site = turn.begin(name)
+    site = turn.begin(name, grad=part.requires_grad)
     agree(channel, site, part)
     if part.requires_grad and turn.grad:
         out: Tensor

@@ -71,9 +71,7 @@ def out_view(view: View, channel: Carrier) -> View:
     take = _swap_counts(give, channel)
 
     def send(values: Tensor) -> Tensor:
-        flat = values[order].reshape(order.numel(), -1)
-        out = channel.exchange(flat, give, take, action="out-edges", kind="other")
-        return out.reshape(out.size(0), *values.shape[1:])
+        return channel.exchange(values[order], give, take, action="out-edges", kind="other")
 
     ends = send(torch.stack([view.ids[view.edge_index[1]], view.ids[view.edge_index[0]], view.edge_ids], dim=1))
     attributes = {name: send(value) for name, value in view.attributes.items()}

@@ -58,7 +58,7 @@ def diagnose(values: Mapping[str, Any]) -> Diagnosis:
     if set_up > total:
         return Diagnosis(
             "set-up",
-            f"Set-up: {seconds_text(set_up)} before the first epoch, {seconds_text(total)} of training after.",
+            f"Set-up: {seconds_text(set_up)} before the first epoch, then {seconds_text(total)} of training.",
             "Save the partition once (kagome partition) and train on it with --data.partition.",
             shares,
         )

@@ -197,21 +197,23 @@ def partition(run: RunFolder) -> str:
     found = {"rows": found} if isinstance(found, list) else found
     rows: list[Mapping[str, Any]] = found.get("rows") or []
     facts = [
-        f"{key.replace('_', ' ')} {_cell(value)}"
+        f"{key.replace('_', ' ')} {_cell(value, key)}"
         for key, value in found.items()
         if key not in ("rows", "advice")
     ]
     for name in ("vertices", "edges"):
         sizes = [row[name] for row in rows if row.get(name) is not None]
         if len(sizes) > 1 and sum(sizes):
-            times = max(sizes) * len(sizes) / sum(sizes)
-            facts.append(f"the fullest part has {times:.2f} times the mean {name}")
+            facts.append(
+                f"{name} of the fullest part over the mean {max(sizes) * len(sizes) / sum(sizes):.2f}"
+            )
     owned, halo = (sum(row.get(name) or 0 for row in rows) for name in ("vertices", "halo"))
     if owned and halo:
         facts.append(f"halo rows are {halo / owned:.2f} times the vertices")
     columns = _names(rows, ("part", "vertices", "edges", "halo"))
     table = _table(
-        [column.replace("_", " ") for column in columns], [[_cell(r.get(c)) for c in columns] for r in rows]
+        [column.replace("_", " ") for column in columns],
+        [[_cell(r.get(c), c) for c in columns] for r in rows],
     )
     advice = found.get("advice") or []
     for sentence in [advice] if isinstance(advice, str) else advice:
@@ -275,7 +277,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, name: str) -> str:
+    if isinstance(value, float) and (name == "cut" or "share" in name):
+        return share_text(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return count_text(value)
     return "-" if value is None else str(value)

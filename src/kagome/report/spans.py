@@ -90,7 +90,8 @@ class Spans:
     def as_list(self) -> list[Span]:
         """The kept spans in the order of their starts, in seconds after the common zero."""
         spans = (span for kept in self._kept.values() for span in kept)
-        shifted = [span._replace(start=span.start - self._zero) for span in spans]
+        # An outer phase is recorded after its inner ones: reversed, it comes first where both start at once.
+        shifted = [span._replace(start=span.start - self._zero) for span in spans][::-1]
         return sorted(shifted, key=lambda span: (span.start, -span.duration))
 
     def seconds(self) -> dict[str, float]:

@@ -1,0 +1,364 @@
+"""Channel: what is sent arrives, is counted, and every fault is told with rank, peer and action."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from kagome.comm.channel import Channel
+from kagome.comm.watch import Watch
+from kagome.errors import CommError
+
+WORLDS = [1, 2, 3, 4]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+
+
+def counts_between(size: int, pattern: str) -> list[list[int]]:
+    """counts[a][b]: rows from a to b."""
+    if pattern == "empty":
+        return [[0] * size for _ in range(size)]
+    if pattern == "one way":  # rank 0 gives, nobody else does
+        return [[3 if a == 0 and b != 0 else 0 for b in range(size)] for a in range(size)]
+    return [[(a * 5 + b * 3 + 1) % 4 for b in range(size)] for a in range(size)]
+
+
+def row(a: int, b: int, i: int, width: int) -> torch.Tensor:
+    return torch.arange(width) + 100 * a + 10 * b + i
+
+
+def crossing(channel: Channel, pattern: str, width: int, dtype: torch.dtype) -> bool:
+    counts = counts_between(channel.size, pattern)
+    me = channel.rank
+    sends, comes = counts[me], [counts[peer][me] for peer in range(channel.size)]
+    mine = [row(me, b, i, width) for b in range(channel.size) for i in range(sends[b])]
+    rows = torch.stack(mine).to(dtype) if mine else torch.empty(0, width, dtype=dtype)
+    theirs = [row(a, me, i, width) for a in range(channel.size) for i in range(comes[a])]
+    expected = torch.stack(theirs).to(dtype) if theirs else torch.empty(0, width, dtype=dtype)
+    channel.take_bytes()
+    got = channel.exchange(rows, sends, comes, action="halo forward of conv1.x, epoch 3")
+    assert got.dtype == dtype
+    assert torch.equal(got, expected)
+    sent = channel.take_bytes()
+    away = sum(count for peer, count in enumerate(sends) if peer != me)
+    assert sent["halo"] == away * width * rows.element_size()
+    assert sum(sent.values()) == sent["halo"]
+    return True
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("pattern", ["uneven", "empty", "one way"])
+@pytest.mark.parametrize("width", [0, 1, 7])
+def test_exchange_brings_exactly_the_rows_needed(ranks, world, pattern, width):
+    if pattern == "one way" and world == 1:
+        pytest.skip("nobody to give to")
+    assert all(ranks(world, crossing, pattern, width, torch.float32))
+
+
+def every_type(channel: Channel) -> None:
+    for dtype in DTYPES:
+        crossing(channel, "uneven", 5, dtype)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_exchange_takes_every_type(ranks, world):
+    ranks(world, every_type)
+
+
+def many_shapes(channel: Channel) -> list[tuple[int, ...]]:
+    ones = [1] * channel.size
+    flat = channel.exchange(torch.arange(channel.size), ones, ones, action="flat")
+    cube = torch.zeros(channel.size, 3, 2).transpose(1, 2)
+    return [tuple(flat.tolist()), tuple(channel.exchange(cube, ones, ones, action="cube").shape)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_exchange_takes_any_trailing_shape(ranks, world):
+    for rank, (flat, cube) in enumerate(ranks(world, many_shapes)):
+        assert flat == (rank,) * world
+        assert cube == (world, 2, 3)
+
+
+def several_at_once(channel: Channel) -> list[int]:
+    ones = [1] * channel.size
+    pendings = [
+        channel.start_exchange(
+            torch.full((channel.size, 2), k * 10 + channel.rank), ones, ones, action=f"number {k}"
+        )
+        for k in range(5)
+    ]
+    return [int(pending.wait()[-1, 0]) for pending in reversed(pendings)] + [int(pendings[0].wait()[0, 0])]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_exchanges_may_be_waited_for_later_and_in_any_order(ranks, world):
+    last = world - 1
+    assert ranks(world, several_at_once) == [[40 + last, 30 + last, 20 + last, 10 + last, last, 0]] * world
+
+
+def with_header(channel: Channel) -> dict[str, int]:
+    ones = [1] * channel.size
+    channel.exchange(torch.zeros(channel.size, 4), ones, ones, action="a", header=(0, 3, 1, 2, 4))
+    return channel.take_bytes()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_header_that_agrees_costs_64_bytes_a_peer(ranks, world):
+    for sent in ranks(world, with_header):
+        assert sent["halo"] == 16 * (world - 1)
+        assert sent["other"] == 64 * (world - 1)
+
+
+def disagree(channel: Channel, what: str) -> str:
+    last = channel.rank == channel.size - 1
+    ones = [1] * channel.size
+    sends, comes, site, width = ones, ones, 2, 4
+    if last and what == "site":
+        site = 5
+    if last and what == "width":
+        width = 6
+    if last and what == "rows":
+        sends = [2, *ones[1:]]
+    try:
+        channel.exchange(
+            torch.zeros(sum(sends), width), sends, comes, action="halo forward", header=(0, 3, 1, site, width)
+        )
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("what", "number"), [("site", (2, 5)), ("width", (4, 6))])
+def test_a_header_that_differs_is_an_error_on_every_rank_and_nobody_dies(ranks, world, what, number):
+    texts = ranks(world, disagree, what, spoils=True)
+    last = world - 1
+    for rank, text in enumerate(texts[:-1]):
+        assert f"rank {rank} and its peers" in text
+        assert f"with rank {last}: {what} is {number[0]} here, {number[1]} there" in text
+    assert "'halo forward'" in texts[last]
+    for peer in range(last):
+        assert f"with rank {peer}: {what} is {number[1]} here, {number[0]} there" in texts[last]
+
+
+def test_row_counts_that_differ_are_an_error_on_both_sides(ranks):
+    first, second = ranks(2, disagree, "rows", spoils=True)
+    assert "with rank 1: rows from the peer is 1 here, 2 there" in first
+    assert "with rank 0: rows to the peer is 2 here, 1 there" in second
+
+
+def mismatch_without_header(channel: Channel) -> str:
+    channel.timeout = 1.0
+    width = 4 + channel.rank
+    with pytest.raises(CommError) as caught:
+        channel.exchange(torch.zeros(2, width), [1, 1], [1, 1], action="unchecked")
+    return str(caught.value)
+
+
+def test_sizes_that_differ_kill_nobody_even_without_a_header(ranks):
+    assert all("'unchecked'" in text for text in ranks(2, mismatch_without_header, spoils=True))
+
+
+def test_counts_that_cannot_be_are_refused():
+    channel = Channel(None, "cpu")
+    with pytest.raises(ValueError, match="1 counts each way"):
+        channel.exchange(torch.zeros(2, 1), [1, 1], [1, 1], action="a")
+    with pytest.raises(ValueError, match="2 rows cannot"):
+        channel.exchange(torch.zeros(2, 1), [1], [1], action="a")
+
+
+def too_long_header(channel: Channel) -> None:
+    channel.exchange(torch.zeros(2, 1), [1, 1], [1, 1], action="a", header=(0,) * 6)
+
+
+def test_a_header_has_up_to_five_numbers(ranks):
+    with pytest.raises(ValueError, match="up to 5"):
+        ranks(2, too_long_header)
+
+
+def reduced(channel: Channel, count: int) -> tuple[bytes, dict[str, int], bool]:
+    generator = torch.Generator().manual_seed(channel.rank)
+    mine = torch.randn(count, generator=generator)
+    before = mine.clone()
+    total = channel.all_reduce(mine, action="sum")
+    most = channel.all_reduce(mine, "max", action="max", kind="other")
+    least = channel.all_reduce(mine, "min", action="min", kind="other")
+    assert torch.equal(mine, before)
+    assert bool((least <= mine).all())
+    assert bool((mine <= most).all())
+    assert channel.all_reduce(torch.ones(()), action="scalar", kind="other").item() == channel.size
+    everyone = [torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(channel.size)]
+    torch.testing.assert_close(total, torch.stack(everyone).sum(0))
+    return total.numpy().tobytes(), channel.take_bytes()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("count", [1, 1000, 12_345])
+def test_all_reduce_gives_the_same_bits_everywhere(ranks, world, count):
+    results = ranks(world, reduced, count)
+    assert len({bits for bits, _ in results}) == 1
+    for _, sent in results:
+        assert sent["statistics"] == 2 * (world - 1) * 4 * count // world
+
+
+def spread(channel: Channel, src: int) -> dict[str, int]:
+    mine = torch.full((3, 2), channel.rank, dtype=torch.int16)
+    got = channel.broadcast(mine, src, action="weights", kind="weights")
+    assert torch.equal(got, torch.full((3, 2), src, dtype=torch.int16))
+    assert torch.equal(mine, torch.full((3, 2), channel.rank, dtype=torch.int16))
+    return channel.take_bytes()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_broadcast_counts_at_its_source(ranks, world):
+    src = world - 1
+    sent = [taken["weights"] for taken in ranks(world, spread, src)]
+    assert sent == [12 * (world - 1) if rank == src else 0 for rank in range(world)]
+
+
+def gathered(channel: Channel, dst: int | None) -> tuple[list[list[int]] | None, dict[str, int]]:
+    mine = torch.full((channel.rank, 1), channel.rank)
+    parts = channel.gather_rows(mine, action="predictions", dst=dst)
+    return None if parts is None else [part.view(-1).tolist() for part in parts], channel.take_bytes()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dst", [None, 0, -1])
+def test_gather_rows_brings_uneven_parts(ranks, world, dst):
+    dst = world - 1 if dst == -1 else dst
+    for rank, (parts, sent) in enumerate(ranks(world, gathered, dst)):
+        assert parts == ([[r] * r for r in range(world)] if dst in (None, rank) else None)
+        receivers = world - 1 if dst is None else int(rank != dst)
+        assert sent["other"] == 8 * rank * receivers + 8 * (world - 1)
+
+
+def objects(channel: Channel) -> list[object]:
+    channel.barrier("before the objects")
+    return channel.gather_objects({"rank": channel.rank, "text": "x" * channel.rank}, "names")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gather_objects_and_barrier(ranks, world):
+    assert ranks(world, objects) == [[{"rank": r, "text": "x" * r} for r in range(world)]] * world
+
+
+def waits(channel: Channel) -> float:
+    ones = [1] * channel.size
+    if channel.rank == 0:
+        time.sleep(0.4)
+    channel.exchange(torch.zeros(channel.size, 1), ones, ones, action="late")
+    channel.barrier("end")
+    waited = channel.take_waits()
+    assert sum(channel.take_waits().values()) == 0
+    return waited["halo"]
+
+
+def test_waits_are_counted_where_they_happen(ranks):
+    first, second = ranks(2, waits)
+    assert first < 0.3 < second
+
+
+def too_late(channel: Channel, how: str) -> tuple[str, float]:
+    # The store of the workers' process group serves the watch, as in a run.
+    store = torch.distributed.distributed_c10d._get_default_store()
+    channel.watch = Watch(store, channel.rank, channel.size, say=lambda line: None, every=0.1)
+    channel.timeout = 1.0
+    begun = time.monotonic()
+    ones = [1] * channel.size
+    try:
+        if channel.rank == 1:
+            channel.watch.doing("epoch 2: optimizer")
+            time.sleep(2.0)
+            return "", 0.0
+        with pytest.raises(CommError) as caught:
+            if how == "exchange":
+                channel.exchange(torch.zeros(channel.size, 1), ones, ones, action="halo of conv1.x, epoch 3")
+            else:
+                channel.all_reduce(torch.zeros(9), action="halo of conv1.x, epoch 3")
+        return str(caught.value), time.monotonic() - begun
+    finally:
+        channel.watch.close()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("how", ["exchange", "all_reduce"])
+def test_a_late_peer_is_named_with_what_it_did(ranks, world, how):
+    answers = ranks(world, too_late, how, spoils=True)
+    texts = [text for text, _ in answers if text]
+    assert all("'halo of conv1.x, epoch 3'" in text for text in texts)
+    assert all(seconds < 4 for _, seconds in answers)
+    # With several ranks the first to give up closes its connections; the others may see that instead.
+    late = [text for text in texts if "nothing came within 1 s" in text]
+    assert late
+    for text in late:
+        assert "for rank 1, which was last seen in 'epoch 2: optimizer'" in text
+        assert "train.timeout" in text
+
+
+def dies(channel: Channel, how: str) -> str:
+    if channel.rank == channel.size - 1:
+        # The process lives on for the pool, but its connections are closed as if it had died.
+        torch.distributed.destroy_process_group()
+        return ""
+    ones = [1] * channel.size
+    with pytest.raises(CommError) as caught:
+        if how == "exchange":
+            channel.exchange(torch.zeros(channel.size, 1), ones, ones, action="epoch 3")
+        else:
+            channel.all_reduce(torch.zeros(9), action="epoch 3")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["exchange", "all_reduce"])
+def test_a_lost_peer_is_named(ranks, how):
+    first, _ = ranks(2, dies, how, spoils=True)
+    assert first.startswith("rank 0 waited in 'epoch 3' for rank 1, but the connection was closed")
+    first, _, _ = ranks(3, dies, how, spoils=True)
+    assert "but the connection was closed" in first
+
+
+def stop_now(channel: Channel) -> None:
+    if channel.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    channel.barrier("never")
+
+
+def raise_on_one(channel: Channel) -> None:
+    if channel.rank == 1:
+        raise KeyError("its own fault")
+    channel.barrier("never")
+
+
+def sleep_long(channel: Channel) -> None:
+    time.sleep(60)
+
+
+def size_of(channel: Channel) -> int:
+    return channel.size
+
+
+def test_the_pool_survives_workers_that_raise_hang_or_die(ranks):
+    with pytest.raises(KeyError, match="its own fault"):
+        ranks(3, raise_on_one)
+    assert ranks(3, size_of) == [3, 3, 3]
+    with pytest.raises(
+        AssertionError, match=r"test_channel.sleep_long on 1 ranks: no answer from ranks \[0\]"
+    ):
+        ranks(1, sleep_long, timeout=1)
+    with pytest.raises((AssertionError, CommError)):
+        ranks(2, stop_now)
+    assert ranks(4, size_of) == [4] * 4

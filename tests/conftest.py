@@ -1,0 +1,45 @@
+"""What all tests share: a fixed seed, the pool of ranks, the folder of data sets."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pool import Pool
+
+
+def pytest_report_header() -> str:
+    return f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    workers = Pool()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(pool: Pool) -> Callable[..., list]:
+    """``ranks(world, function, *args)`` runs ``function(channel, *args)`` on that many ranks."""
+    return pool.run
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    folder = os.environ.get("KAGOME_DATA")
+    if not folder:
+        pytest.skip("KAGOME_DATA names no folder of data sets")
+    return Path(folder)

@@ -1,0 +1,214 @@
+"""A pool of worker processes that lives across tests: a test on several ranks costs milliseconds, not seconds.
+
+Where it sits: ``conftest`` makes one a session and hands its ``run`` to tests as the fixture ``ranks``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+import torch
+import torch.distributed as dist
+
+from kagome.comm.channel import Channel
+from kagome.errors import CommError
+
+LARGEST = 4
+CHANNEL_SECONDS = 20.0
+
+
+class PoolError(AssertionError):
+    """A worker died or did not answer; the pool is rebuilt for the next test."""
+
+
+class Pool:
+    """Four spawned workers; a call uses the first ``world`` of them, joined in one gloo process group.
+
+    The default process group is made anew when the world's size changes or the last call may have left
+    something on the wire; otherwise it stays. Workers are started at the first call.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._generation, self._world = 0, 0
+
+    def run(
+        self,
+        world: int,
+        function: Callable[..., object],
+        *args: object,
+        timeout: float = 60.0,
+        spoils: bool = False,
+    ) -> list[object]:
+        """Call ``function(channel, *args)`` on ``world`` workers.
+
+        Args:
+            world: Workers to use, 1 to 4.
+            function: A function at the top of a module.
+            args: The same for all workers; they and the results must pickle.
+            timeout: Seconds until all workers must have answered.
+            spoils: Whether the function leaves the process group unusable (it catches a CommError, say).
+
+        Returns:
+            What each rank returned.
+
+        Raises:
+            Exception: What a worker raised, with its traceback as a note; one that is no CommError first.
+            PoolError: If a worker died or did not answer.
+        """
+        if not self._workers:
+            self._start()
+        if world != self._world:
+            self._renew(world)
+        # sys.path goes along: pytest adds the folders of test files as it finds them.
+        call = pickle.dumps((world, self._generation, pickle.dumps((function, args))))
+        for _, connection in self._workers[:world]:
+            connection.send_bytes(pickle.dumps((sys.path, call)))
+        answers = self._answers(world, f"{function.__module__}.{function.__qualname__}", timeout)
+        failures = [(rank, *answer[1:]) for rank, answer in enumerate(answers) if not answer[0]]
+        if spoils or failures:
+            self._renew(0)
+        if failures:
+            raise _chosen(failures)
+        return [answer[1] for answer in answers]
+
+    def close(self) -> None:
+        """End the workers in order, so that they save their coverage."""
+        for _, connection in self._workers:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(pickle.dumps((None, b"")))
+        for worker, _ in self._workers:
+            worker.join(timeout=20)
+        self._kill()
+
+    def _renew(self, world: int) -> None:
+        self._generation, self._world = self._generation + 1, world
+
+    def _start(self) -> None:
+        # The store is the parent's: it outlives any worker.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        before = dict(os.environ)
+        os.environ.update(OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1")
+        if sys.platform == "linux":
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        try:
+            for rank in range(LARGEST):
+                ours, theirs = context.Pipe()
+                worker = context.Process(target=_work, args=(rank, self._store.port, theirs), daemon=True)
+                worker.start()
+                theirs.close()
+                self._workers.append((worker, ours))
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        self._renew(0)
+
+    def _answers(self, world: int, name: str, timeout: float) -> list[tuple]:
+        open_ranks = {connection: rank for rank, (_, connection) in enumerate(self._workers[:world])}
+        answers: dict[int, tuple] = {}
+        deadline = time.monotonic() + timeout
+        while open_ranks:
+            ready = wait(list(open_ranks), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._fail(
+                    f"{name} on {world} ranks: no answer from ranks {sorted(open_ranks.values())} in {timeout:g} s"
+                )
+            for connection in ready:
+                rank = open_ranks.pop(connection)
+                try:
+                    answers[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    worker = self._workers[rank][0]
+                    worker.join(timeout=5)
+                    self._fail(f"{name} on {world} ranks: rank {rank} died with exit code {worker.exitcode}")
+        return [answers[rank] for rank in range(world)]
+
+    def _fail(self, text: str) -> None:
+        for worker, _ in self._workers:
+            if worker.is_alive() and worker.pid is not None:
+                os.kill(worker.pid, signal.SIGUSR1)  # says on stderr where it stands
+        time.sleep(0.5)
+        self._kill()
+        raise PoolError(text)
+
+    def _kill(self) -> None:
+        for worker, connection in self._workers:
+            if worker.is_alive():
+                worker.kill()
+            worker.join()
+            connection.close()
+        self._workers = []
+
+
+def _chosen(failures: list[tuple]) -> BaseException:
+    """One error for the test: a CommError is often only the echo of another rank's fault."""
+    failures.sort(key=lambda failure: (isinstance(failure[1], CommError), failure[0]))
+    error = failures[0][1]
+    for rank, _, text in failures:
+        error.add_note(f"--- rank {rank} ---\n{text}")
+    return error
+
+
+def _work(rank: int, port: int, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    joined = 0
+    while True:
+        try:
+            path, call = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            break  # the parent is gone
+        if path is None:
+            break
+        sys.path[:] = path
+        world, generation, task = pickle.loads(call)
+        try:
+            if generation != joined:
+                joined = generation
+                _join(dist.PrefixStore(f"pool-{generation}", store), rank, world)
+            torch.manual_seed(0)
+            channel = Channel(dist.group.WORLD if world > 1 else None, "cpu", timeout=CHANNEL_SECONDS)
+            function, args = pickle.loads(task)
+            answer = pickle.dumps((True, function(channel, *args)))
+        except BaseException as error:
+            _leave()  # closes the connections: the peers' waits end at once
+            answer = _failure(error)
+        connection.send_bytes(answer)
+    _leave()
+
+
+def _join(store: dist.Store, rank: int, world: int) -> None:
+    _leave()
+    if world > 1:
+        limit = timedelta(seconds=60)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _failure(error: BaseException) -> bytes:
+    text = traceback.format_exc()
+    try:
+        packed = pickle.dumps((False, error, text))
+        pickle.loads(packed)
+    except Exception:
+        packed = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}"), text))
+    return packed
