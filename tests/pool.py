@@ -1,4 +1,4 @@
-"""A pool of worker processes that lives across tests: a test on several ranks costs milliseconds, not seconds.
+"""A pool of worker processes that lives across tests: a test on several ranks costs milliseconds.
 
 Where it sits: ``conftest`` makes one a session and hands its ``run`` to tests as the fixture ``ranks``.
 """
@@ -123,9 +123,8 @@ class Pool:
         while open_ranks:
             ready = wait(list(open_ranks), max(0.0, deadline - time.monotonic()))
             if not ready:
-                self._fail(
-                    f"{name} on {world} ranks: no answer from ranks {sorted(open_ranks.values())} in {timeout:g} s"
-                )
+                silent = sorted(open_ranks.values())
+                self._fail(f"{name} on {world} ranks: no answer from ranks {silent} in {timeout:g} s")
             for connection in ready:
                 rank = open_ranks.pop(connection)
                 try:
@@ -177,6 +176,7 @@ def _work(rank: int, port: int, connection: Connection) -> None:
             break
         sys.path[:] = path
         world, generation, task = pickle.loads(call)
+        channel = None
         try:
             if generation != joined:
                 joined = generation
@@ -186,6 +186,8 @@ def _work(rank: int, port: int, connection: Connection) -> None:
             function, args = pickle.loads(task)
             answer = pickle.dumps((True, function(channel, *args)))
         except BaseException as error:
+            if channel is not None:
+                channel.close()
             _leave()  # closes the connections: the peers' waits end at once
             answer = _failure(error)
         connection.send_bytes(answer)

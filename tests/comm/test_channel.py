@@ -272,23 +272,27 @@ def test_waits_are_counted_where_they_happen(ranks):
     assert first < 0.3 < second
 
 
+def meet(channel: Channel, how: str, action: str) -> None:
+    ones = [1] * channel.size
+    if how == "exchange":
+        channel.exchange(torch.zeros(channel.size, 1), ones, ones, action=action)
+    else:
+        channel.all_reduce(torch.zeros(9), action=action)
+
+
 def too_late(channel: Channel, how: str) -> tuple[str, float]:
     # The store of the workers' process group serves the watch, as in a run.
     store = torch.distributed.distributed_c10d._get_default_store()
     channel.watch = Watch(store, channel.rank, channel.size, say=lambda line: None, every=0.1)
     channel.timeout = 1.0
     begun = time.monotonic()
-    ones = [1] * channel.size
     try:
         if channel.rank == 1:
             channel.watch.doing("epoch 2: optimizer")
             time.sleep(2.0)
             return "", 0.0
         with pytest.raises(CommError) as caught:
-            if how == "exchange":
-                channel.exchange(torch.zeros(channel.size, 1), ones, ones, action="halo of conv1.x, epoch 3")
-            else:
-                channel.all_reduce(torch.zeros(9), action="halo of conv1.x, epoch 3")
+            meet(channel, how, "halo of conv1.x, epoch 3")
         return str(caught.value), time.monotonic() - begun
     finally:
         channel.watch.close()
@@ -312,14 +316,11 @@ def test_a_late_peer_is_named_with_what_it_did(ranks, world, how):
 def dies(channel: Channel, how: str) -> str:
     if channel.rank == channel.size - 1:
         # The process lives on for the pool, but its connections are closed as if it had died.
+        channel.close()
         torch.distributed.destroy_process_group()
         return ""
-    ones = [1] * channel.size
     with pytest.raises(CommError) as caught:
-        if how == "exchange":
-            channel.exchange(torch.zeros(channel.size, 1), ones, ones, action="epoch 3")
-        else:
-            channel.all_reduce(torch.zeros(9), action="epoch 3")
+        meet(channel, how, "epoch 3")
     return str(caught.value)
 
 

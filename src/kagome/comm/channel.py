@@ -90,6 +90,10 @@ class Channel:
         self.bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.waited: dict[str, float] = dict.fromkeys(KINDS, 0.0)
 
+    def close(self) -> None:
+        """Let go of the group: gloo closes its connections only when nobody holds it any more."""
+        self._group = None
+
     def take_bytes(self) -> dict[str, int]:
         """Bytes this rank has sent since the last call, by kind."""
         taken, self.bytes = self.bytes, dict.fromkeys(KINDS, 0)

@@ -92,17 +92,20 @@ def open_mesh(
         store = _given_store()
     elif ranks.size > 1 or always_group:
         store = _join(ranks, device, timeout)
-    watch = None
+    watch = channel = None
     try:
         if store is not None and ranks.size > 1:
             watch = Watch(store, ranks.rank, ranks.size, say=say)
-        group = dist.group.WORLD if dist.is_initialized() else None
-        channel = Channel(group, device, timeout=timeout, watch=watch)
+        channel = Channel(
+            dist.group.WORLD if dist.is_initialized() else None, device, timeout=timeout, watch=watch
+        )
         axes = {"graph": fitted.graph or ranks.size}
         yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, channel, watch)
     finally:
         if watch is not None:
             watch.close()
+        if channel is not None:
+            channel.close()
         if not given and dist.is_initialized():
             dist.destroy_process_group()  # gloo aborts the process at its exit otherwise
 

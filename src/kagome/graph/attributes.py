@@ -1,4 +1,4 @@
-"""Attributes of a graph: which tensors have a row a vertex, which a row an edge; turning foreign kinds into plain ones.
+"""Attributes of a graph: which tensors have a row a vertex or an edge; foreign kinds made plain.
 
 Where it sits: ``validate`` cleans with these, ``partition`` splits by them.
 """
@@ -83,7 +83,7 @@ def dense(value: Any) -> Tensor:
 
 
 def edges_of(adjacency: Any) -> tuple[Tensor, Tensor | None]:
-    """Edges of a sparse adjacency as PyG holds it transposed (``adj_t``): row is the target, column the source.
+    """Edges of a sparse adjacency held transposed, as PyG does (``adj_t``): rows are targets.
 
     Returns:
         The edges, and their values where these are not all 1.

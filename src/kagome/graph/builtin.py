@@ -138,7 +138,7 @@ def sbm(spec: str = "") -> Data:
 
 
 def _edges(made: Sbm, community: NDArray[np.int64], draw: np.random.Generator) -> NDArray[np.int64]:
-    """Draw both ends by weight, the second end mostly from the first one's community, until there are enough."""
+    """Draw both ends by weight, the second mostly from the first one's community, until they suffice."""
     n, wanted = made.vertices, round(made.vertices * made.degree / 2)
     # A community's vertices lie side by side in this order, so a draw inside it is a draw from one interval.
     order = np.argsort(community, kind="stable")

@@ -11,7 +11,7 @@ from kagome.errors import DataError
 
 
 class Entry(NamedTuple):
-    """A class of ``torch_geometric.datasets``, its ``name`` argument, and the usual folder of its raw files."""
+    """A class of ``torch_geometric.datasets``, its ``name`` argument, the usual folder of its files."""
 
     kind: str
     name: str | None
@@ -64,8 +64,8 @@ def find(name: str) -> Entry:
         if short.casefold() == name.casefold():
             return Entry(kind, inner_name, _FOLDERS[kind])
     raise DataError(
-        f"a data set of digits, sbm:vertices=..., {', '.join(names())}, pyg:Class[:name], ogb:NAME, npz:FILE, "
-        "python:package.module:function was asked for",
+        f"a data set of digits, sbm:vertices=..., {', '.join(names())}, pyg:Class[:name], ogb:NAME, "
+        "npz:FILE, python:package.module:function was asked for",
         f"found {name!r}",
         where="data.name",
     )

@@ -1,4 +1,4 @@
-"""Compiled loops over the rows of an adjacency: adjacency lists, one streaming pass, the mending of a balance.
+"""Compiled loops over adjacency lists: making them, one streaming pass, mending a balance.
 
 Where it sits: the inner loops of ``partitioners``; numpy arrays in, numpy arrays out, no torch.
 """
@@ -107,7 +107,8 @@ def _count(near: Floats, indptr: Longs, indices: Ints, owner: Longs, v: int) -> 
 @compiled
 def _over(load: Floats, bounds: Floats, q: int, vertices: float, edges: float) -> float:
     """By how much part q would be over its bounds, in shares of them, with so much more."""
-    return max(0.0, (load[0, q] + vertices) / bounds[0] - 1) + max(0.0, (load[1, q] + edges) / bounds[1] - 1)
+    full = float((load[0, q] + vertices) / bounds[0]), float((load[1, q] + edges) / bounds[1])
+    return max(0.0, full[0] - 1) + max(0.0, full[1] - 1)
 
 
 @compiled

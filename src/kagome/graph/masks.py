@@ -75,7 +75,9 @@ def settle(
         if lost:
             notes.append(f"{lost:,} vertices without a label (y = -1) are left out of the masks.")
     if unlabelled:
-        notes.append(f"{unlabelled:,} of {num_nodes:,} vertices have no label (y = -1); they pass messages only.")
+        notes.append(
+            f"{unlabelled:,} of {num_nodes:,} vertices have no label (y = -1); they pass messages only."
+        )
     if not masks["train_mask"].any():
         raise DataError(
             "at least one vertex must train",

@@ -30,8 +30,8 @@ class Partition:
         last_vertex: Largest original id that any edge of the whole graph touches, -1 without edges.
         own: Original ids of own rows, ascending.
         halo: Original ids of rows that are read here and owned by others, by owner, then ascending.
-        edge_index: In-edges of own vertices in local ids: row 0 the source, own below n, halo k is n + k; row 1
-            the target. Sorted by target; edges of one target keep the order of the whole graph.
+        edge_index: In-edges of own vertices in local ids: row 0 the source, own below n, halo k is n + k; row
+            1 the target. Sorted by target; edges of one target keep the order of the whole graph.
         edge_ids: Position of each edge in the whole graph's ``edge_index``.
         send: Own local rows that peers read, by peer, then ascending.
         send_counts: Rows sent to each part.
@@ -125,7 +125,7 @@ def extract(data: Data, owner: Tensor, part: int, num_parts: int, *, fingerprint
     halo = halo[owner[halo].argsort(stable=True)]
     local[halo] = own.numel() + torch.arange(halo.numel())
 
-    # A peer reads row s of mine if one of its own vertices has an in-edge from s: the same edge list tells it.
+    # A peer reads my row s if a vertex of its own has an in-edge from s: the same edge list tells it.
     given = ((source_owner == part) & (target_owner != part)).nonzero().view(-1)
     reader, sent = target_owner[given], source[given]
     keys = (reader * owner.numel() + sent).unique()

@@ -27,7 +27,9 @@ SEVERAL_STARTS: Final = 5_000_000
 class Partitioner(Protocol):
     """``(edge_index [2, E], num_nodes, parts, seed) -> owner [N]``, the part of each vertex."""
 
-    def __call__(self, edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor: ...
+    def __call__(self, edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
+        """Give every vertex to a part."""
+        ...
 
 
 def contiguous(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
@@ -70,7 +72,7 @@ def random(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
 
 
 def streaming(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
-    """Linear deterministic greedy over the vertices in a seeded order, once more over its own result, and mended.
+    """Linear deterministic greedy over the vertices in a seeded order, twice, then mended.
 
     Args:
         edge_index: Edges.
@@ -123,7 +125,7 @@ def metis(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
         return contiguous(edge_index, num_nodes, parts, seed)
     graph = _Adjacency.of(edge_index, num_nodes)
     simple = _simple(edge_index, num_nodes)
-    mean = max(float(graph.weight.mean()), 1e-9)
+    mean = float(graph.weight.mean())
     few = edge_index.size(1) <= SEVERAL_STARTS
     best: tuple[tuple[float, int], NDArray[np.int64]] | None = None
     for share in (math.inf, 3.0, 1.0) if few else (3.0,):
@@ -156,11 +158,15 @@ class _Adjacency(NamedTuple):
         """Largest vertices and in-edges of a part; never below what one vertex, one hub, needs."""
         vertices, edges = self.weight.size / parts, float(self.weight.sum()) / parts
         return np.array(
-            [max(slack * vertices, math.ceil(vertices)), max(slack * edges, float(self.weight.max()), 1.0), parts]
+            [
+                max(slack * vertices, math.ceil(vertices)),
+                max(slack * edges, float(self.weight.max()), 1.0),
+                parts,
+            ]
         )
 
     def excess(self, owner: NDArray[np.int64], parts: int) -> float:
-        """By how much the fullest part is over the balance that is aimed at, rounded so that a hair is none."""
+        """By how much the fullest part is over the balance aimed at, rounded so that a hair is none."""
         bounds = self.bounds(parts, BALANCE)
         vertices = np.bincount(owner, minlength=parts).max() / bounds[0]
         edges = np.bincount(owner, weights=self.weight, minlength=parts).max() / bounds[1]

@@ -46,7 +46,7 @@ class Quality:
 
     @property
     def replication(self) -> float:
-        """Halo rows of all parts over the vertices: rows that cross in each layer, in multiples of the graph."""
+        """Halo rows of all parts over the vertices: rows that cross in each layer, in graphs."""
         return sum(self.halo) / max(self.num_nodes, 1)
 
     @property
@@ -81,8 +81,8 @@ class Quality:
         share = self.halo_share(worst)
         if share >= 0.7:
             said.append(
-                f"Part {worst} is {share:.0%} halo: most rows that it holds are copies of others'. Fewer parts "
-                f"exchange less; the graph is too dense to be cut into {self.num_parts}."
+                f"Part {worst} is {share:.0%} halo: most rows that it holds are copies of others'. Fewer "
+                f"parts exchange less; the graph is too dense to be cut into {self.num_parts}."
             )
         if self.vertex_balance > 1.3 and not empty:
             said.append(f"The fullest part has {self.vertex_balance:.1f} times the mean number of vertices.")
@@ -94,8 +94,8 @@ class Quality:
                 else " The partitioner metis evens out edges as well as vertices."
             )
             said.append(
-                f"The fullest part has {self.edge_balance:.1f} times the mean number of in-edges, and every epoch "
-                f"waits for it.{cause}"
+                f"The fullest part has {self.edge_balance:.1f} times the mean number of in-edges, and every "
+                f"epoch waits for it.{cause}"
             )
         return tuple(said)
 

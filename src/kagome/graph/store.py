@@ -1,6 +1,6 @@
-"""Store: partitions on disk, a safetensors file a part and one page of facts, so that a rank needs nothing else.
+"""Store: partitions on disk, a safetensors file a part and one page of facts; a rank needs no more.
 
-Where it sits: ``kagome partition`` saves here, each rank of ``kagome train --data.partition`` loads its own part.
+Where it sits: ``kagome partition`` saves here, each rank of ``kagome train --data.partition`` loads its own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,13 @@ class Meta:
 
 
 def describe(
-    data: Data, owner: Tensor, partitions: Sequence[Partition], *, method: str, seed: int, notes: Sequence[str] = ()
+    data: Data,
+    owner: Tensor,
+    partitions: Sequence[Partition],
+    *,
+    method: str,
+    seed: int,
+    notes: Sequence[str] = (),
 ) -> Meta:
     """The facts that go with a cut.
 
@@ -110,7 +116,9 @@ def save(partitions: Sequence[Partition], folder: str | Path, meta: Meta) -> Non
     folder = Path(folder)
     if folder.exists() and not (folder / PAGE).exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PartitionError(
-            f"a partition was to be written to {folder}", "something else is there", hint="take another folder"
+            f"a partition was to be written to {folder}",
+            "something else is there",
+            hint="take another folder",
         )
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     stale = folder.with_name(f".{folder.name}.{os.getpid()}.old")
@@ -118,7 +126,9 @@ def save(partitions: Sequence[Partition], folder: str | Path, meta: Meta) -> Non
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         for piece in partitions:
-            facts = {name: getattr(piece, name) for name in (*_COUNTS, "send_counts", "recv_counts", "fingerprint")}
+            facts = {
+                name: getattr(piece, name) for name in (*_COUNTS, "send_counts", "recv_counts", "fingerprint")
+            }
             save_file(_tensors(piece), _file(fresh, piece.part), metadata={"kagome": json.dumps(facts)})
         (fresh / PAGE).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(meta)}, indent=1) + "\n")
         if folder.exists():
@@ -142,7 +152,9 @@ def load_meta(folder: str | Path) -> Meta:
     try:
         facts: dict[str, Any] = json.loads(page.read_text())
         form = facts.pop("format")
-        figures = {k: tuple(v) if isinstance(v, list) else v for k, v in facts.pop("quality").items()}
+        figures: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in facts.pop("quality").items()
+        }
         if form != FORMAT:
             raise PartitionError(
                 f"this version reads partitions of format {FORMAT}",
@@ -157,7 +169,9 @@ def load_meta(folder: str | Path) -> Meta:
             hint="kagome partition --data... --parts P --out DIR makes one",
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise PartitionError(f"{page} must be a page that kagome partition wrote", f"it is damaged: {error}") from None
+        raise PartitionError(
+            f"{page} must be a page that kagome partition wrote", f"it is damaged: {error}"
+        ) from None
 
 
 def load_part(folder: str | Path, part: int) -> Partition:
@@ -184,7 +198,9 @@ def load_part(folder: str | Path, part: int) -> Partition:
         )
     file = _file(Path(folder), part)
     if not file.exists():
-        raise PartitionError(f"part {part} of {meta.num_parts} was expected in {folder}", f"{file.name} is missing")
+        raise PartitionError(
+            f"part {part} of {meta.num_parts} was expected in {folder}", f"{file.name} is missing"
+        )
     try:
         with safe_open(file, framework="pt") as opened:
             facts = json.loads((opened.metadata() or {})["kagome"])

@@ -15,6 +15,7 @@ from torch_geometric.data import Data, HeteroData
 from kagome.errors import DataError
 from kagome.graph import masks
 from kagome.graph.attributes import dense, edges_of, is_sparse, plain, split_attributes
+from kagome.graph.topology import topology
 
 Task = Literal["multiclass", "multilabel"]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -31,8 +32,8 @@ def validate(data: object, *, split: int = 0) -> tuple[Data, list[str]]:
         split: Which of several given splits; the seed of a 60/20/20 split where there are no masks.
 
     Returns:
-        A new Data with ``x`` (floating), ``edge_index`` (int64), ``y`` and three masks; and sentences to say at
-        the start of the run. Sentences that an earlier call left in ``data.notes`` come first.
+        A new Data with ``x`` (floating), ``edge_index`` (int64), ``y`` and three masks; and sentences to say
+        at the start of the run. Sentences that an earlier call left in ``data.notes`` come first.
 
     Raises:
         DataError: One for each fault.
@@ -43,29 +44,48 @@ def validate(data: object, *, split: int = 0) -> tuple[Data, list[str]]:
 
     Cost: two sorts of the edges.
     """
-    given = _fields(data)
-    notes: list[str] = []
-    edge_index = _edge_index(given)
-    num_nodes = _num_nodes(given, edge_index, notes)
-    check_ids(edge_index, num_nodes)
-    x = _features(given.get("x"), num_nodes, notes)
-    y = _labels(given.get("y"), num_nodes, notes)
-    for name in ("edge_weight", "edge_attr"):
-        if given.get(name) is not None:
-            given[name] = _edge_values(name, plain(given[name]), edge_index.size(1))
+    graph, notes = validate_edges(data)
+    edge_index, num_nodes = graph.edge_index, int(graph.num_nodes)
+    x = _features(graph.x, num_nodes, notes)
+    y = _labels(graph.y, num_nodes, notes)
     labelled = y >= 0 if y.dim() == 1 else torch.ones(num_nodes, dtype=torch.bool)
+    given = {name: graph[name] for name in masks.NAMES if name in graph}
     chosen = masks.settle(given, num_nodes, labelled, split, notes)
-    notes += _topology(edge_index, num_nodes)
+    notes += topology(edge_index, num_nodes)
 
     rest = Data(edge_index=edge_index, num_nodes=num_nodes)
-    for name, value in given.items():
+    for name, value in graph.to_dict().items():
         if isinstance(value, Tensor) and name not in rest and not is_sparse(value):
             rest[name] = plain(value)
     nodes, edges = split_attributes(rest)
-    kept = {**nodes, **edges, "x": x, "y": y, **chosen}
-    earlier = [note for note in given.get("notes") or () if isinstance(note, str)]
-    clean = Data(edge_index=edge_index, num_nodes=num_nodes, **kept)
-    return clean, earlier + [note for note in notes if note not in earlier]
+    clean = Data(edge_index=edge_index, num_nodes=num_nodes, **{**nodes, **edges, "x": x, "y": y, **chosen})
+    return clean, list(dict.fromkeys(notes))
+
+
+def validate_edges(data: object) -> tuple[Data, list[str]]:
+    """Check the edges alone, as a first step: features, labels and masks stay as they are given.
+
+    Args:
+        data: A PyG ``Data``.
+
+    Returns:
+        A new Data with ``edge_index`` and ``num_nodes``, and sentences to say.
+
+    Raises:
+        DataError: If it is no graph, or its edges or their attributes have a fault.
+
+    Shapes:
+        edge_index ``[2, E]``, edge_weight and edge_attr ``[E, ...]``.
+    """
+    given = _fields(data)
+    notes = [note for note in given.pop("notes", None) or () if isinstance(note, str)]
+    edge_index = _edge_index(given)
+    num_nodes = _num_nodes(given, edge_index, notes)
+    check_ids(edge_index, num_nodes)
+    for name in ("edge_weight", "edge_attr"):
+        if given.get(name) is not None:
+            given[name] = _edge_values(name, plain(given[name]), edge_index.size(1))
+    return Data(**{**given, "edge_index": edge_index, "num_nodes": num_nodes}), notes
 
 
 def num_classes(data: Data) -> int:
@@ -124,7 +144,9 @@ def _edge_index(given: dict[str, Any]) -> Tensor:
     edge_index, adjacency = given.get("edge_index"), given.pop("adj_t", None)
     if edge_index is None and adjacency is None:
         raise DataError(
-            "a graph needs edges", "this Data has neither edge_index nor adj_t", hint="set data.edge_index, 2 x E"
+            "a graph needs edges",
+            "this Data has neither edge_index nor adj_t",
+            hint="set data.edge_index, 2 x E",
         )
     if edge_index is None or is_sparse(edge_index):
         edge_index, value = edges_of(adjacency if edge_index is None else edge_index)
@@ -150,7 +172,7 @@ def _edge_index(given: dict[str, Any]) -> Tensor:
 
 
 def _num_nodes(given: dict[str, Any], edge_index: Tensor, notes: list[str]) -> int:
-    """What the user set, else the rows of x, of y, of a mask; the largest id comes last, it misses the isolated."""
+    """What the user set, else the rows of x, y or a mask; the largest id last, as it misses the isolated."""
     count = given.pop("num_nodes", None)
     if count is None:
         for name in ("x", "y", *masks.NAMES):
@@ -176,22 +198,22 @@ def _features(x: Any, num_nodes: int, notes: list[str]) -> Tensor:
     if is_sparse(x):
         x = dense(x)
         notes.append(f"Sparse features are made dense: {x.size(0):,} x {x.size(1):,}.")
-    x = plain(x)
-    if x.dim() == 0 or x.size(0) != num_nodes:
+    rows = plain(x)
+    if rows.dim() == 0 or rows.size(0) != num_nodes:
         raise DataError(
             f"x must have a row for each of {num_nodes:,} vertices",
-            f"it has {x.size(0) if x.dim() else 0:,}",
+            f"it has {rows.size(0) if rows.dim() else 0:,}",
             where="data.x",
         )
-    if x.dim() == 1:
-        x = x[:, None]
-    if x.is_complex():
-        raise DataError("features must be real numbers", f"x holds {x.dtype}", where="data.x")
-    if not x.is_floating_point():
-        notes.append(f"Features are turned from {str(x.dtype).removeprefix('torch.')} into float32.")
-        x = x.float()
-    _finite("x", x)
-    return x.contiguous()
+    if rows.dim() == 1:
+        rows = rows[:, None]
+    if rows.is_complex():
+        raise DataError("features must be real numbers", f"x holds {rows.dtype}", where="data.x")
+    if not rows.is_floating_point():
+        notes.append(f"Features are turned from {str(rows.dtype).removeprefix('torch.')} into float32.")
+        rows = rows.float()
+    _finite("x", rows)
+    return rows.contiguous()
 
 
 def _finite(name: str, value: Tensor) -> None:
@@ -266,27 +288,3 @@ def _edge_values(name: str, value: Tensor, num_edges: int) -> Tensor:
         )
     _finite(name, value)
     return value.contiguous()
-
-
-def _topology(edge_index: Tensor, num_nodes: int) -> list[str]:
-    """Sentences on what is allowed but may be a mistake: directions, duplicates, self-loops, isolated vertices."""
-    count = edge_index.size(1)
-    if count == 0:
-        return ["The graph has no edges: no vertex reads another."]
-    source, target = edge_index.numpy()
-    there = np.unique(source * num_nodes + target)
-    back = np.unique(target * num_nodes + source)
-    notes = []
-    if not np.array_equal(there, back):
-        paired = np.isin(there, back, assume_unique=True).mean()
-        notes.append(f"The graph is directed: {paired:.0%} of its edges have their reverse (--data.undirected).")
-    if there.size < count:
-        notes.append(f"{count - there.size:,} of {count:,} edges are duplicates; they are kept.")
-    loops = int((source == target).sum())
-    if loops:
-        notes.append(f"{loops:,} self-loops are kept.")
-    touched = np.zeros(num_nodes, bool)
-    touched[source] = touched[target] = True
-    if not touched.all():
-        notes.append(f"{num_nodes - int(touched.sum()):,} of {num_nodes:,} vertices have no edge.")
-    return notes

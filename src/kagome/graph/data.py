@@ -1,0 +1,64 @@
+"""Data: a name and a few flags in, a validated PyG Data out.
+
+Where it sits: the first step of every command; ``run`` and ``cli`` call :func:`load_data`, unless each rank
+loads its part of a saved partition (``store``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch_geometric.data import Data
+
+from kagome import config
+from kagome.graph import builtin, catalog, edits, rawfiles, sources
+from kagome.graph.validate import num_classes, task, validate, validate_edges
+
+__all__ = ["load_data", "num_classes", "task", "validate"]
+
+
+def load_data(settings: config.Data) -> Data:
+    """Load a graph by name and apply the data flags.
+
+    Args:
+        settings: The name, the folder of raw files, and the flags.
+
+    Returns:
+        A clean graph with ``x``, ``edge_index``, ``y`` and one mask of one dimension each for training,
+        validation and test. ``data.notes`` holds the sentences to say at the start of the run; a later
+        :func:`~kagome.graph.validate.validate` returns them again. The split is chosen already: validate what
+        this returns with ``split=0``.
+
+    Raises:
+        DataError: If the data set is unknown, cannot be had, or has a fault.
+
+    Cost: raw files of a known data set are processed once; a download happens only if they are nowhere.
+    """
+    graph, said = validate_edges(_named(settings.name, Path(settings.root).expanduser()))
+    said += edits.make_up(graph, labels=settings.name.startswith("npz:"))
+    if settings.project is not None:
+        graph.x, note = edits.project(graph.x, settings.project)
+        said.append(note)
+    if settings.undirected:
+        graph = edits.add_reverse(graph)
+    if settings.self_loops:
+        graph = edits.add_self_loops(graph)
+    clean, notes = validate(graph, split=settings.split)
+    clean.notes = tuple(dict.fromkeys(said + notes))
+    return clean
+
+
+def _named(name: str, root: Path) -> Any:
+    kind, _, rest = name.partition(":")
+    if name == "digits":
+        return builtin.digits()
+    if kind == "sbm":
+        return builtin.sbm(name)
+    if kind == "npz":
+        return sources.load_npz(rest, root)
+    if kind == "python":
+        return sources.load_function(rest)
+    if kind == "ogb":
+        return sources.load_ogb(rest, root)
+    return rawfiles.load_pyg(catalog.find(name), root)

@@ -1,0 +1,179 @@
+"""Sources: graphs from a user's file, from a user's function, and from OGB.
+
+Where it sits: ``data`` calls these for ``npz:``, ``python:`` and ``ogb:``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch_geometric.data import Data
+
+from kagome.errors import DataError
+
+
+def load_npz(text: str, root: Path) -> Data:
+    """Read a graph from an ``.npz`` file.
+
+    Args:
+        text: The file; looked for as it stands, in ``root``, and in ``$KAGOME_DATA``.
+        root: The user's data folder.
+
+    Returns:
+        What the file holds: edges from ``edge_index`` (2 x E), or from ``indptr`` and ``indices`` (row v
+        lists the vertices that v has an edge to); and its other numeric arrays.
+
+    Raises:
+        DataError: If it is missing, truncated, no npz file, or has no edges in either form.
+    """
+    bases = [Path(), root, *(Path(shared) for shared in [os.environ.get("KAGOME_DATA")] if shared)]
+    path = next((base / text for base in bases if (base / text).is_file()), None)
+    if path is None:
+        raise DataError(
+            f"the file {text} was asked for",
+            f"it is neither in {' nor in '.join(str(base.absolute()) for base in bases)}",
+            where="data.name",
+        )
+    arrays = _arrays(path)
+    given = {name: torch.from_numpy(value) for name, value in arrays.items() if value.dtype.kind in "biuf"}
+    if "edge_index" not in given:
+        if "indptr" not in given or "indices" not in given:
+            raise DataError(
+                f"{path} must hold edge_index, or indptr and indices",
+                f"it holds {', '.join(arrays) or 'nothing'}",
+            )
+        given["edge_index"] = _from_csr(given.pop("indptr"), given.pop("indices"), given, str(path))
+    if "num_nodes" in given:
+        given["num_nodes"] = int(given["num_nodes"])  # type: ignore[assignment]
+    return Data(**given)
+
+
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        with np.load(path, allow_pickle=False) as opened:
+            return {name: opened[name] for name in opened.files}
+    except (
+        ValueError,
+        OSError,
+        EOFError,
+        KeyError,
+        AttributeError,
+        TypeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        raise DataError(
+            f"{path} must be a whole .npz file (numpy.savez)",
+            f"it cannot be read: {type(error).__name__} {error}",
+            hint="it may be truncated; write it again",
+        ) from None
+
+
+def _from_csr(indptr: torch.Tensor, indices: torch.Tensor, given: dict[str, Any], where: str) -> torch.Tensor:
+    indptr, indices = indptr.long(), indices.long()
+    degree = indptr.diff()
+    if (
+        indptr.numel() < 1
+        or int(indptr[0]) != 0
+        or bool((degree < 0).any())
+        or int(indptr[-1]) != indices.numel()
+    ):
+        ends = f"it runs from {int(indptr[0])} to {int(indptr[-1])}" if indptr.numel() else "it is empty"
+        raise DataError(
+            f"indptr must rise from 0 to the number of indices ({indices.numel():,})", ends, where=where
+        )
+    given.setdefault("num_nodes", torch.tensor(degree.numel()))
+    return torch.stack([torch.arange(degree.numel()).repeat_interleave(degree), indices])
+
+
+def load_function(text: str) -> Any:
+    """Call a user's function without arguments; what it raises itself is raised as it is.
+
+    Args:
+        text: ``package.module:function``; the current folder is looked in too.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        DataError: If there is no such module or function.
+    """
+    module_name, _, name = text.partition(":")
+    if not module_name or not name:
+        raise DataError(
+            "python:package.module:function was expected", f"found python:{text}", where="data.name"
+        )
+    # The command's own folder is on the path, the user's is not, unless Python was started with -m.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"the module {module_name} was asked for",
+            f"there is no module {error.name}",
+            where=f"python:{text}",
+            hint=f"start in the folder that holds it ({os.getcwd()} is looked in), or install it",
+        ) from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise DataError(
+            f"{module_name} must have a function {name}",
+            f"{name} is {'missing' if function is None else 'a ' + type(function).__name__}",
+            where=f"python:{text}",
+        )
+    return function()
+
+
+def load_ogb(name: str, root: Path) -> Data:
+    """Load a node property prediction data set of the Open Graph Benchmark.
+
+    Args:
+        name: Such as ``ogbn-arxiv``.
+        root: The user's data folder; OGB makes its own folder in it.
+
+    Returns:
+        The graph, with OGB's split as masks.
+
+    Raises:
+        DataError: If the package is missing, or the data set cannot be had.
+    """
+    try:
+        from ogb.nodeproppred import PygNodePropPredDataset  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise DataError(
+            f"ogb:{name} was asked for", "the package ogb is not installed", hint="pip install ogb"
+        ) from None
+    from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+    from torch_geometric.data.storage import GlobalStorage
+
+    folder = root / name.replace("-", "_")
+    try:
+        # OGB prints, asks before large downloads, and reads its own files with torch's safe loader.
+        with (
+            contextlib.redirect_stdout(sys.stderr),
+            torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage]),
+        ):
+            dataset = PygNodePropPredDataset(name=name, root=str(root))
+        data, ids = dataset[0], dataset.get_idx_split()
+    except Exception as error:
+        raise DataError(
+            f"ogb:{name} was asked for",
+            f"it is not in {folder} and cannot be had: {type(error).__name__} {error}",
+            hint=f"put OGB's raw/ and split/ folders of {name} into {folder}",
+        ) from None
+    for ours, theirs in (("train_mask", "train"), ("val_mask", "valid"), ("test_mask", "test")):
+        mask = torch.zeros(int(data.num_nodes), dtype=torch.bool)
+        mask[ids[theirs]] = True
+        data[ours] = mask
+    return data

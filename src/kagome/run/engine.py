@@ -1,0 +1,245 @@
+"""Engine: one rank's model on its part, step by step; the only loop that touches the device.
+
+Where it sits: ``trainer`` tells it which epoch to train or to evaluate; it enters ``neighbors.intercept``
+around each forward and sums gradients over the ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch_geometric.data import Data
+
+from kagome.comm.channel import Channel
+from kagome.config import Train
+from kagome.errors import CommError, ModelError
+from kagome.graph.partition import Partition
+from kagome.model.exact import HANDLERS
+from kagome.model.rules import apply_rules
+from kagome.neighbors.intercept import Interception, install
+from kagome.run.task import Loss, row_sum
+
+
+class Phases(Protocol):
+    """What this file needs of :class:`kagome.report.spans.Spans`."""
+
+    def phase(self, name: str, epoch: int | None = None) -> AbstractContextManager[Any]:
+        """Time a phase."""
+
+
+class Call:
+    """How a user's forward is called: by the names it asks for, or with one ``Data`` object.
+
+    Args:
+        model: The user's module.
+        names: Inputs that there are.
+
+    Raises:
+        ModelError: If forward asks for something that the data does not have.
+    """
+
+    def __init__(self, model: nn.Module, names: set[str]) -> None:
+        parameters = [
+            p
+            for p in inspect.signature(model.forward).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        ]
+        needed = [p for p in parameters if p.default is p.empty]
+        self.by_data = len(needed) == 1 and needed[0].name not in names
+        self.places: list[str] = []
+        self.named: list[str] = []
+        if self.by_data:
+            return
+        for place, parameter in enumerate(parameters):
+            # The first two are x and edge_index whatever they are called.
+            name = parameter.name if parameter.name in names else {0: "x", 1: "edge_index"}.get(place, "")
+            if place < 2 and parameter.kind is not parameter.KEYWORD_ONLY and name in names:
+                self.places.append(name)
+            elif parameter.name in names:
+                self.named.append(parameter.name)
+            elif parameter.default is parameter.empty:
+                raise ModelError(
+                    f"forward({', '.join(p.name for p in parameters)}) asks for {parameter.name!r}",
+                    f"the data has {', '.join(sorted(names))}",
+                    hint=f"give the Data object an attribute {parameter.name!r} with a row a vertex or an edge",
+                )
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
+        """Call the model with a part's inputs."""
+        if self.by_data:
+            return model(Data.from_dict(dict(inputs)))
+        return model(*(inputs[name] for name in self.places), **{name: inputs[name] for name in self.named})
+
+
+class Engine:
+    """One rank's model on its part.
+
+    Args:
+        model: The user's module, already on the device, the same weights on all ranks.
+        part: This rank's part.
+        channel: The way to the other parts.
+        settings: Seed, clipping, mixed precision.
+        loss: Gives a value a row.
+        phases: Where the time of each phase goes.
+    """
+
+    def __init__(
+        self, model: nn.Module, part: Partition, channel: Channel, *, settings: Train, loss: Loss, phases: Phases
+    ) -> None:
+        self.model, self.channel, self.settings, self.loss, self.phases = model, channel, settings, loss, phases
+        self.scope = Interception(part, channel, device=channel.device, seed=settings.seed, handlers=HANDLERS)
+        self._call = Call(model, set(self.scope.inputs))
+        self._uninstall = install(model, self.scope)
+        self._unrule = apply_rules(model, self.scope)
+        inputs = self.scope.inputs
+        self.y = part.nodes["y"].to(channel.device) if "y" in part.nodes else None
+        self.train_rows = part.nodes["train_mask"].nonzero().view(-1).to(channel.device)
+        count = torch.tensor([self.train_rows.numel()], dtype=torch.int64, device=channel.device)
+        self.train_count = int(channel.all_reduce(count, action="count training vertices", kind="other"))
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._checked = False
+        assert "edge_index" in inputs
+
+    def close(self) -> None:
+        """Leave the model as it was given."""
+        self._unrule()
+        self._uninstall()
+
+    def forward(self, epoch: int, *, training: bool) -> Tensor:
+        """Scores of own rows.
+
+        Shapes:
+            ``[n, C]``.
+
+        Raises:
+            ModelError: If the output has not a row a vertex.
+        """
+        self.model.train(training)
+        amp = self.settings.amp == "bf16"
+        cast = torch.autocast(self.channel.device.type, torch.bfloat16) if amp else nullcontext()
+        with self.scope.running(epoch, training=training, checked=not self._checked), cast:
+            out = self._call(self.model, self.scope.inputs)
+        if not isinstance(out, Tensor) or out.dim() == 0 or out.size(0) != self.scope.own:
+            found = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            raise ModelError(
+                f"the model gives a row of scores for each of the part's {self.scope.own} vertices",
+                f"it gave {found}",
+                where=f"rank {self.channel.rank}",
+                hint="return one tensor with a row a vertex",
+            )
+        return out.float() if amp else out
+
+    def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:
+        """One weight update: forward, loss, backward, the sum of gradients, clipping, step.
+
+        Args:
+            epoch: Counted from 1.
+            optimizer: Over the model's parameters.
+            stop: Whether this rank was asked to stop.
+
+        Returns:
+            The mean loss over all training vertices before the update, and whether any rank was asked to stop.
+
+        Raises:
+            CommError: If the loss is not finite on some rank.
+        """
+        optimizer.zero_grad(set_to_none=True)
+        # What a layer still draws from torch's own generator repeats with the epoch, on any number of ranks.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed((self.settings.seed * 1_000_003 + epoch) % 2**63)
+            with self.phases.phase("forward", epoch):
+                out = self.forward(epoch, training=True)
+                assert self.y is not None
+                rows = self.train_rows
+                lost = row_sum(self.loss(out[rows], self.y[rows])) / max(self.train_count, 1)
+            with self.phases.phase("backward", epoch):
+                # [Note: token] in neighbors.rows: it makes backward visit every site on every rank.
+                whole = lost + self.scope.turn.token.to(lost.dtype) if rows.numel() else self.scope.turn.token
+                if whole.requires_grad:
+                    whole.backward()
+        self._checked = True
+        with self.phases.phase("weights", epoch):
+            value, stopped = self._sum_gradients(float(lost.detach()) if rows.numel() else 0.0, stop, epoch)
+        with self.phases.phase("optimizer", epoch):
+            if self.settings.clip is not None:
+                nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
+            optimizer.step()
+        return value, stopped
+
+    def _sum_gradients(self, lost: float, stop: bool, epoch: int) -> tuple[float, bool]:
+        """Sum gradients over the ranks in a fixed order; the loss and a wish to stop travel along.
+
+        A parameter without a gradient on every rank keeps None; on some ranks, it counts as zeros there.
+
+        Cost:
+            The weights' bytes and a number a parameter, in one all-reduce a number type.
+        """
+        kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self.parameters:
+            kinds.setdefault(parameter.dtype, []).append(parameter)
+        value, stopped = lost, stop
+        for place, (dtype, group) in enumerate(kinds.items()):
+            has = [p.grad is not None for p in group]
+            head = torch.tensor([lost, float(stop), *map(float, has)], dtype=dtype, device=self.channel.device)
+            flat = [(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in group]
+            action = f"sum of gradients, epoch {epoch}"
+            summed = self.channel.all_reduce(torch.cat([head, *flat]), "sum", action=action, kind="weights")
+            if place == 0:
+                value, stopped = float(summed[0]), bool(summed[1] > 0)
+            owned = summed[2 : 2 + len(group)].tolist()
+            offset = 2 + len(group)
+            for parameter, some in zip(group, owned, strict=True):
+                piece = summed[offset : offset + parameter.numel()].view_as(parameter)
+                parameter.grad = piece if some else None
+                offset += parameter.numel()
+        if value != value or value in (float("inf"), float("-inf")):
+            raise CommError(
+                "training goes on with a finite loss",
+                f"the loss is {value}",
+                where=f"epoch {epoch}",
+                hint="a lower --train.lr, --train.clip 1.0, or a look at the features' scale",
+            )
+        return value, stopped
+
+    @torch.no_grad()
+    def evaluate(self, epoch: int) -> Tensor:
+        """Scores of own rows with dropout off: exact, and distributed like training.
+
+        Shapes:
+            ``[n, C]``.
+        """
+        return self.forward(epoch, training=False)
+
+
+def broadcast_weights(model: nn.Module, channel: Channel) -> None:
+    """Give all ranks rank 0's parameters and buffers."""
+    if channel.size == 1:
+        return
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.copy_(channel.broadcast(tensor, 0, action=f"broadcast of {name}"))
+
+
+def materialise(model: nn.Module, part: Partition, device: torch.device) -> None:
+    """Let lazy layers (``in_channels=-1``) take their shapes from a few rows of the data."""
+    lazy = [m for m in model.modules() if isinstance(m, nn.modules.lazy.LazyModuleMixin)]
+    lazy += [m for m in model.modules() if getattr(m, "in_channels", None) == -1]
+    if not any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()) and not lazy:
+        return
+    rows = 2
+    inputs: dict[str, Tensor] = {k: v.new_ones(rows, *v.shape[1:]).to(device) for k, v in part.nodes.items()}
+    inputs["edge_index"] = torch.tensor([[0, 1], [1, 0]], device=device)
+    inputs.update({k: v.new_ones(2, *v.shape[1:]).to(device) for k, v in part.edges.items()})
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        Call(model, set(inputs))(model, inputs)
+    model.train(training)
+
+

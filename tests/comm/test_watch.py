@@ -1,0 +1,144 @@
+"""Watch: a wait that grows long is told once, with the peer that is late and what it was last seen in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from kagome.comm.watch import Watch
+
+
+def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def two():
+    store, lines = dist.HashStore(), []
+    watches = [
+        Watch(
+            store, rank, 2, say=lambda line, rank=rank: lines.append((rank, line)), every=0.05, warn_after=0.3
+        )
+        for rank in (0, 1)
+    ]
+    yield *watches, lines
+    for watch in watches:
+        watch.close()
+
+
+def test_a_long_wait_is_told_once_with_what_the_peer_does(two):
+    first, second, lines = two
+    second.doing("epoch 2: optimizer")
+    with first.waiting("halo forward of conv1.x, epoch 3", [1]):
+        until(lambda: lines)
+        time.sleep(0.3)
+    assert lines == [
+        (
+            0,
+            "rank 0 has waited 0 s in 'halo forward of conv1.x, epoch 3' for rank 1, "
+            "which was last seen in 'epoch 2: optimizer' 0 s ago",
+        )
+    ]
+    with first.waiting("the next", [1]):
+        until(lambda: len(lines) == 2)
+
+
+def test_short_waits_are_not_told(two):
+    first, _, lines = two
+    for _ in range(20):
+        with first.waiting("halo", [1]):
+            time.sleep(0.02)
+    assert not lines
+
+
+def test_the_rank_that_does_not_wait_is_the_late_one(two):
+    first, second, _ = two
+    with first.waiting("halo", [1]):
+        assert first.late("halo", [1]) == [1]
+        with second.waiting("halo", [0]):
+            until(lambda: first.late("halo", [1]) == [])
+        until(lambda: first.late("halo", [1]) == [1])
+
+
+def test_after_a_wait_the_rank_is_back_in_what_it_did(two):
+    first, second, _ = two
+    second.doing("epoch 4: forward")
+    with second.waiting("halo", [0]):
+        until(lambda: "'halo'" in first.describe(1))
+    until(lambda: "'epoch 4: forward'" in first.describe(1))
+
+
+def test_a_rank_that_stopped_publishing_gives_no_sign_of_life(two):
+    first, second, _ = two
+    second.close()
+    time.sleep(1.1)
+    assert "no sign of life for 1 s" in first.describe(1)
+
+
+def test_a_rank_never_seen(two):
+    first, _, _ = two
+    assert first.seen(7) is None
+    assert first.describe(7) == "rank 7, of which nothing was seen"
+
+
+def test_one_rank_has_no_thread():
+    before = threading.active_count()
+    watch = Watch(dist.HashStore(), 0, 1, say=print)
+    assert threading.active_count() == before
+    with watch.waiting("nothing", []):
+        assert watch.seen(0) is None
+    watch.close()
+
+
+def test_the_thread_ends_at_close(two):
+    first, _, _ = two
+    first.close()
+    first.close()
+    assert not first._thread.is_alive()
+
+
+def test_a_blocking_call_on_the_run_s_store_does_not_hold_the_news_back():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    first = Watch(store, 0, 2, say=print, every=0.05)
+    second = Watch(other, 1, 2, say=print, every=0.05)
+    blocked = threading.Thread(target=lambda: store.wait(["never"], timedelta(seconds=1.5)), daemon=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda args: None)  # that wait fails in the end, as it must
+        blocked.start()
+        first.doing("epoch 9")
+        until(lambda: "'epoch 9'" in second.describe(0), seconds=1.0)
+        assert blocked.is_alive()
+        blocked.join()
+    first.close()
+    second.close()
+
+
+def test_a_store_that_is_gone_ends_the_thread_quietly(two):
+    class Gone:
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("connection reset")
+
+        check = set
+
+    first, _, _ = two
+    first._store = Gone()
+    until(lambda: not first._thread.is_alive())
+    first.doing("still fine")
+
+
+def test_many_late_peers_are_counted():
+    lines: list[str] = []
+    watch = Watch(dist.HashStore(), 0, 9, say=lines.append, every=0.02, warn_after=0.05)
+    with watch.waiting("halo", list(range(1, 9))):
+        until(lambda: lines)
+    watch.close()
+    assert "rank 4, of which nothing was seen and for 4 others" in lines[0]

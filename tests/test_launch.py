@@ -1,0 +1,217 @@
+"""Launch: ranks are found in any environment; a failed one ends the job soon, with its own words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from kagome.comm.mesh import open_mesh
+from kagome.errors import DataError, LaunchError
+from kagome.launch import Ranks, environment, start_local
+from kagome.ranks import first_host
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "1234",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_TASKS_PER_NODE": "2(x2),3",
+    "SLURM_JOB_NODELIST": "gpu[007-009],login1",
+    "SLURM_JOB_ID": "123456",
+}
+
+
+def test_no_launcher_means_one_rank():
+    assert environment({}) == Ranks(0, 1, 0, 1, "", 0, "single")
+
+
+def test_torchrun():
+    assert environment(TORCHRUN) == Ranks(5, 8, 1, 4, "10.0.0.1", 1234, "torchrun")
+    assert environment({**SLURM, **TORCHRUN}).source == "torchrun"
+
+
+def test_slurm():
+    assert environment(SLURM) == Ranks(5, 7, 1, 3, "gpu007", 20000 + 123456 % 20000, "slurm")
+    chosen = environment({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "4321"})
+    assert (chosen.host, chosen.port) == ("head", 4321)
+    step = environment({**SLURM, "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_NODELIST": "cpu3"})
+    assert (step.size, step.host) == (6, "cpu3")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[007-009,12],login", "gpu007"),
+        ("gpu[3]", "gpu3"),
+        ("a[1,5-7]b,c", "a1b"),
+        ("r1-n[02-04]-ib", "r1-n02-ib"),
+        ("host-3.site.org", "host-3.site.org"),
+    ],
+)
+def test_first_host(nodes, first):
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({**TORCHRUN, "RANK": "x"}, "RANK must be a number, but it is 'x'"),
+        ({**TORCHRUN, "RANK": "8"}, "from 0 to 7, but it is 8"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "many"}, "it is 'many'"),
+    ],
+)
+def test_environments_without_sense_are_refused(env, message):
+    with pytest.raises(LaunchError, match=message):
+        environment(env)
+
+
+def threads_and_sum(number: int) -> tuple[str, str, str, int]:
+    names = ("RANK", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
+    return *[os.environ[name] for name in names], number
+
+
+def test_local_ranks_return_rank_0_s_result_and_share_the_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "7")
+    before = dict(os.environ)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)]
+    share = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert start_local(2, threads_and_sum, 11) == ("0", share, "7", 11)
+    assert dict(os.environ) == before
+    assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)]
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(LaunchError, match="from 1 up, but it is 0"):
+        start_local(0, threads_and_sum, 1)
+
+
+def fails(how: str) -> None:
+    with open_mesh(timeout=60) as mesh:
+        mesh.graph.barrier("start")
+        if mesh.rank == 1:
+            if how == "bug":
+                raise ZeroDivisionError("its own bug")
+            if how == "user":
+                raise DataError("features are numbers", "row 3 is nan", hint="clean the data")
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "exit":
+                os._exit(7)
+        if how == "bug" and mesh.rank == 2:
+            # Hears nothing from the others and takes no SIGTERM.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(100)
+        mesh.graph.all_reduce(torch.ones(3), action="epoch 1: weights")
+
+
+@pytest.mark.parametrize(
+    ("how", "words", "no_words"),
+    [
+        ("bug", ["rank 1 failed", "Traceback", "ZeroDivisionError: its own bug", "in fails"], ["CommError"]),
+        (
+            "user",
+            ["rank 1 failed: features are numbers, but row 3 is nan", "Try: clean the data"],
+            ["Traceback"],
+        ),
+        ("killed", ["rank 1 failed", "SIGKILL", "memory"], ["Traceback", "CommError"]),
+        ("exit", ["rank 1 failed", "code 7"], ["Traceback"]),
+    ],
+)
+def test_a_failed_rank_ends_the_job_soon_with_its_own_words(how, words, no_words):
+    begun = time.monotonic()
+    with pytest.raises(LaunchError) as caught:
+        start_local(3, fails, how)
+    assert time.monotonic() - begun < 15 + 10  # the start of three processes included
+    for word in words:
+        assert word in str(caught.value)
+    for word in no_words:
+        assert word not in str(caught.value)
+
+
+def save_at_sigterm(folder: str) -> None:
+    rank = os.environ["RANK"]
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    Path(folder, f"ready-{rank}").touch()
+    while not asked:
+        time.sleep(0.02)
+    time.sleep(1.0)  # a checkpoint takes its time
+    Path(folder, f"saved-{rank}").write_text(str(len(asked)))
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {here!r})
+from kagome.launch import start_local
+from test_launch import {function}
+if __name__ == "__main__":
+    start_local(2, {function}, {argument!r})
+"""
+
+
+def script(folder: Path, function: str, argument: str) -> subprocess.Popen:
+    path = folder / "script.py"
+    path.write_text(SCRIPT.format(here=str(Path(__file__).parent), function=function, argument=argument))
+    return subprocess.Popen(
+        [sys.executable, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+def test_a_stop_reaches_the_ranks_once_and_lets_them_save(tmp_path, how):
+    job = script(tmp_path, "save_at_sigterm", str(tmp_path))
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready-*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    if how == "Ctrl-C":
+        os.killpg(job.pid, signal.SIGINT)  # as a terminal does: launcher and ranks
+    else:
+        os.kill(job.pid, signal.SIGTERM)
+    begun = time.monotonic()
+    job.communicate(timeout=40)
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+    assert time.monotonic() - begun < 12  # nobody was waited for after it had saved
+    assert job.returncode not in (0, None)
+
+
+def test_output_of_the_ranks_goes_through_and_failure_is_a_code(tmp_path):
+    job = script(tmp_path, "speaks_then_fails", "hello")
+    out, _ = job.communicate(timeout=60)
+    assert "hello from 0" in out
+    assert "hello from 1" in out
+    assert "rank 0 failed" in out
+    assert "ValueError: on purpose" in out
+    assert job.returncode == 1
+
+
+def speaks_then_fails(word: str) -> None:
+    rank = os.environ["RANK"]
+    print(f"{word} from {rank}", flush=True)
+    time.sleep(1.0)
+    if rank == "0":
+        raise ValueError("on purpose")
+    time.sleep(60)
