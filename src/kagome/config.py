@@ -130,7 +130,9 @@ class Train:
         if self.amp not in ("none", "bf16"):
             raise ConfigError("train.amp takes none or bf16", f"it is {self.amp!r}")
         if self.metric not in get_args(Metric):
-            raise ConfigError(f"train.metric takes one of {', '.join(get_args(Metric))}", f"it is {self.metric!r}")
+            raise ConfigError(
+                f"train.metric takes one of {', '.join(get_args(Metric))}", f"it is {self.metric!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

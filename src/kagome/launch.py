@@ -105,7 +105,7 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
         raise
     except BaseException as error:
         # A peer's fault shows here as a CommError: it is told only if nothing else explains it.
-        text = str(error) if isinstance(error, KagomeError) else traceback.format_exc().rstrip()
+        text = str(error) if isinstance(error, KagomeError) else _trace(error)
         _write(folder / f"failed-{rank}", [2 if isinstance(error, CommError) else 1, time.time(), text])
         raise SystemExit(1) from None
     if (folder / "stopping").exists():
@@ -182,13 +182,19 @@ class _Guard:
                     os.kill(pid, signal.SIGKILL)
 
 
+def _trace(error: BaseException) -> str:
+    own = error.__traceback__
+    lines = traceback.format_exception(type(error), error, own and own.tb_next)  # without the frame of ours
+    return "".join(lines).rstrip()
+
+
 def _code(child: object) -> Callable[[], int | None]:
     return lambda: getattr(child, "exitcode", None)
 
 
 def _ending(code: int) -> str:
     if code >= 0:
-        return f"its process ended with code {code} and said nothing"
+        return f"its process ended with code {code}; if it said why, then in the output above"
     try:
         name = signal.Signals(-code).name
     except ValueError:

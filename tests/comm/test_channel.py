@@ -12,6 +12,7 @@ import torch
 from kagome.comm.channel import Channel
 from kagome.comm.watch import Watch
 from kagome.errors import CommError
+from pool import Pool
 
 WORLDS = [1, 2, 3, 4]
 DTYPES = [
@@ -321,6 +322,9 @@ def dies(channel: Channel, how: str) -> str:
         return ""
     with pytest.raises(CommError) as caught:
         meet(channel, how, "epoch 3")
+    # As at the end of open_mesh, with the error still on its way: now the peers' waits end too.
+    channel.close()
+    torch.distributed.destroy_process_group()
     return str(caught.value)
 
 
@@ -352,14 +356,21 @@ def size_of(channel: Channel) -> int:
     return channel.size
 
 
-def test_the_pool_survives_workers_that_raise_hang_or_die(ranks):
+@pytest.fixture
+def own_pool():
+    pool = Pool()  # killed workers would take the coverage of all tests before with them
+    yield pool.run
+    pool.close()
+
+
+def test_the_pool_survives_workers_that_raise_hang_or_die(own_pool):
     with pytest.raises(KeyError, match="its own fault"):
-        ranks(3, raise_on_one)
-    assert ranks(3, size_of) == [3, 3, 3]
+        own_pool(3, raise_on_one)
+    assert own_pool(3, size_of) == [3, 3, 3]
     with pytest.raises(
         AssertionError, match=r"test_channel.sleep_long on 1 ranks: no answer from ranks \[0\]"
     ):
-        ranks(1, sleep_long, timeout=1)
+        own_pool(1, sleep_long, timeout=1)
     with pytest.raises((AssertionError, CommError)):
-        ranks(2, stop_now)
-    assert ranks(4, size_of) == [4] * 4
+        own_pool(2, stop_now)
+    assert own_pool(4, size_of) == [4] * 4

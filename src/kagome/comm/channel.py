@@ -267,7 +267,9 @@ class Channel:
                 if sent[peer].numel():
                     pending.works.append((peer, self._group.send([sent[peer]], peer, self._tag(sent[peer]))))
         except RuntimeError as error:
-            raise self._fault(error, [peer], action, collective=False) from error
+            pending.works.clear()
+            fault = self._fault(error, [peer], action, collective=False)
+            raise fault from error.with_traceback(None)
         return pending
 
     def _ring(self, step: int) -> list[int]:
@@ -308,7 +310,12 @@ class Channel:
                     self._wait(work, begun, collective=peer is None)
                 except RuntimeError as error:
                     left = [p for p, _ in works[place:] if p is not None]
-                    raise self._fault(error, left or others, action, collective=peer is None) from error
+                    fault = self._fault(error, left or others, action, collective=peer is None)
+                    # A work holds its connections open. Dropped with the frames that know it, they close as
+                    # soon as the group is destroyed, and the peers' waits end too, not only at their limits.
+                    works.clear()
+                    del work
+                    raise fault from error.with_traceback(None)
         self.waited[kind] += time.monotonic() - begun
 
     def _wait(self, work: dist.Work, begun: float, *, collective: bool) -> None:

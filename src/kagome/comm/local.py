@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kagome.comm.channel import KINDS
+from kagome.comm.channel import KINDS, Kind, Op
 from kagome.errors import CommError
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class LocalChannel:
         recv_counts: Sequence[int],
         *,
         action: str,
-        kind: str = "halo",
+        kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
     ) -> Tensor:
         """All-to-all of rows; headers are always compared, as it costs nothing here."""
@@ -100,7 +100,7 @@ class LocalChannel:
             raise CommError(f"{action!r} expects {list(recv_counts)} rows", f"{counts} came")
         return torch.cat(received)
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, action: str, kind: str = "statistics") -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, action: str, kind: Kind = "statistics") -> Tensor:
         """Sum, maximum or minimum over the threads."""
         offers = self._share((action, tensor.detach()))
         if len({(doing, value.shape) for doing, value in offers}) > 1:

@@ -15,6 +15,7 @@ from torch_geometric.data import Data
 
 from kagome.errors import DataError
 from kagome.graph import masks
+from kagome.graph.topology import distinct
 
 NEIGHBOURS = 8
 
@@ -160,7 +161,8 @@ def _edges(made: Sbm, community: NDArray[np.int64], draw: np.random.Generator) -
         anywhere = draw.random(count) * reach[-1]
         second = _pick(reach, order, np.where(draw.random(count) < made.mixing, anywhere, inside))
         low, high = np.minimum(first, second), np.maximum(first, second)
-        fresh = np.setdiff1d((low * n + high)[low != high], keys)
+        fresh = distinct((low * n + high)[low != high])
+        fresh = fresh[~np.isin(fresh, keys, assume_unique=True, kind="sort")]
         keys = np.concatenate([keys, draw.permutation(fresh)[:missing]])
     return _both_ways(keys // n, keys % n, n)
 
@@ -172,5 +174,5 @@ def _pick(reach: NDArray[np.float64], order: NDArray[np.int64], at: NDArray[np.f
 
 def _both_ways(source: NDArray[np.int64], target: NDArray[np.int64], n: int) -> NDArray[np.int64]:
     """Every edge in both directions once, sorted by source, then target."""
-    keys = np.unique(np.concatenate([source * n + target, target * n + source]))
+    keys = distinct(np.concatenate([source * n + target, target * n + source]))
     return np.stack([keys // n, keys % n])

@@ -5,6 +5,7 @@ Where it sits: ``data`` applies these between reading and the last validation.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -106,7 +107,7 @@ def project(x: Any, columns: int, *, seed: int = 0) -> tuple[Tensor, str]:
 def _normal(rows: int, columns: int, seed: int, kind: torch.dtype) -> Tensor:
     # Drawn in one type: a float64 run projects by the numbers of a float32 run.
     draw = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    return (draw / columns**0.5).to(kind)
+    return (draw / math.sqrt(columns)).to(kind)
 
 
 def make_up(data: Data, *, labels: bool, seed: int = 0) -> list[str]:

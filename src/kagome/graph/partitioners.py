@@ -17,11 +17,16 @@ from torch import Tensor
 
 from kagome.errors import PartitionError
 from kagome.graph import kernels
+from kagome.graph.topology import distinct
 
 #: No part should hold more than this times the mean, in vertices or in in-edges.
 BALANCE: Final = 1.25
 #: Up to so many edges METIS is started in several ways and the best cut is kept.
 SEVERAL_STARTS: Final = 5_000_000
+#: Ways to start: a vertex weighs this share and its in-degree over the mean (inf: all weigh the same); then
+#: the balances that the start is mended to.
+STARTS: Final = ((math.inf, (1.1, BALANCE)), (3.0, (1.1, BALANCE)), (1.0, (1.1, BALANCE)))
+ONE_START: Final = ((3.0, (BALANCE,)),)
 
 
 class Partitioner(Protocol):
@@ -126,15 +131,14 @@ def metis(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
     graph = _Adjacency.of(edge_index, num_nodes)
     simple = _simple(edge_index, num_nodes)
     mean = float(graph.weight.mean())
-    few = edge_index.size(1) <= SEVERAL_STARTS
     best: tuple[tuple[float, int], NDArray[np.int64]] | None = None
-    for share in (math.inf, 3.0, 1.0) if few else (3.0,):
+    for share, slacks in STARTS if edge_index.size(1) <= SEVERAL_STARTS else ONE_START:
         weights = None if share == math.inf else np.round(10 * (share + graph.weight / mean)).astype(np.int64)
         start = _start(simple, parts, seed, weights)
-        for slack in (1.1, BALANCE) if few else (BALANCE,):
+        for slack in slacks:
             owner = start.copy()
             kernels.mend(graph.indptr, graph.indices, graph.weight, owner, graph.bounds(parts, slack), 6)
-            score = (graph.excess(owner, parts), _halo(edge_index, owner, parts))
+            score = graph.excess(owner, parts), _halo(edge_index, owner, parts)
             if best is None or score < best[0]:
                 best = score, owner
     assert best is not None
@@ -175,10 +179,9 @@ class _Adjacency(NamedTuple):
 
 def _halo(edge_index: Tensor, owner: NDArray[np.int64], parts: int) -> int:
     source, target = edge_index.numpy()
-    read = np.zeros(owner.size * parts, bool)
-    read[source * parts + owner[target]] = True
-    read[np.arange(owner.size) * parts + owner] = False
-    return int(read.sum())
+    reader = owner[target]
+    crossing = owner[source] != reader
+    return distinct(source[crossing] * parts + reader[crossing]).size
 
 
 def _simple(edge_index: Tensor, num_nodes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -204,8 +207,8 @@ def _start(
         parts,
         pymetis.CSRAdjacency(*simple),
         vweights=weights,
-        # METIS's seed is a C int.
-        options=pymetis.Options(seed=seed % 2**31),
+        # METIS's seed is a C int, and to srand 0 and 1 are the same.
+        options=pymetis.Options(seed=1 + seed % (2**31 - 1)),
     )
     return np.asarray(result.vertex_part, np.int64)
 

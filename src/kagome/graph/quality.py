@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kagome.graph.topology import distinct
+
 Row = tuple[int, int, int, int, float]
 HEADER = ("part", "vertices", "in-edges", "halo rows", "halo share")
 
@@ -119,7 +121,7 @@ def quality(edge_index: Tensor, owner: Tensor, parts: int) -> Quality:
     source, target = edge_index
     reader = owner[target]
     crossing = owner[source] != reader
-    read = np.unique((source[crossing] * parts + reader[crossing]).numpy())
+    read = distinct((source[crossing] * parts + reader[crossing]).numpy())
     degree = torch.bincount(target, minlength=1)
     return Quality(
         num_parts=parts,

@@ -76,7 +76,11 @@ def uniform(keys: Tensor, columns: int) -> Tensor:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _drop_rows(x: Any, keys: Any, limit: Any, scale: Any, out: Any) -> None:
-    golden, first, second = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+    golden, first, second = (
+        np.uint64(0x9E3779B97F4A7C15),
+        np.uint64(0xBF58476D1CE4E5B9),
+        np.uint64(0x94D049BB133111EB),
+    )
     for i in range(x.shape[0]):
         z0 = keys[i]
         for j in range(x.shape[1]):
@@ -113,7 +117,7 @@ class _Drop(torch.autograd.Function):
         return _scaled(x.detach().contiguous(), keys, p)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _scaled(grads[0].contiguous(), ctx.keys, ctx.p), None, None
 
 
@@ -133,5 +137,5 @@ def dropout(x: Tensor, keys: Tensor, p: float, axis: int = 0) -> Tensor:
         return x * 0.0
     rows = x.movedim(axis, 0)
     flat = rows.reshape(rows.size(0), -1) if x.numel() else rows.reshape(rows.size(0), 0)
-    out: Tensor = _Drop.apply(flat, keys, p)
+    out: Tensor = _Drop.apply(flat, keys, p)  # type: ignore[no-untyped-call]
     return out.reshape(rows.shape).movedim(0, axis)

@@ -146,7 +146,11 @@ def _batch_norm(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs)
 
 def _instance_norm(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     x: Tensor = args[0]
-    if not _argument(args, kwargs, 5, "use_input_stats", True) or scope.size == 1 or scope.axis(x) in (None, 0, 1):
+    if (
+        not _argument(args, kwargs, 5, "use_input_stats", True)
+        or scope.size == 1
+        or scope.axis(x) in (None, 0, 1)
+    ):
         return NotImplemented
     if x.size(0) != 1:
         return NotImplemented
@@ -185,7 +189,9 @@ def _count(scope: Scope, x: Tensor, dims: tuple[int, ...]) -> float:
     return float(scope.total(torch.tensor(float(local), dtype=torch.float64, device=x.device)))
 
 
-_SORTING = frozenset("median sort argsort topk argmax argmin kthvalue mode unique nanmedian".split())
+_SORTING = frozenset(
+    ["median", "sort", "argsort", "topk", "argmax", "argmin", "kthvalue", "mode", "unique", "nanmedian"]
+)
 
 
 def _reduce(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:

@@ -72,7 +72,12 @@ def _with_globals(module: nn.Module, name: str, replaced: dict[str, Any]) -> Any
     method = getattr(type(module), name)
     code = method.__code__
     return MethodType(
-        _copied(FunctionType(code, {**method.__globals__, **replaced}, name, method.__defaults__, method.__closure__), method),
+        _copied(
+            FunctionType(
+                code, {**method.__globals__, **replaced}, name, method.__defaults__, method.__closure__
+            ),
+            method,
+        ),
         module,
     )
 
@@ -93,7 +98,9 @@ class _Remembered:
         self._results: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
     def __call__(self, edge_index: Any, edge_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-        constant = self._scope.is_input(edge_index) and (edge_weight is None or self._scope.is_input(edge_weight))
+        constant = self._scope.is_input(edge_index) and (
+            edge_weight is None or self._scope.is_input(edge_weight)
+        )
         if not constant or torch.is_tensor(kwargs.get("lambda_max")):
             return self._function(edge_index, edge_weight, *args, **kwargs)
         key = (id(edge_index), id(edge_weight), args, tuple(sorted(kwargs.items())))
@@ -112,7 +119,10 @@ def _normalised(module: Any, scope: LayerScope) -> Settings:
     replaced: dict[str, Any] = {}
     if "gcn_norm" in names and found.get("gcn_norm") is gcn_norm:
         replaced["gcn_norm"] = _Remembered(gcn_norm, scope)
-    if "add_remaining_self_loops" in names and found.get("add_remaining_self_loops") is add_remaining_self_loops:
+    if (
+        "add_remaining_self_loops" in names
+        and found.get("add_remaining_self_loops") is add_remaining_self_loops
+    ):
         # EGConv leaves the number of vertices to be guessed from the edges, which are the part's here.
         def loops(edge_index: Tensor, *args: Any, **kwargs: Any) -> Any:
             if scope.is_input(edge_index) and len(args) < 3:
@@ -180,7 +190,12 @@ def _first_group(module: Any, scope: LayerScope) -> Settings:
     inner = module.forward
 
     def forward(
-        x: Tensor, index: Tensor | None = None, ptr: Any = None, dim_size: int | None = None, dim: int = -2, **more: Any
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Any = None,
+        dim_size: int | None = None,
+        dim: int = -2,
+        **more: Any,
     ) -> Tensor:
         axis = dim % x.dim()
         if index is None or axis != 0:

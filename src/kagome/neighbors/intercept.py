@@ -60,6 +60,7 @@ class Interception(TorchFunctionMode):
         self.arguments: list[dict[str, Any]] = []
         self.draws = 0
         self.training = False
+        self.fault = ""
         self._handlers: dict[str, list[Handler]] = {}
         for table in (_HANDLERS, handlers or {}):
             for name, handler in table.items():
@@ -78,7 +79,9 @@ class Interception(TorchFunctionMode):
             inputs[name] = self.marks.put(value, Mark(Kind.PAIRS, 0, edges=view.edge_index))
         for name, value in self.part.nodes.items():
             moved = value.to(self.device)
-            inputs[name] = self.marks.put(moved if moved is not value else value.view(value.shape), Mark(Kind.ROWS))
+            inputs[name] = self.marks.put(
+                moved if moved is not value else value.view(value.shape), Mark(Kind.ROWS)
+            )
         return inputs
 
     def out_edges(self) -> View:
@@ -209,7 +212,9 @@ class Interception(TorchFunctionMode):
     def is_input(self, value: Any) -> bool:
         """Whether a tensor is one that the model was given (or the same edges turned round)."""
         given = (*self.inputs.values(), *(t for v in self.views[1:] for t in (v.edge_index, v.given)))
-        return any(value is one for one in given) or any(value is a for v in self.views for a in v.attributes.values())
+        return any(value is one for one in given) or any(
+            value is a for v in self.views for a in v.attributes.values()
+        )
 
     @contextmanager
     def constants(self) -> Iterator[None]:
@@ -300,15 +305,15 @@ def _attribute(func: Any) -> str:
 
 def _gather(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[row]`` and ``x.index_select(dim, row)``: by source ids they read halo rows as well."""
+    base: Tensor = args[0]
+    index: Any = args[1] if len(args) > 1 else None
+    axis, rest = 0, ()
     if name == "__getitem__":
-        base, index = args
-        axis, rest = 0, ()
         if isinstance(index, tuple) and index and isinstance(index[0], Tensor):
             index, rest = index[0], index[1:]
     else:
-        base = args[0]
         axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        index, rest = kwargs.get("index", args[2] if len(args) > 2 else None), ()
+        index = kwargs.get("index", args[2] if len(args) > 2 else None)
     mark = scope.marks.get(index)
     held = scope.marks.get(base)
     if mark is None or index.dtype == torch.bool or (held is not None and held.kind in IDS):
@@ -338,7 +343,7 @@ def _scatter(scope: Interception, name: str, func: Any, args: tuple[Any, ...], k
     index = kwargs.get("index", args[2] if len(args) > 2 else None)
     value = kwargs.get("src", kwargs.get("source", args[3] if len(args) > 3 else None))
     mark = scope.marks.get(index)
-    if mark is None or not isinstance(value, Tensor):
+    if mark is None or not isinstance(value, Tensor) or not isinstance(index, Tensor):
         return NotImplemented
     axis = dim % max(base.dim(), 1)
     if mark.kind is Kind.MIXED:
@@ -376,7 +381,11 @@ def _scatter(scope: Interception, name: str, func: Any, args: tuple[Any, ...], k
 
 
 def _plain_sum(base: Tensor, axis: int, index: Tensor, value: Tensor, name: str) -> Tensor:
-    return base.index_add(axis, index, value) if name.startswith("index") else base.scatter_add(axis, index, value)
+    return (
+        base.index_add(axis, index, value)
+        if name.startswith("index")
+        else base.scatter_add(axis, index, value)
+    )
 
 
 def _add(base: Tensor, sums: Tensor, name: str) -> Tensor:
@@ -393,7 +402,9 @@ def _flip(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwar
     return NotImplemented
 
 
-def _greatest_id(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _greatest_id(
+    scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """``edge_index.max()`` asks how many vertices there are: the last one that has an edge, locally."""
     mark = scope.marks.get(args[0])
     if mark is None or mark.kind is not Kind.EDGES or len(args) > 1 or kwargs:
@@ -460,7 +471,9 @@ def install(model: nn.Module, scope: Interception) -> Callable[[], None]:
         def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
             scope.path.append(name)
 
-        def leave(_module: nn.Module, _args: Any, _out: Any) -> None:
+        def leave(_module: nn.Module, _args: Any, out: Any, name: str = name) -> None:
+            # Called after an error too, innermost first: that is the layer to name.
+            scope.fault = (scope.fault or name) if out is None else ""
             if scope.path:
                 scope.path.pop()
 

@@ -131,15 +131,52 @@ def _outputs(result: Any) -> Iterator[Tensor]:
 # Ids ---------------------------------------------------------------------------------------------
 
 _KEEP = frozenset(
-    "clone contiguous to long int type type_as detach cpu cuda alias requires_grad_ pin_memory "
-    "__deepcopy__ sort masked_select sort_values as_subclass".split()
+    [
+        "clone",
+        "contiguous",
+        "to",
+        "long",
+        "int",
+        "type",
+        "type_as",
+        "detach",
+        "cpu",
+        "cuda",
+        "alias",
+        "requires_grad_",
+        "pin_memory",
+        "__deepcopy__",
+        "sort",
+        "masked_select",
+        "sort_values",
+        "as_subclass",
+    ]
 )
-_RESHAPE = frozenset("view reshape unsqueeze expand expand_as squeeze flatten repeat view_as".split())
-_NO_IDS = frozenset("index_select gather embedding scatter_add_ scatter_add index_add_ index_add".split()) | frozenset(
-    "scatter_reduce_ scatter_reduce scatter_ scatter index_put_ take_along_dim new_zeros new_ones new_full "
-    "new_empty zeros_like ones_like full_like empty_like rand_like".split()
+_RESHAPE = frozenset(
+    ["view", "reshape", "unsqueeze", "expand", "expand_as", "squeeze", "flatten", "repeat", "view_as"]
 )
-_GATHERS = frozenset("__getitem__ index_select gather embedding".split())
+_NO_IDS = frozenset(
+    ["index_select", "gather", "embedding", "scatter_add_", "scatter_add", "index_add_", "index_add"]
+) | frozenset(
+    [
+        "scatter_reduce_",
+        "scatter_reduce",
+        "scatter_",
+        "scatter",
+        "index_put_",
+        "take_along_dim",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "rand_like",
+    ]
+)
+_GATHERS = frozenset(["__getitem__", "index_select", "gather", "embedding"])
 
 
 def _spread_ids(
@@ -232,16 +269,83 @@ def _count(marks: Marks, result: Any, lead: Mark, found: list[Mark], first: Any)
 # Rows --------------------------------------------------------------------------------------------
 
 _LOSE = frozenset(
-    "nonzero topk unique unique_consecutive bincount roll histc multinomial argsort cumsum cumprod cummax "
-    "searchsorted diag outer cdist corrcoef cov einsum tensordot addmm_ addr baddbmm scatter_ scatter "
-    "index_put_ gather index_select embedding_bag kron tril triu scatter_add_ scatter_add scatter_reduce_ "
-    "scatter_reduce index_add_ index_add take take_along_dim masked_select movedim moveaxis __set__".split()
+    [
+        "nonzero",
+        "topk",
+        "unique",
+        "unique_consecutive",
+        "bincount",
+        "roll",
+        "histc",
+        "multinomial",
+        "argsort",
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "searchsorted",
+        "diag",
+        "outer",
+        "cdist",
+        "corrcoef",
+        "cov",
+        "einsum",
+        "tensordot",
+        "addmm_",
+        "addr",
+        "baddbmm",
+        "scatter_",
+        "scatter",
+        "index_put_",
+        "gather",
+        "index_select",
+        "embedding_bag",
+        "kron",
+        "tril",
+        "triu",
+        "scatter_add_",
+        "scatter_add",
+        "scatter_reduce_",
+        "scatter_reduce",
+        "index_add_",
+        "index_add",
+        "take",
+        "take_along_dim",
+        "masked_select",
+        "movedim",
+        "moveaxis",
+        "__set__",
+    ]
 )
 _REDUCE = frozenset(
-    "sum mean var std amax amin max min prod norm logsumexp any all argmax argmin median nansum count_nonzero "
-    "vector_norm nanmean mode logcumsumexp var_mean std_mean aminmax".split()
+    [
+        "sum",
+        "mean",
+        "var",
+        "std",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "prod",
+        "norm",
+        "logsumexp",
+        "any",
+        "all",
+        "argmax",
+        "argmin",
+        "median",
+        "nansum",
+        "count_nonzero",
+        "vector_norm",
+        "nanmean",
+        "mode",
+        "logcumsumexp",
+        "var_mean",
+        "std_mean",
+        "aminmax",
+    ]
 )
-_PREFIX = frozenset("view reshape unsqueeze squeeze flatten unflatten view_as".split())
+_PREFIX = frozenset(["view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"])
 
 
 def _spread_rows(
@@ -270,17 +374,18 @@ def _place(
         return axis if axis not in pair else (pair - {axis} or {axis}).pop()
     if name == "permute":
         dims = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-        return [_positive(d, base) for d in dims].index(axis)
+        places = [_positive(d, base) for d in dims]
+        return places.index(axis)
     if name in ("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"):
         return _by_product(args, base, axis, rows, out)
     if name in _REDUCE:
         return _by_reduction(args, kwargs, base, axis, out)
     if name in ("unbind", "select"):
         dim = _positive(kwargs.get("dim", args[1] if len(args) > 1 else 0), base)
-        return None if dim == axis else axis - (dim < axis)
+        return None if dim == axis else axis - int(dim < axis)
     if name == "stack":
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
-        return axis + (dim <= axis)
+        return axis + int(dim <= axis)
     if name in ("cat", "concat", "concatenate", "hstack", "vstack"):
         dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
         dim = {"hstack": 1, "vstack": 0}.get(name, dim)
@@ -340,7 +445,9 @@ def reduced(args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor) -> tupl
     """The axes that a reduction runs over; None when it names none, which means all."""
     dim = kwargs.get("dim", kwargs.get("axis"))
     if dim is None:
-        dim = next((a for a in args[1:] if isinstance(a, (int, tuple, list)) and not isinstance(a, bool)), None)
+        dim = next(
+            (a for a in args[1:] if isinstance(a, (int, tuple, list)) and not isinstance(a, bool)), None
+        )
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return None
     return tuple(_positive(d, base) for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))

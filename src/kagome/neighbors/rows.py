@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kagome.comm.channel import Kind, Op
 from kagome.errors import ModelError
 
 
@@ -44,12 +45,12 @@ class Carrier(Protocol):
         recv_counts: Sequence[int],
         *,
         action: str,
-        kind: str = "halo",
+        kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
     ) -> Tensor:
         """All-to-all of rows, a count for each peer."""
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, action: str, kind: str = "statistics") -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, action: str, kind: Kind = "statistics") -> Tensor:
         """The sum, maximum or minimum over all ranks."""
 
 
@@ -141,7 +142,7 @@ class NeighborRows:
         site = turn.begin(name, grad=rows.requires_grad)
         if rows.requires_grad and turn.grad:
             out: Tensor
-            out, turn.token = _Extend.apply(rows, turn.token, self, site)
+            out, turn.token = _Extend.apply(rows, turn.token, self, site)  # type: ignore[no-untyped-call]
             return out
         return self.forth(rows, site, 0)
 
@@ -152,7 +153,7 @@ class NeighborRows:
         site = turn.begin(name, grad=rows.requires_grad)
         if rows.requires_grad and turn.grad:
             out: Tensor
-            out, turn.token = _GiveBack.apply(rows, turn.token, self, site)
+            out, turn.token = _GiveBack.apply(rows, turn.token, self, site)  # type: ignore[no-untyped-call]
             return out
         return self.back(rows, site, 0)
 
@@ -183,24 +184,28 @@ class NeighborRows:
 
 class _Extend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, plan: NeighborRows, site: Site) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, rows: Tensor, token: Tensor, plan: NeighborRows, site: Site
+    ) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.site = plan, site
         return plan.forth(rows, site, 0), torch.zeros_like(token)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, token = grads
         return ctx.plan.back(rows.contiguous(), ctx.site, 1), torch.zeros_like(token), None, None
 
 
 class _GiveBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, plan: NeighborRows, site: Site) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, rows: Tensor, token: Tensor, plan: NeighborRows, site: Site
+    ) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.site = plan, site
         return plan.back(rows, site, 0), torch.zeros_like(token)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, token = grads
         return ctx.plan.forth(rows.contiguous(), ctx.site, 1), torch.zeros_like(token), None, None
 
@@ -212,7 +217,7 @@ class _Total(torch.autograd.Function):
         return channel.all_reduce(part, "sum", action=site.action("total forward")), torch.zeros_like(token)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         whole, token = grads
         part = ctx.channel.all_reduce(whole.contiguous(), "sum", action=ctx.site.action("total backward"))
         return part, torch.zeros_like(token), None, None
@@ -230,7 +235,7 @@ def total(part: Tensor, turn: Turn, channel: Carrier, name: str) -> Tensor:
     agree(channel, site, part)
     if part.requires_grad and turn.grad:
         out: Tensor
-        out, turn.token = _Total.apply(part, turn.token, channel, site)
+        out, turn.token = _Total.apply(part, turn.token, channel, site)  # type: ignore[no-untyped-call]
         return out
     return channel.all_reduce(part, "sum", action=site.action("total forward"))
 
@@ -240,7 +245,9 @@ def agree(channel: Carrier, site: Site, part: Tensor) -> None:
     header = site.header(4, part.numel())
     if header is not None:
         none = [0] * channel.size
-        channel.exchange(part.new_empty(0, 1), none, none, action=site.action("agree"), kind="other", header=header)
+        channel.exchange(
+            part.new_empty(0, 1), none, none, action=site.action("agree"), kind="other", header=header
+        )
 
 
 def all_rows(own: int, channel: Carrier) -> NeighborRows:
@@ -250,4 +257,6 @@ def all_rows(own: int, channel: Carrier) -> NeighborRows:
     counts = channel.exchange(mine, ones, ones, action="counts", kind="other").squeeze(1).tolist()
     recv = [0 if peer == channel.rank else int(count) for peer, count in enumerate(counts)]
     send = [0 if peer == channel.rank else own for peer in range(channel.size)]
-    return NeighborRows(own, sum(recv), torch.arange(own).repeat(channel.size - 1), tuple(send), tuple(recv), channel)
+    return NeighborRows(
+        own, sum(recv), torch.arange(own).repeat(channel.size - 1), tuple(send), tuple(recv), channel
+    )

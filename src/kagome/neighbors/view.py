@@ -73,9 +73,11 @@ def out_view(view: View, channel: Carrier) -> View:
     def send(values: Tensor) -> Tensor:
         return channel.exchange(values[order], give, take, action="out-edges", kind="other")
 
-    ends = send(torch.stack([view.ids[view.edge_index[1]], view.ids[view.edge_index[0]], view.edge_ids], dim=1))
+    ends = send(
+        torch.stack([view.ids[view.edge_index[1]], view.ids[view.edge_index[0]], view.edge_ids], dim=1)
+    )
     attributes = {name: send(value) for name, value in view.attributes.items()}
-    read, owned, edge_ids = ends.unbind(1)
+    read, owned, edge_ids = ends.t().contiguous().unbind(0)
     mine = view.ids[:own]
     target = torch.searchsorted(mine, owned)
     order = torch.argsort(edge_ids)

@@ -7,8 +7,8 @@ around each forward and sums gradients over the ranks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -90,13 +90,25 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, part: Partition, channel: Channel, *, settings: Train, loss: Loss, phases: Phases
+        self,
+        model: nn.Module,
+        part: Partition,
+        channel: Channel,
+        *,
+        settings: Train,
+        loss: Loss,
+        phases: Phases,
     ) -> None:
-        self.model, self.channel, self.settings, self.loss, self.phases = model, channel, settings, loss, phases
+        self.model, self.channel, self.settings, self.loss, self.phases = (
+            model,
+            channel,
+            settings,
+            loss,
+            phases,
+        )
         self.scope = Interception(part, channel, device=channel.device, seed=settings.seed, handlers=HANDLERS)
         self._call = Call(model, set(self.scope.inputs))
-        self._uninstall = install(model, self.scope)
-        self._unrule = apply_rules(model, self.scope)
+        self._put_on()
         inputs = self.scope.inputs
         self.y = part.nodes["y"].to(channel.device) if "y" in part.nodes else None
         self.train_rows = part.nodes["train_mask"].nonzero().view(-1).to(channel.device)
@@ -106,10 +118,23 @@ class Engine:
         self._checked = False
         assert "edge_index" in inputs
 
+    def _put_on(self) -> None:
+        self._uninstall = install(self.model, self.scope)
+        self._unrule = apply_rules(self.model, self.scope)
+
     def close(self) -> None:
         """Leave the model as it was given."""
         self._unrule()
         self._uninstall()
+
+    @contextmanager
+    def taken_off(self) -> Iterator[None]:
+        """The model as it was given, for a while: to copy it."""
+        self.close()
+        try:
+            yield
+        finally:
+            self._put_on()
 
     def forward(self, epoch: int, *, training: bool) -> Tensor:
         """Scores of own rows.
@@ -186,7 +211,9 @@ class Engine:
         value, stopped = lost, stop
         for place, (dtype, group) in enumerate(kinds.items()):
             has = [p.grad is not None for p in group]
-            head = torch.tensor([lost, float(stop), *map(float, has)], dtype=dtype, device=self.channel.device)
+            head = torch.tensor(
+                [lost, float(stop), *map(float, has)], dtype=dtype, device=self.channel.device
+            )
             flat = [(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in group]
             action = f"sum of gradients, epoch {epoch}"
             summed = self.channel.all_reduce(torch.cat([head, *flat]), "sum", action=action, kind="weights")
@@ -228,9 +255,7 @@ def broadcast_weights(model: nn.Module, channel: Channel) -> None:
 
 def materialise(model: nn.Module, part: Partition, device: torch.device) -> None:
     """Let lazy layers (``in_channels=-1``) take their shapes from a few rows of the data."""
-    lazy = [m for m in model.modules() if isinstance(m, nn.modules.lazy.LazyModuleMixin)]
-    lazy += [m for m in model.modules() if getattr(m, "in_channels", None) == -1]
-    if not any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()) and not lazy:
+    if not any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         return
     rows = 2
     inputs: dict[str, Tensor] = {k: v.new_ones(rows, *v.shape[1:]).to(device) for k, v in part.nodes.items()}
@@ -241,5 +266,3 @@ def materialise(model: nn.Module, part: Partition, device: torch.device) -> None
     with torch.no_grad():
         Call(model, set(inputs))(model, inputs)
     model.train(training)
-
-

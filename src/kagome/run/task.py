@@ -25,9 +25,11 @@ class Sums(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """The number of this rank."""
 
-    def all_reduce(self, tensor: Tensor, op: Literal["sum"] = "sum", *, action: str, kind: Literal["other"]) -> Tensor:
+    def all_reduce(
+        self, tensor: Tensor, op: Literal["sum"] = "sum", *, action: str, kind: Literal["other"]
+    ) -> Tensor:
         """Sum over ranks."""
 
     def gather_rows(
@@ -48,7 +50,9 @@ def default_loss(kind: Kind) -> Loss:
         ``out [n, C]``, ``y [n]`` or ``[n, C]`` -> ``[n]``.
     """
     if kind == "multilabel":
-        return lambda out, y: F.binary_cross_entropy_with_logits(out, y.to(out.dtype), reduction="none").mean(1)
+        return lambda out, y: F.binary_cross_entropy_with_logits(out, y.to(out.dtype), reduction="none").mean(
+            1
+        )
     return lambda out, y: F.cross_entropy(out, y, reduction="none")
 
 
@@ -68,7 +72,9 @@ def checked_loss(loss: Loss, sample: Tensor, y: Tensor) -> Loss:
     whole = loss(sample, y)
     if whole.dim() > 0:
         if whole.size(0) != sample.size(0):
-            raise ConfigError(f"loss(out, y) gives a value a row: {sample.size(0)}", f"it gave {whole.size(0)}")
+            raise ConfigError(
+                f"loss(out, y) gives a value a row: {sample.size(0)}", f"it gave {whole.size(0)}"
+            )
         return loss
     cut = sample.size(0) // 3 or 1
     parts = loss(sample[:cut], y[:cut]) + loss(sample[cut:], y[cut:])
@@ -77,7 +83,7 @@ def checked_loss(loss: Loss, sample: Tensor, y: Tensor) -> Loss:
             "loss(out, y) gives a value a row, or their sum",
             f"the loss of {sample.size(0)} rows is {float(whole):.6g}, that of {cut} and the other "
             f"{sample.size(0) - cut} is {float(parts):.6g}: it averages over the rows of one rank",
-            hint='torch.nn.CrossEntropyLoss(reduction="none"); Kagome takes the mean over all training vertices',
+            hint='CrossEntropyLoss(reduction="none"); Kagome takes the mean over all training vertices',
         )
     return loss
 
@@ -92,9 +98,13 @@ def metric_name(metric: Metric, kind: Kind, classes: int) -> str:
     if metric == "auto":
         return "f1_micro" if kind == "multilabel" else "accuracy"
     if metric == "accuracy" and kind == "multilabel":
-        raise ConfigError("accuracy needs one class a vertex", "the labels are several a vertex", hint="f1_micro")
+        raise ConfigError(
+            "accuracy needs one class a vertex", "the labels are several a vertex", hint="f1_micro"
+        )
     if metric == "roc_auc" and kind == "multiclass" and classes > 2:
-        raise ConfigError("roc_auc needs two classes or several labels", f"there are {classes} classes", hint="accuracy")
+        raise ConfigError(
+            "roc_auc needs two classes or several labels", f"there are {classes} classes", hint="accuracy"
+        )
     return metric
 
 
@@ -148,10 +158,10 @@ def _roc_auc(out: Tensor, y: Tensor, channel: Sums, action: str) -> float | None
     rows = channel.gather_rows(table, action=action, dst=0)
     value = torch.full((1,), float("nan"), dtype=torch.float64, device=out.device)
     if rows is not None:
-        score, label = (part.cpu().numpy() for part in torch.cat(rows).chunk(2, dim=1))
+        guess, label = (part.cpu().numpy() for part in torch.cat(rows).chunk(2, dim=1))
         columns = [c for c in range(label.shape[1]) if 0 < label[:, c].sum() < label.shape[0]]
         if columns:
-            value.fill_(sum(float(roc_auc_score(label[:, c], score[:, c])) for c in columns) / len(columns))
+            value.fill_(sum(float(roc_auc_score(label[:, c], guess[:, c])) for c in columns) / len(columns))
     else:
         value.zero_()
     found = float(channel.all_reduce(value, action=action, kind="other"))

@@ -1,0 +1,62 @@
+# make train and make test each set up all they need. Nothing but Python 3.11, pip, gcc and make is needed.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Further options for pip, such as: PIP_OPTIONS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PIP_OPTIONS ?=
+FLAGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_OPTIONS)
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+DEFINED := pyproject.toml constraints.txt
+
+.PHONY: help train test lint table clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make train   train on the built-in data set with 2 local ranks (FLAGS=... adds flags)"
+	@echo "make test    lint, types, and all tests with coverage"
+	@echo "make lint    ruff and mypy alone"
+	@echo "make table   write docs/convolutions.md anew"
+	@echo "make clean   remove the environment and what tools left behind"
+
+train: $(VENV)/.ready-train
+	@$(BIN)/kagome train $(FLAGS)
+
+test: lint
+	@echo "== tests"
+	@rm -f .coverage .coverage.*
+	@COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml COVERAGE_FILE=$(CURDIR)/.coverage \
+		$(BIN)/python -m coverage run -m pytest
+	@COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/python -m coverage combine --quiet
+	@COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/python -m coverage report --skip-covered --fail-under=85
+
+lint: $(VENV)/.ready-test
+	@echo "== ruff"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
+	@echo "== mypy"
+	@$(BIN)/mypy
+
+table: $(VENV)/.ready-test
+	@$(BIN)/python -m tests.conv_table
+
+clean:
+	rm -rf $(VENV) .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment. torch goes first, pinned, so that no other package can choose its build.
+$(VENV)/.ready-train: $(DEFINED)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Kagome needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@test -x $(BIN)/python || { echo "== new environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "== install torch"
+	@$(PIP) "$(TORCH)"
+	@echo "== install kagome"
+	@$(PIP) -e ".[data]"
+	@touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready-train
+	@echo "== install what tests need"
+	@$(PIP) -e ".[data,tensorboard,dev]"
+	@touch $@

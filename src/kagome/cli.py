@@ -1,0 +1,337 @@
+"""The command line: kagome train | check | partition | report | doctor, from the same dataclasses as the API.
+
+Where it sits: reads flags and TOML into ``config.Run``, starts ranks where none are, and hands over to
+``run``. A user's mistake ends in one message and a non-zero code, never in a traceback of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from kagome import config
+from kagome.errors import CheckError, ConfigError, KagomeError
+from kagome.ranks import environment
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kagome.comm.channel import Channel
+    from kagome.graph.partition import Partition
+    from kagome.graph.store import Meta
+
+DEFAULT_RANKS = 2
+"""Local ranks of ``kagome train`` with no flags at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand(config.Run):
+    """Train a model on a graph, over as many ranks as are given.
+
+    A TOML file with the same sections may stand first: ``kagome train RUN.toml --train.epochs 50``.
+    """
+
+    nproc: int | None = None
+    """Local ranks to start; by default the product of the mesh. Ignored where torchrun or srun started them."""
+    out: str | None = None
+    """Folder for the run's files; by default a new one under runs/."""
+    resume: str | None = None
+    """Folder of a run to go on with, on any number of ranks; its settings are the defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckCommand:
+    """Compare split with whole on a sample of the graph: every output and gradient. Exit code 1 if they differ."""
+
+    data: config.Data = field(default_factory=config.Data)
+    model: config.Model = field(default_factory=config.Model)
+    parallel: config.Parallel = field(default_factory=config.Parallel)
+    train: config.Train = field(default_factory=config.Train)
+    vertices: int = 200
+    """Vertices of the sample."""
+    all: bool = False
+    """Show all compared tensors, not only those that differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionCommand:
+    """Cut a graph and save the parts: then ``kagome train --data.partition DIR`` loads one part a rank."""
+
+    data: config.Data = field(default_factory=config.Data)
+    parts: int = 2
+    """How many."""
+    partitioner: config.Partitioner = "metis"
+    """How vertices are given to parts."""
+    seed: int = 0
+    """The partitioner's seed."""
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """Folder for the parts."""
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Write a run's report page again and print its table."""
+
+    run: tyro.conf.Positional[str]
+    """The run's folder."""
+
+
+@dataclass(frozen=True)
+class DoctorCommand:
+    """Say what this machine offers, and whether ranks can talk to each other here."""
+
+
+COMMANDS = {
+    "train": TrainCommand,
+    "check": CheckCommand,
+    "partition": PartitionCommand,
+    "report": ReportCommand,
+    "doctor": DoctorCommand,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command; leaves with its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(_usage())
+        raise SystemExit(0 if args else 2)
+    if args[0] == "--version":
+        from kagome import __version__
+
+        print(f"kagome {__version__}")
+        return
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # python:package.module:function is looked up from here
+    try:
+        code = _run(args[0], args[1:])
+    except KagomeError as error:
+        print(f"kagome: error: {error}", file=sys.stderr)
+        code = 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        code = 130
+    raise SystemExit(code)
+
+
+def _usage() -> str:
+    rows = "\n".join(
+        f"  kagome {name:<10}{str(kind.__doc__).splitlines()[0]}" for name, kind in COMMANDS.items()
+    )
+    return (
+        "Kagome trains one graph neural network on one whole large graph across many ranks.\n\n"
+        f"{rows}\n\nkagome COMMAND --help lists a command's flags."
+    )
+
+
+def _run(name: str, args: list[str]) -> int:
+    if name not in COMMANDS:
+        raise ConfigError(f"a command of {', '.join(COMMANDS)}", f"it is {name!r}", hint="kagome --help")
+    actions: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "check": _check,
+        "partition": _partition,
+        "report": _report,
+        "doctor": _doctor,
+    }
+    return actions[name](args)
+
+
+def _parse(kind: Any, args: list[str], name: str, default: Any = None) -> Any:
+    extra = {} if default is None else {"default": default}
+    return tyro.cli(kind, args=args, prog=f"kagome {name}", description=str(kind.__doc__), **extra)
+
+
+# train -------------------------------------------------------------------------------------------
+
+
+def _train(args: list[str]) -> int:
+    command = parse_train(args)
+    settings = config.Run(
+        **{name: getattr(command, name) for name in ("data", "model", "parallel", "train", "report")}
+    )
+    ranks = environment()
+    if ranks.source != "single":
+        return train_rank(settings, command.out, command.resume)
+    nproc = command.nproc or command.parallel.graph or (1 if args else DEFAULT_RANKS)
+    settings.parallel.fit(nproc)
+    if nproc == 1:
+        return train_rank(settings, command.out, command.resume)
+    from kagome.launch import start_local
+
+    start_local(
+        nproc, train_rank, settings, command.out or command.resume or _new_folder(settings), command.resume
+    )
+    return 0
+
+
+def parse_train(args: list[str]) -> TrainCommand:
+    """Flags over a TOML file, over a resumed run's own settings, over the defaults.
+
+    Raises:
+        ConfigError: If the file is missing or wrong.
+    """
+    default = TrainCommand()
+    if args and not args[0].startswith("-"):
+        default = _over(default, config.from_toml(args[0]))
+        args = args[1:]
+    for place, word in enumerate(args):
+        folder = (
+            args[place + 1]
+            if word == "--resume" and place + 1 < len(args)
+            else word.partition("--resume=")[2]
+        )
+        if folder and (Path(folder) / "config.toml").exists():
+            default = _over(default, config.from_toml(Path(folder) / "config.toml"))
+            # How it was split is no part of what it learns: the ranks there are now decide.
+            default = replace(default, parallel=replace(default.parallel, graph=None))
+    command: TrainCommand = _parse(TrainCommand, args, "train", default)
+    return command
+
+
+def _over(default: TrainCommand, run: config.Run) -> TrainCommand:
+    return replace(
+        default, data=run.data, model=run.model, parallel=run.parallel, train=run.train, report=run.report
+    )
+
+
+def _new_folder(settings: config.Run) -> str:
+    """A folder of its own for this run, named by what is trained."""
+    name = "".join(c if c.isalnum() else "-" for c in f"{settings.data.name}-{settings.model.name}")[:60]
+    for number in range(1, 10_000):
+        folder = Path("runs") / f"{name}-{number:03d}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return str(folder)
+    raise ConfigError("a new folder under runs/", "there are 9999 of this name already", hint="--out DIR")
+
+
+def train_rank(settings: config.Run, out: str | None, resume: str | None) -> int:
+    """What each rank of ``kagome train`` does.
+
+    Args:
+        settings: The run.
+        out: Its folder; None lets rank 0 choose one.
+        resume: A run to go on with.
+
+    Returns:
+        The exit code.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    from kagome.run.trainer import Trainer
+
+    folder = out or resume
+    with Trainer.from_settings(
+        settings, _builder(settings.model), out=folder or (lambda: _new_folder(settings))
+    ) as trainer:
+        values = trainer.fit(resume=resume)
+        if trainer.mesh.rank == 0 and trainer.writer is not None:
+            from kagome.report.summary import print_summary
+
+            page = trainer.writer.folder / "report.html"
+            print_summary(values, page if settings.report.page else None)
+    return 0
+
+
+def _builder(settings: config.Model) -> Callable[[Partition, Meta, Channel], nn.Module]:
+    def build(part: Partition, meta: Meta, channel: Channel) -> nn.Module:
+        from kagome.model.zoo import build_model
+        from kagome.run.source import degree_histogram
+
+        return build_model(
+            settings,
+            in_channels=meta.features,
+            out_channels=meta.num_classes,
+            num_nodes=meta.num_nodes,
+            degree_histogram=degree_histogram(part, channel) if settings.name == "pna" else None,
+        )
+
+    return build
+
+
+# The others --------------------------------------------------------------------------------------
+
+
+def _check(args: list[str]) -> int:
+    command: CheckCommand = _parse(CheckCommand, args, "check")
+    import torch
+
+    from kagome.comm.channel import Channel
+    from kagome.graph.data import load_data
+    from kagome.run.check import check
+    from kagome.run.source import from_data
+
+    data = load_data(command.data)
+    alone = Channel(None, "cpu")
+    part, meta = from_data(data, alone, method="contiguous", seed=0)
+    torch.manual_seed(command.train.seed)
+    model = _builder(command.model)(part, meta, alone)
+    result = check(
+        model, part, parts=command.parallel.graph or 3, vertices=command.vertices, seed=command.train.seed
+    )
+    for row in result.rows:
+        if command.all or row is result.first:
+            print(f"{row.error:9.1e}  {row.kind:<9} {row.name}")
+    print(f"kagome check: {result.text()}")
+    try:
+        result.raise_if_different()
+    except CheckError as error:
+        print(f"kagome: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _partition(args: list[str]) -> int:
+    command: PartitionCommand = _parse(PartitionCommand, args, "partition")
+    from kagome.run.source import prepare
+
+    meta = prepare(
+        command.data, method=command.partitioner, seed=command.seed, parts=command.parts, folder=command.out
+    )
+    for note in meta.notes:
+        print(f"kagome: {note}", file=sys.stderr)
+    quality = meta.quality
+    print(f"{'part':>4} {'vertices':>12} {'in-edges':>12} {'halo':>12} {'halo share':>10}")
+    for part, vertices, edges, halo, share in quality.table():
+        print(f"{part:>4} {vertices:>12,} {edges:>12,} {halo:>12,} {share:>10.0%}")
+    print(
+        f"{quality.cut:.1%} of edges are cut; halo rows over vertices {quality.replication:.2f}; "
+        f"fullest part over the mean: vertices {quality.vertex_balance:.2f}, in-edges {quality.edge_balance:.2f}"
+    )
+    for sentence in quality.advice:
+        print(sentence)
+    print(f"Parts: {command.out}   (kagome train --data.partition {command.out} --nproc {command.parts})")
+    return 0
+
+
+def _report(args: list[str]) -> int:
+    command: ReportCommand = _parse(ReportCommand, args, "report")
+    import json
+
+    from kagome.report.page import write_page
+    from kagome.report.summary import print_summary
+
+    page = write_page(command.run)
+    summary = Path(command.run) / "summary.json"
+    values = json.loads(summary.read_text()) if summary.exists() else {}
+    print_summary(values, page)
+    return 0
+
+
+def _doctor(args: list[str]) -> int:
+    _parse(DoctorCommand, args, "doctor")
+    from kagome.doctor import examine
+
+    return examine()
+
+
+if __name__ == "__main__":
+    main()

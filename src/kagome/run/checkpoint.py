@@ -1,0 +1,192 @@
+"""Checkpoints: weights, optimizer and the run's place, in torch's distributed format, replaced only when whole.
+
+Where it sits: ``trainer`` saves and loads; nothing in a checkpoint depends on the number of ranks. Draws need
+no state of their own: they follow from the seed and the epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.optim import Optimizer
+
+from kagome.comm.channel import Channel
+from kagome.errors import CheckpointError
+from kagome.report.files import write_json, write_text
+
+KEEP = 2
+"""Whole checkpoints that stay; older ones are removed."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run stands after an epoch.
+
+    Args:
+        epoch: Epochs done.
+        seed: The run's seed.
+        best_epoch: The epoch with the best validation metric, 0 before any.
+        best_metric: That metric.
+        waited: Evaluations since then.
+        world_size: Ranks that wrote it; a resume may have others.
+        fingerprint: Of graph, method, seed and parts.
+    """
+
+    epoch: int
+    seed: int
+    best_epoch: int
+    best_metric: float | None
+    waited: int
+    world_size: int
+    fingerprint: str
+
+
+def save(
+    folder: str | Path,
+    place: Place,
+    channel: Channel,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any = None,
+    best: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Write a checkpoint beside the last one, then make it the latest. All ranks call it.
+
+    Args:
+        folder: The run's ``checkpoints`` folder.
+        place: Where the run stands.
+        channel: All ranks.
+        model: Weights and buffers.
+        optimizer: Its state.
+        scheduler: A learning rate scheduler with ``state_dict``, or None.
+        best: The weights of the best epoch, if they are not the current ones.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: If it cannot be written; the last one is then untouched.
+    """
+    folder = Path(folder)
+    name = f"epoch-{place.epoch:06d}"
+    fresh, target = folder / f".{name}.new", folder / name
+    state = _state(model, optimizer, best)
+    fault = ""
+    try:
+        if channel.rank == 0:
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
+        channel.barrier("checkpoint: make room")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            save_state(state, checkpoint_id=fresh, no_dist=not dist.is_initialized())
+        if channel.rank == 0:
+            torch.save(
+                {"scheduler": None if scheduler is None else scheduler.state_dict()}, fresh / "scheduler.pt"
+            )
+            write_json(fresh / "place.json", {**asdict(place), "best_saved": best is not None})
+            shutil.rmtree(target, ignore_errors=True)
+            fresh.rename(target)
+            write_text(folder / "latest", name + "\n")
+            for old in sorted(folder.glob("epoch-*"))[:-KEEP]:
+                shutil.rmtree(old, ignore_errors=True)
+    except (OSError, CheckpointException) as error:
+        fault = f"it cannot be: {error}"
+    faults = [f for f in channel.gather_objects(fault, "checkpoint: written") if f]
+    if faults:
+        raise CheckpointError(
+            f"a checkpoint was to be written to {target}", str(faults[0]), hint="free some disk"
+        )
+    return target
+
+
+def latest(folder: str | Path) -> Path:
+    """The newest whole checkpoint of a run.
+
+    Args:
+        folder: The run's folder, its ``checkpoints`` folder, or one checkpoint.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    folder = Path(folder)
+    if (folder / "place.json").exists():
+        return folder
+    place = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    pointer = place / "latest"
+    named = place / pointer.read_text().strip() if pointer.exists() else None
+    if named is None or not (named / "place.json").exists():
+        whole = [path.parent for path in sorted(place.glob("epoch-*/place.json"))]
+        if not whole:
+            raise CheckpointError(
+                f"a checkpoint was expected in {folder}",
+                "there is no whole one",
+                hint="kagome train --out DIR writes them to DIR/checkpoints",
+            )
+        named = whole[-1]
+    return named
+
+
+def load(
+    folder: str | Path, *, model: nn.Module, optimizer: Optimizer, scheduler: Any = None
+) -> tuple[Place, dict[str, Tensor] | None]:
+    """Read a checkpoint into a model and an optimizer, on any number of ranks. All ranks call it.
+
+    Args:
+        folder: What :func:`latest` gave.
+        model: Of the same shapes.
+        optimizer: Of the same kind.
+        scheduler: The scheduler, if the run has one.
+
+    Returns:
+        Where the run stood, and the weights of its best epoch.
+
+    Raises:
+        CheckpointError: If it is damaged or of another model.
+    """
+    folder = Path(folder)
+    try:
+        facts = json.loads((folder / "place.json").read_text())
+        has_best = facts.pop("best_saved")
+        place = Place(**facts)
+        state = _state(model, optimizer, dict(model.state_dict()) if has_best else None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            load_state(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        model.load_state_dict(state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        kept = torch.load(folder / "scheduler.pt", weights_only=False)["scheduler"]
+        if scheduler is not None and kept is not None:
+            scheduler.load_state_dict(kept)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, CheckpointException) as error:
+        first = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"a checkpoint of this model was expected in {folder}",
+            f"it cannot be read: {first[0] if first else type(error).__name__}",
+            hint="the same --model settings as the run that wrote it",
+        ) from None
+    return place, dict(state["best"]) if has_best else None
+
+
+def _state(model: nn.Module, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    if best is not None:
+        state["best"] = {name: value.clone() for name, value in best.items()}
+    return state

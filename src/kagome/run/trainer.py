@@ -1,0 +1,482 @@
+"""Trainer: epochs, evaluation, early stop, predictions in original ids - the same on any number of ranks.
+
+Where it sits: the public face, and what ``kagome train`` runs on every rank. It opens the mesh, gets this
+rank's part, checks the model, and drives ``engine``; what happened goes to ``report``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kagome import config
+from kagome.comm.channel import Channel
+from kagome.comm.mesh import open_mesh
+from kagome.config import Parallel, Report, Train
+from kagome.errors import CheckpointError, ConfigError, DataError, KagomeError, ModelError
+from kagome.graph.partition import Partition
+from kagome.graph.store import Meta
+from kagome.report.meters import EpochRecord, Memory
+from kagome.report.progress import Progress
+from kagome.report.spans import Spans
+from kagome.run import checkpoint, source, task
+from kagome.run.check import check
+from kagome.run.engine import Engine, broadcast_weights, materialise
+from kagome.run.folder import RunWriter
+
+AFTER_IMPORTS: Final = Memory()
+"""Resident size once everything is imported: what peaks are measured from."""
+
+SPLITS: Final = ("train", "val", "test")
+
+Source = Callable[[Channel], tuple[Partition, Meta]]
+Out = str | Path | Callable[[], str] | None
+Build = Callable[[Partition, Meta, Channel], nn.Module]
+
+
+class Trainer:
+    """Train one model on one graph, whole, over as many ranks as the script was started with.
+
+    Args:
+        model: A module over ``(x, edge_index, ...)`` (or one ``Data`` object); further inputs by their names
+            in the data. On several ranks all get rank 0's weights.
+        data: A PyG ``Data``, or the folder of a saved partition.
+        parallel: How to split.
+        loss: ``loss(out, y)`` with a value a row; by default (binary) cross entropy.
+        optimizer: ``callable(params) -> Optimizer``; by default Adam with ``train``'s rate and weight decay.
+        scheduler: ``callable(optimizer)``; stepped once an epoch.
+        train: Epochs, seed, metric, early stop, ...
+        report: What to say about the run.
+        out: Folder for the run's files; None writes none.
+
+    Raises:
+        KagomeError: A leaf for each thing that is wrong with the data, the model, the settings or the ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        *,
+        parallel: Parallel | None = None,
+        loss: task.Loss | None = None,
+        optimizer: Callable[[Any], Optimizer] | None = None,
+        scheduler: Callable[[Optimizer], Any] | None = None,
+        train: Train | None = None,
+        report: Report | None = None,
+        out: str | Path | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ModelError(
+                "Trainer(model, ...) takes a torch.nn.Module", f"it was given {type(model).__name__}"
+            )
+        settings = config.Run(
+            parallel=parallel or Parallel(), train=train or Train(), report=report or Report()
+        )
+
+        def take(channel: Channel) -> tuple[Partition, Meta]:
+            if isinstance(data, str | Path):
+                return source.from_folder(data, channel)
+            method, seed = settings.parallel.partitioner, settings.train.seed
+            return source.from_data(data, channel, method=method, seed=seed)
+
+        plain = getattr(model, "_orig_mod", model)  # torch.compile hides calls from the interception
+        self._open(settings, take, lambda *_: plain, loss, optimizer, scheduler, out)
+
+    @classmethod
+    def from_settings(cls, settings: config.Run, build: Build, *, out: Out = None) -> Trainer:
+        """What the command line makes: data by name, a part a rank, the model built from it."""
+        trainer = cls.__new__(cls)
+
+        def take(channel: Channel) -> tuple[Partition, Meta]:
+            method, seed = settings.parallel.partitioner, settings.train.seed
+            return source.from_settings(settings.data, channel, method=method, seed=seed)
+
+        trainer._open(settings, take, build, None, None, None, out)
+        return trainer
+
+    # Setting up ----------------------------------------------------------------------------------
+
+    def _open(
+        self,
+        settings: config.Run,
+        take: Source,
+        build: Build,
+        loss: task.Loss | None,
+        optimizer: Callable[[Any], Optimizer] | None,
+        scheduler: Callable[[Optimizer], Any] | None,
+        out: Out,
+    ) -> None:
+        self._begun, self.spans = time.perf_counter(), Spans()
+        self._stack = ExitStack()
+        self.settings, self.train = settings, settings.train
+        atexit.register(self.close)
+        try:
+            mesh = open_mesh(settings.parallel, timeout=self.train.timeout, say=self._warn)
+            self.mesh = self._stack.enter_context(mesh)
+            self.channel = self.mesh.graph
+            self.spans.align()
+            self.notes: list[str] = []
+            with self.spans.phase("load"):
+                self.part, self.meta = take(self.channel)
+            self._say_all(self.meta.notes)
+            torch.manual_seed(self.train.seed)
+            self.model = build(self.part, self.meta, self.channel).to(self.mesh.device)
+            with self.spans.phase("load"):
+                materialise(self.model, self.part, self.mesh.device)
+                broadcast_weights(self.model, self.channel)
+            self._learn(loss, optimizer, scheduler)
+            chosen = (out() if self.mesh.rank == 0 else None) if callable(out) else out
+            folder = self.channel.gather_objects(chosen, "the run's folder")[0]
+            self.writer = None if folder is None else RunWriter(str(folder), settings, self.mesh.rank)
+        except BaseException:
+            self.close()
+            raise
+
+    def _learn(
+        self,
+        loss: task.Loss | None,
+        optimizer: Callable[[Any], Optimizer] | None,
+        scheduler: Callable[[Optimizer], Any] | None,
+    ) -> None:
+        if "y" not in self.part.nodes:
+            raise DataError("training needs labels (data.y)", "the data has none")
+        y = self.part.nodes["y"]
+        kind = task.kind_of(y)
+        self.metric_name = task.metric_name(self.train.metric, kind, self.meta.num_classes)
+        if loss is not None:
+            sample = torch.randn(12, self.meta.num_classes, generator=torch.Generator().manual_seed(0))
+            labels = (
+                torch.randint(0, self.meta.num_classes, (12,))
+                if kind == "multiclass"
+                else torch.ones(12, y.size(1))
+            )
+            try:
+                loss = task.checked_loss(loss, sample, labels.to(y.dtype) if kind == "multilabel" else labels)
+            except (RuntimeError, IndexError, TypeError, ValueError) as error:
+                if isinstance(error, KagomeError):
+                    raise
+                # A loss for outputs of another shape than a column a class cannot be tried beforehand.
+        self.loss = loss or task.default_loss(kind)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if not parameters:
+            raise ModelError("training needs a model with parameters", "it has none that require a gradient")
+        if optimizer is None:
+            self.optimizer: Optimizer = torch.optim.Adam(
+                parameters, lr=self.train.lr, weight_decay=self.train.weight_decay
+            )
+        else:
+            self.optimizer = optimizer(parameters)
+        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
+        self.engine = Engine(
+            self.model, self.part, self.channel, settings=self.train, loss=self.loss, phases=self.spans
+        )
+        self.epoch, self._best = 0, _Best()
+        self._was_checked = False
+
+    # Public --------------------------------------------------------------------------------------
+
+    def fit(self, epochs: int | None = None, *, resume: str | Path | None = None) -> dict[str, Any]:
+        """Train; afterwards the model holds the weights of the best epoch.
+
+        Args:
+            epochs: Epochs in all, those before a resume too; by default ``train.epochs``.
+            resume: A run's folder or a checkpoint to go on from.
+
+        Returns:
+            What ``summary.json`` holds.
+
+        Raises:
+            CheckError: If split and whole differ (``train.check``).
+            SystemExit: After SIGTERM, with 143, once a checkpoint is saved.
+        """
+        epochs = self.train.epochs if epochs is None else epochs
+        if resume is not None:
+            self._resume(resume)
+        if self.train.check and not self._was_checked:
+            with self.spans.phase("check"):
+                self._check()
+        self._was_checked = True
+        set_up = time.perf_counter() - self._begun
+        records = self.writer.open(after=self.epoch) if self.writer else []
+        progress = Progress(
+            epochs,
+            done=self.epoch,
+            metric_name=self.metric_name,
+            enabled=self.settings.report.progress and self.mesh.rank == 0,
+        )
+        with self._asked_to_stop() as asked, progress:
+            while self.epoch < epochs:
+                record, stop = self._one_epoch(epochs, bool(asked))
+                records.append(record)
+                progress.update(record)
+                if self.writer is not None:
+                    self.writer.record(record)
+                every = self.train.save_every
+                if stop or (every and self.epoch % every == 0):
+                    self._save()
+                if stop:
+                    self._say(f"asked to stop: epoch {self.epoch} is saved, go on with --resume")
+                    raise SystemExit(128 + signal.SIGTERM)
+                if self.train.patience and self._best.waited >= self.train.patience:
+                    break
+        if self.writer is not None and self.epoch:
+            self._save()
+        self._best.restore(self.model)
+        return self._finish(records, set_up)
+
+    def evaluate(self, split: str = "test") -> float | None:
+        """The metric over a split's vertices, with the weights as they are; each vertex counts once.
+
+        Raises:
+            ConfigError: If there is no such split.
+        """
+        if split not in SPLITS:
+            raise ConfigError(f"evaluate takes one of {', '.join(SPLITS)}", f"it was given {split!r}")
+        return self._scores()[split]
+
+    def predict(self) -> Tensor:
+        """Scores: of all vertices in their original order on rank 0, of own rows elsewhere.
+
+        Shapes:
+            ``[N, C]`` on rank 0, ``[n, C]`` elsewhere.
+
+        Cost:
+            N rows to rank 0.
+        """
+        own = self.engine.evaluate(self.epoch)
+        rows = self.channel.gather_rows(own, action="predictions", dst=0)
+        ids = self.channel.gather_rows(self.part.own.to(self.mesh.device), action="prediction ids", dst=0)
+        if rows is None or ids is None:
+            return own
+        joined = torch.cat(rows)
+        out = torch.empty_like(joined)
+        out[torch.cat(ids)] = joined
+        return out
+
+    def close(self) -> None:
+        """Leave the model and the ranks; called at exit by itself."""
+        atexit.unregister(self.close)
+        if hasattr(self, "engine"):
+            self.engine.close()
+        self._stack.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Epochs --------------------------------------------------------------------------------------
+
+    def _one_epoch(self, epochs: int, stop: bool) -> tuple[EpochRecord, bool]:
+        self.epoch += 1
+        epoch = self.epoch
+        self.mesh.doing(f"epoch {epoch}")
+        self.channel.take_bytes()
+        begun = time.perf_counter()
+        loss, stopped = self.engine.train(epoch, self.optimizer, stop=stop)
+        seconds = time.perf_counter() - begun
+        if self.scheduler is not None:
+            self.scheduler.step()
+        sent = self._bytes(self.channel.take_bytes())
+        record = EpochRecord(epoch, loss, None, None, seconds, sent)
+        if epoch % self.train.eval_every == 0 or epoch == epochs or stopped:
+            with self.spans.phase("evaluate", epoch):
+                found = self._scores()
+            record = replace(record, train_metric=found["train"], val_metric=found["val"])
+            self._best.see(epoch, found["val"], self.model)
+        return record, stopped
+
+    def _scores(self) -> dict[str, float | None]:
+        out = self.engine.evaluate(self.epoch)
+        y = self.engine.y
+        assert y is not None
+        masks = {s: self.part.nodes[f"{s}_mask"].to(self.mesh.device) for s in SPLITS}
+        return task.scores(self.metric_name, out, y, masks, self.channel, f"evaluation, epoch {self.epoch}")
+
+    def _bytes(self, sent: Mapping[str, int]) -> dict[str, int]:
+        """What all ranks sent; asked outside what is counted."""
+        counts = torch.tensor(list(sent.values()), dtype=torch.int64, device=self.mesh.device)
+        summed = self.channel.all_reduce(counts, action="bytes", kind="other")
+        self.channel.take_bytes()
+        return dict(zip(sent, map(int, summed.tolist()), strict=True))
+
+    # Check, checkpoints --------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Rank 0 checks on a sample of its own part; all ranks hear what came out."""
+        if self.channel.size == 1:
+            return
+        result: Any = None
+        if self.channel.rank == 0:
+            try:
+                with self.engine.taken_off():
+                    result = check(self.model, self.part, seed=self.train.seed)
+            except KagomeError as error:
+                result = error
+        found: Any = self.channel.gather_objects(result, "check of the model")[0]
+        if isinstance(found, KagomeError):
+            raise found
+        found.raise_if_different()
+        self._say(f"check: {found.text()}")
+
+    def _save(self) -> None:
+        if self.writer is None:
+            return
+        with self.spans.phase("checkpoint", self.epoch):
+            checkpoint.save(
+                self.writer.checkpoints,
+                self._best.place(self.epoch, self.train.seed, self.mesh.size, self.meta.fingerprint),
+                self.channel,
+                model=self.model,
+                optimizer=self.optimizer,
+                scheduler=self.scheduler,
+                best=self._best.weights,
+            )
+
+    def _resume(self, where: str | Path) -> None:
+        folder = checkpoint.latest(where)
+        place, best = checkpoint.load(
+            folder, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler
+        )
+        if place.seed != self.train.seed:
+            raise CheckpointError(
+                f"a run with seed {self.train.seed} was to go on",
+                f"the checkpoint has seed {place.seed}",
+                where=str(folder),
+                hint=f"--train.seed {place.seed}",
+            )
+        self.epoch = place.epoch
+        self._best = _Best.at(place, best)
+        self._say(f"resumed after epoch {place.epoch}, written by {place.world_size} ranks, in {folder}")
+
+    @contextmanager
+    def _asked_to_stop(self) -> Iterator[list[int]]:
+        """SIGTERM is remembered until the epoch is done, if there is a folder to save to."""
+        asked: list[int] = []
+        if self.writer is None or threading.current_thread() is not threading.main_thread():
+            yield asked
+            return
+
+        def note(number: int, _frame: FrameType | None) -> None:
+            asked.append(number)
+
+        before = signal.signal(signal.SIGTERM, note)
+        try:
+            yield asked
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    # Saying --------------------------------------------------------------------------------------
+
+    def _finish(self, records: list[EpochRecord], set_up: float) -> dict[str, Any]:
+        found = self._scores()
+        own = (
+            torch.cuda.max_memory_allocated(self.mesh.device)
+            if self.mesh.device.type == "cuda"
+            else AFTER_IMPORTS.peak()
+        )
+        gathered = self.channel.gather_objects((own, self.spans.as_list(), self.spans.seconds()), "reports")
+        peaks, spans, phases = (list(column) for column in zip(*gathered, strict=True))
+        facts: dict[str, Any] = {
+            "test_metric": found["test"],
+            "val_metric": found["val"],
+            "metric_name": self.metric_name,
+            "best_epoch": self._best.epoch or None,
+            "peak_memory_bytes": peaks,
+            "world_size": self.mesh.size,
+            "parallel": asdict(self.settings.parallel.fit(self.mesh.size)),
+            "seed": self.train.seed,
+            "seconds_total": time.perf_counter() - self._begun,
+            "set_up_seconds": set_up,
+            "notes": self.notes,
+            "phases": phases,
+            "partition": _quality_rows(self.meta),
+        }
+        from kagome.report.summary import summary
+
+        values = summary(records=records, **facts)
+        if self.writer is not None:
+            scores = self.predict()
+            label = self.channel.gather_rows(
+                self.part.nodes["y"].to(self.mesh.device), action="labels", dst=0
+            )
+            ids = self.channel.gather_rows(self.part.own.to(self.mesh.device), action="label ids", dst=0)
+            if self.mesh.rank == 0 and label is not None and ids is not None:
+                order = torch.argsort(torch.cat(ids))
+                self.writer.finish(values, spans, scores, torch.cat(label)[order], self.model)
+        return values
+
+    def _say_all(self, notes: tuple[str, ...]) -> None:
+        for note in notes:
+            self._say(note)
+
+    def _say(self, note: str) -> None:
+        self.notes.append(note)
+        if self.mesh.rank == 0 and self.settings.report.progress:
+            print(f"kagome: {note}", file=sys.stderr, flush=True)
+
+    def _warn(self, line: str) -> None:
+        print(f"kagome: {line}", file=sys.stderr, flush=True)
+
+
+class _Best:
+    """The best epoch so far and its weights."""
+
+    def __init__(self) -> None:
+        self.epoch, self.waited = 0, 0
+        self.metric: float | None = None
+        self.weights: dict[str, Tensor] | None = None
+
+    @classmethod
+    def at(cls, place: checkpoint.Place, weights: dict[str, Tensor] | None) -> _Best:
+        """As a checkpoint has it."""
+        best = cls()
+        best.epoch, best.metric, best.waited = place.best_epoch, place.best_metric, place.waited
+        best.weights = weights
+        return best
+
+    def see(self, epoch: int, metric: float | None, model: nn.Module) -> None:
+        """Note an evaluation; of equals the first stays. Without a metric the last epoch is the best."""
+        if metric is not None and self.metric is not None and metric <= self.metric:
+            self.waited += 1
+            return
+        self.epoch, self.metric, self.waited = epoch, metric, 0
+        self.weights = (
+            None if metric is None else {k: v.detach().clone() for k, v in model.state_dict().items()}
+        )
+
+    def restore(self, model: nn.Module) -> None:
+        """Give the model the best epoch's weights."""
+        if self.weights is not None:
+            model.load_state_dict(self.weights)
+
+    def place(self, epoch: int, seed: int, world_size: int, fingerprint: str) -> checkpoint.Place:
+        """What a checkpoint says of the run."""
+        return checkpoint.Place(epoch, seed, self.epoch, self.metric, self.waited, world_size, fingerprint)
+
+
+def _quality_rows(meta: Meta) -> dict[str, Any]:
+    quality = meta.quality
+    columns = ("part", "vertices", "edges", "halo", "halo share")
+    return {
+        "cut": quality.cut,
+        "advice": list(quality.advice),
+        "rows": [dict(zip(columns, row, strict=True)) for row in quality.table()],
+    }

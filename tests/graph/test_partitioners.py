@@ -1,0 +1,88 @@
+"""Every partitioner gives every vertex a part, the same with one seed, and the parts an even share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import multigraphs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch_geometric.data import Data
+
+from kagome.errors import PartitionError
+from kagome.graph.builtin import sbm
+from kagome.graph.partitioners import PARTITIONERS, assign
+from kagome.graph.quality import quality
+
+
+@pytest.mark.parametrize("name", PARTITIONERS)
+@settings(max_examples=40, deadline=None)
+@given(data=multigraphs(), parts=st.integers(1, 6), seed=st.integers(0, 2**40))
+def test_an_owner_for_every_vertex(name: str, data: Data, parts: int, seed: int) -> None:
+    owner = assign(name, data.edge_index, data.num_nodes, parts, seed)
+    assert owner.dtype == torch.int64
+    assert owner.shape == (data.num_nodes,)
+    assert 0 <= int(owner.min()) <= int(owner.max()) < parts
+    assert torch.equal(owner, assign(name, data.edge_index, data.num_nodes, parts, seed))
+
+
+@pytest.mark.parametrize("name", PARTITIONERS)
+def test_more_parts_than_vertices_leave_no_part_with_two(name: str) -> None:
+    owner = assign(name, torch.tensor([[0, 1], [1, 2]]), 3, 5)
+    assert owner.unique().numel() == 3
+
+
+@pytest.mark.parametrize("name", PARTITIONERS)
+def test_no_edges(name: str) -> None:
+    owner = assign(name, torch.empty(2, 0, dtype=torch.long), 10, 4)
+    assert sorted(torch.bincount(owner).tolist()) == [2, 2, 3, 3]
+
+
+@pytest.fixture(scope="module")
+def communities() -> tuple[Tensor, int]:
+    data = sbm("vertices=4000,degree=16,communities=8,features=1,mixing=0.1")
+    return data.edge_index, 4000
+
+
+@pytest.mark.parametrize(("name", "most"), [("metis", 0.35), ("streaming", 0.6), ("random", 0.9)])
+def test_communities_are_found(communities: tuple[Tensor, int], name: str, most: float) -> None:
+    edge_index, count = communities
+    found = quality(edge_index, assign(name, edge_index, count, 4), 4)
+    assert found.cut < most
+    if name != "random":
+        assert found.vertex_balance <= 1.26
+        assert found.edge_balance <= 1.26
+
+
+@pytest.mark.parametrize("name", ["metis", "streaming", "random"])
+def test_the_seed_counts(communities: tuple[Tensor, int], name: str) -> None:
+    edge_index, count = communities
+    assert not torch.equal(assign(name, edge_index, count, 4, 0), assign(name, edge_index, count, 4, 1))
+
+
+def test_the_edges_are_not_changed(communities: tuple[Tensor, int]) -> None:
+    edge_index, count = communities
+    before = edge_index.clone()
+    for name in PARTITIONERS:
+        assign(name, edge_index, count, 3)
+    assert torch.equal(edge_index, before)
+
+
+def test_a_hub_takes_no_part_down_with_it() -> None:
+    # Every vertex points to vertex 0: one part has nearly all in-edges, whatever the cut; vertices stay even.
+    star = torch.stack([torch.arange(1, 200), torch.zeros(199, dtype=torch.long)])
+    found = quality(star, assign("metis", star, 200, 4), 4)
+    assert found.vertex_balance <= 1.3
+    assert any("no cut by vertices is even" in words for words in found.advice)
+
+
+def test_unknown_names_list_the_known() -> None:
+    with pytest.raises(PartitionError, match=r"metis, streaming, contiguous, random .*'spectral'"):
+        assign("spectral", torch.empty(2, 0, dtype=torch.long), 3, 2)
+
+
+@pytest.mark.parametrize("parts", [0, -1])
+def test_no_parts(parts: int) -> None:
+    with pytest.raises(PartitionError, match=f"1 part or more, but {parts}"):
+        assign("metis", torch.empty(2, 0, dtype=torch.long), 3, parts)

@@ -1,0 +1,301 @@
+"""Each fault of a graph has its own error, with both numbers; what is allowed passes, with a note."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from kagome.errors import DataError
+from kagome.graph.attributes import split_attributes
+from kagome.graph.validate import num_classes, task, validate
+
+N = 6
+
+
+def graph(**changed: Any) -> Data:
+    """A path of six vertices, both ways, with a split; None takes a field away."""
+    path = torch.arange(N - 1)
+    forth = torch.stack([path, path + 1])
+    fields: dict[str, Any] = {
+        "x": torch.arange(2.0 * N).view(N, 2),
+        "edge_index": torch.cat([forth, forth.flip(0)], dim=1),
+        "y": torch.tensor([0, 1, 2, 0, 1, 2]),
+        "train_mask": mask(0, 1, 2),
+        "val_mask": mask(3),
+        "test_mask": mask(4, 5),
+    }
+    fields.update(changed)
+    return Data(**{name: value for name, value in fields.items() if value is not None})
+
+
+def mask(*chosen: int) -> Tensor:
+    made = torch.zeros(N, dtype=torch.bool)
+    made[list(chosen)] = True
+    return made
+
+
+def edges(*pairs: tuple[int, int]) -> Tensor:
+    return torch.tensor(pairs, dtype=torch.int64).t().reshape(2, -1)
+
+
+NO_MASKS = {"train_mask": None, "val_mask": None, "test_mask": None}
+NAN = float("nan")
+
+
+def with_nan(tensor: Tensor, *place: int) -> Tensor:
+    changed = tensor.clone()
+    changed[place] = NAN
+    return changed
+
+
+X = torch.ones(N, 2)
+FAULTS: dict[str, tuple[object, list[str]]] = {
+    "no Data": ([1, 2], ["list"]),
+    "hetero": (HeteroData(a={"x": X}), ["HeteroData", "1 kinds of vertices"]),
+    "no edges at all": (graph(edge_index=None), ["edge_index", "adj_t"]),
+    "edges turned": (graph(edge_index=torch.zeros(5, 2, dtype=torch.long)), ["[2, E]", "[5, 2]", ".t()"]),
+    "edges of one dimension": (graph(edge_index=torch.zeros(4, dtype=torch.long)), ["[2, E]", "[4]"]),
+    "edges of floats": (graph(edge_index=torch.zeros(2, 3)), ["whole numbers", "float32"]),
+    "id too large": (graph(edge_index=edges((0, 1), (2, 6))), ["6 vertices", "edge_index[1, 1] is 6"]),
+    "id negative": (graph(edge_index=edges((0, 1), (-2, 3))), ["0 to 5", "edge_index[0, 1] is -2"]),
+    "no vertices": (Data(x=torch.ones(0, 2), edge_index=edges()), ["at least one vertex", "0"]),
+    "no features": (graph(x=None), ["features", "6 vertices"]),
+    "NaN feature": (graph(x=with_nan(X, 3, 1)), ["x[3, 1] (row 3) is nan"]),
+    "infinite feature": (graph(x=X / torch.tensor([[1.0, 1], *[[0.0, 1]] * 5])), ["row 1", "inf", "4 other"]),
+    "rows of x": (graph(x=torch.ones(5, 2), num_nodes=N), ["6 vertices", "5"]),
+    "complex x": (graph(x=torch.ones(N, 2, dtype=torch.complex64)), ["real", "complex64"]),
+    "no labels": (graph(y=None), ["label", "missing"]),
+    "length of y": (graph(y=torch.zeros(5, dtype=torch.long)), ["6 vertices", "[5]"]),
+    "label below -1": (graph(y=torch.tensor([0, 1, -2, 0, 1, 2])), ["y[2] is -2"]),
+    "label too large": (graph(y=torch.tensor([0, 1, 2, 0, 10**9, 2])), ["y[4] is 1000000000"]),
+    "label of halves": (graph(y=torch.tensor([0, 0.5, 1, 0, 1, 2])), ["whole numbers", "y[1] is 0.5"]),
+    "label NaN": (graph(y=with_nan(torch.zeros(N), 2)), ["whole numbers", "y[2] is nan"]),
+    "several labels, not 0 and 1": (graph(y=torch.full((N, 3), 2)), ["0 and 1", "y[0, 0] is 2"]),
+    "overlap": (graph(val_mask=mask(2, 3)), ["train_mask and val_mask", "1", "vertex 2"]),
+    "nobody trains": (graph(train_mask=mask()), ["at least one vertex must train", "0 of 6"]),
+    "nobody labelled trains": (graph(y=torch.full((N,), -1)), ["must train", "6 have no label"]),
+    "length of mask": (graph(val_mask=torch.ones(4, dtype=torch.bool)), ["val_mask", "6 vertices", "[4]"]),
+    "mask of ids": (graph(train_mask=torch.tensor([0, 1, 2, 3, 4, 5])), ["true and false", "row 2 holds 2"]),
+    "length of edge_weight": (graph(edge_weight=torch.ones(3)), ["edge_weight", "10 edges", "3"]),
+    "length of edge_attr": (graph(edge_attr=torch.ones(11, 2)), ["edge_attr", "10 edges", "11"]),
+    "NaN edge_weight": (graph(edge_weight=with_nan(torch.ones(10), 4)), ["edge_weight[4]", "nan"]),
+    "NaN edge_attr": (graph(edge_attr=with_nan(torch.ones(10, 2), 4, 1)), ["edge_attr[4, 1]", "row 4"]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_has_its_own_error(fault: str) -> None:
+    data, said = FAULTS[fault]
+    with pytest.raises(DataError) as caught:
+        validate(data)
+    for words in said:
+        assert words in str(caught.value)
+
+
+def test_faults_are_told_apart() -> None:
+    told = []
+    for data, _ in FAULTS.values():
+        with pytest.raises(DataError) as caught:
+            validate(data)
+        told.append(str(caught.value))
+    assert len(set(told)) == len(told)
+
+
+def test_without_labels_no_split_can_be_drawn() -> None:
+    with pytest.raises(DataError, match="6 have no label"):
+        validate(graph(y=torch.full((N,), -1), **NO_MASKS))
+
+
+@pytest.mark.parametrize(("split", "given"), [(1, 1), (-1, 1), (3, 3)])
+def test_a_split_that_is_not_there(split: int, given: int) -> None:
+    masks = {name: graph()[name] for name in NO_MASKS}
+    if given > 1:
+        masks = {name: value[:, None].expand(-1, given) for name, value in masks.items()}
+    with pytest.raises(DataError, match=str(split)):
+        validate(graph(**masks), split=split)
+
+
+def test_a_good_graph_passes_without_a_word() -> None:
+    clean, notes = validate(graph())
+    assert notes == []
+    assert task(clean) == "multiclass"
+    assert num_classes(clean) == 3
+
+
+def test_the_given_graph_is_left_alone() -> None:
+    data = graph(y=torch.tensor([0, -1, 2, 0, 1, 2]), x=torch.ones(N, 2, dtype=torch.int64), junk="text")
+    before = {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in data.to_dict().items()
+    }
+    clean, _ = validate(data)
+    clean.x.zero_()
+    clean.train_mask.zero_()
+    assert set(data.keys()) == set(before)
+    for name, value in before.items():
+        assert torch.equal(data[name], value) if isinstance(value, Tensor) else data[name] == value
+
+
+def test_vertices_without_label_leave_the_masks() -> None:
+    clean, notes = validate(graph(y=torch.tensor([0, -1, 2, 0, -1, 2])))
+    assert clean.train_mask.tolist() == [True, False, True, False, False, False]
+    assert clean.test_mask.tolist() == [False] * 5 + [True]
+    assert any("2 vertices without a label" in note for note in notes)
+
+
+@pytest.mark.parametrize("empty", ["val_mask", "test_mask"])
+def test_nothing_to_evaluate_on_is_a_note(empty: str) -> None:
+    _, notes = validate(graph(**{empty: mask()}))
+    assert [empty in note for note in notes] == [True]
+
+
+def test_without_masks_a_seeded_split_is_drawn() -> None:
+    y = torch.cat([torch.zeros(90, dtype=torch.long), torch.full((10,), -1)])
+    data = Data(x=torch.ones(100, 1), y=y, edge_index=edges((0, 1)))
+    first, notes = validate(data, split=3)
+    again, _ = validate(data, split=3)
+    other, _ = validate(data, split=4)
+    assert any("seed 3" in note for note in notes)
+    assert torch.equal(first.train_mask, again.train_mask)
+    assert not torch.equal(first.train_mask, other.train_mask)
+    sizes = [int(first[name].sum()) for name in NO_MASKS]
+    assert sizes == [54, 18, 18]
+    assert not any(first[name][90:].any() for name in NO_MASKS)
+
+
+def test_a_split_is_chosen_and_a_single_mask_serves_all() -> None:
+    several = torch.stack([mask(0), mask(1)], dim=1)
+    clean, notes = validate(graph(train_mask=several, val_mask=torch.stack([mask(2), mask(3)], 1)), split=1)
+    assert clean.train_mask.tolist() == mask(1).tolist()
+    assert clean.val_mask.tolist() == mask(3).tolist()
+    assert clean.test_mask.tolist() == mask(4, 5).tolist()
+    assert "Split 1 of 2 is used." in notes
+
+
+def test_masks_of_zeros_and_ones() -> None:
+    clean, _ = validate(graph(train_mask=mask(0, 1).to(torch.uint8)))
+    assert clean.train_mask.dtype == torch.bool
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_sparse_features_are_made_dense(layout: str) -> None:
+    x = torch.eye(N)
+    clean, notes = validate(graph(x=x.to_sparse_coo() if layout == "coo" else x.to_sparse_csr()))
+    assert torch.equal(clean.x, x)
+    assert any("dense" in note for note in notes)
+
+
+def test_huge_sparse_features_are_refused_with_a_way_out() -> None:
+    wide = torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.long), torch.ones(1), (N, 2**33))
+    with pytest.raises(DataError, match=r"--data\.project"):
+        validate(graph(x=wide))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.int64, torch.float32),
+        (torch.bool, torch.float32),
+    ],
+)
+def test_types_of_features(given: torch.dtype, kept: torch.dtype) -> None:
+    clean, notes = validate(graph(x=torch.ones(N, 2, dtype=given)))
+    assert clean.x.dtype == kept
+    assert bool(notes) == (given != kept)
+
+
+def test_one_column_of_features_may_be_flat() -> None:
+    assert validate(graph(x=torch.ones(N)))[0].x.shape == (N, 1)
+
+
+def test_labels_in_a_column_and_of_whole_floats() -> None:
+    clean, notes = validate(graph(y=torch.tensor([[0.0], [1], [2], [0], [1], [-1]])))
+    assert clean.y.tolist() == [0, 1, 2, 0, 1, -1]
+    assert clean.y.dtype == torch.int64
+    assert any("int64" in note for note in notes)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64])
+def test_several_labels_are_kept(kind: torch.dtype) -> None:
+    y = torch.eye(3).repeat(2, 1).to(kind)
+    clean, _ = validate(graph(y=y))
+    assert torch.equal(clean.y, y)
+    assert (task(clean), num_classes(clean)) == ("multilabel", 3)
+
+
+def test_bool_labels_are_two_classes() -> None:
+    clean, _ = validate(graph(y=torch.tensor([True, False] * 3)))
+    assert (task(clean), num_classes(clean)) == ("multiclass", 2)
+
+
+def test_odd_edges_are_kept_and_counted() -> None:
+    clean, notes = validate(graph(edge_index=edges((0, 1), (0, 1), (2, 2))))
+    assert clean.edge_index.tolist() == [[0, 0, 2], [1, 1, 2]]
+    said = " ".join(notes)
+    for words in (
+        "directed: 50%",
+        "1 of 3 edges are duplicates",
+        "1 self-loops",
+        "3 of 6 vertices have no edge",
+    ):
+        assert words in said
+
+
+def test_one_vertex_without_edges() -> None:
+    clean, notes = validate(Data(x=torch.ones(1, 2), y=torch.tensor([0]), edge_index=edges()))
+    assert clean.train_mask.tolist() == [True]
+    assert any("no edges" in note for note in notes)
+
+
+def test_int32_edges_and_arrays() -> None:
+    data = graph(edge_index=graph().edge_index.int())
+    data.x = np.ones((N, 2))
+    clean, _ = validate(data)
+    assert clean.edge_index.dtype == torch.int64
+    assert clean.x.dtype == torch.float64
+
+
+def test_adj_t_is_turned_into_edges() -> None:
+    where, weight = edges((0, 1), (2, 3)), torch.tensor([2.0, 3.0])
+    adjacency = torch.sparse_coo_tensor(where.flip(0), weight, (N, N)).to_sparse_csr()
+    clean, _ = validate(graph(edge_index=None, adj_t=adjacency))
+    assert clean.edge_index.tolist() == where.tolist()
+    assert clean.edge_weight.tolist() == weight.tolist()
+    assert "adj_t" not in clean
+
+
+def test_rows_of_vertices_and_edges_are_kept_and_junk_is_not() -> None:
+    data = graph(pos=torch.ones(N, 3), edge_weight=torch.ones(10), kind=torch.zeros(10, 2), name="text")
+    data.scalar, data.other, data.table = torch.tensor(1.0), torch.ones(17), {"a": 1}
+    clean, _ = validate(data)
+    nodes, on_edges = split_attributes(clean)
+    assert set(nodes) == {"x", "y", "pos", "train_mask", "val_mask", "test_mask"}
+    assert set(on_edges) == {"edge_weight", "kind"}
+    assert set(clean.keys()) == {*nodes, *on_edges, "edge_index", "num_nodes"}
+
+
+def test_as_many_edges_as_vertices() -> None:
+    ring = torch.arange(N)
+    data = graph(
+        edge_index=torch.stack([ring, (ring + 1) % N]), edge_attr=torch.ones(N, 1), pos=torch.ones(N, 2)
+    )
+    nodes, on_edges = split_attributes(validate(data)[0])
+    assert "pos" in nodes
+    assert set(on_edges) == {"edge_attr"}
+
+
+def test_notes_of_an_earlier_call_come_first_and_once() -> None:
+    clean, notes = validate(graph(**NO_MASKS))
+    clean.notes = tuple(notes)
+    assert validate(clean)[1] == notes
+
+
+def test_a_gradient_of_the_user_is_not_touched() -> None:
+    clean, _ = validate(graph(x=torch.ones(N, 2, requires_grad=True)))
+    assert not clean.x.requires_grad
