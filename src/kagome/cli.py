@@ -38,7 +38,7 @@ class TrainCommand(config.Run):
     """
 
     nproc: int | None = None
-    """Local ranks to start; by default the product of the mesh. Ignored where torchrun or srun started them."""
+    """Local ranks to start; by default the product of the mesh. Under torchrun or srun the ranks are theirs."""
     out: str | None = None
     """Folder for the run's files; by default a new one under runs/."""
     resume: str | None = None
@@ -47,7 +47,10 @@ class TrainCommand(config.Run):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckCommand:
-    """Compare split with whole on a sample of the graph: every output and gradient. Exit code 1 if they differ."""
+    """Compare split with whole on a sample of the graph: all outputs and gradients.
+
+    The exit code is 1 if they differ.
+    """
 
     data: config.Data = field(default_factory=config.Data)
     model: config.Model = field(default_factory=config.Model)
@@ -304,7 +307,8 @@ def _partition(args: list[str]) -> int:
         print(f"{part:>4} {vertices:>12,} {edges:>12,} {halo:>12,} {share:>10.0%}")
     print(
         f"{quality.cut:.1%} of edges are cut; halo rows over vertices {quality.replication:.2f}; "
-        f"fullest part over the mean: vertices {quality.vertex_balance:.2f}, in-edges {quality.edge_balance:.2f}"
+        f"fullest part over the mean: vertices {quality.vertex_balance:.2f}, "
+        f"in-edges {quality.edge_balance:.2f}"
     )
     for sentence in quality.advice:
         print(sentence)

@@ -35,7 +35,7 @@ class Data:
     project: int | None = None
     """Project the features to this many columns, once, by a seeded random matrix."""
     split: int = 0
-    """Which of several given splits to use; without any masks, the seed of the 60/20/20 split that is made."""
+    """Which of several given splits to use; without any masks, the seed of the 60/20/20 split made."""
 
 
 @dataclass(frozen=True, kw_only=True)

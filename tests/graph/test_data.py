@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_geometric.data import Data
+import torch_geometric.datasets
+from torch_geometric.data import Data, HeteroData, InMemoryDataset
 
 from kagome import config
 from kagome.errors import DataError
@@ -54,6 +55,39 @@ def minesweeper(folder: Path) -> Path:
         test_masks=test,
     )
     return file
+
+
+@pytest.fixture
+def invented(monkeypatch: pytest.MonkeyPatch) -> type:
+    """A class of PyG whose raw file says what it does."""
+
+    class Invented(InMemoryDataset):  # type: ignore[misc]
+        raw_file_names = "graph.txt"
+        processed_file_names = "data.pt"
+
+        def __init__(self, root: str) -> None:
+            super().__init__(root)
+            self.load(self.processed_paths[0], data_cls=HeteroData if self.word == "hetero" else Data)
+
+        @property
+        def word(self) -> str:
+            return Path(self.raw_paths[0]).read_text().split()[0]
+
+        def download(self) -> None:
+            Path(self.raw_paths[0]).write_text("graphs 1")
+
+        def process(self) -> None:
+            if self.word == "import":
+                raise ImportError("No module named 'odd'", name="odd")
+            self.save(
+                [HeteroData(a={"x": torch.ones(2, 1)})]
+                if self.word == "hetero"
+                else [Data(x=torch.ones(2, 1))] * 2,
+                self.processed_paths[0],
+            )
+
+    monkeypatch.setattr(torch_geometric.datasets, "Invented", Invented, raising=False)
+    return Invented
 
 
 class TestBuiltin:
@@ -350,6 +384,39 @@ class TestPyg:
         with pytest.raises(DataError, match="cut off"):
             load("Minesweeper", tmp_path / "mine")
         assert not list((tmp_path / "mine").rglob("*.npz"))
+
+    def test_a_download_is_moved_into_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        file = minesweeper(tmp_path / "server")
+
+        def bring(command: list[str], folder: Path) -> tuple[int, str]:
+            target = folder / "minesweeper" / "raw" / "minesweeper.npz"
+            target.parent.mkdir(parents=True)
+            target.write_bytes(file.read_bytes())
+            return 0, ""
+
+        monkeypatch.setattr(download, "_watched", bring)
+        assert load("Minesweeper", tmp_path / "mine").num_nodes == 6
+        monkeypatch.setattr(download, "_watched", lambda command, folder: pytest.fail("asked again"))
+        assert load("Minesweeper", tmp_path / "mine").num_nodes == 6
+
+    def test_a_download_fetches_and_does_not_process(self, tmp_path: Path, invented: type) -> None:
+        download.fetch("Invented", None, str(tmp_path))
+        assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["graph.txt"]
+
+    def test_a_download_that_fails_says_its_last_words(self, tmp_path: Path) -> None:
+        fail = [sys.executable, "-c", "raise OSError('no route')"]
+        assert download._watched(fail, tmp_path) == (1, "OSError: no route")
+        assert download._watched([sys.executable, "-c", ""], tmp_path)[0] == 0
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [("graphs 2", "Invented holds 2 graphs"), ("import", "needs a package"), ("hetero", "HeteroData")],
+    )
+    def test_what_a_class_may_hold(self, tmp_path: Path, invented: type, text: str, said: str) -> None:
+        (tmp_path / "raw").mkdir()
+        (tmp_path / "raw" / "graph.txt").write_text(text)
+        with pytest.raises(DataError, match=said):
+            load("pyg:Invented", tmp_path)
 
     def test_several_processes_at_once(self, tmp_path: Path) -> None:
         minesweeper(tmp_path / "shared")

@@ -9,43 +9,23 @@ from __future__ import annotations
 
 import copy
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch_geometric.data import Data
 
-from kagome.comm.local import LocalChannel, LocalGroup
-from kagome.errors import CheckError, KagomeError, ModelError
+from kagome.errors import CheckError, ModelError
 from kagome.graph.partition import Partition, split_all
 from kagome.model.exact import HANDLERS
-from kagome.model.rules import apply_rules
-from kagome.neighbors.intercept import Interception, forget, install
-from kagome.run.engine import Call
+from kagome.neighbors.install import forget
+from kagome.run.sample import cast, take_sample
+from kagome.run.trace import DRAWS, Trace, WholeFailedError, no_draw, split_of, whole_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 """Largest difference, relative to the largest entry, that is rounding."""
-
-_DRAWS = frozenset(
-    [
-        "dropout",
-        "dropout_",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "feature_dropout",
-        "feature_alpha_dropout",
-        "rand_like",
-        "randn_like",
-        "bernoulli",
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -141,8 +121,8 @@ def check(
     twin = _twin(model)
     for dtype in (torch.float64, torch.float32):
         try:
-            rows = _compare(twin.to(dtype), _cast(sample, dtype), owner, parts, dtype, seed)
-        except _WholeFailed as failure:
+            rows = _compare(twin.to(dtype), cast(sample, dtype), owner, parts, dtype, seed)
+        except WholeFailedError as failure:
             if dtype == torch.float64:
                 continue  # a layer that insists on float32 gets it
             raise ModelError(
@@ -164,64 +144,6 @@ def check(
     )
 
 
-# The sample --------------------------------------------------------------------------------------
-
-
-def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
-    """A connected piece of a graph where it has one: breadth first from random vertices.
-
-    Shapes:
-        At most ``vertices`` rows; all edges among them.
-    """
-    if isinstance(data, Partition):
-        inside = data.edge_index[0] < data.own.numel()
-        edge_index = data.edge_index[:, inside]
-        nodes, edges = data.nodes, {name: value[inside] for name, value in data.edges.items()}
-        count = data.own.numel()
-    else:
-        count, edge_index = int(data.num_nodes or 0), data.edge_index
-        nodes = {k: v for k, v in data.items() if isinstance(v, Tensor) and data.is_node_attr(k)}
-        edges = {
-            k: v
-            for k, v in data.items()
-            if isinstance(v, Tensor) and data.is_edge_attr(k) and k != "edge_index"
-        }
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.zeros(count, dtype=torch.bool)
-    if count <= vertices:
-        chosen[:] = True
-    while (missing := vertices - int(chosen.sum())) > 0 and count > vertices:
-        # A random vertex and the sources of its in-edges; then those of theirs.
-        front = torch.randint(0, count, (max(missing // 16, 1),), generator=generator)
-        for _ in range(3):
-            new = torch.zeros(count, dtype=torch.bool)
-            new[front] = True
-            fresh = (new & ~chosen).nonzero().view(-1)
-            room = vertices - int(chosen.sum())
-            chosen[fresh[torch.randperm(fresh.numel(), generator=generator)[:room]]] = True
-            front = edge_index[0][new[edge_index[1]]]
-            if not front.numel():
-                break
-    kept = chosen.nonzero().view(-1)
-    place = torch.full((count,), -1)
-    place[kept] = torch.arange(kept.numel())
-    inside = chosen[edge_index[0]] & chosen[edge_index[1]]
-    sample = Data(edge_index=place[edge_index[:, inside]], num_nodes=kept.numel())
-    for name, value in nodes.items():
-        sample[name] = value[kept]
-    for name, value in edges.items():
-        sample[name] = value[inside]
-    return sample
-
-
-def _cast(sample: Data, dtype: torch.dtype) -> Data:
-    out = Data(num_nodes=sample.num_nodes)
-    for name, value in sample.items():
-        floats = isinstance(value, Tensor) and value.is_floating_point()
-        out[name] = value.to(dtype) if floats else value
-    return out
-
-
 def _twin(model: nn.Module) -> nn.Module:
     try:
         twin = copy.deepcopy(model).cpu()
@@ -236,41 +158,6 @@ def _twin(model: nn.Module) -> nn.Module:
     return twin
 
 
-# Running -----------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Trace:
-    """What one run left: outputs by module in the order they were finished, and gradients by parameter."""
-
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    grads: dict[str, Tensor | None] = field(default_factory=dict)
-    rows: Tensor | None = None
-
-
-class _WholeFailed(Exception):  # noqa: N818 - caught and turned into a ModelError
-    def __init__(self, cause: Exception, where: str) -> None:
-        super().__init__(str(cause))
-        self.cause, self.where = cause, where
-
-
-class _NoDraws(TorchFunctionMode):
-    """Plain PyG with every draw switched off: what split and whole can share number by number."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _DRAWS:
-            return _no_draw(None, func.__name__, func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-def _no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    x: Tensor = args[0] if args else kwargs["input"]
-    if "rand" in name or name == "bernoulli":
-        out = torch.full_like(x, 0.5 if name != "bernoulli" else 1.0)
-        return out if scope is None else scope.like(out, x)
-    return x
-
-
 def _compare(
     model: nn.Module, sample: Data, owner: Tensor, parts: int, dtype: torch.dtype, seed: int
 ) -> list[Row]:
@@ -278,13 +165,13 @@ def _compare(
         whole_data = split_all(sample, torch.zeros_like(owner), 1)[0]
         pieces = split_all(sample, owner, parts)
         rows: list[Row] = []
-        quiet = {**HANDLERS, **dict.fromkeys(_DRAWS, _no_draw)}
-        whole = _whole(copy.deepcopy(model), whole_data, seed)
-        split = _split(model, pieces, quiet, seed)
+        quiet = {**HANDLERS, **dict.fromkeys(DRAWS, no_draw)}
+        whole = whole_of(copy.deepcopy(model), whole_data, seed)
+        split = split_of(model, pieces, quiet, seed)
         rows += _differences(whole, split, pieces, sample, "")
         # Once more with dropout on, against Kagome on one rank: draws must not know the mesh.
-        one = _split(model, [whole_data], dict(HANDLERS), seed)
-        many = _split(model, pieces, dict(HANDLERS), seed)
+        one = split_of(model, [whole_data], dict(HANDLERS), seed)
+        many = split_of(model, pieces, dict(HANDLERS), seed)
         rows += _differences(one[0], many, pieces, sample, " with dropout")
         return rows
 
@@ -299,126 +186,11 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _watch(model: nn.Module, trace: _Trace) -> Callable[[], None]:
-    calls: dict[str, int] = {}
-
-    def hook(name: str) -> Callable[..., None]:
-        def keep(_module: nn.Module, _args: Any, out: Any) -> None:
-            calls[name] = calls.get(name, 0) + 1
-            label = name if calls[name] == 1 else f"{name} (call {calls[name]})"
-            value = next(
-                (v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, Tensor)), None
-            )
-            if value is not None and value.is_floating_point():
-                trace.outputs[label] = value.detach()
-
-        return keep
-
-    handles = [
-        m.register_forward_hook(hook(name or f"the model ({type(model).__name__})"))
-        for name, m in model.named_modules()
-    ]
-
-    def unwatch() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return unwatch
-
-
-def _backward(
-    out: Any, ids: Tensor, token: Tensor | None, model: nn.Module, trace: _Trace, seed: int
-) -> None:
-    value = out if isinstance(out, Tensor) else next(v for v in out if isinstance(v, Tensor))
-    # Weights by original id: the same sum however the rows are spread.
-    weight = torch.sin(ids.to(value.dtype) * 12.9898 + seed) + 1.5
-    loss = (value * weight.view(-1, *[1] * (value.dim() - 1))).sum()
-    loss = loss if token is None else loss + token
-    if loss.requires_grad:
-        loss.backward()
-    trace.grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _note_failure(name: str, failed: list[str]) -> Callable[..., None]:
-    def note(_module: nn.Module, _args: Any, out: Any) -> None:
-        if out is None:
-            failed.append(name)  # called after an error too, innermost first
-
-    return note
-
-
-def _whole(model: nn.Module, part: Partition, seed: int) -> _Trace:
-    trace = _Trace(rows=part.own)
-    inputs = {"edge_index": part.edge_index, **part.nodes, **part.edges}
-    unwatch = _watch(model, trace)
-    failed: list[str] = []
-    handles = [
-        module.register_forward_hook(_note_failure(name or type(model).__name__, failed), always_call=True)
-        for name, module in model.named_modules()
-    ]
-    try:
-        model.train()
-        with _NoDraws():
-            out = Call(model, set(inputs))(model, inputs)
-        _backward(out, part.own, None, model, trace, seed)
-    except KagomeError:
-        raise
-    except Exception as error:
-        raise _WholeFailed(error, failed[0] if failed else type(model).__name__) from error
-    finally:
-        unwatch()
-        for handle in handles:
-            handle.remove()
-    return trace
-
-
-def _split(model: nn.Module, pieces: list[Partition], handlers: dict[str, Any], seed: int) -> list[_Trace]:
-    copies = [copy.deepcopy(model) for _ in pieces]
-
-    def work(channel: LocalChannel) -> _Trace:
-        part, mine = pieces[channel.rank], copies[channel.rank]
-        scope = Interception(part, channel, seed=seed, handlers=handlers)
-        uninstall = install(mine, scope)
-        unrule = apply_rules(mine, scope)
-        trace = _Trace(rows=part.own)
-        unwatch = _watch(mine, trace)
-        mine.train()
-        try:
-            call = Call(mine, set(scope.inputs))
-            with scope.running(1, training=True, checked=True):
-                out = call(mine, scope.inputs)
-            _backward(out, part.own, scope.turn.token, mine, trace, seed)
-        except KagomeError:
-            raise
-        except Exception as error:
-            raise _part_failed(error, scope, channel.rank) from error
-        finally:
-            unwatch()
-            unrule()
-            uninstall()
-        return trace
-
-    return LocalGroup(len(pieces)).run(work)
-
-
-def _part_failed(error: Exception, scope: Interception, rank: int) -> ModelError:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/kagome/" not in f.filename]
-    line = next(
-        (f"{f.name}, line {f.lineno}: {f.line}" for f in reversed(frames) if "/torch/" not in f.filename), ""
-    )
-    return ModelError(
-        "the model runs on a part of the graph as it runs on the whole",
-        f"on a part of {scope.own} vertices it raised {type(error).__name__}: {str(error).splitlines()[0]}",
-        where=f"{scope.fault or 'forward'}{'; ' + line if line else ''}",
-        hint="let sizes come from the input (x.size(0)), and reach other vertices through edges only",
-    )
-
-
 # Comparing ---------------------------------------------------------------------------------------
 
 
 def _differences(
-    whole: _Trace, split: list[_Trace], pieces: list[Partition], sample: Data, note: str
+    whole: Trace, split: list[Trace], pieces: list[Partition], sample: Data, note: str
 ) -> list[Row]:
     rows: list[Row] = []
     count = int(sample.num_nodes or 0)

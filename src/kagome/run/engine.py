@@ -22,7 +22,8 @@ from kagome.errors import CommError, ModelError
 from kagome.graph.partition import Partition
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
-from kagome.neighbors.intercept import Interception, install
+from kagome.neighbors.install import install
+from kagome.neighbors.intercept import Interception
 from kagome.run.task import Loss, row_sum
 
 

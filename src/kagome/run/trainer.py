@@ -9,13 +9,12 @@ from __future__ import annotations
 import atexit
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -33,9 +32,11 @@ from kagome.report.meters import EpochRecord, Memory
 from kagome.report.progress import Progress
 from kagome.report.spans import Spans
 from kagome.run import checkpoint, source, task
+from kagome.run.best import Best
 from kagome.run.check import check
 from kagome.run.engine import Engine, broadcast_weights, materialise
 from kagome.run.folder import RunWriter
+from kagome.run.stop import asked_to_stop
 
 AFTER_IMPORTS: Final = Memory()
 """Resident size once everything is imported: what peaks are measured from."""
@@ -184,7 +185,7 @@ class Trainer:
         self.engine = Engine(
             self.model, self.part, self.channel, settings=self.train, loss=self.loss, phases=self.spans
         )
-        self.epoch, self._best = 0, _Best()
+        self.epoch, self._best = 0, Best()
         self._was_checked = False
 
     # Public --------------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ class Trainer:
             metric_name=self.metric_name,
             enabled=self.settings.report.progress and self.mesh.rank == 0,
         )
-        with self._asked_to_stop() as asked, progress:
+        with asked_to_stop(self.writer is not None) as asked, progress:
             while self.epoch < epochs:
                 record, stop = self._one_epoch(epochs, bool(asked))
                 records.append(record)
@@ -363,25 +364,8 @@ class Trainer:
                 hint=f"--train.seed {place.seed}",
             )
         self.epoch = place.epoch
-        self._best = _Best.at(place, best)
+        self._best = Best.at(place, best)
         self._say(f"resumed after epoch {place.epoch}, written by {place.world_size} ranks, in {folder}")
-
-    @contextmanager
-    def _asked_to_stop(self) -> Iterator[list[int]]:
-        """SIGTERM is remembered until the epoch is done, if there is a folder to save to."""
-        asked: list[int] = []
-        if self.writer is None or threading.current_thread() is not threading.main_thread():
-            yield asked
-            return
-
-        def note(number: int, _frame: FrameType | None) -> None:
-            asked.append(number)
-
-        before = signal.signal(signal.SIGTERM, note)
-        try:
-            yield asked
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
     # Saying --------------------------------------------------------------------------------------
 
@@ -434,42 +418,6 @@ class Trainer:
 
     def _warn(self, line: str) -> None:
         print(f"kagome: {line}", file=sys.stderr, flush=True)
-
-
-class _Best:
-    """The best epoch so far and its weights."""
-
-    def __init__(self) -> None:
-        self.epoch, self.waited = 0, 0
-        self.metric: float | None = None
-        self.weights: dict[str, Tensor] | None = None
-
-    @classmethod
-    def at(cls, place: checkpoint.Place, weights: dict[str, Tensor] | None) -> _Best:
-        """As a checkpoint has it."""
-        best = cls()
-        best.epoch, best.metric, best.waited = place.best_epoch, place.best_metric, place.waited
-        best.weights = weights
-        return best
-
-    def see(self, epoch: int, metric: float | None, model: nn.Module) -> None:
-        """Note an evaluation; of equals the first stays. Without a metric the last epoch is the best."""
-        if metric is not None and self.metric is not None and metric <= self.metric:
-            self.waited += 1
-            return
-        self.epoch, self.metric, self.waited = epoch, metric, 0
-        self.weights = (
-            None if metric is None else {k: v.detach().clone() for k, v in model.state_dict().items()}
-        )
-
-    def restore(self, model: nn.Module) -> None:
-        """Give the model the best epoch's weights."""
-        if self.weights is not None:
-            model.load_state_dict(self.weights)
-
-    def place(self, epoch: int, seed: int, world_size: int, fingerprint: str) -> checkpoint.Place:
-        """What a checkpoint says of the run."""
-        return checkpoint.Place(epoch, seed, self.epoch, self.metric, self.waited, world_size, fingerprint)
 
 
 def _quality_rows(meta: Meta) -> dict[str, Any]:

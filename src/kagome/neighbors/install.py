@@ -1,0 +1,99 @@
+"""Install: hooks on a user's modules that tell an interception where the forward is.
+
+Where it sits: ``run.engine`` installs before the first forward and takes everything off at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch_geometric.nn import MessagePassing
+
+from kagome.neighbors.intercept import Interception
+
+
+def install(model: nn.Module, scope: Interception) -> Callable[[], None]:
+    """Watch a model's modules: where the forward is, and what each ``propagate`` was given.
+
+    Returns:
+        A function that takes everything off again and forgets what layers had cached of this part.
+    """
+    removers: list[Callable[[], None]] = []
+    for path, module in model.named_modules():
+        name = path or type(module).__name__
+
+        def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
+            scope.path.append(name)
+
+        def leave(_module: nn.Module, _args: Any, out: Any, name: str = name) -> None:
+            # Called after an error too, innermost first: that is the layer to name.
+            scope.fault = (scope.fault or name) if out is None else ""
+            if scope.path:
+                scope.path.pop()
+
+        removers.append(module.register_forward_pre_hook(enter).remove)
+        removers.append(module.register_forward_hook(leave, always_call=True).remove)
+        forget(module)
+        if isinstance(module, MessagePassing):
+            removers.append(_wrap(module, "propagate", scope))
+            removers.append(_wrap(module, "edge_updater", scope))
+            if module.flow == "target_to_source":
+                removers.append(module.register_forward_pre_hook(_turn_round(scope), with_kwargs=True).remove)
+
+    def remove() -> None:
+        for take_off in removers:
+            take_off()
+        for module in model.modules():
+            forget(module)
+
+    return remove
+
+
+def forget(module: nn.Module) -> None:
+    """Drop what a layer has cached of another graph or part (GCNConv(cached=True), SGConv, ...)."""
+    for name, value in vars(module).items():
+        if name.startswith("_cached_") and value is not None:
+            setattr(module, name, None)
+
+
+def _wrap(module: nn.Module, name: str, scope: Interception) -> Callable[[], None]:
+    inner = getattr(module, name)
+
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        scope.arguments.append(kwargs)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            scope.arguments.pop()
+
+    own = vars(module).get(name)
+    module.__dict__[name] = outer
+
+    def unwrap() -> None:
+        if own is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = own
+
+    return unwrap
+
+
+def _turn_round(scope: Interception) -> Callable[..., Any]:
+    """A layer whose messages flow from target to source is given out-edges, with their attributes."""
+
+    def swap(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = {id(value): name for name, value in scope.inputs.items()}
+        edge_names = {"edge_index", *scope.views[0].attributes}
+
+        def turned(value: Any) -> Any:
+            name = names.get(id(value))
+            if name not in edge_names:
+                return value
+            view = scope.out_edges()
+            return view.given if name == "edge_index" else view.attributes[str(name)]
+
+        return tuple(turned(a) for a in args), {k: turned(v) for k, v in kwargs.items()}
+
+    return swap

@@ -1,0 +1,188 @@
+"""Trace: one forward and backward of a model, whole or split, with every module's output and every gradient kept.
+
+Where it sits: ``check`` compares two traces. The ranks of a split are threads of this process.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from kagome.comm.local import LocalChannel, LocalGroup
+from kagome.errors import KagomeError, ModelError
+from kagome.graph.partition import Partition
+from kagome.model.rules import apply_rules
+from kagome.neighbors.install import install
+from kagome.neighbors.intercept import Interception
+from kagome.run.engine import Call
+
+DRAWS = frozenset(
+    [
+        "dropout",
+        "dropout_",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "feature_dropout",
+        "feature_alpha_dropout",
+        "rand_like",
+        "randn_like",
+        "bernoulli",
+    ]
+)
+
+
+@dataclass
+class Trace:
+    """What one run left: outputs by module in the order they were finished, and gradients by parameter."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    grads: dict[str, Tensor | None] = field(default_factory=dict)
+    rows: Tensor | None = None
+
+
+class WholeFailedError(Exception):
+    """The model failed on the whole sample: ``cause``, in the module ``where``."""
+
+    def __init__(self, cause: Exception, where: str) -> None:
+        super().__init__(str(cause))
+        self.cause, self.where = cause, where
+
+
+class _NoDraws(TorchFunctionMode):
+    """Plain PyG with every draw switched off: what split and whole can share number by number."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in DRAWS:
+            return no_draw(None, func.__name__, func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Answer a draw with its mean: dropout keeps all, random numbers are one half."""
+    x: Tensor = args[0] if args else kwargs["input"]
+    if "rand" in name or name == "bernoulli":
+        out = torch.full_like(x, 0.5 if name != "bernoulli" else 1.0)
+        return out if scope is None else scope.like(out, x)
+    return x
+
+
+def _watch(model: nn.Module, trace: Trace) -> Callable[[], None]:
+    calls: dict[str, int] = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def keep(_module: nn.Module, _args: Any, out: Any) -> None:
+            calls[name] = calls.get(name, 0) + 1
+            label = name if calls[name] == 1 else f"{name} (call {calls[name]})"
+            value = next(
+                (v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, Tensor)), None
+            )
+            if value is not None and value.is_floating_point():
+                trace.outputs[label] = value.detach()
+
+        return keep
+
+    handles = [
+        m.register_forward_hook(hook(name or f"the model ({type(model).__name__})"))
+        for name, m in model.named_modules()
+    ]
+
+    def unwatch() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return unwatch
+
+
+def _backward(out: Any, ids: Tensor, token: Tensor | None, model: nn.Module, trace: Trace, seed: int) -> None:
+    value = out if isinstance(out, Tensor) else next(v for v in out if isinstance(v, Tensor))
+    # Weights by original id: the same sum however the rows are spread.
+    weight = torch.sin(ids.to(value.dtype) * 12.9898 + seed) + 1.5
+    loss = (value * weight.view(-1, *[1] * (value.dim() - 1))).sum()
+    loss = loss if token is None else loss + token
+    if loss.requires_grad:
+        loss.backward()
+    trace.grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _note_failure(name: str, failed: list[str]) -> Callable[..., None]:
+    def note(_module: nn.Module, _args: Any, out: Any) -> None:
+        if out is None:
+            failed.append(name)  # called after an error too, innermost first
+
+    return note
+
+
+def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
+    trace = Trace(rows=part.own)
+    inputs = {"edge_index": part.edge_index, **part.nodes, **part.edges}
+    unwatch = _watch(model, trace)
+    failed: list[str] = []
+    handles = [
+        module.register_forward_hook(_note_failure(name or type(model).__name__, failed), always_call=True)
+        for name, module in model.named_modules()
+    ]
+    try:
+        model.train()
+        with _NoDraws():
+            out = Call(model, set(inputs))(model, inputs)
+        _backward(out, part.own, None, model, trace, seed)
+    except KagomeError:
+        raise
+    except Exception as error:
+        raise WholeFailedError(error, failed[0] if failed else type(model).__name__) from error
+    finally:
+        unwatch()
+        for handle in handles:
+            handle.remove()
+    return trace
+
+
+def split_of(model: nn.Module, pieces: list[Partition], handlers: dict[str, Any], seed: int) -> list[Trace]:
+    copies = [copy.deepcopy(model) for _ in pieces]
+
+    def work(channel: LocalChannel) -> Trace:
+        part, mine = pieces[channel.rank], copies[channel.rank]
+        scope = Interception(part, channel, seed=seed, handlers=handlers)
+        uninstall = install(mine, scope)
+        unrule = apply_rules(mine, scope)
+        trace = Trace(rows=part.own)
+        unwatch = _watch(mine, trace)
+        mine.train()
+        try:
+            call = Call(mine, set(scope.inputs))
+            with scope.running(1, training=True, checked=True):
+                out = call(mine, scope.inputs)
+            _backward(out, part.own, scope.turn.token, mine, trace, seed)
+        except KagomeError:
+            raise
+        except Exception as error:
+            raise _part_failed(error, scope, channel.rank) from error
+        finally:
+            unwatch()
+            unrule()
+            uninstall()
+        return trace
+
+    return LocalGroup(len(pieces)).run(work)
+
+
+def _part_failed(error: Exception, scope: Interception, rank: int) -> ModelError:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/kagome/" not in f.filename]
+    line = next(
+        (f"{f.name}, line {f.lineno}: {f.line}" for f in reversed(frames) if "/torch/" not in f.filename), ""
+    )
+    return ModelError(
+        "the model runs on a part of the graph as it runs on the whole",
+        f"on a part of {scope.own} vertices it raised {type(error).__name__}: {str(error).splitlines()[0]}",
+        where=f"{scope.fault or 'forward'}{'; ' + line if line else ''}",
+        hint="let sizes come from the input (x.size(0)), and reach other vertices through edges only",
+    )

@@ -1,0 +1,73 @@
+"""The compiled loops do what the same loops do in plain Python, and mend what can be mended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from graphs import multigraphs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_geometric.data import Data
+
+from kagome.graph import kernels
+from kagome.graph.builtin import sbm
+
+
+def plain(loop: Callable[..., Any]) -> Callable[..., Any]:
+    return loop.py_func  # type: ignore[attr-defined, no-any-return]
+
+
+def lists(data: Data) -> tuple[Any, Any, Any]:
+    source, target = data.edge_index.int().numpy()
+    indptr, indices = kernels.adjacency(source, target, data.num_nodes)
+    return indptr, indices, np.bincount(target, minlength=data.num_nodes).astype(np.float64)
+
+
+@settings(max_examples=30, deadline=None)
+@given(multigraphs())
+def test_adjacency_lists_both_ends(data: Data) -> None:
+    indptr, indices, _ = lists(data)
+    wanted: list[list[int]] = [[] for _ in range(data.num_nodes)]
+    for s, t in data.edge_index.t().tolist():
+        if s != t:
+            wanted[s].append(t)
+            wanted[t].append(s)
+    found = [sorted(indices[indptr[v] : indptr[v + 1]].tolist()) for v in range(data.num_nodes)]
+    assert found == [sorted(row) for row in wanted]
+    again = plain(kernels.adjacency)(*data.edge_index.int().numpy(), data.num_nodes)
+    assert np.array_equal(again[0], indptr)
+    assert np.array_equal(again[1], indices)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=multigraphs(), parts=st.integers(1, 4), seed=st.integers(0, 9))
+def test_compiled_is_plain(data: Data, parts: int, seed: int) -> None:
+    indptr, indices, weight = lists(data)
+    draw = np.random.default_rng(seed)
+    bounds = np.array([data.num_nodes / parts + 0.5, weight.sum() / parts + 1, parts])
+    start = draw.integers(0, parts, data.num_nodes)
+    fast, slow = start.copy(), start.copy()
+    kernels.mend(indptr, indices, weight, fast, bounds, 3)
+    plain(kernels.mend)(indptr, indices, weight, slow, bounds, 3)
+    assert fast.tolist() == slow.tolist()
+    order = draw.permutation(data.num_nodes)
+    fast, slow = np.full_like(start, -1), np.full_like(start, -1)
+    kernels.stream(indptr, indices, order, weight, fast, bounds)
+    plain(kernels.stream)(indptr, indices, order, weight, slow, bounds)
+    assert fast.tolist() == slow.tolist()
+
+
+@pytest.mark.parametrize("measure", ["vertices", "edges"])
+def test_a_full_part_is_emptied_to_its_bound(measure: str) -> None:
+    data = sbm("vertices=600,degree=8,communities=4,features=1,power=4")
+    indptr, indices, weight = lists(data)
+    owner = np.arange(600) % 4
+    full = np.arange(600) < 300 if measure == "vertices" else weight > np.quantile(weight, 0.6)
+    owner[full] = 0
+    bounds = np.array([1.2 * 150, 1.2 * weight.sum() / 4, 4])
+    kernels.mend(indptr, indices, weight, owner, bounds, 6)
+    assert np.bincount(owner, minlength=4).max() <= bounds[0]
+    assert np.bincount(owner, weights=weight, minlength=4).max() <= bounds[1]
