@@ -74,7 +74,7 @@ class Parallel:
             )
 
     def fit(self, world_size: int) -> Parallel:
-        """This cut for a given number of ranks, with nothing left open.
+        """The same cut for a given number of ranks, with nothing left open.
 
         Raises:
             ConfigError: If the cut needs another number of ranks.

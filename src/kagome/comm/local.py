@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kagome.comm.channel import KINDS, Kind, Op
-from kagome.errors import CommError
+from kagome.errors import CommError, KagomeError
 
 T = TypeVar("T")
 
@@ -44,8 +44,6 @@ class LocalGroup:
         def body(rank: int) -> None:
             try:
                 results[rank] = work(LocalChannel(self, rank))
-            except threading.BrokenBarrierError:
-                errors.append(CommError("all ranks meet at a collective", "another rank stopped before it"))
             except BaseException as error:
                 errors.insert(0, error)
                 self.barrier.abort()
@@ -56,7 +54,8 @@ class LocalGroup:
         for thread in threads:
             thread.join()
         if errors:
-            raise next((e for e in errors if not isinstance(e, CommError)), errors[0])
+            # What a rank found itself comes before what others only heard of, a named fault before any other.
+            raise min(errors, key=lambda e: (isinstance(e, CommError), not isinstance(e, KagomeError)))
         return results
 
 
@@ -70,10 +69,14 @@ class LocalChannel:
 
     def _share(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
-        self.group.slots[self.rank] = value
-        self.group.barrier.wait()
-        values = list(self.group.slots)
-        self.group.barrier.wait()
+        try:
+            self.group.slots[self.rank] = value
+            self.group.barrier.wait()
+            values = list(self.group.slots)
+            self.group.barrier.wait()
+        except threading.BrokenBarrierError:
+            # Not as the RuntimeError that it is: PyG's gather catches those and blames the edges.
+            raise CommError("all ranks meet at a collective", "another rank stopped before it") from None
         return values
 
     def exchange(

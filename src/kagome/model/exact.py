@@ -208,7 +208,7 @@ def _reduce(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
             # PyG's aggregations sort edges by their target, its typed layers sort vertices by type: local.
             return NotImplemented
         raise ModelError(
-            "a layer reads other vertices through edges, or takes sums, means, spreads and extremes over all of them",
+            "a layer reads other vertices through edges, or takes sums, means and extremes over all of them",
             f"it calls {name!r} over all vertices",
             where=scope.where(),
             hint="take it out of forward, or train on one rank",
@@ -328,7 +328,7 @@ def _contract(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -
 
 
 def _view(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``x.view(x.size(0), heads, -1)`` of a part without rows: torch cannot infer the -1, the row's width can."""
+    """``x.view(x.size(0), heads, -1)`` of a part without rows: the -1 follows from the row's width."""
     x, shape = args[0], args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
     if x.numel() or not all(isinstance(s, int) for s in shape) or -1 not in shape or 0 not in shape:
         return NotImplemented

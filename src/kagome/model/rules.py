@@ -156,7 +156,7 @@ def _cheb(module: Any, scope: LayerScope) -> Settings:
 
 
 def _supergat(module: Any, scope: LayerScope) -> Settings:
-    """SuperGATConv also samples pairs for its own attention loss, which no trainer here adds: none are drawn."""
+    """SuperGATConv also samples pairs for an attention loss of its own, which is not added: none are drawn."""
     none = lambda edge_index, *_: edge_index.new_zeros(2, 0)  # noqa: E731
     return [(module, "negative_sampling", none), (module, "positive_sampling", none)]
 
@@ -186,7 +186,7 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
 
 
 def _first_group(module: Any, scope: LayerScope) -> Settings:
-    """Quantiles and LSTMs fail where the first vertex, or every vertex, has no in-edge: give them one that has."""
+    """Quantiles and LSTMs fail where the first vertex, or every one, has no in-edge: give them one that has."""
     inner = module.forward
 
     def forward(

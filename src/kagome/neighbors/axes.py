@@ -1,7 +1,7 @@
 """Axes: where a torch call moves the axis along which a tensor has a row a vertex or an edge.
 
-Where it sits: ``marks`` asks it for each call whose arguments have such an axis. It knows shapes and call names,
-nothing of graphs.
+Where it sits: ``marks`` asks it for each call whose arguments have such an axis. It knows shapes and call
+names, nothing of graphs.
 """
 
 from __future__ import annotations

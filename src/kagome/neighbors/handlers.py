@@ -1,7 +1,7 @@
 """Handlers: torch calls that read or write rows by the graph's ids, answered for a part.
 
-Where it sits: ``intercept`` looks a call up here by its name before it runs it. Statistics, draws and attention
-have theirs in ``model.exact``.
+Where it sits: ``intercept`` looks a call up here by its name before it runs it. Statistics, draws and
+attention have theirs in ``model.exact``.
 """
 
 from __future__ import annotations

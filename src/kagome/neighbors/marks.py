@@ -257,7 +257,7 @@ def _pick(marks: Marks, index: Any, result: Any, base: Any, mark: Mark) -> None:
 
 
 def _count(marks: Marks, result: Any, lead: Mark, found: list[Mark], first: Any) -> None:
-    """Arithmetic and comparisons with ids: truth values and floats lie along the edges, integers are mixed."""
+    """Arithmetic and comparisons with ids: truth values and floats lie along edges, integers are mixed."""
     own_only = all(m.kind not in (Kind.SOURCE, Kind.EDGES, Kind.MIXED) for m in found)
     length = first.size(-1) if isinstance(first, Tensor) and first.dim() else -1
     for out in _outputs(result):

@@ -32,7 +32,7 @@ class Carrier(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """The number of this rank in the group."""
 
     @property
     def size(self) -> int:
@@ -71,11 +71,11 @@ class Turn:
         self.over = False
 
     def begin(self, site: str, *, grad: bool = False) -> Site:
-        """Number the next collective of this forward; ``grad`` says whether backward will come back to it."""
+        """Number the next collective of this forward; ``grad``: backward will come back to it."""
         if self.over:
             raise ModelError(
                 "each layer runs once in the forward pass",
-                "a layer was run again during backward (activation checkpointing), which would repeat its exchange",
+                "one was run again during backward (activation checkpointing), repeating its exchange",
                 where=site,
                 hint="leave torch.utils.checkpoint out of the model",
             )
@@ -105,7 +105,7 @@ class Site:
         return f"{direction} of {self.name}, epoch {self.epoch}"
 
     def header(self, direction: int, width: int) -> tuple[int, ...] | None:
-        """(direction, epoch, site, width, grad): what all ranks must agree on before rows of a size travel."""
+        """(direction, epoch, site, width, grad): what ranks agree on before rows of a size travel."""
         return (direction, self.epoch, self.number, width, int(self.grad)) if self.checked else None
 
 
@@ -147,7 +147,7 @@ class NeighborRows:
         return self.forth(rows, site, 0)
 
     def give_back(self, rows: Tensor, turn: Turn, name: str) -> Tensor:
-        """Sums on own and halo rows ``[n + H, W]`` -> sums on own rows ``[n, W]``: the transpose of extend."""
+        """Sums on own and halo rows ``[n + H, W]`` -> on own rows ``[n, W]``: the transpose of extend."""
         if self.channel.size == 1:
             return rows
         site = turn.begin(name, grad=rows.requires_grad)
