@@ -4,9 +4,10 @@ Run:  python examples/twelve_lines.py
       torchrun --nproc-per-node 2 examples/twelve_lines.py
 """
 
-import kagome
 import torch
 from torch_geometric.nn import GCN
+
+import kagome
 
 torch.manual_seed(0)
 data = kagome.load("digits")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
@@ -87,6 +87,8 @@ class Channel:
         # gloo's point-to-point knows host memory only.
         self._wire = torch.device("cpu") if self._gloo else self.device
         self._count = 0
+        self.timer: Callable[[str], AbstractContextManager[object]] | None = None
+        """Called with ``exchange`` around each of them but sums of weights: where its time is to be noted."""
         self.bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.waited: dict[str, float] = dict.fromkeys(KINDS, 0.0)
 
@@ -115,9 +117,10 @@ class Channel:
         header: tuple[int, ...] | None = None,
     ) -> Tensor:
         """Send each peer its rows and receive theirs; :meth:`start_exchange` and its wait."""
-        return self.start_exchange(
-            rows, send_counts, recv_counts, action=action, kind=kind, header=header
-        ).wait()
+        with self._timed(kind):
+            return self.start_exchange(
+                rows, send_counts, recv_counts, action=action, kind=kind, header=header
+            ).wait()
 
     def start_exchange(
         self,
@@ -176,8 +179,9 @@ class Channel:
         result = result.to(self._wire)
         self._add(kind, 2 * (self.size - 1) * result.nbytes // self.size)
         reduce = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-        work = self._group.allreduce([result], reduce, self._limit())
-        self._finish([(None, work)], action, kind)
+        with self._timed(kind):
+            work = self._group.allreduce([result], reduce, self._limit())
+            self._finish([(None, work)], action, kind)
         return result.to(self.device)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, action: str, kind: Kind = "other") -> Tensor:
@@ -292,6 +296,9 @@ class Channel:
         texts = faults.disagreements(ours, theirs, self.names)
         if texts:
             raise faults.disagree(self.names[self.rank], action, texts)
+
+    def _timed(self, kind: Kind) -> AbstractContextManager[object]:
+        return nullcontext() if self.timer is None or kind in ("weights", "other") else self.timer("exchange")
 
     def _limit(self) -> timedelta:
         return timedelta(seconds=self.timeout)

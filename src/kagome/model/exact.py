@@ -270,7 +270,7 @@ def _extreme(sign: int, picks: bool) -> Callable[..., Any]:
             return NotImplemented  # also asks for positions, which are local: the check will tell
         flat = x.to(torch.uint8) if x.dtype == torch.bool else x
         low = torch.finfo(flat.dtype).min if flat.is_floating_point() else torch.iinfo(flat.dtype).min
-        signed = flat.detach() * sign if not (flat.dtype == torch.uint8) else flat.detach().long() * sign
+        signed = flat.detach() * sign if flat.dtype != torch.uint8 else flat.detach().long() * sign
         if signed.dtype == torch.long:
             low = torch.iinfo(torch.long).min + 1
         shape = [1 if d in dims else s for d, s in enumerate(x.shape)]

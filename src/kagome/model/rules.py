@@ -26,6 +26,8 @@ from kagome.model.exact import Scope
 class LayerScope(Scope, Protocol):
     """What a rule may ask of the interception beyond what a handler may."""
 
+    remembered: dict[Any, Any]
+
     def everyone(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, own ones first, with gradient."""
 
@@ -93,23 +95,20 @@ class _Remembered:
     The first call runs under the interception like any other, so its degrees are the whole graph's.
     """
 
-    def __init__(self, function: Callable[..., Any], scope: LayerScope) -> None:
-        self._function, self._scope = function, scope
-        self._results: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    def __init__(self, function: Callable[..., Any], scope: LayerScope, name: str) -> None:
+        self._function, self._scope, self._name = function, scope, name
 
-    def __call__(self, edge_index: Any, edge_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-        constant = self._scope.is_input(edge_index) and (
-            edge_weight is None or self._scope.is_input(edge_weight)
-        )
-        if not constant or torch.is_tensor(kwargs.get("lambda_max")):
-            return self._function(edge_index, edge_weight, *args, **kwargs)
-        key = (id(edge_index), id(edge_weight), args, tuple(sorted(kwargs.items())))
-        if key not in self._results:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        if not all(self._scope.is_input(value) for value in given if isinstance(value, Tensor)):
+            return self._function(*args, **kwargs)
+        # Inputs live as long as the scope, so an id is never given twice; all layers share one result.
+        values = tuple(id(value) if isinstance(value, Tensor) else value for value in given)
+        key = (self._name, values, tuple(kwargs))
+        if key not in self._scope.remembered:
             with self._scope.constants():
-                result = self._function(edge_index, edge_weight, *args, **kwargs)
-            # Inputs live as long as the scope, so an id is never given twice.
-            self._results[key] = (result, (edge_index, edge_weight))
-        return self._results[key][0]
+                self._scope.remembered[key] = self._function(*args, **kwargs)
+        return self._scope.remembered[key]
 
 
 def _normalised(module: Any, scope: LayerScope) -> Settings:
@@ -118,7 +117,7 @@ def _normalised(module: Any, scope: LayerScope) -> Settings:
     found = type(module).forward.__globals__
     replaced: dict[str, Any] = {}
     if "gcn_norm" in names and found.get("gcn_norm") is gcn_norm:
-        replaced["gcn_norm"] = _Remembered(gcn_norm, scope)
+        replaced["gcn_norm"] = _Remembered(gcn_norm, scope, "gcn_norm")
     if (
         "add_remaining_self_loops" in names
         and found.get("add_remaining_self_loops") is add_remaining_self_loops
@@ -152,11 +151,11 @@ def _cheb(module: Any, scope: LayerScope) -> Settings:
             lambda_max = 2.0 * scope.greatest(weight.detach().amax() if weight.numel() else low)
         return inner(edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype=dtype, batch=batch)
 
-    return [(module, "__norm__", _Remembered(norm, scope))]
+    return [(module, "__norm__", _Remembered(norm, scope, "ChebConv"))]
 
 
 def _supergat(module: Any, scope: LayerScope) -> Settings:
-    """SuperGATConv also samples pairs for an attention loss of its own, which is not added: none are drawn."""
+    """SuperGATConv also samples pairs for an attention loss of its own, not added here: none are drawn."""
     none = lambda edge_index, *_: edge_index.new_zeros(2, 0)  # noqa: E731
     return [(module, "negative_sampling", none), (module, "positive_sampling", none)]
 
@@ -186,7 +185,7 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
 
 
 def _first_group(module: Any, scope: LayerScope) -> Settings:
-    """Quantiles and LSTMs fail where the first vertex, or every one, has no in-edge: give them one that has."""
+    """Quantiles and LSTMs fail where the first vertex, or all, have no in-edge: give them one that has."""
     inner = module.forward
 
     def forward(

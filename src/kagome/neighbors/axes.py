@@ -170,6 +170,8 @@ def _by_product(args: tuple[Any, ...], base: Tensor, axis: int, rows: int, out: 
     inner = base.dim() - 1 if left else max(base.dim() - 2, 0)
     if axis == inner:
         return None  # the product sums over the rows: see exact.contraction
+    if args[1 if left else 0].dim() == 1:
+        return axis - int(axis > inner)  # a product with a vector takes the inner axis away
     return _by_shape(base, axis, rows, out) if base.dim() <= out.dim() else None
 
 

@@ -65,6 +65,7 @@ class Interception(TorchFunctionMode):
         self._constants: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._edge_keys: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._everyone: NeighborRows | None = None
+        self.remembered: dict[Any, Any] = {}
         self.inputs = self._inputs()
 
     # What the model is given ---------------------------------------------------------------------

@@ -199,13 +199,17 @@ def _spread_ids(
         # x[source]: the handler of gathers has marked it; x[:, source] and the like are left unmarked.
         return
     elif name in _KEEP or (name in _RESHAPE and lead.kind is not Kind.EDGES):
+        across = name == "sort" and kwargs.get("dim", args[1] if len(args) > 1 else -1) in (0, -2)
         for out in list(_outputs(result))[:1]:
-            marks.put(out, lead if lead.kind is not Kind.EDGES or out.size(0) == 2 else Mark(Kind.MIXED))
+            whole = lead.kind is not Kind.EDGES or (_two_rows(out) and not across)
+            marks.put(out, lead if whole else Mark(Kind.MIXED))
     elif name in ("unbind", "split", "chunk", "tensor_split") and lead.kind is Kind.EDGES:
-        dim = kwargs.get("dim", args[-1] if len(args) > (1 if name == "unbind" else 2) else 0)
-        if dim == 0 and len(result) == 2:
-            for row, out in enumerate(result):
+        dim = kwargs.get("dim", args[-1] if len(args) > (1 if name == "unbind" else 2) else 0) % 2
+        for row, out in enumerate(result):
+            if dim == 0 and len(result) == 2:
                 marks.put(out, _end(first, lead, row))
+            else:
+                marks.put(out, replace(lead, edges=None) if dim == 1 and _two_rows(out) else Mark(Kind.MIXED))
     elif name in ("cat", "concat", "concatenate", "hstack"):
         kinds = {m.kind for m in found}
         dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
@@ -221,7 +225,9 @@ def _spread_ids(
         else:
             marks.put(result, Mark(Kind.MIXED))
     elif name == "flip" and lead.kind is Kind.EDGES:
-        marks.put(result, replace(lead, swapped=not lead.swapped))
+        dims = kwargs.get("dims", args[1:])
+        dims = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+        marks.put(result, replace(lead, swapped=lead.swapped is not (0 in [d % 2 for d in dims])))
     elif name == "index_select":
         dim = kwargs.get("dim", args[1])
         keep = lead.kind is not Kind.EDGES or dim in (1, -1)
@@ -229,9 +235,14 @@ def _spread_ids(
     elif name == "select" and lead.kind is Kind.EDGES and args[1] == 0:
         marks.put(result, _end(first, lead, int(args[2])))
     elif name == "narrow":
-        marks.put(result, replace(lead, edges=None))
+        keep = lead.kind is not Kind.EDGES or _two_rows(result)
+        marks.put(result, replace(lead, edges=None) if keep else Mark(Kind.MIXED))
     else:
         _count(marks, result, lead, found, first)
+
+
+def _two_rows(ends: Tensor) -> bool:
+    return ends.dim() == 2 and ends.size(0) == 2
 
 
 def _end(edges: Any, mark: Mark, row: int) -> Mark:
@@ -248,7 +259,7 @@ def _pick(marks: Marks, index: Any, result: Any, base: Any, mark: Mark) -> None:
     if isinstance(head, int):
         end = _end(base, mark, head)
         marks.put(result, end if not rest else replace(end, edges=None))
-    elif head == slice(None) if isinstance(head, slice) else head is Ellipsis:
+    elif (head == slice(None) if isinstance(head, slice) else head is Ellipsis) and _two_rows(result):
         marks.put(result, replace(mark, edges=None))
     elif isinstance(head, (list, Tensor)) and list(map(int, head)) == [1, 0] and not rest:
         marks.put(result, replace(mark, swapped=not mark.swapped, edges=None))

@@ -29,18 +29,27 @@ class Best:
     def see(self, epoch: int, metric: float | None, model: nn.Module) -> None:
         """Note an evaluation; of equals the first stays. Without a metric the last epoch is the best."""
         if metric is not None and self.metric is not None and metric <= self.metric:
-            self.waited += 1
+            self.waited = epoch - self.epoch
             return
         self.epoch, self.metric, self.waited = epoch, metric, 0
-        self.weights = (
-            None if metric is None else {k: v.detach().clone() for k, v in model.state_dict().items()}
-        )
+        self.weights = None if metric is None else _copy(model)
 
-    def restore(self, model: nn.Module) -> None:
-        """Give the model the best epoch's weights."""
-        if self.weights is not None:
-            model.load_state_dict(self.weights)
+    def restore(self, model: nn.Module) -> dict[str, Tensor] | None:
+        """Give the model the best epoch's weights.
+
+        Returns:
+            Those that it had, where they are others.
+        """
+        if self.weights is None or not self.waited:
+            return None
+        last = _copy(model)
+        model.load_state_dict(self.weights)
+        return last
 
     def place(self, epoch: int, seed: int, world_size: int, fingerprint: str) -> checkpoint.Place:
         """What a checkpoint says of the run."""
         return checkpoint.Place(epoch, seed, self.epoch, self.metric, self.waited, world_size, fingerprint)
+
+
+def _copy(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}

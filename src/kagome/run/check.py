@@ -1,4 +1,4 @@
-"""Check: a user's model on a small sample of the user's graph, split against whole, every output and gradient.
+"""Check: a user's model on a small sample of the user's graph, split against whole: outputs and gradients.
 
 Where it sits: ``trainer`` runs it before the first training of a model, ``kagome check`` and ``kagome.check``
 on demand. The ranks of the split are threads of this process (``comm.local``), so it takes a second and
@@ -75,8 +75,8 @@ class CheckResult:
         verdict = "equal" if self.first is None else f"differ first at {self.first.name} ({self.first.kind})"
         return (
             f"split over {self.parts} and whole {verdict}: {len(self.rows)} tensors, largest difference "
-            f"{self.worst:.1e} of the largest entry ({self.dtype}; {self.vertices} vertices, {self.edges} edges; "
-            f"{self.seconds:.1f} s)"
+            f"{self.worst:.1e} of the largest entry "
+            f"({self.dtype}; {self.vertices} vertices, {self.edges} edges; {self.seconds:.1f} s)"
         )
 
     def raise_if_different(self) -> None:
@@ -88,7 +88,8 @@ class CheckResult:
         if self.first is not None:
             raise CheckError(
                 f"the model gives the same on {self.parts} parts as on the whole graph",
-                f"the {self.first.kind} of {self.first.name} differs by {self.first.error:.1e} of its largest entry",
+                f"the {self.first.kind} of {self.first.name} differs by {self.first.error:.1e} "
+                "of its largest entry",
                 where="a sample of your graph",
                 hint="a layer there mixes vertices other than through edges; kagome check shows all rows, "
                 "--train.no-check goes on all the same",

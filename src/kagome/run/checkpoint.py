@@ -1,4 +1,4 @@
-"""Checkpoints: weights, optimizer and the run's place, in torch's distributed format, replaced only when whole.
+"""Checkpoints: weights, optimizer, the run's place; in torch's distributed format, replaced only when whole.
 
 Where it sits: ``trainer`` saves and loads; nothing in a checkpoint depends on the number of ranks. Draws need
 no state of their own: they follow from the seed and the epoch.
@@ -40,7 +40,7 @@ class Place:
         seed: The run's seed.
         best_epoch: The epoch with the best validation metric, 0 before any.
         best_metric: That metric.
-        waited: Evaluations since then.
+        waited: Epochs since then, up to the last evaluation.
         world_size: Ranks that wrote it; a resume may have others.
         fingerprint: Of graph, method, seed and parts.
     """
@@ -85,12 +85,9 @@ def save(
     name = f"epoch-{place.epoch:06d}"
     fresh, target = folder / f".{name}.new", folder / name
     state = _state(model, optimizer, best)
+    _agree(channel, _make_room(fresh) if channel.rank == 0 else "", target)
     fault = ""
     try:
-        if channel.rank == 0:
-            shutil.rmtree(fresh, ignore_errors=True)
-            fresh.mkdir(parents=True)
-        channel.barrier("checkpoint: make room")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             save_state(state, checkpoint_id=fresh, no_dist=not dist.is_initialized())
@@ -102,16 +99,37 @@ def save(
             shutil.rmtree(target, ignore_errors=True)
             fresh.rename(target)
             write_text(folder / "latest", name + "\n")
-            for old in sorted(folder.glob("epoch-*"))[:-KEEP]:
-                shutil.rmtree(old, ignore_errors=True)
+            _remove_others(folder, name)
     except (OSError, CheckpointException) as error:
         fault = f"it cannot be: {error}"
-    faults = [f for f in channel.gather_objects(fault, "checkpoint: written") if f]
+    _agree(channel, fault, target)
+    return target
+
+
+def _make_room(fresh: Path) -> str:
+    try:
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+    except OSError as error:
+        return f"it cannot be: {error}"
+    return ""
+
+
+def _agree(channel: Channel, fault: str, target: Path) -> None:
+    """Every rank raises what any of them met: none goes on to wait for another that has given up."""
+    faults = [found for found in channel.gather_objects(fault, "checkpoint") if found]
     if faults:
         raise CheckpointError(
             f"a checkpoint was to be written to {target}", str(faults[0]), hint="free some disk"
         )
-    return target
+
+
+def _remove_others(folder: Path, newest: str) -> None:
+    """Keep the newest few; later epochs are of a course that was left (a fresh start, an older resume)."""
+    found = sorted(path.name for path in folder.glob("epoch-*"))
+    kept = [name for name in found if name <= newest][-KEEP:]
+    for name in set(found) - set(kept):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def latest(folder: str | Path) -> Path:

@@ -18,13 +18,13 @@ from torch_geometric.data import Data
 
 from kagome.comm.channel import Channel
 from kagome.config import Train
-from kagome.errors import CommError, ModelError
+from kagome.errors import ModelError
 from kagome.graph.partition import Partition
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
-from kagome.run.task import Loss, row_sum
+from kagome.run.task import Loss, checked_loss, row_sum
 
 
 class Phases(Protocol):
@@ -68,7 +68,7 @@ class Call:
                 raise ModelError(
                     f"forward({', '.join(p.name for p in parameters)}) asks for {parameter.name!r}",
                     f"the data has {', '.join(sorted(names))}",
-                    hint=f"give the Data object an attribute {parameter.name!r} with a row a vertex or an edge",
+                    hint=f"give the Data an attribute {parameter.name!r} with a row a vertex or an edge",
                 )
 
     def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
@@ -170,10 +170,11 @@ class Engine:
             stop: Whether this rank was asked to stop.
 
         Returns:
-            The mean loss over all training vertices before the update, and whether any rank was asked to stop.
+            The mean loss over all training vertices before the update; whether any rank was asked to stop.
 
         Raises:
-            CommError: If the loss is not finite on some rank.
+            ModelError: If the loss is not finite on some rank.
+            ConfigError: If the loss averages over rows by itself.
         """
         optimizer.zero_grad(set_to_none=True)
         # What a layer still draws from torch's own generator repeats with the epoch, on any number of ranks.
@@ -183,6 +184,8 @@ class Engine:
                 out = self.forward(epoch, training=True)
                 assert self.y is not None
                 rows = self.train_rows
+                if not self._checked and rows.numel() > 1:
+                    checked_loss(self.loss, out[rows].detach(), self.y[rows])
                 lost = row_sum(self.loss(out[rows], self.y[rows])) / max(self.train_count, 1)
             with self.phases.phase("backward", epoch):
                 # [Note: token] in neighbors.rows: it makes backward visit every site on every rank.
@@ -227,7 +230,7 @@ class Engine:
                 parameter.grad = piece if some else None
                 offset += parameter.numel()
         if value != value or value in (float("inf"), float("-inf")):
-            raise CommError(
+            raise ModelError(
                 "training goes on with a finite loss",
                 f"the loss is {value}",
                 where=f"epoch {epoch}",
@@ -240,9 +243,10 @@ class Engine:
         """Scores of own rows with dropout off: exact, and distributed like training.
 
         Shapes:
-            ``[n, C]``.
+            ``[n, C]``; a model that gives ``[n]`` has one column.
         """
-        return self.forward(epoch, training=False)
+        out = self.forward(epoch, training=False)
+        return out if out.dim() > 1 else out.unsqueeze(1)
 
 
 def broadcast_weights(model: nn.Module, channel: Channel) -> None:

@@ -33,7 +33,7 @@ from kagome.graph.validate import num_classes, task, validate
 def from_data(
     data: object, channel: Channel, *, method: str, seed: int, split: int = 0
 ) -> tuple[Partition, Meta]:
-    """This rank's part of a graph that every rank has in memory.
+    """The part of this rank, of a graph that every rank has in memory.
 
     Args:
         data: A PyG ``Data``; every rank gives the same.
@@ -50,18 +50,20 @@ def from_data(
     """
     clean, notes = validate(data, split=split)
     count = int(clean.num_nodes or 0)
-    owner = torch.zeros(count, dtype=torch.int64, device=channel.device)
-    if channel.rank == 0:
-        owner = assign(method, clean.edge_index, count, channel.size, seed).to(channel.device)
-    owner = channel.broadcast(owner, 0, action="broadcast of the partition").cpu()
     mark = fingerprint(clean, method, seed, channel.size)
+    # Before anything whose size depends on the graph: gloo ends the process where sizes differ.
     marks = channel.gather_objects(mark, "compare the ranks' data")
     if len(set(marks)) > 1:
         raise PartitionError(
             "every rank gives the same graph",
-            f"rank {channel.rank}'s differs from another's: fingerprints {', '.join(sorted(set(map(str, marks))))}",
+            f"rank {channel.rank}'s differs from another's: fingerprints "
+            f"{', '.join(sorted(set(map(str, marks))))}",
             hint="seed whatever makes the data, or load it from one file",
         )
+    owner = torch.zeros(count, dtype=torch.int64, device=channel.device)
+    if channel.rank == 0:
+        owner = assign(method, clean.edge_index, count, channel.size, seed).to(channel.device)
+    owner = channel.broadcast(owner, 0, action="broadcast of the partition").cpu()
     part = extract(clean, owner, channel.rank, channel.size, fingerprint=mark)
     meta = _meta(clean, notes, mark, method, seed, channel.size, owner)
     return part, meta
@@ -86,7 +88,7 @@ def _meta(
 
 
 def from_folder(folder: str | Path, channel: Channel) -> tuple[Partition, Meta]:
-    """This rank's part of a saved partition; no other is read.
+    """The part of this rank, of a saved partition; no other is read.
 
     Raises:
         PartitionError: If the folder has another number of parts than there are ranks, or is damaged.

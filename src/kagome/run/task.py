@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kagome.config import Metric
-from kagome.errors import ConfigError
+from kagome.errors import ConfigError, ModelError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Kind = Literal["multiclass", "multilabel"]
@@ -43,17 +43,35 @@ def kind_of(y: Tensor) -> Kind:
     return "multilabel" if y.dim() > 1 else "multiclass"
 
 
-def default_loss(kind: Kind) -> Loss:
-    """Cross entropy, or binary cross entropy a label; a value a row.
+def default_loss(kind: Kind, classes: int) -> Loss:
+    """Cross entropy, or binary cross entropy a label (and of two classes, where one column is given).
+
+    Args:
+        kind: What the labels are.
+        classes: Classes, or labels a vertex may have.
+
+    Returns:
+        A loss with a value a row; it raises a ModelError for an output of another width.
 
     Shapes:
         ``out [n, C]``, ``y [n]`` or ``[n, C]`` -> ``[n]``.
     """
-    if kind == "multilabel":
-        return lambda out, y: F.binary_cross_entropy_with_logits(out, y.to(out.dtype), reduction="none").mean(
-            1
-        )
-    return lambda out, y: F.cross_entropy(out, y, reduction="none")
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        single = kind == "multiclass" and classes <= 2 and (out.dim() == 1 or out.shape[1:] == (1,))
+        if single:
+            return F.binary_cross_entropy_with_logits(out.view(-1), y.to(out.dtype), reduction="none")
+        if out.dim() != 2 or (out.size(1) != classes if kind == "multilabel" else out.size(1) < classes):
+            raise ModelError(
+                f"the model gives {classes} columns, one a {'label' if kind == 'multilabel' else 'class'}",
+                f"its output has the shape {list(out.shape)}",
+                hint=f"out_channels={classes} in the last layer, or a loss of your own",
+            )
+        if kind == "multilabel":
+            return F.binary_cross_entropy_with_logits(out, y.to(out.dtype), reduction="none").mean(1)
+        return F.cross_entropy(out, y, reduction="none")
+
+    return loss
 
 
 def checked_loss(loss: Loss, sample: Tensor, y: Tensor) -> Loss:
@@ -154,7 +172,8 @@ def _roc_auc(out: Tensor, y: Tensor, channel: Sums, action: str) -> float | None
     score = out.float()
     if y.dim() == 1:
         score = score.squeeze(1) if score.size(1) == 1 else score[:, 1] - score[:, 0]
-    table = torch.cat([score.reshape(y.size(0), -1), y.reshape(y.size(0), -1).float()], dim=1)
+        score, y = score.unsqueeze(1), y.unsqueeze(1)
+    table = torch.cat([score, y.float()], dim=1)
     rows = channel.gather_rows(table, action=action, dst=0)
     value = torch.full((1,), float("nan"), dtype=torch.float64, device=out.device)
     if rows is not None:

@@ -1,4 +1,4 @@
-"""Trace: one forward and backward of a model, whole or split, with every module's output and every gradient kept.
+"""Trace: one forward and backward of a model, whole or split, with all outputs and gradients kept.
 
 Where it sits: ``check`` compares two traces. The ranks of a split are threads of this process.
 """
@@ -122,6 +122,7 @@ def _note_failure(name: str, failed: list[str]) -> Callable[..., None]:
 
 
 def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
+    """Run the model in one process, as plain PyG does."""
     trace = Trace(rows=part.own)
     inputs = {"edge_index": part.edge_index, **part.nodes, **part.edges}
     unwatch = _watch(model, trace)
@@ -147,6 +148,7 @@ def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
 
 
 def split_of(model: nn.Module, pieces: list[Partition], handlers: dict[str, Any], seed: int) -> list[Trace]:
+    """Run copies of the model on the pieces, each in a thread; a trace a piece."""
     copies = [copy.deepcopy(model) for _ in pieces]
 
     def work(channel: LocalChannel) -> Trace:

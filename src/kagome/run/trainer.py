@@ -36,6 +36,8 @@ from kagome.run.best import Best
 from kagome.run.check import check
 from kagome.run.engine import Engine, broadcast_weights, materialise
 from kagome.run.folder import RunWriter
+from kagome.run.learning import loss_of, optimizer_of, scheduler_of, step_scheduler
+from kagome.run.outcome import original_order, outcome
 from kagome.run.stop import asked_to_stop
 
 AFTER_IMPORTS: Final = Memory()
@@ -58,7 +60,8 @@ class Trainer:
         parallel: How to split.
         loss: ``loss(out, y)`` with a value a row; by default (binary) cross entropy.
         optimizer: ``callable(params) -> Optimizer``; by default Adam with ``train``'s rate and weight decay.
-        scheduler: ``callable(optimizer)``; stepped once an epoch.
+        scheduler: ``callable(optimizer)``; stepped once an epoch (``ReduceLROnPlateau`` by the training loss,
+            or with ``mode="max"`` by the validation metric).
         train: Epochs, seed, metric, early stop, ...
         report: What to say about the run.
         out: Folder for the run's files; None writes none.
@@ -129,6 +132,7 @@ class Trainer:
             mesh = open_mesh(settings.parallel, timeout=self.train.timeout, say=self._warn)
             self.mesh = self._stack.enter_context(mesh)
             self.channel = self.mesh.graph
+            self.channel.timer = self.spans.phase
             self.spans.align()
             self.notes: list[str] = []
             with self.spans.phase("load"):
@@ -155,37 +159,17 @@ class Trainer:
     ) -> None:
         if "y" not in self.part.nodes:
             raise DataError("training needs labels (data.y)", "the data has none")
-        y = self.part.nodes["y"]
-        kind = task.kind_of(y)
-        self.metric_name = task.metric_name(self.train.metric, kind, self.meta.num_classes)
-        if loss is not None:
-            sample = torch.randn(12, self.meta.num_classes, generator=torch.Generator().manual_seed(0))
-            labels = (
-                torch.randint(0, self.meta.num_classes, (12,))
-                if kind == "multiclass"
-                else torch.ones(12, y.size(1))
-            )
-            try:
-                loss = task.checked_loss(loss, sample, labels.to(y.dtype) if kind == "multilabel" else labels)
-            except (RuntimeError, IndexError, TypeError, ValueError) as error:
-                if isinstance(error, KagomeError):
-                    raise
-                # A loss for outputs of another shape than a column a class cannot be tried beforehand.
-        self.loss = loss or task.default_loss(kind)
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if not parameters:
-            raise ModelError("training needs a model with parameters", "it has none that require a gradient")
-        if optimizer is None:
-            self.optimizer: Optimizer = torch.optim.Adam(
-                parameters, lr=self.train.lr, weight_decay=self.train.weight_decay
-            )
-        else:
-            self.optimizer = optimizer(parameters)
-        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
+        y, classes = self.part.nodes["y"], self.meta.num_classes
+        self.metric_name = task.metric_name(self.train.metric, task.kind_of(y), classes)
+        self.loss = loss_of(loss, y, classes)
+        self.optimizer = optimizer_of(self.model, self.train, optimizer)
+        self.scheduler = scheduler_of(self.optimizer, scheduler)
         self.engine = Engine(
             self.model, self.part, self.channel, settings=self.train, loss=self.loss, phases=self.spans
         )
         self.epoch, self._best = 0, Best()
+        self.records: list[EpochRecord] = []
+        self._last: dict[str, Tensor] | None = None
         self._was_checked = False
 
     # Public --------------------------------------------------------------------------------------
@@ -193,8 +177,10 @@ class Trainer:
     def fit(self, epochs: int | None = None, *, resume: str | Path | None = None) -> dict[str, Any]:
         """Train; afterwards the model holds the weights of the best epoch.
 
+        Called again, it goes on where it stopped: with the last epoch's weights, not the best one's.
+
         Args:
-            epochs: Epochs in all, those before a resume too; by default ``train.epochs``.
+            epochs: Epochs in all, those before too; by default ``train.epochs``.
             resume: A run's folder or a checkpoint to go on from.
 
         Returns:
@@ -205,6 +191,9 @@ class Trainer:
             SystemExit: After SIGTERM, with 143, once a checkpoint is saved.
         """
         epochs = self.train.epochs if epochs is None else epochs
+        if self._last is not None:
+            self.model.load_state_dict(self._last)
+            self._last = None
         if resume is not None:
             self._resume(resume)
         if self.train.check and not self._was_checked:
@@ -212,7 +201,7 @@ class Trainer:
                 self._check()
         self._was_checked = True
         set_up = time.perf_counter() - self._begun
-        records = self.writer.open(after=self.epoch) if self.writer else []
+        self._open_files()
         progress = Progress(
             epochs,
             done=self.epoch,
@@ -222,7 +211,7 @@ class Trainer:
         with asked_to_stop(self.writer is not None) as asked, progress:
             while self.epoch < epochs:
                 record, stop = self._one_epoch(epochs, bool(asked))
-                records.append(record)
+                self.records.append(record)
                 progress.update(record)
                 if self.writer is not None:
                     self.writer.record(record)
@@ -236,8 +225,8 @@ class Trainer:
                     break
         if self.writer is not None and self.epoch:
             self._save()
-        self._best.restore(self.model)
-        return self._finish(records, set_up)
+        self._last = self._best.restore(self.model)
+        return self._finish(set_up)
 
     def evaluate(self, split: str = "test") -> float | None:
         """The metric over a split's vertices, with the weights as they are; each vertex counts once.
@@ -259,14 +248,8 @@ class Trainer:
             N rows to rank 0.
         """
         own = self.engine.evaluate(self.epoch)
-        rows = self.channel.gather_rows(own, action="predictions", dst=0)
-        ids = self.channel.gather_rows(self.part.own.to(self.mesh.device), action="prediction ids", dst=0)
-        if rows is None or ids is None:
-            return own
-        joined = torch.cat(rows)
-        out = torch.empty_like(joined)
-        out[torch.cat(ids)] = joined
-        return out
+        joined = original_order(own, self.part, self.channel, "predictions")
+        return own if joined is None else joined
 
     def close(self) -> None:
         """Leave the model and the ranks; called at exit by itself."""
@@ -293,8 +276,6 @@ class Trainer:
         begun = time.perf_counter()
         loss, stopped = self.engine.train(epoch, self.optimizer, stop=stop)
         seconds = time.perf_counter() - begun
-        if self.scheduler is not None:
-            self.scheduler.step()
         sent = self._bytes(self.channel.take_bytes())
         record = EpochRecord(epoch, loss, None, None, seconds, sent)
         if epoch % self.train.eval_every == 0 or epoch == epochs or stopped:
@@ -302,6 +283,8 @@ class Trainer:
                 found = self._scores()
             record = replace(record, train_metric=found["train"], val_metric=found["val"])
             self._best.see(epoch, found["val"], self.model)
+        if self.scheduler is not None:
+            step_scheduler(self.scheduler, loss, record.val_metric)
         return record, stopped
 
     def _scores(self) -> dict[str, float | None]:
@@ -369,42 +352,36 @@ class Trainer:
 
     # Saying --------------------------------------------------------------------------------------
 
-    def _finish(self, records: list[EpochRecord], set_up: float) -> dict[str, Any]:
+    def _open_files(self) -> None:
+        """Begin ``metrics.jsonl`` or go on with it; all ranks know the epochs before a resume."""
+        if self.writer is None:
+            return
+        before: Any = self.channel.gather_objects(self.writer.open(after=self.epoch), "earlier epochs")[0]
+        self.records = before or self.records[: self.epoch]
+
+    def _finish(self, set_up: float) -> dict[str, Any]:
         found = self._scores()
-        own = (
-            torch.cuda.max_memory_allocated(self.mesh.device)
-            if self.mesh.device.type == "cuda"
-            else AFTER_IMPORTS.peak()
-        )
-        gathered = self.channel.gather_objects((own, self.spans.as_list(), self.spans.seconds()), "reports")
-        peaks, spans, phases = (list(column) for column in zip(*gathered, strict=True))
+        on_cuda = self.mesh.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self.mesh.device) if on_cuda else AFTER_IMPORTS.peak()
         facts: dict[str, Any] = {
             "test_metric": found["test"],
             "val_metric": found["val"],
             "metric_name": self.metric_name,
             "best_epoch": self._best.epoch or None,
-            "peak_memory_bytes": peaks,
             "world_size": self.mesh.size,
             "parallel": asdict(self.settings.parallel.fit(self.mesh.size)),
             "seed": self.train.seed,
             "seconds_total": time.perf_counter() - self._begun,
             "set_up_seconds": set_up,
             "notes": self.notes,
-            "phases": phases,
-            "partition": _quality_rows(self.meta),
         }
-        from kagome.report.summary import summary
-
-        values = summary(records=records, **facts)
+        values, spans = outcome(self.records, self.spans, peak, self.channel, self.meta, facts)
         if self.writer is not None:
             scores = self.predict()
-            label = self.channel.gather_rows(
-                self.part.nodes["y"].to(self.mesh.device), action="labels", dst=0
-            )
-            ids = self.channel.gather_rows(self.part.own.to(self.mesh.device), action="label ids", dst=0)
-            if self.mesh.rank == 0 and label is not None and ids is not None:
-                order = torch.argsort(torch.cat(ids))
-                self.writer.finish(values, spans, scores, torch.cat(label)[order], self.model)
+            y = self.part.nodes["y"].to(self.mesh.device)
+            target = original_order(y, self.part, self.channel, "labels")
+            if target is not None:
+                self.writer.finish(values, spans, scores, target, self.model)
         return values
 
     def _say_all(self, notes: tuple[str, ...]) -> None:
@@ -418,13 +395,3 @@ class Trainer:
 
     def _warn(self, line: str) -> None:
         print(f"kagome: {line}", file=sys.stderr, flush=True)
-
-
-def _quality_rows(meta: Meta) -> dict[str, Any]:
-    quality = meta.quality
-    columns = ("part", "vertices", "edges", "halo", "halo share")
-    return {
-        "cut": quality.cut,
-        "advice": list(quality.advice),
-        "rows": [dict(zip(columns, row, strict=True)) for row in quality.table()],
-    }

@@ -1,0 +1,78 @@
+"""Outcome: what a run gave, joined from all ranks - rows in original order, the values of the summary.
+
+Where it sits: ``trainer`` asks it for predictions and at the end of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kagome.comm.channel import Channel
+from kagome.graph.partition import Partition
+from kagome.graph.store import Meta
+from kagome.report.meters import EpochRecord
+from kagome.report.spans import Span, Spans
+from kagome.report.summary import summary
+
+
+def original_order(rows: Tensor, part: Partition, channel: Channel, action: str) -> Tensor | None:
+    """Own rows of all ranks, joined in the vertices' original order on rank 0; None elsewhere.
+
+    Shapes:
+        ``[n, ...]`` -> ``[N, ...]``.
+
+    Cost:
+        N rows and N ids to rank 0.
+    """
+    found = channel.gather_rows(rows, action=action, dst=0)
+    ids = channel.gather_rows(part.own.to(rows.device), action=f"{action}: ids", dst=0)
+    if found is None or ids is None:
+        return None
+    joined = torch.cat(found)
+    out = torch.empty_like(joined)
+    out[torch.cat(ids)] = joined
+    return out
+
+
+def outcome(
+    records: Sequence[EpochRecord],
+    spans: Spans,
+    peak: int,
+    channel: Channel,
+    meta: Meta,
+    facts: Mapping[str, Any],
+) -> tuple[dict[str, Any], list[list[Span]]]:
+    """The summary's values, and the spans of all ranks. All ranks call it.
+
+    Args:
+        records: All epochs.
+        spans: Of this rank.
+        peak: Peak memory of this rank, bytes.
+        channel: All ranks.
+        meta: Of the whole graph.
+        facts: What every rank knows by itself: the other arguments of :func:`kagome.report.summary.summary`.
+    """
+    gathered: Any = channel.gather_objects((peak, spans.as_list(), spans.seconds()), "reports")
+    peaks, all_spans, phases = (list(column) for column in zip(*gathered, strict=True))
+    values = summary(
+        records=records,
+        peak_memory_bytes=peaks,
+        phases=phases,
+        partition=_quality_rows(meta),
+        **facts,
+    )
+    return values, all_spans
+
+
+def _quality_rows(meta: Meta) -> dict[str, Any]:
+    quality = meta.quality
+    columns = ("part", "vertices", "edges", "halo", "halo share")
+    return {
+        "cut": quality.cut,
+        "advice": list(quality.advice),
+        "rows": [dict(zip(columns, row, strict=True)) for row in quality.table()],
+    }

@@ -1,0 +1,171 @@
+"""Each rank's part, from memory, a folder or settings; every fault is told on every rank."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from torch_geometric.data import Data
+from training import graph
+
+from kagome import config
+from kagome.comm.channel import Channel
+from kagome.errors import DataError, KagomeError, PartitionError
+from kagome.run import source
+
+SBM = "sbm:vertices=60,degree=4,features=3,classes=2,communities=2"
+
+MAKERS = """
+import torch
+from torch_geometric.data import Data
+
+print("what a script prints is not mistaken for an answer")
+
+def fine():
+    print("neither here")
+    return Data(x=torch.ones(9, 2), edge_index=torch.tensor([[0, 1], [1, 2]]), y=torch.arange(9) % 2)
+
+def without_labels():
+    return Data(x=torch.ones(9, 2), edge_index=torch.tensor([[0, 1], [1, 2]]))
+
+def dies():
+    import os
+    os._exit(9)
+"""
+
+
+def told(error: KagomeError) -> tuple[str, str, str, str, str]:
+    return type(error).__name__, error.asked, error.found, error.where, error.hint
+
+
+def taken(channel: Channel, settings: config.Data, folder: str) -> tuple:
+    import os
+
+    before = os.getcwd()
+    os.chdir(folder)  # where python: names are looked up, as under the command line
+    try:
+        part, meta = source.from_settings(settings, channel, method="metis", seed=0)
+    except KagomeError as error:
+        return told(error)
+    finally:
+        os.chdir(before)
+    return part.own.tolist(), part.nodes["x"].shape, meta.num_nodes, meta.num_parts
+
+
+@pytest.fixture
+def makers(tmp_path: Path) -> str:
+    (tmp_path / "makers_of_data.py").write_text(MAKERS)
+    return str(tmp_path)
+
+
+def test_from_settings_one_process_cuts_and_every_rank_reads_its_part(ranks, makers):
+    found = ranks(3, taken, config.Data(name=SBM), makers)
+    assert sorted(chain.from_iterable(own for own, *_ in found)) == list(range(60))
+    assert [tuple(rest) for _, *rest in found] == [((len(own), 3), 60, 3) for own, *_ in found]
+
+
+def test_a_python_function_makes_the_data_whatever_it_prints(ranks, makers):
+    found = ranks(2, taken, config.Data(name="python:makers_of_data:fine"), makers)
+    assert sorted(found[0][0] + found[1][0]) == list(range(9))
+
+
+def test_an_error_of_the_child_is_the_same_leaf_on_all_ranks(ranks, makers):
+    found = ranks(3, taken, config.Data(name="python:makers_of_data:without_labels"), makers)
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] == "DataError"
+    assert "label" in found[0][1]
+
+
+def test_a_child_that_dies_is_told(ranks, makers):
+    found = ranks(2, taken, config.Data(name="python:makers_of_data:dies"), makers)
+    assert found[0] == found[1]
+    assert found[0][0] == "PartitionError"
+    assert "ended with 9" in found[0][2]
+
+
+def in_folder(channel: Channel, folder: str) -> tuple:
+    try:
+        part, _ = source.from_folder(folder, channel)
+    except KagomeError as error:
+        return told(error)
+    return (part.own.tolist(),)
+
+
+def test_a_partition_of_another_number_of_parts_is_refused_with_both_numbers(ranks, tmp_path):
+    folder = tmp_path / "parts"
+    meta = source.prepare(config.Data(name=SBM), method="random", seed=0, parts=2, folder=folder)
+    assert meta.num_parts == 2
+    assert sorted(chain.from_iterable(own for (own,) in ranks(2, in_folder, str(folder)))) == list(range(60))
+    leaf, asked, found, _, hint = ranks(3, in_folder, str(folder))[2]
+    assert leaf == "PartitionError"
+    assert ("3 ranks" in asked, "holds 2" in found, "--parts 3" in hint) == (True, True, True)
+
+
+def test_no_such_partition(tmp_path):
+    with pytest.raises(PartitionError, match="nowhere"):
+        source.from_folder(tmp_path / "nowhere", Channel(None, "cpu"))
+
+
+def differing(channel: Channel, how: str) -> tuple:
+    data = graph(vertices=60 + (channel.rank if how == "size" else 0))
+    if how == "values" and channel.rank == 1:
+        data.x = data.x + 1
+    try:
+        source.from_data(data, channel, method="metis", seed=0)
+    except KagomeError as error:
+        return told(error)
+    return ()
+
+
+@pytest.mark.parametrize("how", ["values", "size"])
+def test_ranks_with_different_data_are_refused_on_every_rank(ranks, how):
+    """With another number of vertices the broadcast of owners would have gloo end the process."""
+    for found in ranks(3, differing, how):
+        assert found[0] == "PartitionError"
+        assert "seed whatever makes the data" in found[4]
+
+
+def with_fault_on_one(channel: Channel) -> None:
+    data = graph(vertices=60)
+    if channel.rank == 1:
+        data.x[3] = float("nan")
+    source.from_data(data, channel, method="metis", seed=0)
+
+
+def test_a_fault_in_one_rank_s_data_is_what_is_told(ranks):
+    with pytest.raises(DataError, match="finite"):
+        ranks(2, with_fault_on_one, spoils=True)
+
+
+def histogram(channel: Channel) -> tuple[torch.Tensor, torch.Tensor]:
+    data = graph(vertices=60)
+    part, _ = source.from_data(data, channel, method="random", seed=0)
+    whole = torch.bincount(torch.bincount(data.edge_index[1], minlength=60))
+    return source.degree_histogram(part, channel), whole
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_degree_histogram_is_the_whole_graph_s(ranks, world):
+    for found, whole in ranks(world, histogram):
+        assert torch.equal(found, whole)
+
+
+def test_the_given_data_is_not_changed():
+    data = Data(
+        x=torch.ones(4, 2),
+        edge_index=torch.tensor([[0, 1], [1, 2]]),
+        y=torch.tensor([0, 1, 0, 1]),
+        extra="word",
+    )
+    before = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in data.to_dict().items()
+    }
+    source.from_data(data, Channel(None, "cpu"), method="metis", seed=0)
+    after = data.to_dict()
+    assert after.keys() == before.keys()
+    assert all(
+        torch.equal(after[k], v) if isinstance(v, torch.Tensor) else after[k] == v for k, v in before.items()
+    )

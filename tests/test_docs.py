@@ -1,0 +1,132 @@
+"""What the documentation shows runs: examples, README's script, its flags, its links, the shell files."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHELL = [*sorted(EXAMPLES.glob("*.sh")), *sorted(EXAMPLES.glob("*.sbatch")), ROOT / ".ci" / "run"]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def run(*args: object, cwd: Path, **env: str) -> str:
+    """What a command prints, run with this Python's own tools first on the path."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, **env}
+    done = subprocess.run(
+        [str(a) for a in args],
+        cwd=cwd,
+        env=given,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, args))}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def accuracy(printed: str) -> str:
+    found = re.findall(r"test accuracy (\d\.\d{4})", printed)
+    assert len(found) == 1, printed
+    return found[0]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_every_example_is_run_by_a_test_here() -> None:
+    assert {p.name for p in EXAMPLES.glob("*.py")} == {"twelve_lines.py", "own_model.py", "own_data.py"}
+    for path in EXAMPLES.iterdir():
+        if path.is_file():
+            assert len(path.read_text().splitlines()) < 90, path.name
+
+
+@pytest.mark.slow
+def test_readme_script_is_the_example_and_gives_the_same_on_two_ranks(tmp_path: Path) -> None:
+    (script,) = blocks(ROOT / "README.md", "python")
+    assert len([line for line in script.splitlines() if line]) == 12
+    example = EXAMPLES / "twelve_lines.py"
+    assert example.read_text().endswith(script)
+    (tmp_path / "script.py").write_text(script)
+    alone = run(sys.executable, example, cwd=tmp_path)
+    two = run(sys.executable, *TORCHRUN, 2, "script.py", cwd=tmp_path)
+    assert accuracy(alone) == accuracy(two)
+    assert "scores (1797, 10)" in alone
+    assert "scores (1797, 10)" in two
+
+
+@pytest.mark.slow
+def test_own_model_gives_the_same_on_three_ranks(tmp_path: Path) -> None:
+    script = EXAMPLES / "own_model.py"
+    alone = run(sys.executable, script, cwd=tmp_path, EPOCHS="12")
+    three = run(sys.executable, *TORCHRUN, 3, script, cwd=tmp_path, EPOCHS="12")
+    assert accuracy(alone) == accuracy(three)
+    assert float(accuracy(alone)) > 0.8
+
+
+@pytest.mark.slow
+def test_own_data_by_file_and_by_function(tmp_path: Path) -> None:
+    printed = run(sys.executable, EXAMPLES / "own_data.py", cwd=tmp_path)
+    assert float(accuracy(printed)) > 0.6
+    name = "python:examples.own_data:communities"
+    out = tmp_path / "run"
+    run("kagome", "train", "--data.name", name, "--train.epochs", 2, "--out", out, cwd=ROOT)
+    assert (out / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_two_nodes_on_this_machine(tmp_path: Path) -> None:
+    out, meet = tmp_path / "run", f"127.0.0.1:{_free_port()}"
+    script = EXAMPLES / "two_nodes.sh"
+    bin_ = str(Path(sys.executable).parent)
+    run("bash", script, "--train.epochs", 2, "--out", out, cwd=tmp_path, BIN=bin_, MEET=meet)
+    assert '"world_size": 2' in (out / "summary.json").read_text()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("path", SHELL, ids=lambda p: p.name)
+def test_shell_files_parse(path: Path) -> None:
+    run("bash", "-n", path, cwd=ROOT)
+
+
+def test_ci_run_can_be_executed() -> None:
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+@pytest.mark.slow
+def test_readme_names_flags_that_exist(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    shown = re.findall(r"kagome (\w+)((?: +[^\s#`]+)*)", "\n".join(blocks(ROOT / "README.md", "sh")))
+    helps = {name: run("kagome", name, "--help", cwd=tmp_path) for name in {name for name, _ in shown}}
+    assert {"train", "check", "partition", "report", "doctor"} == set(helps)
+    for name, rest in shown:
+        for flag in re.findall(r"--[\w.-]+", rest):
+            assert re.search(rf"{re.escape(flag)}(?![\w.-])", helps[name]), f"kagome {name} {flag}"
+    for flag in set(re.findall(r"--(?:data|model|parallel|train|report)\.[\w-]+", text)):
+        assert flag in helps["train"], flag
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", text)
+    links += re.findall(r'src="(?!https?://)([^"]+)"', text)
+    for link in links:
+        assert (page.parent / link).exists(), f"{page.name}: {link}"
