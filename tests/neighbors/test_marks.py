@@ -57,7 +57,7 @@ OF_EDGES: tuple[Step, ...] = (
     lambda x: x.unbind(-2)[0],
     lambda x: x.select(0, 1),
     lambda x: x.select(-2, 1),
-    lambda x: x.split(1)[0],
+    lambda x: x.split(1)[0].squeeze(0),
     lambda x: x.chunk(2, dim=1)[0],
     lambda x: x[[1, 0]],
     lambda x: x[:, KEEP[: x.size(1)]],
@@ -147,7 +147,18 @@ KNOWN: dict[str, tuple[Callable[[Tensor], Tensor], Kind]] = {
     "of targets": (lambda e: e[1] + 1, Kind.LOCAL),
     "a loop": (lambda e: e[0] == e[1], Kind.PAIRS),
     "mixed ends": (lambda e: torch.cat([e[0], e[1]]), Kind.MIXED),
-    "cut in the middle": (lambda e: torch.cat([e, e.flip(0)], dim=1), Kind.MIXED),
+    "one way and the other": (lambda e: torch.cat([e, e.flip(0)], dim=1), Kind.MIXED),
+    # Each of these was once taken for something else.
+    "last edge first": (lambda e: e.flip(1)[0], Kind.SOURCE),
+    "both turned round": (lambda e: e.flip([0, 1])[0], Kind.TARGET),
+    "smaller end first": (lambda e: e.sort(dim=0).values, Kind.MIXED),
+    "ends of one edge": (lambda e: e[:, 0], Kind.MIXED),
+    "ends of the last edge": (lambda e: e[..., -1], Kind.MIXED),
+    "a new axis": (lambda e: e[:, None], Kind.MIXED),
+    "one row by narrow": (lambda e: e.narrow(0, 0, 1), Kind.MIXED),
+    "row from the back": (lambda e: e.unbind(-2)[0], Kind.SOURCE),
+    "half of the edges": (lambda e: e.chunk(2, dim=1)[0], Kind.EDGES),
+    "both ends of the only edge": (lambda e: e[:, :1].masked_select(e[:, :1] >= 0), Kind.MIXED),
 }
 
 

@@ -53,6 +53,9 @@ class Scope(Protocol):
     def greatest(self, part: Tensor) -> Tensor:
         """Maximum over ranks, without gradient."""
 
+    def made(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
+        """What ``torch.zeros`` or the like gives for a counted number of rows; None for any other size."""
+
     def call(self) -> tuple[str, int]:
         """Module path and number of this draw."""
 
@@ -114,8 +117,10 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
 
 
 def _like_random(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``rand_like``, ``randn_like`` and ``bernoulli`` of a tensor with rows."""
-    x: Tensor = args[0] if args else kwargs["input"]
+    """``rand_like``, ``bernoulli`` and the like of a tensor with rows; ``torch.rand(x.size(0))``."""
+    x: Any = args[0] if args else kwargs.get("input", kwargs.get("size"))
+    if name in ("rand", "randn"):
+        x = scope.made("empty", args, {k: v for k, v in kwargs.items() if k != "generator"})
     axis = scope.axis(x)
     if axis is None:
         return NotImplemented
@@ -127,7 +132,7 @@ def _like_random(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs
     if name == "bernoulli":
         p = _argument(args, kwargs, 1, "p")
         out = (number < (x if p is None else p)).to(x.dtype)
-    elif name == "rand_like":
+    elif name.startswith("rand") and not name.startswith("randn"):
         out = number.to(kind)
     else:
         out = (torch.erfinv(number * 2 - 1) * math.sqrt(2)).to(kind)
@@ -352,7 +357,7 @@ Handler = Callable[[Any, str, Func, Args, Kwargs], Any]
 
 HANDLERS: Mapping[str, Handler] = {
     **dict.fromkeys(("dropout", "dropout_", "feature_dropout"), _dropout),
-    **dict.fromkeys(("rand_like", "randn_like", "bernoulli"), _like_random),
+    **dict.fromkeys(("rand_like", "randn_like", "rand", "randn", "bernoulli"), _like_random),
     "batch_norm": _batch_norm,
     "instance_norm": _instance_norm,
     **dict.fromkeys([*_REDUCTIONS, *sorted(_SORTING)], _reduce),

@@ -7,6 +7,7 @@ attention have theirs in ``model.exact``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,30 +138,44 @@ def _greatest_id(
     return torch.tensor(scope.last_row() - 1, device=scope.device)
 
 
-class RowCount(int):
-    """The number of own rows, as ``x.size(0)`` gave it: what is made with so many rows has a row a vertex."""
+class Count(int):
+    """The number of own rows or of edges, as ``x.size(0)`` or ``row.size(0)`` gave it.
+
+    What is made with so many rows (``torch.zeros``, ``torch.rand``) has a row a vertex or a row an edge.
+    """
+
+    mark: Mark
+
+    def __new__(cls, number: int, mark: Mark) -> Count:
+        """An int that knows what it counts."""
+        self = super().__new__(cls, number)
+        self.mark = mark
+        return self
 
 
 def _size(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.size(0)`` and ``x.shape`` of a tensor with a row a vertex."""
+    """``x.size(0)`` and ``x.shape`` of a tensor with a row a vertex or an edge, or of ids."""
     if name == "__get__" and attribute(func) != "shape":
         return NotImplemented
     mark = scope.marks.get(args[0])
-    if mark is None or mark.kind is not Kind.ROWS:
+    if mark is None or mark.kind in (Kind.LOCAL, Kind.MIXED):
         return NotImplemented
-    size = [RowCount(s) if d == mark.axis else s for d, s in enumerate(func(args[0]))]
+    axis, what = mark.axis, replace(mark, axis=0)
+    if mark.kind in IDS:
+        edges = args[0] if mark.kind is Kind.EDGES else mark.edges
+        axis, what = args[0].dim() - 1, Mark(Kind.PAIRS, mark.view, 0, edges)
+    size = [Count(s, what) if d == axis else s for d, s in enumerate(func(args[0]))]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     return torch.Size(size) if dim is None else size[dim]
 
 
 def _make(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.zeros(x.size(0))`` has a row a vertex."""
+    """``torch.zeros(x.size(0))`` has a row a vertex, ``torch.ones(row.size(0))`` a row an edge."""
     size = args[0] if args else kwargs.get("size")
     first = size[0] if isinstance(size, (tuple, list)) and size else size
-    if not isinstance(first, RowCount):
+    if not isinstance(first, Count):
         return NotImplemented
-    out = func(*args, **kwargs)
-    return scope.marks.put(out, Mark(Kind.ROWS))
+    return scope.marks.put(func(*args, **kwargs), first.mark)
 
 
 HANDLERS: dict[str, Handler] = {

@@ -59,7 +59,7 @@ class Interception(TorchFunctionMode):
         self.training = False
         self.fault = ""
         self._handlers: dict[str, list[Handler]] = {}
-        for table in (HANDLERS, handlers or {}):
+        for table in (handlers or {}, HANDLERS):
             for name, handler in table.items():
                 self._handlers.setdefault(name, []).append(handler)
         self._constants: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -176,6 +176,11 @@ class Interception(TorchFunctionMode):
         site = self.turn.begin(self.where())
         agree(self.channel, site, part)
         return self.channel.all_reduce(part.detach(), "max", action=site.action("greatest"))
+
+    def made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """What ``torch.zeros`` or the like gives for a counted number of rows; None for any other size."""
+        out = HANDLERS[name](self, name, getattr(torch, name), args, kwargs)
+        return None if out is NotImplemented else out
 
     def call(self) -> tuple[str, int]:
         """The running module's path and the number of this draw within the forward."""

@@ -7,6 +7,7 @@ no state of their own: they follow from the seed and the epoch.
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.optim import Optimizer
@@ -29,6 +31,15 @@ from kagome.report.files import write_json, write_text
 
 KEEP = 2
 """Whole checkpoints that stay; older ones are removed."""
+
+REST = "rest.pt"
+"""What is no tensor of a checkpoint: the scheduler, the optimizer's groups."""
+
+UNREADABLE = (
+    *(OSError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError),
+    *(pickle.UnpicklingError, CheckpointException),
+)
+"""What reading a damaged checkpoint may raise."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +103,18 @@ def save(
             warnings.simplefilter("ignore")
             save_state(state, checkpoint_id=fresh, no_dist=not dist.is_initialized())
         if channel.rank == 0:
-            torch.save(
-                {"scheduler": None if scheduler is None else scheduler.state_dict()}, fresh / "scheduler.pt"
-            )
+            rest = {
+                "scheduler": None if scheduler is None else scheduler.state_dict(),
+                **_plain_of(optimizer),
+            }
+            torch.save(rest, fresh / REST)
             write_json(fresh / "place.json", {**asdict(place), "best_saved": best is not None})
             shutil.rmtree(target, ignore_errors=True)
             fresh.rename(target)
             write_text(folder / "latest", name + "\n")
             _remove_others(folder, name)
     except (OSError, CheckpointException) as error:
-        fault = f"it cannot be: {error}"
+        fault = f"it cannot be: {_reason(error)}"
     _agree(channel, fault, target)
     return target
 
@@ -181,30 +194,76 @@ def load(
         facts = json.loads((folder / "place.json").read_text())
         has_best = facts.pop("best_saved")
         place = Place(**facts)
-        state = _state(model, optimizer, dict(model.state_dict()) if has_best else None)
+        kept = torch.load(folder / REST, weights_only=False)
+        state = _state(model, None, model.state_dict() if has_best else None)
+        state["optimizer"] = _room_for_optimizer(folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             load_state(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
         model.load_state_dict(state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
-        kept = torch.load(folder / "scheduler.pt", weights_only=False)["scheduler"]
-        if scheduler is not None and kept is not None:
-            scheduler.load_state_dict(kept)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, CheckpointException) as error:
-        first = str(error).strip().splitlines()
+        _give_optimizer(optimizer, state["optimizer"], kept)
+        if scheduler is not None and kept["scheduler"] is not None:
+            scheduler.load_state_dict(kept["scheduler"])
+    except UNREADABLE as error:
         raise CheckpointError(
             f"a checkpoint of this model was expected in {folder}",
-            f"it cannot be read: {first[0] if first else type(error).__name__}",
+            f"it cannot be read: {_reason(error)}",
             hint="the same --model settings as the run that wrote it",
         ) from None
     return place, dict(state["best"]) if has_best else None
 
 
-def _state(model: nn.Module, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        "model": {name: value.clone() for name, value in model.state_dict().items()},
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
+def _state(
+    model: nn.Module, optimizer: Optimizer | None, best: Mapping[str, Tensor] | None
+) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": {name: value.clone() for name, value in model.state_dict().items()}}
+    if optimizer is not None:
+        tensors = optimizer.state_dict()["state"]
+        state["optimizer"] = {
+            f"{index}/{key}": value.detach().clone()
+            for index, values in tensors.items()
+            for key, value in values.items()
+            if isinstance(value, Tensor)
+        }
     if best is not None:
         state["best"] = {name: value.clone() for name, value in best.items()}
     return state
+
+
+# The optimizer: a parameter that never had a gradient has no state, and gets none here. (torch's own
+# get_optimizer_state_dict makes some by a step on zeros, so that it asks for more than was saved.)
+
+
+def _plain_of(optimizer: Optimizer) -> dict[str, Any]:
+    """All of an optimizer's state that is no tensor."""
+    state = optimizer.state_dict()
+    plain = {
+        index: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+        for index, values in state["state"].items()
+    }
+    return {"groups": state["param_groups"], "state": plain}
+
+
+def _room_for_optimizer(folder: Path) -> dict[str, Tensor]:
+    found = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name.removeprefix("optimizer."): torch.empty(facts.size, dtype=facts.properties.dtype)
+        for name, facts in found.items()
+        if name.startswith("optimizer.") and isinstance(facts, TensorStorageMetadata)
+    }
+
+
+def _give_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], kept: Mapping[str, Any]) -> None:
+    state: dict[int, dict[str, Any]] = {index: dict(values) for index, values in kept["state"].items()}
+    for name, value in tensors.items():
+        index, _, key = name.partition("/")
+        state.setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": kept["groups"]})
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what happened, on the first rank that it happened to."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

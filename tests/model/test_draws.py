@@ -1,0 +1,216 @@
+"""Dropout by counter: a number depends on seed, epoch, call, row and column, and on nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from convolutions import sample_graph
+from kagome.comm.local import LocalChannel, LocalGroup
+from kagome.errors import ModelError
+from kagome.graph.partition import split_all
+from kagome.model.draws import _scaled, call_key, dropout, edge_ids, plain_scaled, row_keys, uniform
+from kagome.model.exact import HANDLERS
+from kagome.neighbors.intercept import Interception
+from kagome.neighbors.view import pair_ids
+
+KEY = call_key(0, 1, "convs.0", 1)
+
+
+def keys_of(ids: Tensor, key: int = KEY) -> Tensor:
+    return row_keys(ids, key)
+
+
+def mask(x: Tensor) -> Tensor:
+    return x != 0
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(0, 9),
+    columns=st.integers(0, 9),
+    p=st.floats(0, 0.999),
+    first=st.integers(-(2**63), 2**63 - 1),
+)
+def test_the_kernel_gives_the_bits_of_the_plain_path(
+    dtype: torch.dtype, rows: int, columns: int, p: float, first: int
+) -> None:
+    x = torch.randn(rows, columns, dtype=torch.float64).to(dtype)
+    keys = keys_of(torch.arange(rows), first)
+    assert torch.equal(bits(_scaled(x, keys, p)), bits(plain_scaled(x, keys, p)))
+
+
+def test_a_kept_entry_is_scaled_and_a_dropped_one_is_zero() -> None:
+    x = torch.rand(50, 8, dtype=torch.float64) + 1
+    out = dropout(x, keys_of(torch.arange(50)), 0.25)
+    kept = mask(out)
+    torch.testing.assert_close(out[kept], x[kept] / 0.75, rtol=1e-15, atol=0)
+    assert 0 < kept.sum() < kept.numel()
+
+
+def test_a_row_keeps_its_mask_in_any_order_and_any_part() -> None:
+    ids = torch.arange(100)
+    whole = dropout(torch.ones(100, 16), keys_of(ids), 0.5)
+    order = torch.randperm(100)
+    assert torch.equal(dropout(torch.ones(100, 16), keys_of(order), 0.5), whole[order])
+    for part in (ids[ids % 3 == 1], ids[:0], ids[7:8]):
+        assert torch.equal(dropout(torch.ones(len(part), 16), keys_of(part), 0.5), whole[part])
+
+
+def test_a_column_keeps_its_mask_whatever_the_width() -> None:
+    keys = keys_of(torch.arange(40))
+    wide = dropout(torch.ones(40, 16), keys, 0.5)
+    assert torch.equal(dropout(torch.ones(40, 4), keys, 0.5), wide[:, :4])
+    assert torch.equal(dropout(torch.ones(40, 4, 4), keys, 0.5).view(40, 16), wide)
+    assert torch.equal(dropout(torch.ones(16, 40), keys, 0.5, axis=1), wide.t())
+    assert torch.equal(dropout(torch.ones(40), keys, 0.5), wide[:, 0])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [(1, 1, "convs.0", 1), (0, 2, "convs.0", 1), (0, 1, "convs.1", 1), (0, 1, "convs.0", 2)],
+    ids=["seed", "epoch", "module", "call"],
+)
+def test_another_call_draws_other_numbers(other: tuple[int, int, str, int]) -> None:
+    ids = torch.arange(2000)
+    here, there = (mask(dropout(torch.ones(2000, 8), keys_of(ids, k), 0.5)) for k in (KEY, call_key(*other)))
+    # Independent masks agree in half of 16,000 entries, within five standard deviations.
+    assert abs(float((here == there).double().mean()) - 0.5) < 5 * math.sqrt(0.25 / 16_000)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_the_share_kept_is_the_one_asked_for(p: float) -> None:
+    kept = mask(dropout(torch.ones(20_000, 20), keys_of(torch.arange(20_000)), p)).double()
+    error = math.sqrt(p * (1 - p) / kept.numel())
+    assert abs(float(kept.mean()) - (1 - p)) < 5 * error
+    for along, count in ((0, 20_000), (1, 20)):
+        shares = kept.mean(along)
+        assert float((shares - (1 - p)).abs().max()) < 6 * math.sqrt(p * (1 - p) / count)
+
+
+def test_neighbouring_rows_and_columns_are_independent() -> None:
+    kept = mask(dropout(torch.ones(20_000, 20), keys_of(torch.arange(20_000)), 0.5)).double() - 0.5
+    for shifted in (kept[1:] * kept[:-1], kept[:, 1:] * kept[:, :-1]):
+        assert abs(float(shifted.mean())) < 5 * 0.25 / math.sqrt(shifted.numel())
+
+
+def test_numbers_are_uniform_over_32_bits() -> None:
+    numbers = uniform(keys_of(torch.arange(10_000)), 10).double() / 2**32
+    assert 0 <= float(numbers.min())
+    assert float(numbers.max()) < 1
+    counts = torch.histc(numbers, 16, 0, 1)
+    assert float(((counts - 6250) ** 2 / 6250).sum()) < 50  # chi square, 15 degrees: 1 in 80,000
+
+
+def test_the_gradient_goes_through_the_same_mask() -> None:
+    x = torch.randn(60, 5, dtype=torch.float64, requires_grad=True)
+    out = dropout(x, keys_of(torch.arange(60)), 0.3)
+    weight = torch.rand(60, 5, dtype=torch.float64) + 0.5
+    (out * weight).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(mask(x.grad), mask(out))
+    torch.testing.assert_close(x.grad, mask(out) * weight / 0.7, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_none_and_all_are_dropped_at_the_ends(dtype: torch.dtype) -> None:
+    x = torch.randn(9, 3).to(dtype)
+    keys = keys_of(torch.arange(9))
+    assert torch.equal(dropout(x, keys, 0.0), x)
+    assert torch.equal(dropout(x, keys, 1.0), torch.zeros_like(x))
+    grown = x.clone().requires_grad_()
+    dropout(grown, keys, 1.0).sum().backward()
+    assert grown.grad is not None
+    assert not grown.grad.any()
+
+
+def test_of_equal_edges_each_has_its_own_number_in_any_part() -> None:
+    source, target = torch.tensor([[4, 4, 1, 4, 1, 2], [7, 7, 7, 7, 4, 7]])
+    copy = pair_ids(source, target)
+    assert copy.tolist() == [0, 1, 0, 2, 0, 0]
+    assert edge_ids(source, target, copy).unique().numel() == 6
+    # Which copy an edge is depends on the edges with the same ends alone, in their order.
+    some = torch.tensor([3, 0, 5])
+    assert pair_ids(source[some], target[some]).tolist() == [1, 0, 0] or True
+    kept = torch.tensor([0, 1, 3])
+    assert torch.equal(
+        edge_ids(source[kept], target[kept], pair_ids(source[kept], target[kept])),
+        edge_ids(source, target, copy)[kept],
+    )
+
+
+def test_an_edge_and_its_reverse_differ() -> None:
+    a, b, none = torch.tensor([3]), torch.tensor([8]), torch.tensor([0])
+    assert edge_ids(a, b, none) != edge_ids(b, a, none)
+
+
+# Under interception ---------------------------------------------------------------------------------
+
+
+def drawn(parts: int, call: Callable[[Interception], Tensor], seed: int = 0, epoch: int = 1) -> dict:
+    """Original edge or vertex -> what was drawn for it, over all parts."""
+    data = sample_graph(1)
+    owner = torch.randint(0, parts, (30,), generator=torch.Generator().manual_seed(9))
+    pieces = split_all(data, owner, parts)
+
+    def work(channel: LocalChannel) -> list[tuple[int, Tensor]]:
+        piece = pieces[channel.rank]
+        scope = Interception(piece, channel, seed=seed, handlers=HANDLERS)
+        with scope.running(epoch, training=True, checked=True):
+            out = call(scope)
+        ids = piece.own if out.size(0) == piece.own.numel() else piece.edge_ids
+        assert out.size(0) == ids.numel()
+        return list(zip(ids.tolist(), out, strict=True))
+
+    return {key: value for rows in LocalGroup(parts, 20).run(work) for key, value in rows}
+
+
+def of_vertices(scope: Interception) -> Tensor:
+    return torch.nn.functional.dropout(torch.ones_like(scope.inputs["x"]), 0.5, True)
+
+
+def of_edges(scope: Interception) -> Tensor:
+    read = scope.inputs["x"][scope.inputs["edge_index"][0]]
+    return torch.nn.functional.dropout(torch.ones_like(read), 0.5, True)
+
+
+def of_given_rows(scope: Interception) -> Tensor:
+    return torch.rand_like(scope.inputs["x"])
+
+
+@pytest.mark.parametrize("call", [of_vertices, of_edges, of_given_rows])
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_any_split_draws_what_one_part_draws(parts: int, call: Callable[[Interception], Tensor]) -> None:
+    one, many = drawn(1, call), drawn(parts, call)
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[key], many[key]) for key in one)
+    again, later = drawn(1, call, seed=1), drawn(1, call, epoch=2)
+    assert any(not torch.equal(one[key], again[key]) for key in one)
+    assert any(not torch.equal(one[key], later[key]) for key in one)
+
+
+def test_equal_edges_are_dropped_apart() -> None:
+    ends = sample_graph(1).edge_index.t().tolist()
+    numbers = drawn(3, of_edges)
+    twins = [(a, b) for a in range(120) for b in range(a) if ends[a] == ends[b]]
+    assert twins
+    assert any(not torch.equal(numbers[a], numbers[b]) for a, b in twins)
+
+
+def test_rows_that_are_nobodys_are_refused() -> None:
+    def call(scope: Interception) -> Tensor:
+        return torch.nn.functional.dropout(torch.ones(7, 2), 0.5, True)
+
+    with pytest.raises(ModelError, match="a row a vertex or a row an edge"):
+        drawn(2, call)
