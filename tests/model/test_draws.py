@@ -107,7 +107,7 @@ def test_neighbouring_rows_and_columns_are_independent() -> None:
 
 def test_numbers_are_uniform_over_32_bits() -> None:
     numbers = uniform(keys_of(torch.arange(10_000)), 10).double() / 2**32
-    assert 0 <= float(numbers.min())
+    assert float(numbers.min()) >= 0
     assert float(numbers.max()) < 1
     counts = torch.histc(numbers, 16, 0, 1)
     assert float(((counts - 6250) ** 2 / 6250).sum()) < 50  # chi square, 15 degrees: 1 in 80,000
@@ -141,8 +141,6 @@ def test_of_equal_edges_each_has_its_own_number_in_any_part() -> None:
     assert copy.tolist() == [0, 1, 0, 2, 0, 0]
     assert edge_ids(source, target, copy).unique().numel() == 6
     # Which copy an edge is depends on the edges with the same ends alone, in their order.
-    some = torch.tensor([3, 0, 5])
-    assert pair_ids(source[some], target[some]).tolist() == [1, 0, 0] or True
     kept = torch.tensor([0, 1, 3])
     assert torch.equal(
         edge_ids(source[kept], target[kept], pair_ids(source[kept], target[kept])),

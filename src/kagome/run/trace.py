@@ -24,20 +24,10 @@ from kagome.neighbors.intercept import Interception
 from kagome.run.engine import Call
 
 DRAWS = frozenset(
-    [
-        "dropout",
-        "dropout_",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "feature_dropout",
-        "feature_alpha_dropout",
-        "rand_like",
-        "randn_like",
-        "bernoulli",
-    ]
+    ("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout")
+    + ("feature_alpha_dropout", "rand_like", "randn_like", "rand", "randn", "bernoulli")
 )
+"""Calls that draw: switched off where split and whole are to agree with plain PyG."""
 
 
 @dataclass
@@ -68,11 +58,18 @@ class _NoDraws(TorchFunctionMode):
 
 def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Answer a draw with its mean: dropout keeps all, random numbers are one half."""
+    if name in ("rand", "randn"):
+        made = None if scope is None else scope.made("empty", args, _without_generator(kwargs))
+        return (func(*args, **kwargs) if made is None else made).fill_(0.5)
     x: Tensor = args[0] if args else kwargs["input"]
     if "rand" in name or name == "bernoulli":
         out = torch.full_like(x, 0.5 if name != "bernoulli" else 1.0)
         return out if scope is None else scope.like(out, x)
     return x
+
+
+def _without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key != "generator"}
 
 
 def _watch(model: nn.Module, trace: Trace) -> Callable[[], None]:

@@ -1,0 +1,290 @@
+"""Rows cross between real ranks: the two ways are transposes, each byte is counted, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.data import Data
+
+from convolutions import sample_graph
+from kagome.comm.channel import Channel
+from kagome.errors import CommError, ModelError
+from kagome.graph.partition import extract
+from kagome.model.exact import HANDLERS
+from kagome.neighbors.install import install
+from kagome.neighbors.intercept import Interception
+from kagome.neighbors.rows import Turn, all_rows, total
+from kagome.neighbors.view import in_view
+from parity import alone, assert_equal, parity, random_owner, split, whole
+
+CPU = torch.device("cpu")
+
+
+def graph_and_owner(world: int) -> tuple[Data, Tensor]:
+    return sample_graph(1), random_owner(30, world, seed=7)
+
+
+def sent(world: int) -> int:
+    """Rows that cross in one exchange, all ranks together."""
+    data, owner = graph_and_owner(world)
+    return sum(sum(extract(data, owner, part, world).send_counts) for part in range(world))
+
+
+def turn_of(*, grad: bool = True) -> Turn:
+    return Turn(1, checked=True, device=CPU, grad=grad)
+
+
+# Transposes ------------------------------------------------------------------------------------------
+
+
+def both_products(channel: Channel, width: int) -> tuple[float, float, int, int]:
+    data, owner = graph_and_owner(channel.size)
+    plan = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
+    generator = torch.Generator().manual_seed(channel.rank)
+    x = torch.randn(plan.own, width, generator=generator, dtype=torch.float64)
+    y = torch.randn(plan.own + plan.halo, width, generator=generator, dtype=torch.float64)
+    turn = turn_of(grad=False)
+    channel.take_bytes()
+    out = plan.extend(x, turn, "out")
+    forth = channel.take_bytes()["halo"]
+    back = plan.give_back(y, turn, "back")
+    return float((out * y).sum()), float((x * back).sum()), forth, channel.take_bytes()["halo"]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("width", [1, 5])
+def test_extend_and_give_back_are_transposes(ranks: Callable[..., list], world: int, width: int) -> None:
+    products = torch.tensor(ranks(world, both_products, width), dtype=torch.float64).sum(0)
+    torch.testing.assert_close(products[0], products[1], rtol=1e-12, atol=0)
+    assert products[2] == products[3] == 8 * width * sent(world)
+
+
+def gradients(channel: Channel, way: str) -> tuple[Tensor, Tensor]:
+    data, owner = graph_and_owner(channel.size)
+    plan = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
+    generator = torch.Generator().manual_seed(channel.rank)
+    tall, low = plan.own + plan.halo, plan.own
+    rows, weight = (low, tall) if way == "extend" else (tall, low)
+    x = torch.randn(rows, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(weight, 3, generator=generator, dtype=torch.float64)
+    turn = turn_of()
+    out = (plan.extend if way == "extend" else plan.give_back)(x, turn, way)
+    ((out * y).sum() + turn.token).backward()
+    back = (plan.give_back if way == "extend" else plan.extend)(y, turn_of(grad=False), "reference")
+    assert x.grad is not None
+    return x.grad, back
+
+
+@pytest.mark.parametrize("way", ["extend", "give back"])
+def test_the_gradient_of_one_is_the_other(ranks: Callable[..., list], way: str) -> None:
+    for grad, back in ranks(3, gradients, "extend" if way == "extend" else "give_back"):
+        torch.testing.assert_close(grad, back, rtol=1e-13, atol=0)
+
+
+def every_row(channel: Channel) -> tuple[Tensor, Tensor]:
+    own = 2 * channel.rank  # rank 0 has none
+    x = torch.full((own, 2), float(channel.rank), dtype=torch.float64, requires_grad=True)
+    turn = turn_of()
+    out = all_rows(own, channel).extend(x, turn, "all")
+    (out.sum() * (channel.rank + 1) + total(x.sum(0), turn, channel, "sum").sum() + turn.token).backward()
+    assert x.grad is not None
+    return out.detach()[:, 0], x.grad
+
+
+def test_everyone_s_rows_come_own_ones_first_and_their_gradients_return(ranks: Callable[..., list]) -> None:
+    for rank, (out, grad) in enumerate(ranks(3, every_row)):
+        others = [float(peer) for peer in range(3) if peer != rank for _ in range(2 * peer)]
+        assert out.tolist() == [float(rank)] * (2 * rank) + others
+        # Each of three ranks weighs all rows by its number + 1, and adds the total once.
+        assert (grad == 1 + 2 + 3 + 3).all()
+
+
+# Bytes -----------------------------------------------------------------------------------------------
+
+
+def two_layers() -> nn.Module:
+    return pyg.Sequential(
+        "x, edge_index",
+        [
+            (pyg.SAGEConv(6, 5), "x, edge_index -> x"),
+            nn.ReLU(),
+            (pyg.SAGEConv(5, 4), "x, edge_index -> x"),
+        ],
+    )
+
+
+def gcn() -> nn.Module:
+    return pyg.Sequential("x, edge_index", [(pyg.GCNConv(6, 4), "x, edge_index -> x")])
+
+
+def constant_reader() -> nn.Module:
+    return pyg.Sequential("x, edge_index", [(pyg.SAGEConv(6, 4), "x, edge_index -> x")])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_constant_rows_travel_once_and_others_forth_and_back(ranks: Callable[..., list], world: int) -> None:
+    data, owner = graph_and_owner(world)
+    rows = sent(world)
+    one = split(ranks, world, constant_reader, data, owner, epochs=3)
+    assert one.halo == [8 * 6 * rows, 0, 0]
+    two = split(ranks, world, two_layers, data, owner, epochs=3)
+    assert two.halo == [8 * (6 + 5 + 5) * rows, 8 * (5 + 5) * rows, 8 * (5 + 5) * rows]
+    data.x.requires_grad_()
+    grown = split(ranks, world, constant_reader, data, owner, epochs=2)
+    assert grown.halo == [8 * (6 + 6) * rows] * 2
+
+
+def test_degrees_travel_once(ranks: Callable[..., list]) -> None:
+    data, owner = graph_and_owner(2)
+    # 4 columns forth and back in every epoch; one degree a row in the first.
+    assert split(ranks, 2, gcn, data, owner, epochs=3).halo == [
+        8 * (4 + 4 + 1) * sent(2),
+        8 * (4 + 4) * sent(2),
+        8 * (4 + 4) * sent(2),
+    ]
+
+
+def test_float32_takes_half() -> None:
+    assert alone().size == 1  # and one rank sends nothing at all:
+    data = sample_graph(1)
+    assert parity(alone(), two_layers, data, torch.zeros(30, dtype=torch.long), 0, 2).halo == [0, 0]
+
+
+def rows_in(channel: Channel, dtype: torch.dtype) -> int:
+    data, owner = graph_and_owner(channel.size)
+    plan = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
+    channel.take_bytes()
+    plan.extend(torch.zeros(plan.own, 3, dtype=dtype), turn_of(grad=False), "rows")
+    return channel.take_bytes()["halo"]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.int64, 8)])
+def test_rows_travel_in_their_own_type(ranks: Callable[..., list], dtype: torch.dtype, size: int) -> None:
+    assert sum(ranks(3, rows_in, dtype)) == size * 3 * sent(3)
+
+
+# Ranks that differ -----------------------------------------------------------------------------------
+
+
+def disagree(channel: Channel, how: str) -> tuple[str, float]:
+    data, owner = graph_and_owner(channel.size)
+    plan = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
+    odd = channel.rank == 1
+    epoch = 2 if odd and how == "epoch" else 1
+    turn = Turn(epoch, checked=True, device=CPU, grad=True)
+    if odd and how == "number":
+        turn.collectives += 1
+    x = torch.zeros(plan.own, 4 if odd and how == "width" else 3, requires_grad=not (odd and how == "grad"))
+    begun = time.monotonic()
+    try:
+        plan.extend(x, turn, "conv.x")
+    except CommError as error:
+        return str(error), time.monotonic() - begun
+    return "", time.monotonic() - begun
+
+
+@pytest.mark.parametrize("how", ["epoch", "number", "width", "grad"])
+def test_ranks_at_different_reads_all_hear_of_it_at_once(ranks: Callable[..., list], how: str) -> None:
+    answers = ranks(3, disagree, how, spoils=True)
+    for text, seconds in answers:
+        assert "conv.x" in text
+        assert seconds < 10
+    assert any("rank 1" in text for text, _ in answers)
+
+
+class UnusedAside(nn.Module):
+    """Two sites whose results go nowhere: backward must visit them all the same, on all ranks or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.aside = pyg.SAGEConv(6, 5), pyg.GATConv(5, 3)
+        self.last = pyg.SAGEConv(5, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.first(x, edge_index)
+        self.aside(x, edge_index)
+        return self.last(x, edge_index)
+
+
+def test_an_unused_branch_neither_hangs_nor_gets_a_gradient(ranks: Callable[..., list]) -> None:
+    data, owner = graph_and_owner(3)
+    found = split(ranks, 3, UnusedAside, data, owner, epochs=2)
+    assert_equal(found, whole(UnusedAside, data, epochs=2))
+    assert not any(g is not None and g.any() for name, g in found.grads.items() if name.startswith("aside"))
+
+
+def train_without_rows(channel: Channel) -> list[Tensor]:
+    """Rank 1 has no training vertex: its loss is the token alone, as in ``run.engine``."""
+    data, owner = graph_and_owner(channel.size)
+    torch.manual_seed(0)
+    model = two_layers()
+    scope = Interception(extract(data, owner, channel.rank, channel.size), channel, handlers=HANDLERS)
+    scope.inputs["x"] = scope.like(scope.inputs["x"].float(), scope.inputs["x"])
+    install(model, scope)
+    with scope.running(1, training=True, checked=True) as turn:
+        out = model(scope.inputs["x"], scope.inputs["edge_index"])
+    (turn.token if channel.rank == 1 else out.sum() + turn.token).backward()
+    return [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+
+
+def test_a_rank_without_training_vertices_does_not_keep_the_others_waiting(
+    ranks: Callable[..., list],
+) -> None:
+    shares = ranks(3, train_without_rows)
+    data, owner = graph_and_owner(3)
+    torch.manual_seed(0)
+    model = two_layers()
+    model(data.x.float(), data.edge_index)[owner != 1].sum().backward()
+    for parameter, *grads in zip(model.parameters(), *shares, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(sum(grads), parameter.grad, rtol=1e-5, atol=1e-5)
+    # The vertices of rank 1 are read by others: its share of the first layer's gradient is not zero.
+    assert any(grad.any() for grad in shares[1])
+
+
+# Recomputation ---------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = pyg.SAGEConv(6, 5), pyg.SAGEConv(5, 4), reentrant
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.first(x, edge_index).relu()
+        return checkpoint(self.second, x, edge_index, use_reentrant=self.reentrant)
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = pyg.SAGEConv(6, 5), pyg.SAGEConv(5, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.first(x, edge_index)
+        return self.second(x, edge_index)
+
+
+def with_reentrant() -> nn.Module:
+    return Checkpointed(True)
+
+
+def without_reentrant() -> nn.Module:
+    return Checkpointed(False)
+
+
+@pytest.mark.parametrize("build", [with_reentrant, without_reentrant, Frozen])
+def test_layers_that_run_again_or_hide_their_gradient_are_refused(
+    ranks: Callable[..., list], build: Callable[[], nn.Module]
+) -> None:
+    data, owner = graph_and_owner(2)
+    with pytest.raises(ModelError, match="checkpoint") as caught:
+        split(ranks, 2, build, data, owner)
+    assert "first" in caught.value.where if build is Frozen else "second" in caught.value.where
