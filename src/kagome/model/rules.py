@@ -20,6 +20,7 @@ from torch_geometric import nn as pyg
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_remaining_self_loops, get_laplacian
 
+from kagome.errors import ModelError
 from kagome.model.exact import Scope
 
 
@@ -49,13 +50,24 @@ Rule = Callable[[Any, LayerScope], Settings]
 
 
 def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
-    """Set what each rule asks for on the model's layers.
+    """Set what each rule asks for on the model's layers; refuse those that no split makes exact.
 
     Returns:
         A function that takes it off again.
+
+    Raises:
+        ModelError: For a layer of :data:`REFUSED`, with its reason.
     """
     undo: list[tuple[nn.Module, str]] = []
-    for module in model.modules():
+    for path, module in model.named_modules():
+        for kind, reason in REFUSED:
+            if isinstance(module, kind) and scope.size > 1:
+                raise ModelError(
+                    f"{kind.__name__} was to be split over {scope.size} parts",
+                    reason,
+                    where=path,
+                    hint="train it on one rank, or take another layer",
+                )
         for kind, rule in RULES:
             if isinstance(module, kind):
                 for target, name, value in rule(module, scope):
@@ -206,6 +218,16 @@ def _first_group(module: Any, scope: LayerScope) -> Settings:
         return out[1:]
 
     return [(module, "forward", forward)]
+
+
+REFUSED: Sequence[tuple[type[nn.Module], str]] = (
+    (pyg.HypergraphConv, "it reads vertex-hyperedge incidences, not edges between vertices"),
+    (pyg.WLConv, "it numbers colours in the order in which it meets them, and has no gradient"),
+    (pyg.HGTConv, "it takes several vertex types as dicts, not one homogeneous graph"),
+    (pyg.HANConv, "it takes several vertex types as dicts, not one homogeneous graph"),
+    (pyg.HeteroConv, "it takes several vertex types as dicts, not one homogeneous graph"),
+)
+"""Layers that no split makes exact, each with its reason."""
 
 
 RULES: Sequence[tuple[type[nn.Module], Rule]] = (

@@ -25,6 +25,7 @@ def install(model: nn.Module, scope: Interception) -> Callable[[], None]:
         name = path or type(module).__name__
 
         def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
+            scope.turn.refuse_again(name)
             scope.path.append(name)
 
         def leave(_module: nn.Module, _args: Any, out: Any, name: str = name) -> None:

@@ -70,15 +70,19 @@ class Turn:
         self.collectives = 0
         self.over = False
 
-    def begin(self, site: str, *, grad: bool = False) -> Site:
-        """Number the next collective of this forward; ``grad``: backward will come back to it."""
+    def refuse_again(self, where: str) -> None:
+        """Refuse what runs after the forward has ended: backward recomputes it, out of the interception's sight."""
         if self.over:
             raise ModelError(
                 "each layer runs once in the forward pass",
                 "one was run again during backward (activation checkpointing), repeating its exchange",
-                where=site,
+                where=where,
                 hint="leave torch.utils.checkpoint out of the model",
             )
+
+    def begin(self, site: str, *, grad: bool = False) -> Site:
+        """Number the next collective of this forward; ``grad``: backward will come back to it."""
+        self.refuse_again(site)
         if self.grad and not torch.is_grad_enabled():
             raise ModelError(
                 "training keeps the gradient of every read of neighbours",

@@ -24,8 +24,8 @@ from kagome.neighbors.intercept import Interception
 from kagome.run.engine import Call
 
 DRAWS = frozenset(
-    ("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout")
-    + ("feature_alpha_dropout", "rand_like", "randn_like", "rand", "randn", "bernoulli")
+    {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"}
+    | {"feature_alpha_dropout", "rand_like", "randn_like", "rand", "randn", "bernoulli"}
 )
 """Calls that draw: switched off where split and whole are to agree with plain PyG."""
 
