@@ -112,8 +112,9 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     if not training or p == 0.0:
         return NotImplemented
     keys, axis = _keys(scope, x, "dropout")
-    out = draws.dropout(x, keys, p, axis)
-    return scope.like(x.copy_(out) if kwargs.get("inplace") and not x.requires_grad else out, x)
+    if name == "dropout_" or _argument(args, kwargs, 3, "inplace", False):
+        return x.mul_(draws.dropout(torch.ones_like(x), keys, p, axis))
+    return scope.like(draws.dropout(x, keys, p, axis), x)
 
 
 def _like_random(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
