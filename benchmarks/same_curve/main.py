@@ -30,7 +30,17 @@ def run(name: str, ranks: int, epochs: int, data: Path) -> dict[str, object]:
     folder = HERE / "runs" / f"{name}-{ranks}"
     done = folder / "summary.json"
     if not done.exists():
-        command = [sys.executable, "-m", "kagome.cli", "train", *RUNS[name], "--nproc", str(ranks), "--out", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "kagome.cli",
+            "train",
+            *RUNS[name],
+            "--nproc",
+            str(ranks),
+            "--out",
+            str(folder),
+        ]
         command += ["--train.epochs", str(epochs), "--report.no-page", "--report.no-trace"]
         env = {**os.environ, "KAGOME_DATA": str(data.resolve())}
         subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -56,17 +66,26 @@ def main() -> None:
             row[str(ranks)] = {
                 "test": summary["test_metric"],
                 "largest_loss_difference": max(abs(a["loss"] - b["loss"]) / abs(a["loss"]) for a, b in pairs),
-                "loss_difference_after_10_epochs": abs(pairs[9][0]["loss"] - pairs[9][1]["loss"]) / pairs[9][0]["loss"],
+                "loss_difference_after_10_epochs": abs(pairs[9][0]["loss"] - pairs[9][1]["loss"])
+                / pairs[9][0]["loss"],
                 "largest_val_difference": max(abs(a["val_metric"] - b["val_metric"]) for a, b in pairs),
                 "best_epoch": summary["best_epoch"],
                 "memory": summary["peak_memory_bytes"],
                 "bytes": summary["bytes_per_epoch"],
             }
         rows.append(row)
-        print(json.dumps({k: v if not isinstance(v, dict) else {a: v[a] for a in list(v)[:4]} for k, v in row.items()}))
+        print(
+            json.dumps(
+                {k: v if not isinstance(v, dict) else {a: v[a] for a in list(v)[:4]} for k, v in row.items()}
+            )
+        )
     import torch
 
-    facts = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__, "epochs": options.epochs}
+    facts = {
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "epochs": options.epochs,
+    }
     (HERE / "results.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
     lines = [
         "| run | metric | test on 1 / 2 / 3 / 4 ranks | largest difference of validation metric, any epoch "
