@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Further options for pip, such as: PIP_OPTIONS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# Further options for pip, such as an index that has a CPU build of torch.
 PIP_OPTIONS ?=
 FLAGS ?=
 

@@ -20,8 +20,7 @@ from kagome.config import Train
 
 def softmax_by_target(score: Tensor, target: Tensor, num_targets: int) -> Tensor:
     """A softmax over the in-edges of each vertex."""
-    top = score.new_full((num_targets,), -torch.inf)
-    top = top.scatter_reduce(0, target, score.detach(), "amax")
+    top = score.new_full((num_targets,), -torch.inf).scatter_reduce(0, target, score.detach(), "amax")
     weight = (score - top[target]).exp()
     total = score.new_zeros(num_targets).scatter_add(0, target, weight)
     return weight / total[target]

@@ -48,7 +48,7 @@ def test_every_example_is_run_by_a_test_here() -> None:
     assert {p.name for p in EXAMPLES.glob("*.py")} == {"twelve_lines.py", "own_model.py", "own_data.py"}
     for path in EXAMPLES.iterdir():
         if path.is_file():
-            assert len(path.read_text().splitlines()) < 90, path.name
+            assert len(path.read_text().splitlines()) < 80, path.name
 
 
 @pytest.mark.slow

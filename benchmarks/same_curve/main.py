@@ -1,6 +1,6 @@
-"""Does a run's curve depend on the number of ranks? Trains models on real graphs on 1, 2, 3 and 4 ranks, dropout on.
+"""Does a run's curve depend on the number of ranks? Real graphs on 1, 2, 3 and 4 ranks, dropout on.
 
-Run: python benchmarks/same_curve/main.py --data ../shared/data  (resumes where it stopped; results beside this file)
+Run: python benchmarks/same_curve/main.py --data ../shared/data  (resumes where it stopped)
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ RUNS = {
     "Cora-appnp": ["--data.name", "Cora", "--model.name", "appnp"],
     "Tolokers-sage": ["--data.name", "Tolokers", "--model.name", "sage", "--train.metric", "roc_auc",
                       "--train.weight-decay", "0"],
-    "squirrel-gcn": ["--data.name", "squirrel", "--model.name", "gcn", "--data.undirected", "--data.self-loops"],
+    "squirrel-gcn": ["--data.name", "squirrel", "--model.name", "gcn", "--data.undirected",
+                     "--data.self-loops"],
 }  # fmt: skip
 
 

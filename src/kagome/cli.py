@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from kagome import config
-from kagome.errors import CheckError, ConfigError, KagomeError
+from kagome.errors import CheckError, CheckpointError, ConfigError, KagomeError
 from kagome.ranks import environment
 
 if TYPE_CHECKING:
@@ -158,19 +158,42 @@ def _train(args: list[str]) -> int:
     settings = config.Run(
         **{name: getattr(command, name) for name in ("data", "model", "parallel", "train", "report")}
     )
-    ranks = environment()
-    if ranks.source != "single":
-        return train_rank(settings, command.out, command.resume)
-    nproc = command.nproc or command.parallel.graph or (1 if args else DEFAULT_RANKS)
+    if command.nproc is not None and command.nproc < 1:
+        raise ConfigError("--nproc takes a number from 1 up", f"it is {command.nproc}")
+    resume = command.resume
+    if resume is not None and not Path(resume).is_dir():
+        raise CheckpointError(
+            "--resume takes the folder of a run", f"there is no folder {resume}", hint="ls runs/"
+        )
+    out = command.out or (None if resume is None else str(_run_folder(resume)))
+    if environment().source != "single":
+        return train_rank(settings, out, resume)
+    nproc = command.nproc or command.parallel.graph or _parts(settings.data.partition)
+    nproc = nproc or (1 if args else DEFAULT_RANKS)
     settings.parallel.fit(nproc)
     if nproc == 1:
-        return train_rank(settings, command.out, command.resume)
+        return train_rank(settings, out, resume)
     from kagome.launch import start_local
 
-    start_local(
-        nproc, train_rank, settings, command.out or command.resume or _new_folder(settings), command.resume
-    )
+    start_local(nproc, train_rank, settings, out or _new_folder(settings), resume)
     return 0
+
+
+def _parts(folder: str | None) -> int | None:
+    """How many parts a saved partition has; what is wrong with it is said where it is loaded."""
+    import json
+
+    try:
+        return int(json.loads((Path(folder or "") / "partition.json").read_text())["num_parts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _run_folder(resume: str) -> Path:
+    """The run that a run's folder, its checkpoints or one of them belong to."""
+    folder = Path(resume)
+    above = (folder, *list(folder.resolve().parents)[:2])
+    return next((found for found in above if (found / "config.toml").exists()), folder)
 
 
 def parse_train(args: list[str]) -> TrainCommand:
@@ -189,8 +212,8 @@ def parse_train(args: list[str]) -> TrainCommand:
             if word == "--resume" and place + 1 < len(args)
             else word.partition("--resume=")[2]
         )
-        if folder and (Path(folder) / "config.toml").exists():
-            default = _over(default, config.from_toml(Path(folder) / "config.toml"))
+        if folder and (_run_folder(folder) / "config.toml").exists():
+            default = _over(default, config.from_toml(_run_folder(folder) / "config.toml"))
             # How it was split is no part of what it learns: the ranks there are now decide.
             default = replace(default, parallel=replace(default.parallel, graph=None))
     command: TrainCommand = _parse(TrainCommand, args, "train", default)
@@ -231,9 +254,8 @@ def train_rank(settings: config.Run, out: str | None, resume: str | None) -> int
         sys.path.insert(0, os.getcwd())
     from kagome.run.trainer import Trainer
 
-    folder = out or resume
     with Trainer.from_settings(
-        settings, _builder(settings.model), out=folder or (lambda: _new_folder(settings))
+        settings, _builder(settings.model), out=out or (lambda: _new_folder(settings))
     ) as trainer:
         values = trainer.fit(resume=resume)
         if trainer.mesh.rank == 0 and trainer.writer is not None:

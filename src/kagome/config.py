@@ -6,10 +6,12 @@ Where it sits: frozen dataclasses without torch; ``cli`` turns them into flags, 
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kagome.errors import ConfigError
 
@@ -36,6 +38,9 @@ class Data:
     """Project the features to this many columns, once, by a seeded random matrix."""
     split: int = 0
     """Which of several given splits to use; without any masks, the seed of the 60/20/20 split made."""
+
+    def __post_init__(self) -> None:
+        _at_least("data", self, project=1, split=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +124,7 @@ class Train:
     """Seconds that a rank waits for another before it gives up and says for whom."""
 
     def __post_init__(self) -> None:
-        for name, low in (("epochs", 0), ("eval_every", 1), ("patience", 1), ("save_every", 1)):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ConfigError(f"train.{name} takes a number from {low} up", f"it is {value}")
+        _at_least("train", self, epochs=0, eval_every=1, patience=1, save_every=1, lr=0, weight_decay=0)
         for name in ("clip", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -182,8 +184,8 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
+        # JSON's escapes are TOML's, but for one character that only TOML forbids.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
     return repr(value)
 
 
@@ -194,8 +196,8 @@ def from_toml(path: str | Path) -> Run:
         ConfigError: If the file is missing, is no TOML, or names an unknown section or setting.
     """
     try:
-        text = Path(path).read_text()
-    except OSError as error:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the settings file {path} was asked for", f"it cannot be read: {error}") from None
     try:
         table = tomllib.loads(text)
@@ -211,13 +213,36 @@ def from_dict(table: dict[str, Any], *, where: str = "") -> Run:
     for section, values in table.items():
         if section not in sections:
             raise ConfigError(f"a section of {', '.join(sections)}", f"found [{section}]", where=where)
-        kind = sections[section]
-        assert callable(kind)
-        known = [f.name for f in dataclasses.fields(kind())]
-        for key in values:
-            if key not in known:
+        kind: Any = sections[section]
+        if not isinstance(values, dict):
+            raise ConfigError(f"[{section}] is a section of settings", f"it is {values!r}", where=where)
+        hints, given = get_type_hints(kind), {}
+        for key, value in values.items():
+            name = key.replace("-", "_")  # as the flags are written
+            if name not in hints:
                 raise ConfigError(
-                    f"a setting of [{section}]: {', '.join(known)}", f"found {key!r}", where=where
+                    f"a setting of [{section}]: {', '.join(hints)}", f"found {key!r}", where=where
                 )
-        parts[section] = kind(**values)
+            given[name] = _typed(f"{section}.{name}", value, hints[name], where)
+        parts[section] = kind(**given)
     return Run(**parts)
+
+
+def _typed(name: str, value: Any, hint: Any, where: str) -> Any:
+    """The value, if it is of the field's type; a whole number serves where any number does."""
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kinds = tuple(type(get_args(kind)[0]) if get_origin(kind) is Literal else kind for kind in kinds)
+    if float in kinds and type(value) is int:
+        return float(value)
+    if type(value) not in kinds:
+        words = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+        takes = " or ".join(words[kind] for kind in kinds if kind is not NoneType)
+        raise ConfigError(f"{name} takes {takes}", f"it is {value!r}", where=where)
+    return value
+
+
+def _at_least(section: str, settings: object, **lows: float) -> None:
+    for name, low in lows.items():
+        value = getattr(settings, name)
+        if value is not None and not value >= low:
+            raise ConfigError(f"{section}.{name} takes a number from {low} up", f"it is {value}")

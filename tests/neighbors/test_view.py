@@ -1,4 +1,4 @@
-"""Two views of a part: the in-edges it holds, and the out-edges it fetches, which are the same edges flipped."""
+"""Two views of a part: the in-edges it holds, and the out-edges it fetches, the same edges flipped."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_views_hold_each_edge_once_with_its_attributes(
     ranks: Callable[..., list], world: int, name: str
 ) -> None:
     data, owner, held = collected(ranks, world, name)
-    names = [key for key in data.keys() if key.startswith("edge_") and key != "edge_index"]
+    names = [key for key in data.to_dict() if key.startswith("edge_") and key != "edge_index"]
     for way, (read, owned) in {"in": (0, 1), "out": (1, 0)}.items():
         edges = torch.cat([rank[way]["edge"] for rank in held])
         assert edges.sort().values.tolist() == list(range(data.num_edges))

@@ -71,7 +71,7 @@ class Turn:
         self.over = False
 
     def refuse_again(self, where: str) -> None:
-        """Refuse what runs after the forward has ended: backward recomputes it, unseen by the interception."""
+        """Refuse what runs after the forward has ended: backward recomputes it where nobody sees it."""
         if self.over:
             raise ModelError(
                 "each layer runs once in the forward pass",

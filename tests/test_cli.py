@@ -1,0 +1,287 @@
+"""The command line, in this process: every command's good path, every mistake with its words and its code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kagome import cli
+
+SBM = "sbm:vertices=300,degree=6,features=8,classes=4,communities=4"
+FEW = ["--data.name", SBM, "--train.epochs", "3", "--report.no-progress"]
+
+WRONG_MODEL = '''
+import torch
+from torch import nn
+from torch_geometric.nn import SAGEConv
+
+
+class Table(nn.Module):
+    """A learned row a vertex, looked up by row number."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.table = nn.Embedding(10_000, 8)
+        self.conv = SAGEConv(in_channels, 8)
+        self.last = SAGEConv(8, out_channels)
+
+    def forward(self, x, edge_index):
+        x = self.conv(x, edge_index) + self.table(torch.arange(x.size(0)))
+        return self.last(x.relu(), edge_index)
+
+
+def build(in_channels, out_channels):
+    return Table(in_channels, out_channels)
+
+
+def fine(in_channels, out_channels, hidden):
+    from torch_geometric.nn import GraphSAGE
+
+    return GraphSAGE(in_channels, hidden, 2, out_channels)
+'''
+
+
+@pytest.fixture
+def kagome(tmp_path, monkeypatch, capfd):
+    """``kagome("train", ...)``: exit code, standard output, standard error, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "KAGOME_DATA"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        code: object = 0
+        try:
+            cli.main(list(args))
+        except SystemExit as left:
+            code = left.code
+        out, err = capfd.readouterr()
+        assert isinstance(code, int | None)
+        assert "Traceback" not in err + out
+        return code or 0, out, err
+
+    return run
+
+
+# Help ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["check"], ["partition"], ["report"], ["doctor"]])
+def test_help_names_every_flag(kagome, command):
+    code, out, _ = kagome(*command, "--help")
+    assert code == 0
+    words = {
+        (): ["train", "check", "partition", "report", "doctor"],
+        ("train",): [
+            "--data.name",
+            "--train.patience",
+            "--model.heads",
+            "--nproc",
+            "--resume",
+            "--parallel.graph",
+        ],
+        ("check",): ["--vertices", "--model.name"],
+        ("partition",): ["--parts", "--out DIR"],
+    }
+    for word in words.get(tuple(command), ["usage"]):
+        assert word in out
+
+
+def test_help_is_quick_and_loads_no_torch(tmp_path):
+    begun = time.monotonic()
+    code = "import sys, kagome.cli as c\ntry: c.main(['train', '--help'])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "False"
+    assert time.monotonic() - begun < 3
+
+
+def test_version(kagome):
+    from kagome import __version__
+
+    assert kagome("--version") == (0, f"kagome {__version__}\n", "")
+
+
+def test_nothing_asked_is_a_mistake_that_shows_the_commands(kagome):
+    code, out, _ = kagome()
+    assert code == 2
+    assert "kagome train" in out
+
+
+# Mistakes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["fly"], 2, ["train, check, partition, report, doctor", "'fly'", "kagome --help"]),
+        (["train", "--train.epoch", "3"], 2, ["--train.epoch", "--train.epochs"]),
+        (["train", "--training.epochs", "3"], 2, ["Unrecognized", "--training.epochs"]),
+        (["train", "--train.epochs", "many"], 2, ["--train.epochs", "many"]),
+        (["train", "--train.epochs", "-1"], 2, ["train.epochs takes a number from 0 up", "-1"]),
+        (["train", "--train.lr", "-1"], 2, ["train.lr takes a number from 0 up"]),
+        (["train", "--train.amp", "fp8"], 2, ["amp", "bf16"]),
+        (["train", "--nproc", "0"], 2, ["--nproc takes a number from 1 up, but it is 0"]),
+        (
+            ["train", "--nproc", "2", "--parallel.graph", "3"],
+            2,
+            ["graph=3 needs 3 ranks", "there are 2", "--nproc 3"],
+        ),
+        (["train", "--parallel.graph", "0"], 2, ["parts from 1 up"]),
+        (["train", "nowhere.toml"], 2, ["nowhere.toml", "cannot be read"]),
+        (["train", "--resume", "nowhere"], 1, ["there is no folder nowhere"]),
+        (["train", "--data.name", "Coraa"], 1, ["Coraa", "Cora, CiteSeer"]),
+        (["train", "--data.name", "sbm:vertexes=3"], 1, ["vertices", "vertexes=3"]),
+        (["train", "--data.name", "python:nothing.here:f"], 1, ["nothing.here"]),
+        (["train", "--data.partition", "nowhere"], 1, ["nowhere"]),
+        (["train", *FEW, "--model.name", "gnc"], 1, ["'gnc'", "Try: --model.name gcn"]),
+        (["train", *FEW, "--model.dropout", "1.5"], 1, ["model.dropout"]),
+        (["train", *FEW, "--train.metric", "roc_auc"], 2, ["roc_auc", "4 classes"]),
+        (["partition", "--data.name", SBM], 2, ["--out"]),
+        (["partition", "--data.name", SBM, "--parts", "0", "--out", "parts"], 2, ["--parts", "from 1 up"]),
+        (["report", "nowhere"], 2, ["nowhere", "no such folder"]),
+    ],
+)
+def test_a_mistake_has_words_and_a_code(kagome, args, code, words):
+    found, _, err = kagome(*args)
+    assert found == code
+    for word in words:
+        assert word in err
+    assert not Path("nowhere").exists()
+
+
+def test_mistakes_in_a_settings_file(kagome):
+    for text, words in {
+        "[trian]\nepochs = 3": "found [trian]",
+        "[train]\nepoch = 3": "found 'epoch'",
+        "[train]\nepochs = 'many'": "train.epochs takes a whole number, but it is 'many'",
+        "train = 3": "[train] is a section of settings",
+        "[train": "must be TOML",
+    }.items():
+        Path("run.toml").write_text(text)
+        code, _, err = kagome("train", "run.toml")
+        assert code == 2
+        assert words in err
+        assert "run.toml" in err
+
+
+def test_an_out_that_cannot_be_written(kagome):
+    Path("taken").write_text("a file")
+    code, _, err = kagome("train", *FEW, "--out", "taken")
+    assert code == 2
+    assert "taken" in err
+    assert "--out" in err
+
+
+# Good paths ---------------------------------------------------------------------------------------
+
+SUMMARY = [
+    *("test_metric", "val_metric", "metric_name", "best_epoch", "epochs", "epoch_seconds", "bytes_per_epoch"),
+    *("peak_memory_bytes", "predicted", "max_age", "world_size", "parallel", "seed"),
+]
+KINDS = {"halo", "stage", "transpose", "weights", "statistics", "other", "total"}
+
+
+def has_all_files(folder: Path, epochs: int, world: int, vertices: int = 300, classes: int = 4) -> None:
+    """A run directory with every file, as the design has it."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == list(range(1, epochs + 1))
+    for line in lines:
+        assert set(line) == {"epoch", "loss", "train_metric", "val_metric", "seconds", "bytes"}
+        assert set(line["bytes"]) == KINDS
+    summary = json.loads((folder / "summary.json").read_text())
+    assert list(summary)[: len(SUMMARY)] == SUMMARY
+    assert (summary["epochs"], summary["world_size"], len(summary["peak_memory_bytes"])) == (
+        epochs,
+        world,
+        world,
+    )
+    assert set(summary["bytes_per_epoch"]) == KINDS
+    assert (summary["bytes_per_epoch"]["halo"] > 0) == (world > 1)
+    assert 0 <= summary["test_metric"] <= 1
+    with np.load(folder / "predictions.npz") as found:
+        assert (found["scores"].shape, found["scores"].dtype.kind) == ((vertices, classes), "f")
+        assert (found["label"].shape, found["label"].dtype.kind) == ((vertices,), "i")
+        assert (found["label"] == found["scores"].argmax(1)).all()
+    assert json.loads((folder / "trace.json").read_text())
+    assert "<html" in (folder / "report.html").read_text()
+    assert (folder / "checkpoints" / "latest").read_text().strip() == f"epoch-{epochs:06d}"
+    assert (folder / "model.safetensors").stat().st_size > 100
+    assert "[parallel]" in (folder / "config.toml").read_text()
+
+
+def test_train_a_file_with_flags_over_it_then_resume_then_report(kagome):
+    Path("run.toml").write_text(
+        f'[data]\nname = "{SBM}"\n[train]\nepochs = 9\nweight-decay = 0\n[model]\nname = "sage"\n'
+        "[report]\nprogress = false\n"
+    )
+    code, out, _ = kagome("train", "run.toml", "--train.epochs", "3", "--out", "here")
+    assert code == 0
+    assert "test accuracy" in out
+    assert "Report: here/report.html" in out
+    has_all_files(Path("here"), epochs=3, world=1)
+    text = Path("here/config.toml").read_text()
+    assert ('name = "sage"' in text, "epochs = 3" in text, "weight_decay = 0.0" in text) == (True, True, True)
+    # One checkpoint's folder is as good as the run's: the run's settings and folder are found from it.
+    for resume, epochs in (("here", 5), ("here/checkpoints/epoch-000005", 6)):
+        code, out, _ = kagome("train", "--resume", resume, "--train.epochs", str(epochs))
+        assert code == 0
+        has_all_files(Path("here"), epochs=epochs, world=1)
+    assert not list(Path("here/checkpoints").rglob("config.toml"))
+    page = Path("here/report.html")
+    page.unlink()
+    code, out, _ = kagome("report", "here")
+    assert code == 0
+    assert "best epoch" in out
+    assert page.exists()
+
+
+def test_runs_without_a_name_get_folders_of_their_own(kagome):
+    for _ in range(2):
+        assert kagome("train", *FEW, "--report.no-page", "--report.no-trace")[0] == 0
+    found = sorted(path.name for path in Path("runs").iterdir())
+    assert len(found) == 2
+    assert found[0][:-3] == found[1][:-3]
+    assert not (Path("runs") / found[0] / "report.html").exists()
+
+
+def test_a_model_and_data_of_the_user_s_own(kagome):
+    Path("my_things.py").write_text(WRONG_MODEL)
+    code, out, _ = kagome("train", *FEW, "--model.name", "python:my_things:fine", "--out", "own")
+    assert code == 0
+    assert "test accuracy" in out
+
+
+def test_check_tells_right_from_wrong_by_a_layer_s_name(kagome):
+    Path("my_checked.py").write_text(WRONG_MODEL)
+    code, out, _ = kagome("check", "--data.name", SBM, "--model.name", "gat", "--all", "--vertices", "60")
+    assert code == 0
+    assert "split over 3 and whole equal" in out
+    assert "convs.0" in out
+    code, out, err = kagome("check", "--data.name", SBM, "--model.name", "python:my_checked:build")
+    assert code == 1
+    assert "table" in out + err
+    assert "kagome: error" in err
+
+
+def test_partition_says_how_good_the_cut_is_and_refuses_another_number_of_ranks(kagome):
+    code, out, _ = kagome("partition", "--data.name", SBM, "--parts", "3", "--out", "parts")
+    assert code == 0
+    assert "of edges are cut" in out
+    assert "--data.partition parts --nproc 3" in out
+    assert sum(int(line.split()[1]) for line in out.splitlines()[1:4]) == 300
+    code, _, err = kagome("train", "--data.partition", "parts", "--nproc", "1")
+    assert code == 1
+    assert "parts holds 3" in err
+
+
+def test_a_partition_of_one_part_trains_on_one_rank(kagome):
+    assert kagome("partition", "--data.name", SBM, "--parts", "1", "--out", "whole")[0] == 0
+    code, out, _ = kagome("train", "--data.partition", "whole", *FEW[2:], "--out", "run")
+    assert code == 0
+    has_all_files(Path("run"), epochs=3, world=1)
