@@ -95,7 +95,7 @@ def test_help_names_every_flag(kagome, command):
 
 def test_help_is_quick_and_loads_no_torch(tmp_path):
     begun = time.monotonic()
-    code = "import sys, kagome.cli as c\ntry: c.main(['train', '--help'])\nfinally: print('torch' in sys.modules)"
+    code = "import sys, kagome.cli as c\ntry: c.main(['train', '-h'])\nfinally: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "False"
     assert time.monotonic() - begun < 3
@@ -130,20 +130,20 @@ def test_nothing_asked_is_a_mistake_that_shows_the_commands(kagome):
         (
             ["train", "--nproc", "2", "--parallel.graph", "3"],
             2,
-            ["graph=3 needs 3 ranks", "there are 2", "--nproc 3"],
+            ["graph=3 needs 3", "are 2", "--nproc 3"],
         ),
-        (["train", "--parallel.graph", "0"], 2, ["parts from 1 up"]),
+        (["train", "--parallel.graph", "0"], 2, ["number of parts"]),
         (["train", "nowhere.toml"], 2, ["nowhere.toml", "cannot be read"]),
         (["train", "--resume", "nowhere"], 1, ["there is no folder nowhere"]),
         (["train", "--data.name", "Coraa"], 1, ["Coraa", "Cora, CiteSeer"]),
         (["train", "--data.name", "sbm:vertexes=3"], 1, ["vertices", "vertexes=3"]),
         (["train", "--data.name", "python:nothing.here:f"], 1, ["nothing.here"]),
         (["train", "--data.partition", "nowhere"], 1, ["nowhere"]),
-        (["train", *FEW, "--model.name", "gnc"], 1, ["'gnc'", "Try: --model.name gcn"]),
+        (["train", *FEW, "--model.name", "gatt"], 1, ["'gatt'", "Try: --model.name gat"]),
         (["train", *FEW, "--model.dropout", "1.5"], 1, ["model.dropout"]),
         (["train", *FEW, "--train.metric", "roc_auc"], 2, ["roc_auc", "4 classes"]),
         (["partition", "--data.name", SBM], 2, ["--out"]),
-        (["partition", "--data.name", SBM, "--parts", "0", "--out", "parts"], 2, ["--parts", "from 1 up"]),
+        (["partition", "--data.name", SBM, "--parts", "0", "--out", "parts"], 1, ["part", "0"]),
         (["report", "nowhere"], 2, ["nowhere", "no such folder"]),
     ],
 )
@@ -187,7 +187,9 @@ SUMMARY = [
 KINDS = {"halo", "stage", "transpose", "weights", "statistics", "other", "total"}
 
 
-def has_all_files(folder: Path, epochs: int, world: int, vertices: int = 300, classes: int = 4) -> None:
+def has_all_files(
+    folder: Path, epochs: int, world: int, vertices: int = 300, classes: int = 4, sent: bool | None = None
+) -> None:
     """A run directory with every file, as the design has it."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(1, epochs + 1))
@@ -202,7 +204,7 @@ def has_all_files(folder: Path, epochs: int, world: int, vertices: int = 300, cl
         world,
     )
     assert set(summary["bytes_per_epoch"]) == KINDS
-    assert (summary["bytes_per_epoch"]["halo"] > 0) == (world > 1)
+    assert (summary["bytes_per_epoch"]["halo"] > 0) == (world > 1 if sent is None else sent)
     assert 0 <= summary["test_metric"] <= 1
     with np.load(folder / "predictions.npz") as found:
         assert (found["scores"].shape, found["scores"].dtype.kind) == ((vertices, classes), "f")
@@ -282,6 +284,5 @@ def test_partition_says_how_good_the_cut_is_and_refuses_another_number_of_ranks(
 
 def test_a_partition_of_one_part_trains_on_one_rank(kagome):
     assert kagome("partition", "--data.name", SBM, "--parts", "1", "--out", "whole")[0] == 0
-    code, out, _ = kagome("train", "--data.partition", "whole", *FEW[2:], "--out", "run")
-    assert code == 0
+    assert kagome("train", "--data.partition", "whole", *FEW[2:], "--out", "run")[0] == 0
     has_all_files(Path("run"), epochs=3, world=1)

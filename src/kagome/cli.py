@@ -38,7 +38,7 @@ class TrainCommand(config.Run):
     """
 
     nproc: int | None = None
-    """Local ranks to start; by default the product of the mesh. Under torchrun or srun the ranks are theirs."""
+    """Local ranks to start; by default the product of the mesh. Under torchrun or srun, theirs are used."""
     out: str | None = None
     """Folder for the run's files; by default a new one under runs/."""
     resume: str | None = None

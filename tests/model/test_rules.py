@@ -1,4 +1,4 @@
-"""Layers that look at the whole graph in a way of their own; what Kagome leaves behind on a model: nothing."""
+"""Layers that look at the whole graph in a way of their own; what Kagome leaves on a model: nothing."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def run_and_take_off(channel: Channel, case: ConvCase) -> str:
     """Run a case on a part, take everything off, run it whole: what differs from a model never touched."""
     with double_precision():
         data = sample_graph(seed=1, groups_of_four=case.needs_groups_of_four)
-        model = seeded(case_build(case), 0)
+        model = seeded(case_build(case), 0).train()  # layers of a class may share one default activation
         untouched = copy.deepcopy(model)
         names = list(inspect.signature(model.forward).parameters)
         before, weights = snapshot(model), copy.deepcopy(model.state_dict())
@@ -241,6 +241,23 @@ def test_taking_kagome_off_leaves_every_layer_as_it_was(ranks: Callable[..., lis
     for answers in ranks(2, cases_left_behind, names):
         assert len(answers) == len(BUILDABLE)
         assert {name: text for name, text in answers.items() if text} == {}
+
+
+def test_what_a_user_had_put_on_a_layer_comes_back() -> None:
+    model = gcn_of_two()
+    own = model.first.forward
+    model.first.__dict__["forward"] = own
+    remove = apply_rules(model, scope_of(sample_graph(1), alone()))
+    assert vars(model.first)["forward"] is not own
+    remove()
+    assert vars(model.first)["forward"] is own
+    assert "forward" not in vars(model.second)
+
+
+def gcn_of_two() -> nn.Module:
+    model = nn.Module()
+    model.first, model.second = pyg.GCNConv(6, 4), pyg.GCNConv(4, 4)
+    return model
 
 
 @pytest.mark.parametrize("attribute", ["_cached_edge_index", "_cached_adj_t"])

@@ -21,6 +21,7 @@ from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.rows import Turn, all_rows, total
 from kagome.neighbors.view import in_view
+from odd_models import TwoLayers
 from parity import alone, assert_equal, parity, random_owner, split, whole
 
 CPU = torch.device("cpu")
@@ -108,23 +109,25 @@ def test_everyone_s_rows_come_own_ones_first_and_their_gradients_return(ranks: C
 # Bytes -----------------------------------------------------------------------------------------------
 
 
+class One(nn.Module):
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.conv(x, edge_index)
+
+
 def two_layers() -> nn.Module:
-    return pyg.Sequential(
-        "x, edge_index",
-        [
-            (pyg.SAGEConv(6, 5), "x, edge_index -> x"),
-            nn.ReLU(),
-            (pyg.SAGEConv(5, 4), "x, edge_index -> x"),
-        ],
-    )
+    return TwoLayers(pyg.SAGEConv(6, 5), pyg.SAGEConv(5, 4))
 
 
 def gcn() -> nn.Module:
-    return pyg.Sequential("x, edge_index", [(pyg.GCNConv(6, 4), "x, edge_index -> x")])
+    return One(pyg.GCNConv(6, 4))
 
 
 def constant_reader() -> nn.Module:
-    return pyg.Sequential("x, edge_index", [(pyg.SAGEConv(6, 4), "x, edge_index -> x")])
+    return One(pyg.SAGEConv(6, 4))
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -76,13 +76,12 @@ def test_a_second_fit_goes_on_with_the_same_curve():
     whole = trained(model("gcn", 0.3), epochs=12, train=settings(lr=0.2))
     mine = model("gcn", 0.3)
     with Trainer(mine, graph(), train=settings(lr=0.2), report=QUIET) as trainer:
-        trainer.fit(7)
+        assert trainer.fit(10)["best_epoch"] < 10, "the test needs weights that differ"
         summary = trainer.fit(12)
         assert {k: summary[k] for k in ("epochs", "best_epoch", "test_metric")} == {
             k: whole.summary[k] for k in ("epochs", "best_epoch", "test_metric")
         }
         assert losses(trainer) == losses(whole)
-    assert whole.summary["best_epoch"] not in (7, 12), "the test needs weights that differ"
 
 
 @pytest.mark.parametrize("missing", ["val", "test"])

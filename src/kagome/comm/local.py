@@ -19,6 +19,10 @@ from kagome.errors import CommError, KagomeError
 T = TypeVar("T")
 
 
+class _EchoError(CommError):
+    """What a rank hears of another one's fault."""
+
+
 class LocalGroup:
     """What the threads of one group share.
 
@@ -55,7 +59,14 @@ class LocalGroup:
             thread.join()
         if errors:
             # What a rank found itself comes before what others only heard of, a named fault before any other.
-            raise min(errors, key=lambda e: (isinstance(e, CommError), not isinstance(e, KagomeError)))
+            raise min(
+                errors,
+                key=lambda e: (
+                    isinstance(e, _EchoError),
+                    isinstance(e, CommError),
+                    not isinstance(e, KagomeError),
+                ),
+            )
         return results
 
 
@@ -76,7 +87,7 @@ class LocalChannel:
             self.group.barrier.wait()
         except threading.BrokenBarrierError:
             # Not as the RuntimeError that it is: PyG's gather catches those and blames the edges.
-            raise CommError("all ranks meet at a collective", "another rank stopped before it") from None
+            raise _EchoError("all ranks meet at a collective", "another rank stopped before it") from None
         return values
 
     def exchange(

@@ -58,7 +58,6 @@ def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
     Raises:
         ModelError: For a layer of :data:`REFUSED`, with its reason.
     """
-    undo: list[tuple[nn.Module, str]] = []
     for path, module in model.named_modules():
         for kind, reason in REFUSED:
             if isinstance(module, kind) and scope.size > 1:
@@ -68,15 +67,20 @@ def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
                     where=path,
                     hint="train it on one rank, or take another layer",
                 )
+    undo: list[tuple[nn.Module, str, Any]] = []
+    for module in model.modules():
         for kind, rule in RULES:
             if isinstance(module, kind):
                 for target, name, value in rule(module, scope):
+                    undo.append((target, name, target.__dict__.get(name)))
                     target.__dict__[name] = value
-                    undo.append((target, name))
 
     def remove() -> None:
-        for module, name in undo:
-            module.__dict__.pop(name, None)
+        for module, name, before in reversed(undo):
+            if before is None:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = before  # the user's own
 
     return remove
 

@@ -170,18 +170,34 @@ def _size(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwar
 
 
 def _make(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.zeros(x.size(0))`` has a row a vertex, ``torch.ones(row.size(0))`` a row an edge."""
-    size = args[0] if args else kwargs.get("size")
+    """``torch.zeros(x.size(0))`` has a row a vertex, ``x.new_ones(row.size(0))`` a row an edge."""
+    place = int(name.startswith("new_"))
+    size = args[place] if len(args) > place else kwargs.get("size")
     first = size[0] if isinstance(size, (tuple, list)) and size else size
     if not isinstance(first, Count):
         return NotImplemented
     return scope.marks.put(func(*args, **kwargs), first.mark)
 
 
+def _sparse(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sparse matrix of the edges has columns of halo rows: torch would read past the end of ``x``."""
+    found = [scope.marks.get(value) for value in (*args, *kwargs.values())]
+    if scope.size == 1 or all(mark is None or mark.kind in ALIGNED for mark in found):
+        return NotImplemented
+    raise ModelError(
+        "a layer reads neighbours by edge_index",
+        f"it makes a sparse matrix of the edges ({name}) inside forward",
+        where=scope.where(),
+        hint="give the layer edge_index itself, or gather x[edge_index[0]] and scatter by edge_index[1]",
+    )
+
+
 HANDLERS: dict[str, Handler] = {
     "size": _size,
     "__get__": _size,
     **dict.fromkeys(("zeros", "ones", "full", "empty"), _make),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _make),
+    **dict.fromkeys((f"sparse_{kind}_tensor" for kind in ("coo", "csr", "csc", "compressed")), _sparse),
     "__getitem__": _gather,
     "index_select": _gather,
     "scatter_add_": _scatter,

@@ -120,13 +120,13 @@ class Engine:
         assert "edge_index" in inputs
 
     def _put_on(self) -> None:
+        self._unrule = apply_rules(self.model, self.scope)  # refuses before it touches the model
         self._uninstall = install(self.model, self.scope)
-        self._unrule = apply_rules(self.model, self.scope)
 
     def close(self) -> None:
         """Leave the model as it was given."""
-        self._unrule()
         self._uninstall()
+        self._unrule()
 
     @contextmanager
     def taken_off(self) -> Iterator[None]:

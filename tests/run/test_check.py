@@ -1,0 +1,310 @@
+"""The check before training: it lets right models through, names what is wrong, and touches nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+from convolutions import sample_graph
+from kagome.errors import CheckError, KagomeError, ModelError
+from kagome.graph.partition import split_all
+from kagome.run.check import TOLERANCE, check
+from kagome.run.sample import take_sample
+
+HIDDEN = 8
+
+
+class Net(nn.Module):
+    """Two convolutions with a layer between, which is what the tests vary."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = pyg.SAGEConv(6, HIDDEN), middle, pyg.GCNConv(HIDDEN, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x, edge_index)).relu(), edge_index)
+
+
+class Apply(nn.Module):
+    """A layer that is one function of the rows."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def running_sum(x: Tensor) -> Tensor:
+    rows, before = [], torch.zeros_like(x[:1])
+    for place in range(x.size(0)):
+        before = before + x[place : place + 1]
+        rows.append(before)
+    return torch.cat(rows)
+
+
+def data() -> Data:
+    graph = sample_graph(1, vertices=60)
+    return Data(x=graph.x.float(), edge_index=graph.edge_index, edge_weight=graph.edge_weight.float())
+
+
+RIGHT: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(HIDDEN, HIDDEN),
+    "batch norm": lambda: nn.BatchNorm1d(HIDDEN),
+    "dropout": lambda: nn.Dropout(0.5),
+    "alpha dropout without share": lambda: nn.AlphaDropout(0.0),
+    "dropout by hand": lambda: Apply(lambda x: x * (torch.rand(x.shape, dtype=x.dtype) > 0.5)),
+    "noise": lambda: Apply(lambda x: x + torch.randn_like(x)),
+    "layer norm": lambda: nn.LayerNorm(HIDDEN),
+    "graph norm": lambda: pyg.GraphNorm(HIDDEN),
+    "centred": lambda: Apply(lambda x: x - x.mean(0)),
+    "spread": lambda: Apply(lambda x: x / (x.std(0) + 1)),
+    "attention to all": lambda: Apply(lambda x: x * x.sum(1, keepdim=True).softmax(0)),
+    "scores by a vector": lambda: Apply(
+        lambda x: x * (x @ torch.ones(HIDDEN, dtype=x.dtype)).softmax(0).view(-1, 1)
+    ),
+    "gram": lambda: Apply(lambda x: x @ (x.t() @ x) / 100),
+    "columns rolled": lambda: Apply(lambda x: x.roll(1, 1)),
+    "heads": lambda: Apply(lambda x: x.view(-1, 2, HIDDEN // 2).mean(1).repeat(1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_models_pass(name: str) -> None:
+    torch.manual_seed(0)
+    result = check(Net(RIGHT[name]()), data())
+    assert result.first is None, result.first
+    assert result.dtype == "float64"
+    assert result.worst < 1e-12
+    assert {"first", "middle", "last", "first.lin_l.weight"} <= {row.name for row in result.rows}
+    assert {row.kind for row in result.rows} == {"output", "gradient"}
+    result.raise_if_different()
+    assert "equal" in result.text()
+
+
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "rolled": lambda x: x.roll(1, 0),
+    "running sum": running_sum,
+    "cumsum": lambda x: x.cumsum(0),
+    "by number of rows": lambda x: x * x.size(0),
+    "by len": lambda x: x / len(x),
+    "upside down": lambda x: x.flip(0),
+    "first row": lambda x: x - x[0],
+    "by position": lambda x: x * torch.linspace(0.1, 1, x.size(0), dtype=x.dtype).view(-1, 1),
+    "numpy mean": lambda x: x + float(x.detach().numpy().mean()),
+    "best row": lambda x: x + x.detach()[x.detach()[:, 0].tolist().index(max(x.detach()[:, 0].tolist()))],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_layer_that_mixes_rows_is_named(name: str) -> None:
+    """Named as the first that differs, or refused on the spot; never the layers around it."""
+    torch.manual_seed(0)
+    model = Net(Apply(WRONG[name]))
+    try:
+        result = check(model, data())
+    except ModelError as error:
+        named = error.where.partition(";")[0]
+    else:
+        assert result.first is not None
+        assert result.first.kind == "output"
+        assert result.first.error > 1e3 * TOLERANCE[torch.float64]
+        with pytest.raises(CheckError, match=r"the output of middle differs"):
+            result.raise_if_different()
+        assert "differ first at middle (output)" in result.text()
+        named = result.first.name
+    assert named == "middle"
+
+
+class WrongGradient(torch.autograd.Function):
+    """Right forward, and a backward that mixes rows."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        return grads[0].roll(1, 0) * 2
+
+
+def test_a_wrong_gradient_alone_is_found_at_the_layers_before_it() -> None:
+    torch.manual_seed(0)
+    first = check(Net(Apply(WrongGradient.apply)), data()).first
+    assert first is not None
+    assert first.kind == "gradient"
+    assert first.name.startswith("first.")
+
+
+DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "in place": lambda x: x * torch.empty_like(x).uniform_(),
+    "by numpy": lambda x: x * torch.from_numpy(np.random.rand(*x.shape)).to(x.dtype),
+    "as whole numbers": lambda x: x * torch.randint(1, 9, x.shape),
+    "an order": lambda x: x[torch.randperm(x.size(0))],
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_draw_that_depends_on_the_split_is_found(name: str) -> None:
+    try:
+        first = check(Net(Apply(DRAWN[name])), data()).first
+    except ModelError as error:
+        named = error.where.partition(";")[0]
+    else:
+        assert first is not None
+        named = first.name.removesuffix(" with dropout")
+    assert named == "middle"
+
+
+# Number types ----------------------------------------------------------------------------------------
+
+
+class Single(nn.Module):
+    """Insists on float32, whatever comes in and whatever its weights were cast to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN) / HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float() @ self.weight
+
+
+def test_a_layer_that_insists_on_float32_is_checked_in_float32() -> None:
+    torch.manual_seed(0)
+    result = check(Net(Single()), data())
+    assert result.dtype == "float32"
+    assert result.first is None, result.first
+    wrong = check(Net(nn.Sequential(Single(), Apply(lambda x: x.roll(1, 0)))), data())
+    assert wrong.dtype == "float32"
+    assert wrong.first is not None
+    assert wrong.first.name == "middle.1"
+
+
+def test_a_layer_that_passes_through_float32_is_right() -> None:
+    torch.manual_seed(0)
+    model = Net(Apply(lambda x: x.float().to(x.dtype)))
+    result = check(model, data())
+    assert result.first is None, result.first
+
+
+# Errors of the user's --------------------------------------------------------------------------------
+
+
+def test_a_model_that_fails_on_the_whole_graph_is_told_so_with_the_layer() -> None:
+    with pytest.raises(ModelError, match="in one process") as caught:
+        check(Net(nn.Linear(HIDDEN + 1, HIDDEN)), data())
+    assert caught.value.where == "middle"
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_model_that_fails_on_a_part_only_is_told_so_with_the_layer() -> None:
+    with pytest.raises(ModelError, match="runs on a part") as caught:
+        check(Net(Apply(lambda x: x + torch.zeros(60, 1, dtype=x.dtype))), data())
+    assert caught.value.where.startswith("middle")
+
+
+def test_a_model_that_cannot_be_copied_is_told_so() -> None:
+    model = Net(nn.Identity())
+    model.generator = (row for row in range(3))
+    with pytest.raises(ModelError, match="cannot be copied"):
+        check(model, data())
+
+
+def test_ranks_that_fall_apart_are_told_with_the_layer() -> None:
+    zeros = Apply(lambda x: x + torch.zeros_like(x).scatter_add(0, torch.zeros_like(x, dtype=torch.long), x))
+    for _ in range(10):  # which rank's error came last once decided, and it could be the empty one
+        with pytest.raises(KagomeError, match="middle"):
+            check(Net(zeros), data())
+
+
+class AsksForMore(Net):
+    def forward(self, x: Tensor, edge_index: Tensor, colour: Tensor) -> Tensor:
+        return super().forward(x, edge_index) + colour
+
+
+def test_an_input_that_the_data_does_not_have_is_named() -> None:
+    with pytest.raises(KagomeError, match="'colour'"):
+        check(AsksForMore(nn.Identity()), data())
+
+
+# Nothing is touched ----------------------------------------------------------------------------------
+
+
+def state(model: nn.Module) -> dict[str, object]:
+    hooks = [name for name in vars(model) if name.endswith("_hooks")]
+    return {
+        name: (
+            {key: id(value) for key, value in vars(module).items() if not key.endswith("_hooks")},
+            [len(getattr(module, hook)) for hook in hooks],
+            module.training,
+        )
+        for name, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("middle", ["right", "wrong", "failing"])
+def test_the_user_s_model_is_not_changed(middle: str, training: bool) -> None:
+    torch.manual_seed(0)
+    function = {
+        "right": lambda x: x,
+        "wrong": lambda x: x.roll(1, 0),
+        "failing": lambda x: x + torch.zeros(60, 1, dtype=x.dtype),
+    }[middle]
+    model = Net(nn.Sequential(nn.BatchNorm1d(HIDDEN), Apply(function), nn.Dropout(0.3)))
+    model.last = pyg.GCNConv(HIDDEN, 4, cached=True)
+    model.train(training)
+    graph = data()
+    model(graph.x, graph.edge_index).sum().backward()
+    weights, before = copy.deepcopy(model.state_dict()), state(model)
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    features, generator = graph.x.clone(), torch.get_rng_state()
+    if middle == "failing":
+        with pytest.raises(ModelError):
+            check(model, graph)
+    else:
+        check(model, graph)
+    assert state(model) == before
+    for name, value in model.state_dict().items():
+        assert value.dtype == weights[name].dtype
+        assert torch.equal(value, weights[name]), name
+    assert all(torch.equal(grads[name], p.grad) for name, p in model.named_parameters() if name in grads)
+    assert torch.equal(graph.x, features)
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+# The sample ------------------------------------------------------------------------------------------
+
+
+def test_a_part_can_be_checked_on_its_own_edges() -> None:
+    torch.manual_seed(0)
+    graph = sample_graph(1, vertices=300)
+    part = split_all(graph, torch.arange(300) % 2, 2)[1]
+    assert check(Net(nn.Identity()), part).first is None
+    first = check(Net(Apply(lambda x: x.roll(1, 0))), part).first
+    assert first is not None
+    assert first.name == "middle"
+
+
+@pytest.mark.parametrize("vertices", [10, 100, 1000])
+def test_a_sample_holds_all_edges_among_its_vertices(vertices: int) -> None:
+    graph = sample_graph(1, vertices=300)
+    graph.x[:, 0] = torch.arange(300)
+    sample = take_sample(graph, vertices, 0)
+    kept = sample.x[:, 0].long()
+    assert sample.num_nodes == min(vertices, 300)
+    assert kept.unique().numel() == sample.num_nodes
+    inside = torch.isin(graph.edge_index, kept).all(0)
+    assert torch.equal(kept[sample.edge_index], graph.edge_index[:, inside])
+    assert torch.equal(sample.edge_weight, graph.edge_weight[inside])
+    assert sample.edge_index.size(1) > 0

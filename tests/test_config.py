@@ -1,0 +1,178 @@
+"""Settings: every field goes to TOML and back; every wrong one has an error that names it."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kagome import config
+from kagome.errors import ConfigError
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+count = st.integers(1, 10**12)
+size = st.floats(1e-12, 1e12)
+
+RUNS = st.builds(
+    config.Run,
+    data=st.builds(
+        config.Data,
+        name=text,
+        root=text,
+        partition=st.none() | text,
+        undirected=st.booleans(),
+        self_loops=st.booleans(),
+        project=st.none() | count,
+        split=st.integers(0, 99),
+    ),
+    model=st.builds(
+        config.Model, name=text, layers=count, hidden=count, dropout=st.floats(0, 0.99), heads=count
+    ),
+    parallel=st.builds(
+        config.Parallel,
+        graph=st.none() | count,
+        partitioner=st.sampled_from(["metis", "streaming", "contiguous", "random"]),
+    ),
+    train=st.builds(
+        config.Train,
+        epochs=st.integers(0, 10**6),
+        seed=st.integers(-(2**60), 2**60),
+        lr=size,
+        weight_decay=st.floats(0, 10),
+        patience=st.none() | count,
+        eval_every=count,
+        clip=st.none() | size,
+        amp=st.sampled_from(["none", "bf16"]),
+        metric=st.sampled_from(["auto", "accuracy", "roc_auc", "f1_micro"]),
+        check=st.booleans(),
+        save_every=st.none() | count,
+        timeout=size,
+    ),
+    report=st.builds(
+        config.Report,
+        page=st.booleans(),
+        trace=st.booleans(),
+        progress=st.booleans(),
+        tensorboard=st.booleans(),
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(RUNS)
+def test_every_setting_goes_to_toml_and_back(run):
+    """Control characters in a text were written as they are, which TOML forbids."""
+    assert config.from_dict(tomllib.loads(config.to_toml(run))) == run
+
+
+def test_the_round_trip_leaves_out_no_field(tmp_path):
+    written = {
+        section.name: {field.name for field in dataclasses.fields(getattr(config.Run(), section.name))}
+        for section in dataclasses.fields(config.Run)
+    }
+    full = config.Run(
+        data=config.Data(partition="p", project=3),
+        parallel=config.Parallel(graph=2),
+        train=config.Train(patience=1, clip=1.0, save_every=2),
+    )
+    assert {section: set(values) for section, values in config.as_dict(full).items()} == written
+    path = tmp_path / "run.toml"
+    path.write_text(config.to_toml(full), encoding="utf-8")
+    assert config.from_toml(path) == full
+
+
+def test_what_is_left_out_keeps_its_default():
+    assert config.from_dict({}) == config.Run()
+    assert config.from_dict({"train": {"epochs": 3}}).train == config.Train(epochs=3)
+
+
+def test_names_as_the_flags_have_them_and_whole_numbers_for_any_number():
+    train = config.from_dict({"train": {"weight-decay": 0, "lr": 1, "eval-every": 2}}).train
+    assert train == config.Train(weight_decay=0.0, lr=1.0, eval_every=2)
+    assert isinstance(train.lr, float)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"trian": {}}, r"a section of data, model, parallel, train, report, but found \[trian\]"),
+        ({"train": {"epoch": 3}}, r"a setting of \[train\]: epochs, .*, but found 'epoch'"),
+        ({"train": 3}, r"\[train\] is a section of settings, but it is 3"),
+        ({"train": {"epochs": "3"}}, "train.epochs takes a whole number, but it is '3'"),
+        ({"train": {"epochs": 2.5}}, "train.epochs takes a whole number, but it is 2.5"),
+        ({"train": {"epochs": True}}, "train.epochs takes a whole number, but it is True"),
+        ({"train": {"check": 1}}, "train.check takes true or false, but it is 1"),
+        ({"train": {"amp": "fp8"}}, "train.amp takes none or bf16, but it is 'fp8'"),
+        ({"train": {"amp": 16}}, "train.amp takes a text, but it is 16"),
+        ({"train": {"clip": [1]}}, r"train.clip takes a number, but it is \[1\]"),
+        ({"data": {"name": 7}}, "data.name takes a text, but it is 7"),
+        ({"parallel": {"graph": "two"}}, "parallel.graph takes a whole number, but it is 'two'"),
+    ],
+)
+def test_a_wrong_table_is_told_with_the_file(table, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        config.from_dict(table, where="run.toml")
+    if "amp" not in words or "text" in words:
+        assert "(run.toml)" in str(caught.value)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "words"),
+    [
+        (config.Train, {"epochs": -1}, "train.epochs takes a number from 0 up, but it is -1"),
+        (config.Train, {"eval_every": 0}, "train.eval_every takes a number from 1 up"),
+        (config.Train, {"patience": 0}, "train.patience takes a number from 1 up"),
+        (config.Train, {"save_every": 0}, "train.save_every takes a number from 1 up"),
+        (config.Train, {"lr": -0.1}, "train.lr takes a number from 0 up"),
+        (config.Train, {"lr": NAN}, "train.lr takes a number from 0 up, but it is nan"),
+        (config.Train, {"weight_decay": -1}, "train.weight_decay"),
+        (config.Train, {"clip": 0}, "train.clip takes a number above 0"),
+        (config.Train, {"timeout": NAN}, "train.timeout takes a number above 0, but it is nan"),
+        (config.Train, {"amp": "fp16"}, "none or bf16"),
+        (config.Train, {"metric": "loss"}, "auto, accuracy, roc_auc, f1_micro, but it is 'loss'"),
+        (config.Data, {"project": 0}, "data.project takes a number from 1 up"),
+        (config.Data, {"split": -1}, "data.split takes a number from 0 up"),
+        (config.Parallel, {"graph": 0}, "number of parts from 1 up, but it is 0"),
+        (
+            config.Parallel,
+            {"partitioner": "kahip"},
+            "contiguous, random, but it is 'kahip'",
+        ),
+    ],
+)
+def test_values_out_of_range(kind: Any, values, words):
+    with pytest.raises(ConfigError, match=words):
+        kind(**values)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    path = tmp_path / "run.toml"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        config.from_toml(path)
+    path.write_bytes(b"\xff\xfe[train]")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        config.from_toml(path)
+    path.write_text("[train]\nepochs = ")
+    with pytest.raises(ConfigError, match="must be TOML"):
+        config.from_toml(path)
+
+
+def test_a_cut_fits_the_ranks_there_are():
+    assert config.Parallel().fit(3) == config.Parallel(graph=3)
+    assert config.Parallel(graph=3, partitioner="random").fit(3).partitioner == "random"
+    with pytest.raises(ConfigError, match=r"graph=3 needs 3 ranks, but there are 4(.|\n)*--nproc 3"):
+        config.Parallel(graph=3).fit(4)
+
+
+def test_settings_cannot_be_changed_or_given_by_place():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.Train().epochs = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        config.Train(3)  # type: ignore[misc]
