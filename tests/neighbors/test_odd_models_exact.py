@@ -122,4 +122,4 @@ def test_the_check_lets_through_what_can_be_split(name: str) -> None:
         model = seeded(partial(odd, name, FAN_IN, FAN_OUT), 0)
     result = check(model, sample_graph(1))
     assert result.first is None, result.first
-    assert result.worst < 1e-9
+    assert result.worst < TOLERANCE

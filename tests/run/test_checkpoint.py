@@ -235,3 +235,13 @@ def test_unused_and_frozen_parameters_and_any_optimizer_resume(tmp_path, kind):
     assert found == whole
     assert all(torch.equal(again[key], value) for key, value in weights.items())
     assert torch.equal(again["unused.weight"], partly_frozen().unused.weight)
+
+
+def test_a_resume_learns_with_the_rates_it_is_given(tmp_path):
+    """--resume RUN --train.lr X: the optimizer's saved groups used to win, without a word."""
+    for epochs, rate, resume in ((2, 0.1, None), (3, 0.001, tmp_path / "run")):
+        train = settings(lr=rate, weight_decay=rate / 2)
+        with Trainer(model("gcn"), graph(), train=train, report=QUIET, out=tmp_path / "run") as trainer:
+            trainer.fit(epochs, resume=resume)
+            assert [g["lr"] for g in trainer.optimizer.param_groups] == [rate]
+            assert [g["weight_decay"] for g in trainer.optimizer.param_groups] == [rate / 2]

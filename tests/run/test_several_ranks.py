@@ -221,9 +221,6 @@ def twice() -> tuple[Any, Any]:
     return outcome(model("gcn", 0.3), graph()), outcome(model("gcn", 0.3), graph())
 
 
-@pytest.mark.skip(
-    reason="comm/mesh.py joins every group under one prefix of torchrun's store: see the report"
-)
 def test_two_trainers_one_after_the_other_in_started_ranks():
     sys.path.insert(0, str(Path(__file__).parent))
     first, second = start_local(2, twice)

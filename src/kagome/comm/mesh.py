@@ -120,10 +120,12 @@ def _join(ranks: Ranks, device: torch.device, timeout: float) -> Store:
         url, where = "", "this process"
     try:
         store = next(iter(rendezvous(url, timeout=limit)))[0] if url else HashStore()
+        # torchrun's store outlives a group: what the ranks of an earlier one left there would be believed.
+        opened = store.add(f"kagome-opened/{ranks.rank}", 1)
         backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         dist.init_process_group(
             backend,
-            store=PrefixStore("kagome", store),
+            store=PrefixStore(f"kagome-{opened}", store),
             rank=ranks.rank,
             world_size=ranks.size,
             timeout=limit,

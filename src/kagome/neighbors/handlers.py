@@ -180,9 +180,10 @@ def _make(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwar
 
 
 def _sparse(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sparse matrix of the edges has columns of halo rows: torch would read past the end of ``x``."""
+    """A sparse matrix of the edges has columns of halo rows: torch would read or write past its end."""
+    known = (*ALIGNED, Kind.TARGET) if name.startswith("_convert") else ALIGNED
     found = [scope.marks.get(value) for value in (*args, *kwargs.values())]
-    if scope.size == 1 or all(mark is None or mark.kind in ALIGNED for mark in found):
+    if scope.size == 1 or all(mark is None or mark.kind in known for mark in found):
         return NotImplemented
     raise ModelError(
         "a layer reads neighbours by edge_index",
@@ -198,6 +199,7 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("zeros", "ones", "full", "empty"), _make),
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _make),
     **dict.fromkeys((f"sparse_{kind}_tensor" for kind in ("coo", "csr", "csc", "compressed")), _sparse),
+    "_convert_indices_from_coo_to_csr": _sparse,
     "__getitem__": _gather,
     "index_select": _gather,
     "scatter_add_": _scatter,

@@ -77,6 +77,12 @@ def optimizer_of(model: nn.Module, train: Train, make: Callable[[Any], Optimizer
     return optimizer
 
 
+def set_rates(optimizer: Optimizer, train: Train) -> None:
+    """Give the default optimizer today's rates, which may be others than a checkpoint's."""
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = train.lr, train.weight_decay
+
+
 def scheduler_of(optimizer: Optimizer, make: Callable[[Optimizer], Any] | None) -> Any:
     """What steps the learning rate once an epoch, or None.
 

@@ -36,7 +36,7 @@ from kagome.run.best import Best
 from kagome.run.check import check
 from kagome.run.engine import Engine, broadcast_weights, materialise
 from kagome.run.folder import RunWriter
-from kagome.run.learning import loss_of, optimizer_of, scheduler_of, step_scheduler
+from kagome.run.learning import loss_of, optimizer_of, scheduler_of, set_rates, step_scheduler
 from kagome.run.outcome import original_order, outcome
 from kagome.run.stop import asked_to_stop
 
@@ -163,6 +163,7 @@ class Trainer:
         self.metric_name = task.metric_name(self.train.metric, task.kind_of(y), classes)
         self.loss = loss_of(loss, y, classes)
         self.optimizer = optimizer_of(self.model, self.train, optimizer)
+        self._default_optimizer = optimizer is None and scheduler is None
         self.scheduler = scheduler_of(self.optimizer, scheduler)
         self.engine = Engine(
             self.model, self.part, self.channel, settings=self.train, loss=self.loss, phases=self.spans
@@ -346,8 +347,9 @@ class Trainer:
                 where=str(folder),
                 hint=f"--train.seed {place.seed}",
             )
-        self.epoch = place.epoch
-        self._best = Best.at(place, best)
+        if self._default_optimizer:
+            set_rates(self.optimizer, self.train)
+        self.epoch, self._best = place.epoch, Best.at(place, best)
         self._say(f"resumed after epoch {place.epoch}, written by {place.world_size} ranks, in {folder}")
 
     # Saying --------------------------------------------------------------------------------------
