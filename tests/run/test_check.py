@@ -94,7 +94,7 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "rolled": lambda x: x.roll(1, 0),
     "running sum": running_sum,
     "cumsum": lambda x: x.cumsum(0),
-    "by number of rows": lambda x: x * x.size(0),
+    "by number of rows": lambda x: x * len(x),
     "by len": lambda x: x / len(x),
     "upside down": lambda x: x.flip(0),
     "first row": lambda x: x - x[0],

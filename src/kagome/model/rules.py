@@ -21,7 +21,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_remaining_self_loops, get_laplacian
 
 from kagome.errors import ModelError
-from kagome.model.exact import Scope
+from kagome.model.scope import Scope
 
 
 class LayerScope(Scope, Protocol):
@@ -40,6 +40,9 @@ class LayerScope(Scope, Protocol):
 
     def as_targets(self, index: Tensor) -> Tensor:
         """Say that a tensor holds ids of own rows."""
+
+    def names_targets(self, index: Any) -> bool:
+        """Whether a tensor holds ids of own rows: each edge's target."""
 
     def last_row(self) -> int:
         """Own vertices up to the last one of the whole graph that has an edge."""
@@ -188,6 +191,13 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
     def attend(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         if scope.size == 1:
             return inner(query, *args, **kwargs)
+        if query.size(0) != 1 or query.size(1) != scope.own:
+            raise ModelError(
+                "GPSConv attends to all vertices of one graph",
+                "it was given a batch vector",
+                where=scope.where(),
+                hint="leave batch out: there is one graph",
+            )
         whole = scope.everyone(query.squeeze(0)).unsqueeze(0)
         if query.size(1) == 0:
             # A rank without vertices: nothing to compute, but its gradient must ask for the same collectives.
@@ -224,6 +234,23 @@ def _first_group(module: Any, scope: LayerScope) -> Settings:
     return [(module, "forward", forward)]
 
 
+def _needs_all(module: Any, scope: LayerScope) -> Settings:
+    """Aggregations that want a group's rows in order, or in one dense block: a vertex's neighbours only."""
+    inner = module.forward
+
+    def forward(x: Tensor, index: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if scope.size > 1 and not scope.names_targets(index):
+            raise ModelError(
+                f"{type(module).__name__} takes the rows that edges bring to a vertex",
+                "it pools vertices, which lie on several ranks, and needs them in one place",
+                where=scope.where(),
+                hint="pool all vertices by a sum, mean, maximum, minimum or softmax",
+            )
+        return inner(x, index, *args, **kwargs)
+
+    return [(module, "forward", forward)]
+
+
 REFUSED: Sequence[tuple[type[nn.Module], str]] = (
     (pyg.HypergraphConv, "it reads vertex-hyperedge incidences, not edges between vertices"),
     (pyg.WLConv, "it numbers colours in the order in which it meets them, and has no gradient"),
@@ -234,6 +261,18 @@ REFUSED: Sequence[tuple[type[nn.Module], str]] = (
 """Layers that no split makes exact, each with its reason."""
 
 
+_IN_ONE_PLACE = (
+    pyg.aggr.QuantileAggregation,
+    pyg.aggr.LSTMAggregation,
+    pyg.aggr.GRUAggregation,
+    pyg.aggr.SortAggregation,
+    pyg.aggr.MLPAggregation,
+    pyg.aggr.LCMAggregation,
+    pyg.aggr.SetTransformerAggregation,
+    pyg.aggr.GraphMultisetTransformer,
+    pyg.aggr.PatchTransformerAggregation,
+)
+
 RULES: Sequence[tuple[type[nn.Module], Rule]] = (
     (pyg.MessagePassing, _normalised),
     (pyg.ChebConv, _cheb),
@@ -241,4 +280,5 @@ RULES: Sequence[tuple[type[nn.Module], Rule]] = (
     (pyg.GPSConv, _gps),
     (pyg.aggr.QuantileAggregation, _first_group),
     (pyg.aggr.LSTMAggregation, _first_group),
+    *((kind, _needs_all) for kind in _IN_ONE_PLACE),
 )

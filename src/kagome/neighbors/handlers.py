@@ -141,16 +141,30 @@ def _greatest_id(
 class Count(int):
     """The number of own rows or of edges, as ``x.size(0)`` or ``row.size(0)`` gave it.
 
-    What is made with so many rows (``torch.zeros``, ``torch.rand``) has a row a vertex or a row an edge.
+    What is made with so many rows (``torch.zeros``, ``torch.rand``) has a row a vertex or a row an edge: there
+    it is this part's number. Divided by, or made a float, it is the whole graph's.
     """
 
     mark: Mark
+    of_all: Callable[[], int]
 
-    def __new__(cls, number: int, mark: Mark) -> Count:
-        """An int that knows what it counts."""
+    def __new__(cls, number: int, mark: Mark, of_all: Callable[[], int]) -> Count:
+        """An int that knows what it counts, and how to ask for the whole graph's number."""
         self = super().__new__(cls, number)
-        self.mark = mark
+        self.mark, self.of_all = mark, of_all
         return self
+
+    def __float__(self) -> float:
+        return float(self.of_all())
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.of_all() / other
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self.of_all()
+
+    def __pow__(self, other: Any, modulo: Any = None) -> Any:
+        return pow(self.of_all(), other, modulo)
 
 
 def _size(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,7 +178,12 @@ def _size(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwar
     if mark.kind in IDS:
         edges = args[0] if mark.kind is Kind.EDGES else mark.edges
         axis, what = args[0].dim() - 1, Mark(Kind.PAIRS, mark.view, 0, edges)
-    size = [Count(s, what) if d == axis else s for d, s in enumerate(func(args[0]))]
+
+    def of_all() -> int:
+        return scope.number_of(what.kind, count)
+
+    count = int(args[0].shape[axis])
+    size = [Count(s, what, of_all) if d == axis else s for d, s in enumerate(func(args[0]))]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     return torch.Size(size) if dim is None else size[dim]
 
@@ -193,7 +212,33 @@ def _sparse(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kw
     )
 
 
+def _scale(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.sum(0) / x.size(0)``: the number of all rows is meant."""
+    if not any(isinstance(value, Count) for value in args):
+        return NotImplemented
+    given = [value.of_all() if isinstance(value, Count) else value for value in args]
+    out = func(*given, **kwargs)
+    scope.marks.spread(name, args, kwargs, out)
+    return out
+
+
+def _differentiate(
+    scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``torch.autograd.grad`` inside forward would sum what each rank differentiates."""
+    if scope.size == 1 or func is not torch.autograd.grad:
+        return NotImplemented
+    raise ModelError(
+        "gradients are taken once, after the forward pass",
+        "torch.autograd.grad is called inside it",
+        where=scope.where(),
+        hint="write the derivative out, or train on one rank",
+    )
+
+
 HANDLERS: dict[str, Handler] = {
+    "grad": _differentiate,
+    **dict.fromkeys(("div", "true_divide", "__rdiv__", "__rtruediv__", "mul", "__rmul__"), _scale),
     "size": _size,
     "__get__": _size,
     **dict.fromkeys(("zeros", "ones", "full", "empty"), _make),

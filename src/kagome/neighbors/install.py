@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch_geometric.nn import MessagePassing
 
@@ -34,6 +35,8 @@ def install(model: nn.Module, scope: Interception) -> Callable[[], None]:
             if scope.path:
                 scope.path.pop()
 
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # takes no hooks; what it does is named after the module that calls it
         removers.append(module.register_forward_pre_hook(enter).remove)
         removers.append(module.register_forward_hook(leave, always_call=True).remove)
         forget(module)

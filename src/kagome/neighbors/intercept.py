@@ -10,12 +10,15 @@ there is one, and its number in this forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -126,6 +129,9 @@ class Interception(TorchFunctionMode):
             result = handler(self, name, func, args, kwargs)
             if result is not NotImplemented:
                 return result
+        if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
+            with self:  # normalize, gumbel_softmax, multi_head_attention_forward: call by call
+                return opened(func)(*args, **kwargs)
         result = func(*args, **kwargs)
         if name != "__get__" or isinstance(result, Tensor):
             self.marks.spread(attribute(func) if name == "__get__" else name, args, kwargs, result)
@@ -177,6 +183,18 @@ class Interception(TorchFunctionMode):
         agree(self.channel, site, part)
         return self.channel.all_reduce(part.detach(), "max", action=site.action("greatest"))
 
+    def number_of(self, kind: Kind, count: int) -> int:
+        """How many vertices, or edges of which this rank has ``count``, the whole graph has."""
+        if self.size == 1:
+            return count
+        if kind is Kind.ROWS:
+            return self.part.num_nodes
+        return int(self.total(torch.tensor(count, device=self.device)))
+
+    def unknown_ids(self, ids: Tensor) -> Tensor:
+        """Mark ids that mean nothing on a part, so that reading by them is refused."""
+        return self.marks.put(ids, Mark(Kind.MIXED))
+
     def made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """What ``torch.zeros`` or the like gives for a counted number of rows; None for any other size."""
         out = HANDLERS[name](self, name, getattr(torch, name), args, kwargs)
@@ -184,6 +202,7 @@ class Interception(TorchFunctionMode):
 
     def call(self) -> tuple[str, int]:
         """The running module's path and the number of this draw within the forward."""
+        self.turn.refuse_again(self.where())
         self.draws += 1
         return self.where(), self.draws
 
@@ -233,6 +252,11 @@ class Interception(TorchFunctionMode):
     def as_targets(self, index: Tensor) -> Tensor:
         """Say that a tensor holds ids of own rows."""
         return self.marks.put(index, Mark(Kind.TARGET))
+
+    def names_targets(self, index: Any) -> bool:
+        """Whether a tensor holds ids of own rows: each edge's target."""
+        mark = self.marks.get(index)
+        return mark is not None and mark.kind is Kind.TARGET
 
     def last_row(self) -> int:
         """Own vertices up to the last one of the whole graph that has an edge."""
@@ -289,6 +313,19 @@ class Interception(TorchFunctionMode):
             where=self.where(),
             hint="rebuild the edges before training (data.edge_index), not inside forward",
         )
+
+
+@cache
+def opened(func: FunctionType) -> Callable[..., Any]:
+    """A function of ``torch.nn.functional`` whose own calls are seen one by one, not as one call."""
+    never = dict.fromkeys(
+        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), lambda *_: False
+    )
+    out = FunctionType(
+        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
+    )
+    out.__kwdefaults__ = func.__kwdefaults__
+    return out
 
 
 def _width(front: Tensor) -> int:

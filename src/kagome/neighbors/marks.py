@@ -100,9 +100,9 @@ class Marks:
             _spread_ids(self, name, args, kwargs, result, lead, found)
             return
         mixed = next((m for m in found if m.kind in (Kind.MIXED, Kind.LOCAL)), None)
-        if mixed is not None and name not in _GATHERS:
+        if mixed is not None and (name not in _GATHERS or self.get(args[0]) is mixed):
             for out in _outputs(result):
-                if not out.is_floating_point() and out.dtype != torch.bool and out.numel() > 1:
+                if not out.is_floating_point() and out.dtype != torch.bool:
                     self.put(out, mixed)
             return
         first = self.get(args[0]) if args else None

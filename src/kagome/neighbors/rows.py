@@ -72,10 +72,11 @@ class Turn:
 
     def refuse_again(self, where: str) -> None:
         """Refuse what runs after the forward has ended: backward recomputes it where nobody sees it."""
-        if self.over:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) if self.grad else None
+        if self.over or (hooks and "checkpoint" in getattr(hooks[0], "__qualname__", "")):
             raise ModelError(
                 "each layer runs once in the forward pass",
-                "one was run again during backward (activation checkpointing), repeating its exchange",
+                "activation checkpointing runs one again during backward, with its exchange or its draws",
                 where=where,
                 hint="leave torch.utils.checkpoint out of the model",
             )

@@ -1,0 +1,74 @@
+"""Scope: what the handlers of this folder may ask of the running interception.
+
+Where it sits: ``neighbors.intercept.Interception`` is one; this folder does not import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Scope(Protocol):
+    """What a handler may ask of the running interception."""
+
+    @property
+    def size(self) -> int:
+        """Ranks that share the graph."""
+
+    @property
+    def own(self) -> int:
+        """Own vertices."""
+
+    @property
+    def epoch(self) -> int:
+        """The running epoch."""
+
+    seed: int
+
+    def axis(self, tensor: Any) -> int | None:
+        """The row axis of a tensor with a row a vertex or an edge."""
+
+    def of_vertices(self, tensor: Any) -> bool:
+        """Whether the rows are vertices."""
+
+    def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
+        """Mark ``out`` as having the rows of ``tensor``."""
+
+    def total(self, part: Tensor) -> Tensor:
+        """Sum over ranks, with gradient."""
+
+    def greatest(self, part: Tensor) -> Tensor:
+        """Maximum over ranks, without gradient."""
+
+    def made(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
+        """What ``torch.zeros`` or the like gives for a counted number of rows; None for any other size."""
+
+    def call(self) -> tuple[str, int]:
+        """Module path and number of this draw."""
+
+    def unknown_ids(self, ids: Tensor) -> Tensor:
+        """Mark ids that mean nothing on a part, so that reading by them is refused."""
+
+    def where(self) -> str:
+        """Module path."""
+
+    def row_ids(self) -> Tensor:
+        """Original ids of own vertices."""
+
+    def pair_words(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Source, target, copy of an edge tensor's rows."""
+
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Func = Callable[..., Any]
+Handler = Callable[[Any, str, Func, Args, Kwargs], Any]
+"""Answers a torch call, or returns NotImplemented where it has nothing to say."""
+
+
+def argument(args: Args, kwargs: Kwargs, place: int, name: str, default: Any = None) -> Any:
+    """An argument by its place or its name."""
+    return kwargs.get(name, args[place] if len(args) > place else default)
