@@ -45,7 +45,7 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "sum over the number of rows": lambda x: x - x.sum(0) / x.size(0),
     "one over the number of rows": lambda x: x * (1 / x.size(0)),
     "root of the number of rows": lambda x: x * x.shape[0] ** -0.5,
-    "math of the number of rows": lambda x: x * math.log(x.size(0)),
+    "math of the number of rows": lambda x: x * math.sqrt(x.size(0)),
 }
 
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {

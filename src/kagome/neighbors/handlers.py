@@ -141,8 +141,8 @@ def _greatest_id(
 class Count(int):
     """The number of own rows or of edges, as ``x.size(0)`` or ``row.size(0)`` gave it.
 
-    What is made with so many rows (``torch.zeros``, ``torch.rand``) has a row a vertex or a row an edge: there
-    it is this part's number. Divided by, or made a float, it is the whole graph's.
+    What is made with so many rows (``torch.zeros``, ``torch.rand``) has a row a vertex or a row an edge: it is
+    this part's number there. Divided by, or made a float, it is the whole graph's.
     """
 
     mark: Mark
