@@ -98,7 +98,7 @@ def main() -> None:
     }
     (HERE / "results.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
     lines = [
-        "| graph | ranks | own + halo rows, fullest part | peak memory, largest rank | sent an epoch | an epoch |",
+        "| graph | ranks | own + halo rows, fullest part | peak memory, largest rank | sent | an epoch |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:

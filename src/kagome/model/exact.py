@@ -56,6 +56,15 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     if not training or p == 0.0:
         return NotImplemented
     keys, axis = _keys(scope, x, "dropout")
+    if name == "feature_dropout" and x.dim() > 2:  # dropout1d: a number for a whole channel x[i, j]
+        if axis > 1:
+            raise ModelError(
+                "a channel that is dropped belongs to one vertex",
+                f"the rows lie along axis {axis}, so it is one channel of all of them",
+                where=scope.where(),
+                hint="give dropout1d a tensor [vertices, channels, ...]",
+            )
+        return scope.like(x * draws.dropout(x.new_ones(*x.shape[:2], *[1] * (x.dim() - 2)), keys, p, axis), x)
     if name == "dropout_" or argument(args, kwargs, 3, "inplace", False):
         return x.mul_(draws.dropout(torch.ones_like(x), keys, p, axis))
     return scope.like(draws.dropout(x, keys, p, axis), x)

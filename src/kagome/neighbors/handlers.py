@@ -82,9 +82,9 @@ def _scatter(scope: Interception, name: str, func: Any, args: tuple[Any, ...], k
         return NotImplemented
     reduce = kwargs.get("reduce", args[4] if len(args) > 4 else "sum")
     adds = not name.startswith("scatter_reduce") or reduce == "sum"
-    if not adds and (mark.kind is Kind.SOURCE or reduce not in ("amax", "amin") or value.requires_grad):
+    if not adds and (mark.kind is Kind.SOURCE or reduce not in ("amax", "amin")):
         raise ModelError(
-            "what is written by source ids, or pooled over all vertices, must be a sum",
+            "what is written by source ids must be a sum, and what is pooled a sum, maximum or minimum",
             f"{name} asks for {reduce!r}",
             where=scope.where(),
             hint="sum or mean, or let messages flow from source to target",
@@ -99,11 +99,25 @@ def _scatter(scope: Interception, name: str, func: Any, args: tuple[Any, ...], k
         return scope.marks.put(_add(base, scope.write(sums, axis, mark), name), Mark(Kind.ROWS, 0, axis))
     if adds:
         return _add(base, scope.total(_plain_sum(torch.zeros_like(base), axis, index, value, name)), name)
-    sign = 1 if reduce == "amax" else -1
+    best = _pooled_extreme(scope, base, axis, index, value, 1 if reduce == "amax" else -1)
+    return base.copy_(best) if name.endswith("_") else best
+
+
+def _pooled_extreme(
+    scope: Interception, base: Tensor, axis: int, index: Tensor, value: Tensor, sign: int
+) -> Tensor:
+    """The largest of each group on all ranks; ``base`` where there is none. Equals share the gradient."""
     low = torch.finfo(value.dtype).min if value.is_floating_point() else torch.iinfo(value.dtype).min
-    best = torch.full_like(base, low).scatter_reduce(axis, index, value * sign, "amax", include_self=True)
+    best = torch.full_like(base, low, requires_grad=False)
+    best = best.scatter_reduce(axis, index, value.detach() * sign, "amax", include_self=True)
     best = scope.greatest(best)
-    return base.copy_(torch.where(best == low, base, best * sign))
+    none, best = best == low, best * sign
+    if value.requires_grad:
+        same = (value.detach() == best.gather(axis, index)).to(value.dtype)
+        ties = scope.total(torch.zeros_like(best).scatter_add(axis, index, same)).clamp(min=1)
+        slope = torch.zeros_like(best).scatter_add(axis, index, same * (value - value.detach()))
+        best = best + scope.total(slope) / ties
+    return torch.where(none, base, best)
 
 
 def _plain_sum(base: Tensor, axis: int, index: Tensor, value: Tensor, name: str) -> Tensor:
@@ -141,8 +155,8 @@ def _greatest_id(
 class Count(int):
     """The number of own rows or of edges, as ``x.size(0)`` or ``row.size(0)`` gave it.
 
-    What is made with so many rows (``torch.zeros``, ``torch.rand``) has a row a vertex or a row an edge: it is
-    this part's number there. Divided by, or made a float, it is the whole graph's.
+    What is made with so many rows (``torch.zeros``, ``torch.rand``) has a row a vertex or a row an edge: it
+    is this part's number there. Divided by, or made a float, it is the whole graph's.
     """
 
     mark: Mark

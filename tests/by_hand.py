@@ -1,0 +1,77 @@
+"""ByHand: a user's lines between a linear layer and a convolution, so that what goes wrong there spreads.
+
+Where it sits: ``neighbors/test_user_code.py`` and ``test_aggregations_and_norms.py`` list them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+from convolutions import double_precision, sample_graph
+from kagome.run.check import CheckResult, check
+
+HIDDEN, GROUPS = 8, 5
+
+
+@dataclass(frozen=True)
+class Given:
+    """What else the data has."""
+
+    weight: Tensor
+    attr: Tensor
+    kind: Tensor
+    node_type: Tensor
+    pos: Tensor
+    mask: Tensor
+    group: Tensor
+
+
+Body = Callable[[nn.Module, Tensor, Tensor, Given], Tensor]
+
+
+class ByHand(nn.Module):
+    """``body(m, x, e, d)``: m has the modules, x eight columns, e is edge_index, d all the rest."""
+
+    def __init__(self, body: Body, **modules: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, HIDDEN), pyg.SAGEConv(HIDDEN, 4)
+        self.body = body
+        for name, build in modules.items():
+            setattr(self, name, build())
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_weight: Tensor,
+        edge_attr: Tensor,
+        edge_type: Tensor,
+        node_type: Tensor,
+        pos: Tensor,
+        mask: Tensor,
+        group: Tensor,
+    ) -> Tensor:
+        given = Given(edge_weight, edge_attr, edge_type, node_type, pos, mask, group)
+        x = self.body(self, self.first(x), edge_index, given)
+        return self.last(x.tanh(), edge_index)
+
+
+def graph() -> Data:
+    """The sample graph, with a mask and a group for each vertex."""
+    data = sample_graph(1)
+    data.mask = torch.arange(30) % 3 == 0
+    data.group = torch.arange(30) * 7 % GROUPS
+    return data
+
+
+def compared(build: Callable[[], nn.Module]) -> CheckResult:
+    """A model on three parts against the whole, and with draws against one part."""
+    with double_precision():
+        torch.manual_seed(0)
+        return check(build(), graph())
