@@ -158,7 +158,6 @@ REFUSED: dict[str, tuple[Body, Mods, str]] = {
     ),
     "median": (lambda m, x, e, d: x - x.median(0).values, {}, "median"),
     "sort": (lambda m, x, e, d: x + x.sort(0).values, {}, "sort"),
-    "no_grad": (lambda m, x, e, d: x + torch.no_grad()(m.c)(x, e), SAGE, "no_grad"),
     "checkpoint": (lambda m, x, e, d: checkpoint(m.c, x, e, use_reentrant=False), SAGE, "checkpoint"),
     "checkpointed mean": (  # no module, and no neighbour: backward would take this part's mean
         lambda m, x, e, d: checkpoint(lambda y: (y - y.mean(0)).tanh(), x, use_reentrant=False),

@@ -10,7 +10,6 @@ To add a rule: write a function (module, scope) -> list of (instance, name, valu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from types import FunctionType, MethodType
 from typing import Any, Protocol
 
@@ -34,9 +33,6 @@ class LayerScope(Scope, Protocol):
 
     def is_input(self, value: Any) -> bool:
         """Whether a tensor is one that the model was given, the same in every forward."""
-
-    def constants(self) -> AbstractContextManager[None]:
-        """What runs inside needs no gradient and is computed once."""
 
     def as_targets(self, index: Tensor) -> Tensor:
         """Say that a tensor holds ids of own rows."""
@@ -125,7 +121,7 @@ class _Remembered:
         values = tuple(id(value) if isinstance(value, Tensor) else value for value in given)
         key = (self._name, values, tuple(kwargs))
         if key not in self._scope.remembered:
-            with self._scope.constants():
+            with torch.no_grad():
                 self._scope.remembered[key] = self._function(*args, **kwargs)
         return self._scope.remembered[key]
 

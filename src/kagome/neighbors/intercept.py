@@ -238,17 +238,6 @@ class Interception(TorchFunctionMode):
             value is a for v in self.views for a in v.attributes.values()
         )
 
-    @contextmanager
-    def constants(self) -> Iterator[None]:
-        """What runs inside needs no gradient and is computed once."""
-        turn, grad = self.turn, self.turn.grad
-        turn.grad = False
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            turn.grad = grad
-
     def as_targets(self, index: Tensor) -> Tensor:
         """Say that a tensor holds ids of own rows."""
         return self.marks.put(index, Mark(Kind.TARGET))

@@ -16,6 +16,7 @@ waiting or, where sizes agree, mixes data silently.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -84,15 +85,29 @@ class Turn:
     def begin(self, site: str, *, grad: bool = False) -> Site:
         """Number the next collective of this forward; ``grad``: backward will come back to it."""
         self.refuse_again(site)
-        if self.grad and not torch.is_grad_enabled():
+        if self.grad and not torch.is_grad_enabled() and _in_checkpoint():
+            # It would run the layer again in backward, in an autograd of its own that skips ours silently.
             raise ModelError(
                 "training keeps the gradient of every read of neighbours",
-                "gradients are switched off inside the forward pass (no_grad, or reentrant checkpointing)",
+                "reentrant activation checkpointing switches gradients off around it",
                 where=site,
-                hint="leave torch.no_grad and checkpoint(use_reentrant=True) out of the model's forward",
+                hint="leave torch.utils.checkpoint out of the model",
             )
         self.collectives += 1
-        return Site(site, self.collectives, self.epoch, self.checked, self.grad and grad)
+        return Site(site, self.collectives, self.epoch, self.checked, grad and self.follows())
+
+    def follows(self) -> bool:
+        """Whether backward will come back to what is done now: not under ``no_grad``, nor in evaluation."""
+        return self.grad and torch.is_grad_enabled()
+
+
+def _in_checkpoint() -> bool:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +160,7 @@ class NeighborRows:
         if self.channel.size == 1:
             return rows
         site = turn.begin(name, grad=rows.requires_grad)
-        if rows.requires_grad and turn.grad:
+        if rows.requires_grad and turn.follows():
             out: Tensor
             out, turn.token = _Extend.apply(rows, turn.token, self, site)  # type: ignore[no-untyped-call]
             return out
@@ -156,7 +171,7 @@ class NeighborRows:
         if self.channel.size == 1:
             return rows
         site = turn.begin(name, grad=rows.requires_grad)
-        if rows.requires_grad and turn.grad:
+        if rows.requires_grad and turn.follows():
             out: Tensor
             out, turn.token = _GiveBack.apply(rows, turn.token, self, site)  # type: ignore[no-untyped-call]
             return out
@@ -238,7 +253,7 @@ def total(part: Tensor, turn: Turn, channel: Carrier, name: str) -> Tensor:
         return part
     site = turn.begin(name, grad=part.requires_grad)
     agree(channel, site, part)
-    if part.requires_grad and turn.grad:
+    if part.requires_grad and turn.follows():
         out: Tensor
         out, turn.token = _Total.apply(part, turn.token, channel, site)  # type: ignore[no-untyped-call]
         return out

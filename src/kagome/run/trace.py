@@ -36,6 +36,7 @@ class Trace:
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     grads: dict[str, Tensor | None] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     rows: Tensor | None = None
 
 
@@ -90,6 +91,7 @@ def _watch(model: nn.Module, trace: Trace) -> Callable[[], None]:
     handles = [
         m.register_forward_hook(hook(name or f"the model ({type(model).__name__})"))
         for name, m in model.named_modules()
+        if not isinstance(m, torch.jit.ScriptModule)  # takes no Python hooks
     ]
 
     def unwatch() -> None:
@@ -108,6 +110,7 @@ def _backward(out: Any, ids: Tensor, token: Tensor | None, model: nn.Module, tra
     if loss.requires_grad:
         loss.backward()
     trace.grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    trace.buffers = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
 
 
 def _note_failure(name: str, failed: list[str]) -> Callable[..., None]:
@@ -127,6 +130,7 @@ def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
     handles = [
         module.register_forward_hook(_note_failure(name or type(model).__name__, failed), always_call=True)
         for name, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)
     ]
     try:
         model.train()
@@ -151,8 +155,8 @@ def split_of(model: nn.Module, pieces: list[Partition], handlers: dict[str, Any]
     def work(channel: LocalChannel) -> Trace:
         part, mine = pieces[channel.rank], copies[channel.rank]
         scope = Interception(part, channel, seed=seed, handlers=handlers)
-        uninstall = install(mine, scope)
         unrule = apply_rules(mine, scope)
+        uninstall = install(mine, scope)
         trace = Trace(rows=part.own)
         unwatch = _watch(mine, trace)
         mine.train()
@@ -167,11 +171,15 @@ def split_of(model: nn.Module, pieces: list[Partition], handlers: dict[str, Any]
             raise _part_failed(error, scope, channel.rank) from error
         finally:
             unwatch()
-            unrule()
             uninstall()
+            unrule()
         return trace
 
     return LocalGroup(len(pieces)).run(work)
+
+
+def _first_line(error: Exception) -> str:
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 def _part_failed(error: Exception, scope: Interception, rank: int) -> ModelError:
@@ -181,7 +189,7 @@ def _part_failed(error: Exception, scope: Interception, rank: int) -> ModelError
     )
     return ModelError(
         "the model runs on a part of the graph as it runs on the whole",
-        f"on a part of {scope.own} vertices it raised {type(error).__name__}: {str(error).splitlines()[0]}",
+        f"on a part of {scope.own} vertices it raised {_first_line(error)}",
         where=f"{scope.fault or 'forward'}{'; ' + line if line else ''}",
         hint="let sizes come from the input (x.size(0)), and reach other vertices through edges only",
     )
