@@ -316,7 +316,7 @@ def test_buffers_are_compared() -> None:
     class Pooled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv, self.norm = pyg.SAGEConv(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN)
+            self.conv, self.norm = pyg.SAGEConv(6, HIDDEN), nn.BatchNorm1d(HIDDEN)
 
         def forward(self, x: Tensor, edge_index: Tensor, group: Tensor) -> Tensor:
             x = self.conv(x, edge_index)
