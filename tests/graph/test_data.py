@@ -17,7 +17,7 @@ import torch_geometric.datasets
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
 
 from kagome import config
-from kagome.errors import DataError
+from kagome.errors import ConfigError, DataError
 from kagome.graph import catalog, download, rawfiles
 from kagome.graph.data import load_data
 
@@ -133,7 +133,7 @@ class TestFlags:
         assert data.x is given
 
     def test_project_to_nothing(self) -> None:
-        with pytest.raises(DataError, match="from 1 up, but it is 0"):
+        with pytest.raises(ConfigError, match="from 1 up, but it is 0"):
             load("digits", project=0)
 
     def test_split(self, tmp_path: Path) -> None:

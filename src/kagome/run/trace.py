@@ -110,7 +110,7 @@ def _backward(out: Any, ids: Tensor, token: Tensor | None, model: nn.Module, tra
     if loss.requires_grad:
         loss.backward()
     trace.grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    trace.buffers = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
+    trace.buffers = {name: b.detach().clone() for name, b in model.named_buffers() if b.is_floating_point()}
 
 
 def _note_failure(name: str, failed: list[str]) -> Callable[..., None]:
