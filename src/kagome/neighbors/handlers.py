@@ -8,18 +8,57 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kagome.errors import ModelError
-from kagome.neighbors.marks import ALIGNED, IDS, Kind, Mark
+from kagome.neighbors.marks import ALIGNED, IDS, Kind, Mark, Marks
+from kagome.neighbors.view import View
 
-if TYPE_CHECKING:
-    from kagome.neighbors.intercept import Interception
 
-Handler = Callable[["Interception", str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+class Reader(Protocol):
+    """What a handler asks of the running interception."""
+
+    marks: Marks
+    views: list[View]
+    inputs: dict[str, Tensor]
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        """Ranks that share the graph."""
+
+    def read(self, rows: Tensor, axis: int, mark: Mark) -> Tensor:
+        """Own and halo rows."""
+
+    def write(self, sums: Tensor, axis: int, mark: Mark) -> Tensor:
+        """Sums on own rows."""
+
+    def total(self, part: Tensor) -> Tensor:
+        """Sum over ranks, with gradient."""
+
+    def greatest(self, part: Tensor) -> Tensor:
+        """Maximum over ranks, without gradient."""
+
+    def out_edges(self) -> View:
+        """The out-edges of own vertices."""
+
+    def last_row(self) -> int:
+        """Own vertices up to the last one with an edge."""
+
+    def number_of(self, kind: Kind, count: int) -> int:
+        """How many vertices or edges the whole graph has."""
+
+    def where(self) -> str:
+        """The running module."""
+
+    def refuse(self, what: str) -> ModelError:
+        """The error for ids that are no longer known."""
+
+
+Handler = Callable[[Any, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """A handler answers a torch call itself, or returns NotImplemented to let it run as it is."""
 
 
@@ -29,7 +68,7 @@ def attribute(func: Any) -> str:
     return str(getattr(owner, "__name__", "__get__"))
 
 
-def _gather(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[row]`` and ``x.index_select(dim, row)``: by source ids they read halo rows as well."""
     base: Tensor = args[0]
     index: Any = args[1] if len(args) > 1 else None
@@ -62,7 +101,7 @@ def _gather(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kw
     return out
 
 
-def _scatter(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``out.scatter_add_(dim, row, src)``: by source ids the sums of halo rows go to their owners."""
     base = args[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
@@ -104,7 +143,7 @@ def _scatter(scope: Interception, name: str, func: Any, args: tuple[Any, ...], k
 
 
 def _pooled_extreme(
-    scope: Interception, base: Tensor, axis: int, index: Tensor, value: Tensor, sign: int
+    scope: Reader, base: Tensor, axis: int, index: Tensor, value: Tensor, sign: int
 ) -> Tensor:
     """The largest of each group on all ranks; ``base`` where there is none. Equals share the gradient."""
     low = torch.finfo(value.dtype).min if value.is_floating_point() else torch.iinfo(value.dtype).min
@@ -132,7 +171,7 @@ def _add(base: Tensor, sums: Tensor, name: str) -> Tensor:
     return base.add_(sums) if name.endswith("_") else base + sums
 
 
-def _flip(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _flip(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Flipping the graph's own edges gives the out-edges of own vertices."""
     edges = args[0]
     dims = kwargs.get("dims", args[1:])
@@ -142,9 +181,7 @@ def _flip(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwar
     return NotImplemented
 
 
-def _greatest_id(
-    scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``edge_index.max()`` asks how many vertices there are: the last one that has an edge, locally."""
     mark = scope.marks.get(args[0])
     if mark is None or mark.kind is not Kind.EDGES or len(args) > 1 or kwargs:
@@ -181,7 +218,7 @@ class Count(int):
         return pow(self.of_all(), other, modulo)
 
 
-def _size(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.size(0)`` and ``x.shape`` of a tensor with a row a vertex or an edge, or of ids."""
     if name == "__get__" and attribute(func) != "shape":
         return NotImplemented
@@ -202,7 +239,7 @@ def _size(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwar
     return torch.Size(size) if dim is None else size[dim]
 
 
-def _make(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _make(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.zeros(x.size(0))`` has a row a vertex, ``x.new_ones(row.size(0))`` a row an edge."""
     place = int(name.startswith("new_"))
     size = args[place] if len(args) > place else kwargs.get("size")
@@ -212,7 +249,7 @@ def _make(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwar
     return scope.marks.put(func(*args, **kwargs), first.mark)
 
 
-def _sparse(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _sparse(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sparse matrix of the edges has columns of halo rows: torch would read or write past its end."""
     known = (*ALIGNED, Kind.TARGET) if name.startswith("_convert") else ALIGNED
     found = [scope.marks.get(value) for value in (*args, *kwargs.values())]
@@ -226,7 +263,7 @@ def _sparse(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kw
     )
 
 
-def _scale(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _scale(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.sum(0) / x.size(0)``: the number of all rows is meant."""
     if not any(isinstance(value, Count) for value in args):
         return NotImplemented
@@ -236,9 +273,7 @@ def _scale(scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwa
     return out
 
 
-def _differentiate(
-    scope: Interception, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _differentiate(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.grad`` inside forward would sum what each rank differentiates."""
     if scope.size == 1 or func is not torch.autograd.grad:
         return NotImplemented

@@ -17,7 +17,7 @@ waiting or, where sizes agree, mixes data silently.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +26,8 @@ from torch import Tensor
 
 from kagome.comm.channel import Kind, Op
 from kagome.errors import ModelError
+
+Way = Callable[[Tensor], Tensor]
 
 
 class Carrier(Protocol):
@@ -160,22 +162,14 @@ class NeighborRows:
         if self.channel.size == 1:
             return rows
         site = turn.begin(name, grad=rows.requires_grad)
-        if rows.requires_grad and turn.follows():
-            out: Tensor
-            out, turn.token = _Extend.apply(rows, turn.token, self, site)  # type: ignore[no-untyped-call]
-            return out
-        return self.forth(rows, site, 0)
+        return _through(rows, turn, lambda r: self.forth(r, site, 0), lambda g: self.back(g, site, 1))
 
     def give_back(self, rows: Tensor, turn: Turn, name: str) -> Tensor:
         """Sums on own and halo rows ``[n + H, W]`` -> on own rows ``[n, W]``: the transpose of extend."""
         if self.channel.size == 1:
             return rows
         site = turn.begin(name, grad=rows.requires_grad)
-        if rows.requires_grad and turn.follows():
-            out: Tensor
-            out, turn.token = _GiveBack.apply(rows, turn.token, self, site)  # type: ignore[no-untyped-call]
-            return out
-        return self.back(rows, site, 0)
+        return _through(rows, turn, lambda r: self.back(r, site, 0), lambda g: self.forth(g, site, 1))
 
     def forth(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Fetch the halo rows; no gradient."""
@@ -202,45 +196,26 @@ class NeighborRows:
         return rows[: self.own].index_add(0, self.send, back)
 
 
-class _Extend(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, token: Tensor, plan: NeighborRows, site: Site
-    ) -> tuple[Tensor, Tensor]:
-        ctx.plan, ctx.site = plan, site
-        return plan.forth(rows, site, 0), torch.zeros_like(token)
+class _Collective(torch.autograd.Function):
+    """A collective with its transpose as backward; the token goes along: see [Note: token]."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, token = grads
-        return ctx.plan.back(rows.contiguous(), ctx.site, 1), torch.zeros_like(token), None, None
-
-
-class _GiveBack(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, token: Tensor, plan: NeighborRows, site: Site
-    ) -> tuple[Tensor, Tensor]:
-        ctx.plan, ctx.site = plan, site
-        return plan.back(rows, site, 0), torch.zeros_like(token)
+    def forward(ctx: Any, rows: Tensor, token: Tensor, there: Way, back: Way) -> tuple[Tensor, Tensor]:
+        ctx.back = back
+        return there(rows), torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, token = grads
-        return ctx.plan.forth(rows.contiguous(), ctx.site, 1), torch.zeros_like(token), None, None
+        return ctx.back(rows.contiguous()), torch.zeros_like(token), None, None
 
 
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, token: Tensor, channel: Carrier, site: Site) -> tuple[Tensor, Tensor]:
-        ctx.channel, ctx.site = channel, site
-        return channel.all_reduce(part, "sum", action=site.action("total forward")), torch.zeros_like(token)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        whole, token = grads
-        part = ctx.channel.all_reduce(whole.contiguous(), "sum", action=ctx.site.action("total backward"))
-        return part, torch.zeros_like(token), None, None
+def _through(rows: Tensor, turn: Turn, there: Way, back: Way) -> Tensor:
+    if not (rows.requires_grad and turn.follows()):
+        return there(rows)
+    out: Tensor
+    out, turn.token = _Collective.apply(rows, turn.token, there, back)  # type: ignore[no-untyped-call]
+    return out
 
 
 def total(part: Tensor, turn: Turn, channel: Carrier, name: str) -> Tensor:
@@ -253,11 +228,11 @@ def total(part: Tensor, turn: Turn, channel: Carrier, name: str) -> Tensor:
         return part
     site = turn.begin(name, grad=part.requires_grad)
     agree(channel, site, part)
-    if part.requires_grad and turn.follows():
-        out: Tensor
-        out, turn.token = _Total.apply(part, turn.token, channel, site)  # type: ignore[no-untyped-call]
-        return out
-    return channel.all_reduce(part, "sum", action=site.action("total forward"))
+
+    def summed(words: str) -> Way:
+        return lambda t: channel.all_reduce(t, "sum", action=site.action(words))
+
+    return _through(part, turn, summed("total forward"), summed("total backward"))
 
 
 def agree(channel: Carrier, site: Site, part: Tensor) -> None:
