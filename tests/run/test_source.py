@@ -169,3 +169,14 @@ def test_the_given_data_is_not_changed():
     assert all(
         torch.equal(after[k], v) if isinstance(v, torch.Tensor) else after[k] == v for k, v in before.items()
     )
+
+
+def test_a_saved_partition_says_which_settings_it_does_not_heed(tmp_path):
+    """--data.undirected beside --data.partition was accepted and silently ignored."""
+    folder = tmp_path / "parts"
+    source.prepare(config.Data(name=SBM), method="random", seed=0, parts=1, folder=folder)
+    alone = Channel(None, "cpu")
+    for more, said in (({}, False), ({"undirected": True, "split": 2}, True)):
+        settings = config.Data(partition=str(folder), root="elsewhere", **more)
+        _, meta = source.from_settings(settings, alone, method="metis", seed=0)
+        assert any("data.undirected, data.split" in note for note in meta.notes) is said

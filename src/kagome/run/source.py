@@ -121,7 +121,8 @@ def from_settings(
         One more process a host while the graph is loaded and cut; the parts on its disk until all have read.
     """
     if settings.partition is not None:
-        return from_folder(settings.partition, channel)
+        part, meta = from_folder(settings.partition, channel)
+        return part, dataclasses.replace(meta, notes=(*meta.notes, *_unheeded(settings)))
     if channel.size == 1:
         data = load_data(settings)
         part, meta = from_data(data, channel, method=method, seed=seed)
@@ -146,6 +147,16 @@ def from_settings(
         if made is not None:
             shutil.rmtree(made[0], ignore_errors=True)
     return part, meta
+
+
+def _unheeded(settings: config.Data) -> tuple[str, ...]:
+    """What was asked of the data that a saved partition has long decided."""
+    plain = config.Data()
+    names = [f.name for f in dataclasses.fields(plain) if f.name not in ("partition", "root")]
+    asked = [f"data.{name}" for name in names if getattr(settings, name) != getattr(plain, name)]
+    if not asked:
+        return ()
+    return (f"the graph is as {settings.partition} has it: {', '.join(asked)} had their say when it was cut",)
 
 
 def _prepare(settings: config.Data, method: str, seed: int, parts: int, folder: str) -> KagomeError | None:
