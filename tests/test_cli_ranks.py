@@ -175,3 +175,11 @@ def test_under_torchrun_a_mistake_is_no_traceback_of_ours(start):
     assert code == 1  # torchrun's own
     assert "graph=3 needs 3 ranks" in err
     assert "kagome/cli.py" not in err
+
+
+def test_doctor_finds_that_ranks_can_talk_here(start):
+    code, out, err = ended(start("doctor"))
+    assert code == 0, err
+    assert "two local ranks    exchange rows and sums" in out
+    assert "torch-geometric" in out
+    assert "MISSING" not in out
