@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +71,17 @@ class LocalGroup:
         return results
 
 
+@dataclass(frozen=True)
+class _Come:
+    """An exchange that has ended."""
+
+    rows: Tensor
+
+    def wait(self) -> Tensor:
+        """The rows."""
+        return self.rows
+
+
 class LocalChannel:
     """One thread's end of a :class:`LocalGroup`; see :class:`kagome.comm.channel.Channel` for each method."""
 
@@ -113,6 +125,19 @@ class LocalChannel:
         if counts != list(recv_counts):
             raise CommError(f"{action!r} expects {list(recv_counts)} rows", f"{counts} came")
         return torch.cat(received)
+
+    def start_exchange(
+        self,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        action: str,
+        kind: Kind = "halo",
+        header: tuple[int, ...] | None = None,
+    ) -> _Come:
+        """The same; threads of one process have nothing to wait for."""
+        return _Come(self.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header))
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, action: str, kind: Kind = "statistics") -> Tensor:
         """Sum, maximum or minimum over the threads."""

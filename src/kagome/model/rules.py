@@ -10,41 +10,24 @@ To add a rule: write a function (module, scope) -> list of (instance, name, valu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import FunctionType, MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch_geometric import nn as pyg
-from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import add_remaining_self_loops, get_laplacian
+from torch_geometric.utils import get_laplacian
 
 from kagome.errors import ModelError
-from kagome.model.scope import Scope
+from kagome.model.shortcuts import (
+    LayerScope,
+    Settings,
+    reduced_by_kernels,
+    remembered,
+    spread_of_messages,
+    with_shortcuts,
+)
 
 
-class LayerScope(Scope, Protocol):
-    """What a rule may ask of the interception beyond what a handler may."""
-
-    remembered: dict[Any, Any]
-
-    def everyone(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks, own ones first, with gradient."""
-
-    def is_input(self, value: Any) -> bool:
-        """Whether a tensor is one that the model was given, the same in every forward."""
-
-    def as_targets(self, index: Tensor) -> Tensor:
-        """Say that a tensor holds ids of own rows."""
-
-    def names_targets(self, index: Any) -> bool:
-        """Whether a tensor holds ids of own rows: each edge's target."""
-
-    def last_row(self) -> int:
-        """Own vertices up to the last one of the whole graph that has an edge."""
-
-
-Settings = list[tuple[nn.Module, str, Any]]
 Rule = Callable[[Any, LayerScope], Settings]
 
 
@@ -84,69 +67,6 @@ def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
     return remove
 
 
-def _with_globals(module: nn.Module, name: str, replaced: dict[str, Any]) -> Any:
-    """The module's own method with some of its global names standing for others; no global is touched."""
-    method = getattr(type(module), name)
-    code = method.__code__
-    return MethodType(
-        _copied(
-            FunctionType(
-                code, {**method.__globals__, **replaced}, name, method.__defaults__, method.__closure__
-            ),
-            method,
-        ),
-        module,
-    )
-
-
-def _copied(function: FunctionType, method: Any) -> FunctionType:
-    function.__kwdefaults__ = method.__kwdefaults__
-    return function
-
-
-class _Remembered:
-    """A function of the graph alone, computed once: degree normalisation of constant edges.
-
-    The first call runs under the interception like any other, so its degrees are the whole graph's.
-    """
-
-    def __init__(self, function: Callable[..., Any], scope: LayerScope, name: str) -> None:
-        self._function, self._scope, self._name = function, scope, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        if not all(self._scope.is_input(value) for value in given if isinstance(value, Tensor)):
-            return self._function(*args, **kwargs)
-        # Inputs live as long as the scope, so an id is never given twice; all layers share one result.
-        values = tuple(id(value) if isinstance(value, Tensor) else value for value in given)
-        key = (self._name, values, tuple(kwargs))
-        if key not in self._scope.remembered:
-            with torch.no_grad():
-                self._scope.remembered[key] = self._function(*args, **kwargs)
-        return self._scope.remembered[key]
-
-
-def _normalised(module: Any, scope: LayerScope) -> Settings:
-    """Layers that call ``gcn_norm``: once for constant edges."""
-    names = type(module).forward.__code__.co_names
-    found = type(module).forward.__globals__
-    replaced: dict[str, Any] = {}
-    if "gcn_norm" in names and found.get("gcn_norm") is gcn_norm:
-        replaced["gcn_norm"] = _Remembered(gcn_norm, scope, "gcn_norm")
-    if (
-        "add_remaining_self_loops" in names
-        and found.get("add_remaining_self_loops") is add_remaining_self_loops
-    ):
-        # EGConv leaves the number of vertices to be guessed from the edges, which are the part's here.
-        def loops(edge_index: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if scope.is_input(edge_index) and len(args) < 3:
-                kwargs.setdefault("num_nodes", scope.last_row())
-            return add_remaining_self_loops(edge_index, *args, **kwargs)
-
-        replaced["add_remaining_self_loops"] = loops
-    return [(module, "forward", _with_globals(module, "forward", replaced))] if replaced else []
-
-
 def _cheb(module: Any, scope: LayerScope) -> Settings:
     """ChebConv scales its Laplacian by twice the largest entry, which may lie on another rank."""
     inner = module.__norm__
@@ -166,7 +86,7 @@ def _cheb(module: Any, scope: LayerScope) -> Settings:
             lambda_max = 2.0 * scope.greatest(weight.detach().amax() if weight.numel() else low)
         return inner(edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype=dtype, batch=batch)
 
-    return [(module, "__norm__", _Remembered(norm, scope, "ChebConv"))]
+    return [(module, "__norm__", remembered(norm, scope, "ChebConv"))]
 
 
 def _supergat(module: Any, scope: LayerScope) -> Settings:
@@ -270,7 +190,10 @@ _IN_ONE_PLACE = (
 )
 
 RULES: Sequence[tuple[type[nn.Module], Rule]] = (
-    (pyg.MessagePassing, _normalised),
+    (pyg.MessagePassing, with_shortcuts),
+    (pyg.aggr.Aggregation, with_shortcuts),
+    (pyg.aggr.Aggregation, reduced_by_kernels),
+    (pyg.aggr.VarAggregation, spread_of_messages),
     (pyg.ChebConv, _cheb),
     (pyg.SuperGATConv, _supergat),
     (pyg.GPSConv, _gps),

@@ -214,3 +214,9 @@ def _by_index(index: Any, base: Tensor, axis: int) -> int | None:
             return place if part == slice(None) else None
         seen, place = seen + 1, place + (0 if isinstance(part, int) else 1)
     return place + axis - seen
+
+
+def attribute(func: Any) -> str:
+    """The name of the tensor attribute that a ``__get__`` reads."""
+    owner = getattr(func, "__self__", None)
+    return str(getattr(owner, "__name__", "__get__"))

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from kagome.errors import ModelError
+from kagome.neighbors.axes import attribute
 from kagome.neighbors.marks import ALIGNED, IDS, Kind, Mark, Marks
+from kagome.neighbors.messages import Lazy, Linear, now
 from kagome.neighbors.view import View
 
 
@@ -57,15 +59,18 @@ class Reader(Protocol):
     def refuse(self, what: str) -> ModelError:
         """The error for ids that are no longer known."""
 
+    def put_off(self, base: Tensor, index: Tensor, mark: Mark) -> Tensor | None:
+        """A gather by an end of the graph's edges, as a message."""
+
+    def sums_late(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether a linear map of rows is put off."""
+
+    def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
+        """A reduction over each row's in-edges."""
+
 
 Handler = Callable[[Any, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """A handler answers a torch call itself, or returns NotImplemented to let it run as it is."""
-
-
-def attribute(func: Any) -> str:
-    """The name of the tensor attribute that a ``__get__`` reads."""
-    owner = getattr(func, "__self__", None)
-    return str(getattr(owner, "__name__", "__get__"))
 
 
 def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,6 +91,10 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     axis = axis % max(base.dim(), 1)
     if mark.kind is Kind.MIXED:
         raise scope.refuse("indexing")
+    if mark.kind in (Kind.SOURCE, Kind.TARGET) and axis == 0 and not rest:
+        late = scope.put_off(base, index, mark)
+        if late is not None:
+            return late
     if mark.kind in (Kind.SOURCE, Kind.EDGES):
         base = scope.read(base, axis, mark)
     if name == "__getitem__":
@@ -114,7 +123,8 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
     if mark.kind is Kind.MIXED:
         raise scope.refuse(name)
     if mark.kind is Kind.TARGET:
-        return scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, mark.view, axis))
+        late = _reduced(scope, name, base, axis, index, value, args, kwargs)
+        return late if late is not None else scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, mark.view, axis))
     if mark.kind is Kind.SOURCE and scope.size == 1:
         return scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, 0, axis))
     if scope.size == 1 or mark.kind is Kind.LOCAL:
@@ -140,6 +150,49 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
         return _add(base, scope.total(_plain_sum(torch.zeros_like(base), axis, index, value, name)), name)
     best = _pooled_extreme(scope, base, axis, index, value, 1 if reduce == "amax" else -1)
     return base.copy_(best) if name.endswith("_") else best
+
+
+def _reduced(
+    scope: Reader,
+    name: str,
+    base: Tensor,
+    axis: int,
+    index: Tensor,
+    value: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Tensor | None:
+    """A write by the graph's targets, by kernels; None where they do not apply."""
+    how, takes = "sum", False
+    if name.startswith("scatter_reduce"):
+        how = kwargs.get("reduce", args[4] if len(args) > 4 else "sum")
+        takes = kwargs.get("include_self", args[5] if len(args) > 5 else True)
+    whole = index.dim() == 1 or index.shape == value.shape
+    if axis or takes or how not in ("sum", "amax", "amin") or not whole or kwargs.get("alpha", 1) != 1:
+        return None
+    if base.shape[1:] != value.shape[1:] or base.dtype != value.dtype:
+        return None
+    sums = scope.edge_reduce(value, index, 0, how)
+    if sums is None or sums.size(0) != base.size(0):
+        return None
+    with torch._C.DisableTorchFunction():
+        sums = now(sums)
+        if how != "sum":
+            none = torch.bincount(index[(slice(None), *[0] * (index.dim() - 1))], minlength=base.size(0)) == 0
+            sums = torch.where(none.view(-1, *[1] * (base.dim() - 1)), base, sums)
+            out = base.copy_(sums) if name.endswith("_") else sums
+        else:
+            out = _add(base, sums, name)
+    return scope.marks.put(out, Mark(Kind.ROWS))
+
+
+def _linear(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.linear`` of rows inside a layer that aggregates them: the sum over neighbours may come first."""
+    weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+    bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
+    if not args or not isinstance(weight, Tensor) or bias is not None or not scope.sums_late(args[0], weight):
+        return NotImplemented
+    return scope.marks.put(Lazy(Linear(args[0], weight)), Mark(Kind.ROWS))
 
 
 def _pooled_extreme(
@@ -287,6 +340,7 @@ def _differentiate(scope: Reader, name: str, func: Any, args: tuple[Any, ...], k
 
 HANDLERS: dict[str, Handler] = {
     "grad": _differentiate,
+    "linear": _linear,
     **dict.fromkeys(("div", "true_divide", "__rdiv__", "__rtruediv__", "mul", "__rmul__"), _scale),
     "size": _size,
     "__get__": _size,

@@ -25,15 +25,18 @@ def install(model: nn.Module, scope: Interception) -> Callable[[], None]:
     for path, module in model.named_modules():
         name = path or type(module).__name__
 
-        def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
+        def enter(module: nn.Module, _args: Any, name: str = name) -> None:
             scope.turn.refuse_again(name)
             scope.path.append(name)
+            if isinstance(module, MessagePassing):
+                scope.enter_layer()
 
-        def leave(_module: nn.Module, _args: Any, out: Any, name: str = name) -> None:
+        def leave(module: nn.Module, _args: Any, out: Any, name: str = name) -> Any:
             # Called after an error too, innermost first: that is the layer to name.
             scope.fault = (scope.fault or name) if out is None else ""
             if scope.path:
                 scope.path.pop()
+            return scope.leave_layer(out) if isinstance(module, MessagePassing) else None
 
         if isinstance(module, torch.jit.ScriptModule):
             continue  # takes no hooks; what it does is named after the module that calls it

@@ -24,7 +24,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kagome.errors import ModelError
 from kagome.graph.partition import Partition
+from kagome.kernels.structure import Structure
+from kagome.neighbors import algebra, messages
 from kagome.neighbors.handlers import HANDLERS, Handler, attribute
+from kagome.neighbors.lasting import Lasting
 from kagome.neighbors.marks import ALIGNED, Kind, Mark, Marks
 from kagome.neighbors.rows import Carrier, NeighborRows, Turn, agree, all_rows, total
 from kagome.neighbors.view import View, in_view, out_view, pair_ids
@@ -39,6 +42,7 @@ class Interception(TorchFunctionMode):
         device: Where the model runs.
         seed: The run's seed, for draws.
         handlers: Torch calls by name that ``model.exact`` answers.
+        fast: Whether messages are put off and reduced by kernels; else all runs as PyG runs it.
     """
 
     def __init__(
@@ -49,9 +53,10 @@ class Interception(TorchFunctionMode):
         device: torch.device | str = "cpu",
         seed: int = 0,
         handlers: Mapping[str, Handler] | None = None,
+        fast: bool = True,
     ) -> None:
         super().__init__()
-        self.part, self.channel, self.seed = part, channel, seed
+        self.part, self.channel, self.seed, self.fast = part, channel, seed, fast
         self.device = torch.device(device)
         self.marks = Marks()
         self.views: list[View] = [in_view(part, channel, self.device)]
@@ -69,6 +74,10 @@ class Interception(TorchFunctionMode):
         self._edge_keys: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._everyone: NeighborRows | None = None
         self.remembered: dict[Any, Any] = {}
+        self.constants = Lasting()
+        self.layers = 0
+        self._edge_sets: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._wholes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.inputs = self._inputs()
 
     # What the model is given ---------------------------------------------------------------------
@@ -83,6 +92,8 @@ class Interception(TorchFunctionMode):
             inputs[name] = self.marks.put(
                 moved if moved is not value else value.view(value.shape), Mark(Kind.ROWS)
             )
+        for value in inputs.values():
+            self.constants.add(value)
         return inputs
 
     def out_edges(self) -> View:
@@ -95,6 +106,8 @@ class Interception(TorchFunctionMode):
             self.marks.put(view.given, Mark(Kind.EDGES, 1, swapped=True))
             for value in view.attributes.values():
                 self.marks.put(value, Mark(Kind.PAIRS, 1, edges=view.given))
+            for value in (view.edge_index, view.given, *view.attributes.values()):
+                self.constants.add(value)
         return self.views[1]
 
     # Turns ---------------------------------------------------------------------------------------
@@ -110,10 +123,11 @@ class Interception(TorchFunctionMode):
         """
         grad = training and torch.is_grad_enabled()
         self.turn = Turn(epoch, checked=checked, device=self.device, grad=grad)
-        self.path, self.arguments, self.draws, self.training = [], [], 0, training
+        self.path, self.arguments, self.draws, self.training, self.layers = [], [], 0, training, 0
         with self:
             yield self.turn
         self.turn.over = True
+        self._wholes.clear()
 
     def where(self) -> str:
         """The module that is running, for names and messages."""
@@ -125,6 +139,12 @@ class Interception(TorchFunctionMode):
         """Answer one torch call, or run it; mark what comes out."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if self.fast and algebra.has_lazy(args, kwargs) and not algebra.asks(name, func):
+            result = algebra.answer(self.marks, name, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+            args = tuple(algebra.computed(value) for value in algebra.stood_in(name, args))
+            kwargs = {key: algebra.computed(value) for key, value in kwargs.items()}
         for handler in self._handlers.get(name, ()):
             result = handler(self, name, func, args, kwargs)
             if result is not NotImplemented:
@@ -231,13 +251,6 @@ class Interception(TorchFunctionMode):
                 self._everyone = all_rows(self.own, self.channel)
         return self._everyone.extend(rows, self.turn, self.where())
 
-    def is_input(self, value: Any) -> bool:
-        """Whether a tensor is one that the model was given (or the same edges turned round)."""
-        given = (*self.inputs.values(), *(t for v in self.views[1:] for t in (v.edge_index, v.given)))
-        return any(value is one for one in given) or any(
-            value is a for v in self.views for a in v.attributes.values()
-        )
-
     def as_targets(self, index: Tensor) -> Tensor:
         """Say that a tensor holds ids of own rows."""
         return self.marks.put(index, Mark(Kind.TARGET))
@@ -257,14 +270,17 @@ class Interception(TorchFunctionMode):
 
     # Reading and writing by id -------------------------------------------------------------------
 
-    def read(self, rows: Tensor, axis: int, mark: Mark) -> Tensor:
+    def read(self, rows: Tensor, axis: int, mark: Mark, site: str = "") -> Tensor:
         """All rows that the ids of ``mark`` can name: own and halo rows along ``axis``.
 
-        Rows that need no gradient and do not change are exchanged once.
+        Rows that need no gradient and do not change are exchanged once, others once a layer.
         """
         plan = self.views[mark.view].rows
         if self.size == 1 or rows.dim() == 0 or rows.size(axis) != plan.own:
             return rows
+        held = self.held(rows, mark) if axis == 0 else None
+        if held is not None:
+            return held
         constant = not rows.requires_grad
         if constant and rows in self._constants:
             version, view, kept = self._constants[rows]
@@ -272,11 +288,109 @@ class Interception(TorchFunctionMode):
                 return kept  # type: ignore[no-any-return]
         front = rows.movedim(axis, 0)
         flat = front.reshape(front.size(0), _width(front))
-        whole = plan.extend(flat, self.turn, self.site(rows))
+        whole = plan.extend(flat, self.turn, site or self.site(rows))
         out = whole.reshape(whole.size(0), *front.shape[1:]).movedim(0, axis)
         if constant:
             self._constants[rows] = (rows._version, mark.view, out)
+        elif self.fast and axis == 0:
+            self._wholes[rows] = (rows._version, mark.view, torch.is_grad_enabled(), out)
         return out
+
+    def held(self, rows: Tensor, mark: Mark) -> Tensor | None:
+        """Own and halo rows, if this layer has read them before."""
+        version, view, grad, out = self._wholes.get(rows, (None, None, None, None))
+        same = version == rows._version and view == mark.view and grad == torch.is_grad_enabled()
+        return out if same else None
+
+    # Messages that are put off -------------------------------------------------------------------
+
+    def mark(self, tensor: Tensor, mark: Mark) -> Tensor:
+        """Say what a tensor stands for."""
+        return self.marks.put(tensor, mark)
+
+    def lasting(self, tensor: Tensor | None) -> bool:
+        """Whether a tensor is the same in every forward; nothing is."""
+        return tensor is None or self.constants.has(tensor)
+
+    def keep(self, key: Any, value: Any) -> Any:
+        """Keep for all forwards what was computed from lasting tensors alone."""
+        found = [value] if isinstance(value, Tensor) else [v for v in value if isinstance(v, Tensor)]
+        self.remembered[key] = (value, [(tensor, tensor._version) for tensor in found])
+        for tensor in found:
+            self.constants.add(tensor)
+        return value
+
+    def kept(self, key: Any) -> Any:
+        """What was kept, unless it was written to since; else None."""
+        value, versions = self.remembered.get(key, (None, []))
+        return value if all(tensor._version == version for tensor, version in versions) else None
+
+    def spread(self, value: Tensor) -> Tensor:
+        """A message without what is the same for all in-edges of a row: its variance is the same."""
+        return algebra.spread(value)
+
+    def enter_layer(self) -> None:
+        """A message-passing layer begins."""
+        self.layers += 1
+
+    def leave_layer(self, out: Any) -> Any:
+        """A message-passing layer ends: nothing that it put off leaves it."""
+        self.layers = max(self.layers - 1, 0)
+        self._wholes.clear()
+        return algebra.computed(out)
+
+    def edge_set(self, mark: Mark | None) -> messages.EdgeSet | None:
+        """The graph's edges that ids of this mark are an end of, with their kernels' structure; else None."""
+        edges = mark.edges if mark is not None and mark.kind in (Kind.SOURCE, Kind.TARGET) else None
+        if not self.fast or edges is None or not self.constants.has(edges):
+            return None
+        if edges not in self._edge_sets:
+            ends = self.marks.get(edges)
+            assert ends is not None
+            plan = self.views[ends.view].rows
+            source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
+            structure = Structure(source, target, plan.own, plan.own + plan.halo)
+            sources = Mark(Kind.SOURCE, ends.view, edges=edges)
+            self._edge_sets[edges] = messages.EdgeSet(structure, plan, sources, self)
+        found: messages.EdgeSet = self._edge_sets[edges]
+        return found
+
+    def put_off(self, base: Tensor, index: Tensor, mark: Mark) -> Tensor | None:
+        """``base[index]`` as a message, where the ids are an end of the graph's edges; else None."""
+        edges = self.edge_set(mark)
+        if edges is None or base.size(0) != self.own or not messages.supports(base) or base.dim() == 0:
+            return None
+        if index.numel() != edges.structure.edges:
+            return None
+        return algebra.gathered(edges, base, mark.kind, self.site(base))
+
+    def sums_late(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether ``x W^T`` is put off, so that neighbours' rows may be summed before they are mapped."""
+        if not self.fast or self.layers == 0 or not isinstance(x, Tensor) or x.dim() != 2 or weight.dim() != 2:
+            return False
+        fits = self.of_vertices(x) and self.axis(x) == 0 and x.size(0) == self.own and messages.supports(x)
+        if not fits or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
+            return False
+        return weight.size(1) < weight.size(0) or self.lasting(x)
+
+    def edge_softmax(self, value: Tensor, index: Any, dim: int) -> Tensor | None:
+        """Softmax over each row's in-edges, where ``index`` names the graph's targets; else None."""
+        edges = self._by_target(value, index, dim)
+        return None if edges is None else messages.softmax(value, edges)
+
+    def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
+        """A reduction over each row's in-edges, where ``index`` names the graph's targets; else None."""
+        edges = self._by_target(value, index, dim) if how in messages.NAMES else None
+        return None if edges is None else messages.reduced(value, edges, messages.NAMES[how])
+
+    def _by_target(self, value: Any, index: Any, dim: int) -> messages.EdgeSet | None:
+        mark = self.marks.get(index)
+        if mark is None or mark.kind is not Kind.TARGET or not isinstance(value, Tensor) or value.dim() == 0:
+            return None
+        edges = self.edge_set(mark)
+        if edges is None or dim % value.dim() != 0 or value.size(0) != edges.structure.edges:
+            return None
+        return edges if isinstance(value, messages.Lazy) or messages.supports(value) else None
 
     def write(self, sums: Tensor, axis: int, mark: Mark) -> Tensor:
         """Sums on own and halo rows along ``axis`` -> sums on own rows."""

@@ -30,6 +30,13 @@ from kagome.errors import ModelError
 Way = Callable[[Tensor], Tensor]
 
 
+class UnderWay(Protocol):
+    """What this file needs of an exchange that was begun."""
+
+    def wait(self) -> Tensor:
+        """The rows, once they have come."""
+
+
 class Carrier(Protocol):
     """What this file needs of a channel: see :class:`kagome.comm.channel.Channel`."""
 
@@ -52,6 +59,18 @@ class Carrier(Protocol):
         header: tuple[int, ...] | None = None,
     ) -> Tensor:
         """All-to-all of rows, a count for each peer."""
+
+    def start_exchange(
+        self,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        action: str,
+        kind: Kind = "halo",
+        header: tuple[int, ...] | None = None,
+    ) -> UnderWay:
+        """The same, begun; its wait gives the rows."""
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, action: str, kind: Kind = "statistics") -> Tensor:
         """The sum, maximum or minimum over all ranks."""
@@ -171,6 +190,11 @@ class NeighborRows:
         site = turn.begin(name, grad=rows.requires_grad)
         return _through(rows, turn, lambda r: self.back(r, site, 0), lambda g: self.forth(g, site, 1))
 
+    def road(self, rows: Tensor, turn: Turn, name: str) -> Road:
+        """The same as :meth:`extend` for a caller that reduces own and halo rows apart."""
+        site = turn.begin(name, grad=rows.requires_grad)
+        return Road(self, turn, site, rows.requires_grad and turn.follows())
+
     def forth(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Fetch the halo rows; no gradient."""
         words = "halo forward" if direction == 0 else "halo backward"
@@ -194,6 +218,54 @@ class NeighborRows:
             header=site.header(direction + 2, rows.size(1)),
         )
         return rows[: self.own].index_add(0, self.send, back)
+
+
+@dataclass(frozen=True, slots=True)
+class Road:
+    """One exchange and the one back, each begun and ended apart: what lies between them hides them.
+
+    Args:
+        plan: The lists.
+        turn: The turn whose token goes along.
+        site: What it is for.
+        follows: Whether backward comes back along it.
+    """
+
+    plan: NeighborRows
+    turn: Turn
+    site: Site
+    follows: bool
+
+    def fetch(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Begin to fetch the halo rows of own rows ``[n, ...]``; the call gives them, ``[H, W]``."""
+        flat = rows.detach().reshape(rows.size(0), _columns(rows))
+        return self._start("halo forward", 0, flat.index_select(0, self.plan.send), True).wait
+
+    def give(self, away: Tensor) -> Callable[[], Tensor]:
+        """Begin to send gradients on halo rows ``[H, ...]`` to their owners; the call gives the peers', ``[S, W]``."""
+        flat = away.reshape(away.size(0), _columns(away)).contiguous()
+        return self._start("halo backward", 3, flat, False).wait
+
+    def add(self, come: Tensor, own: Tensor) -> Tensor:
+        """Add in place what came to the own rows that were sent."""
+        own.view(own.size(0), come.size(1)).index_add_(0, self.plan.send, come)
+        return own
+
+    def _start(self, words: str, direction: int, flat: Tensor, there: bool) -> UnderWay:
+        sends, comes = self.plan.send_counts, self.plan.recv_counts
+        if not there:
+            sends, comes = comes, sends
+        header = self.site.header(direction, flat.size(1))
+        return self.plan.channel.start_exchange(
+            flat, sends, comes, action=self.site.action(words), header=header
+        )
+
+
+def _columns(rows: Tensor) -> int:
+    width = 1
+    for size in rows.shape[1:]:
+        width *= size
+    return width
 
 
 class _Collective(torch.autograd.Function):

@@ -1,0 +1,156 @@
+"""Crew: threads that share one kernel's rows, and what every loop is compiled with.
+
+Where it sits: under the loops. A loop is a plain serial function over rows [low, high) that lets go of the
+interpreter's lock; ``share`` cuts the rows into pieces of about equal work and the threads take them in order.
+So there is no parallel runtime beside torch's: a second OpenMP pool would spin against torch's after every
+call, numba's own work queue may not be entered by two Python threads at once, and here the number of threads
+follows ``torch.get_num_threads()`` at each call without a setting. A row is done by one thread, in one order:
+results do not depend on their number.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import count
+from math import prod
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import torch
+from numba.extending import register_jitable
+from torch import Tensor
+
+Loop = TypeVar("Loop", bound=Callable[..., Any])
+
+PIECE = 1 << 15
+"""Numbers read by the least piece of work that is worth handing over."""
+PIECES = 4
+"""Pieces a thread, so that a slow one holds up the others for a quarter of its share at most."""
+FIXED = 64
+"""Pieces where sums over pieces are added up: a number that does not follow the threads."""
+
+
+def compiled(loop: Loop) -> Loop:
+    """Compile a loop when first called and keep the machine code on disk.
+
+    Products and sums may be fused, no more: the same bits on every call.
+    """
+    fast = {"contract"}
+    return cast(Loop, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast)(loop))
+
+
+def reordered(loop: Loop) -> Loop:
+    """As ``compiled``; sums may be taken in another order, as vectors need it. Still the same bits each time."""
+    fast = {"contract", "reassoc"}
+    return cast(Loop, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast)(loop))
+
+
+def inlined(loop: Loop) -> Loop:
+    """A function for loops to call; compiled with them."""
+    return cast(Loop, register_jitable(loop))
+
+
+def array(t: Tensor) -> Any:
+    """The tensor's numbers as a contiguous numpy array, without a copy where it is contiguous."""
+    return t.detach().contiguous().numpy()
+
+
+def flat(t: Tensor) -> Any:
+    """As ``array``, with all axes but the first made one."""
+    return array(t).reshape(t.size(0), prod(t.shape[1:]))
+
+
+def share(work: Callable[[int, int], None], begin: Any, end: Any, width: int) -> None:
+    """Call ``work(low, high)`` on row ranges that cover all rows, by as many threads as torch uses.
+
+    Args:
+        work: Does rows [low, high); calls a compiled loop.
+        begin: Where each row's entries begin.
+        end: Where they end.
+        width: Numbers an entry.
+
+    Cost:
+        Some 20 microseconds where more than one thread is worth it, else one.
+    """
+    threads = torch.get_num_threads()
+    rows = begin.size
+    edges = int(end[-1] - begin[0]) if rows else 0
+    pieces = min(threads * PIECES, (edges + rows) * width // PIECE, rows)
+    if threads == 1 or pieces <= 1:
+        if rows:
+            work(0, rows)
+        return
+    cuts = _cuts(begin, edges, pieces)
+    each(lambda k: work(cuts[k], cuts[k + 1]), pieces)
+
+
+def spread(work: Callable[[int, int], None], rows: int, width: int) -> None:
+    """As ``share``, for rows of equal work.
+
+    Args:
+        work: Does rows [low, high).
+        rows: How many rows.
+        width: Numbers a row.
+    """
+    threads = torch.get_num_threads()
+    pieces = min(threads * PIECES, rows * width // PIECE, rows)
+    if threads == 1 or pieces <= 1:
+        if rows:
+            work(0, rows)
+        return
+    each(lambda k: work(rows * k // pieces, rows * (k + 1) // pieces), pieces)
+
+
+def cuts_of(begin: Any, end: Any, pieces: int) -> Any:
+    """``pieces + 1`` row numbers that cut the rows into ranges of about equal work.
+
+    Shapes:
+        ``begin [R]``, ``end [R]``; result ``[pieces + 1]``.
+    """
+    return _cuts(begin, int(end[-1] - begin[0]) if begin.size else 0, pieces)
+
+
+def each(work: Callable[[int], None], pieces: int) -> None:
+    """Call ``work(k)`` for every piece, by as many threads as torch uses, in order as threads come free."""
+    number = count()
+
+    def take() -> None:
+        while (k := next(number)) < pieces:
+            work(k)
+
+    helpers = [_pool(os.getpid()).submit(take) for _ in range(min(torch.get_num_threads(), pieces) - 1)]
+    try:
+        take()
+    finally:
+        # A helper that never began has nothing left to do: do not wait behind another rank's work.
+        begun = [helper for helper in helpers if not helper.cancel()]
+        for helper in begun:
+            helper.result()
+
+
+@cache  # threads do not survive a fork: a pool a process
+def _pool(process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(os.cpu_count() or 1, 2), thread_name_prefix=f"kernels-{process}")
+
+
+@compiled
+def _cuts(begin: Any, edges: int, pieces: int) -> Any:
+    # A row costs about as much as an entry beside its entries: it is written.
+    rows = begin.size
+    cuts = np.empty(pieces + 1, np.int64)
+    cuts[0], cuts[pieces] = 0, rows
+    for k in range(1, pieces):
+        want = (edges + rows) * k // pieces
+        low, high = cuts[k - 1], rows
+        while low < high:
+            middle = (low + high) // 2
+            if begin[middle] - begin[0] + middle < want:
+                low = middle + 1
+            else:
+                high = middle
+        cuts[k] = low
+    return cuts

@@ -1,0 +1,120 @@
+"""Loops between rows and edges: gather, its transpose, and the sum of an edge's two ends.
+
+Where it sits: ``loops`` gathers these for ``ops``; ``crew`` shares their rows among threads.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from kagome.kernels.crew import array, compiled, flat, share, spread
+from kagome.kernels.loops_sum import bounds
+from kagome.kernels.plain import count_of
+from kagome.kernels.structure import Layout, Structure
+
+
+@compiled
+def _gather(low: int, high: int, index: Any, x: Any, out: Any) -> None:
+    for e in range(low, high):
+        row, other = out[e], x[index[e]]
+        for f in range(row.size):
+            row[f] = other[f]
+
+
+@compiled
+def _gathered(low: int, high: int, begin: Any, end: Any, edge: Any, values: Any, out: Any) -> None:
+    for i in range(low, high):
+        row = out[i]
+        row[:] = 0
+        for k in range(begin[i], end[i]):
+            other = values[edge[k]]
+            for f in range(row.size):
+                row[f] += other[f]
+
+
+@compiled
+def _join(low: int, high: int, target: Any, source: Any, a: Any, b: Any, slope: Any, out: Any) -> None:
+    for e in range(low, high):
+        row, one, two = out[e], a[target[e]], b[source[e]]
+        for f in range(row.size):
+            z = one[f] + two[f]
+            row[f] = z if z > 0 else z * slope
+
+
+@compiled
+def _join_back(
+    low: int, high: int, begin: Any, end: Any, column: Any, edge: Any, mine: Any, its: Any, slope: Any, g: Any, out: Any
+) -> None:
+    for i in range(low, high):
+        row, one = out[i], mine[i]
+        row[:] = 0
+        for k in range(begin[i], end[i]):
+            two, given = its[column[k]], g[edge[k]]
+            for f in range(row.size):
+                row[f] += given[f] if one[f] + two[f] > 0 else given[f] * slope
+
+
+def gather(index: Tensor, x: Tensor) -> Tensor:
+    """See ``ops.gather``."""
+    out = x.new_empty(index.numel(), *x.shape[1:])
+    ids, values, result = array(index), flat(x), flat(out)
+    spread(lambda low, high: _gather(low, high, ids, values, result), index.numel(), result.shape[1])
+    return out
+
+
+def sum_edges(layout: Layout, values: Tensor, rows: slice | None = None) -> Tensor:
+    """See ``ops.sum_edges``."""
+    begin, end = bounds(layout, "all", rows)
+    out = values.new_empty(count_of(layout, rows), *values.shape[1:])
+    edge, given, result = array(layout.edge), flat(values), flat(out)
+    share(
+        lambda low, high: _gathered(low, high, begin, end, edge, given, result), begin, end, result.shape[1]
+    )
+    return out
+
+
+def join_edges(structure: Structure, a: Tensor, b: Tensor, slope: float | None) -> Tensor:
+    """See ``ops.join_edges``."""
+    out = a.new_empty(structure.edges, *a.shape[1:])
+    target, source, one, two, result = (
+        array(structure.target),
+        array(structure.source),
+        flat(a),
+        flat(b),
+        flat(out),
+    )
+    bend = result.dtype.type(1 if slope is None else slope)
+    spread(
+        lambda low, high: _join(low, high, target, source, one, two, bend, result),
+        structure.edges,
+        2 * result.shape[1],
+    )
+    return out
+
+
+def join_edges_back(
+    structure: Structure, a: Tensor, b: Tensor, slope: float | None, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See ``ops.join_edges_back``."""
+    if slope is None:
+        return sum_edges(structure.by_target, g), sum_edges(structure.by_source, g)
+    ga = _bent(structure.by_target, a, b, slope, g)
+    return ga, _bent(structure.by_source, b, a, slope, g)
+
+
+def _bent(layout: Layout, mine: Tensor, its: Tensor, slope: float, g: Tensor) -> Tensor:
+    begin, end = bounds(layout)
+    out = mine.new_empty(mine.shape)
+    column, edge = array(layout.column), array(layout.edge)
+    one, two, given, result = flat(mine), flat(its), flat(g), flat(out)
+    bend = result.dtype.type(slope)
+    share(
+        lambda low, high: _join_back(low, high, begin, end, column, edge, one, two, bend, given, result),
+        begin,
+        end,
+        2 * prod(mine.shape[1:]),
+    )
+    return out

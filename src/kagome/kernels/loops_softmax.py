@@ -1,0 +1,230 @@
+"""Loops for softmax over each row's edges, a head at a time: of logits, and of GAT's sums of two ends.
+
+Where it sits: ``loops`` gathers these for ``ops``; ``crew`` shares their rows among threads. One row's numbers
+lie in a small buffer while they are worked on; nothing a row an edge is stored beside the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from kagome.kernels.crew import array, compiled, inlined, share
+from kagome.kernels.loops_edges import sum_edges
+from kagome.kernels.exponent import exponential
+from kagome.kernels.loops_sum import bounds
+from kagome.kernels.plain import TINY
+from kagome.kernels.structure import Layout, Structure
+
+HEADS = (1, 2, 4, 8, 16)
+"""Numbers of heads that have a loop of their own: a length the compiler knows becomes whole vectors."""
+COST = 8
+"""An entry's exponential, in numbers read."""
+
+
+def known(heads: int) -> int:
+    """The number of heads, if there is a loop for it; else 0."""
+    return heads if heads in HEADS else 0
+
+
+@inlined
+def _longest(low: int, high: int, begin: Any, end: Any) -> Any:
+    most = 0
+    for i in range(low, high):
+        most = max(most, end[i] - begin[i])
+    return most
+
+
+@inlined
+def _normalised(z: Any, entries: int, heads: int, top: Any, total: Any) -> None:
+    """Turn ``entries`` times ``heads`` logits into shares, given each head's largest."""
+    for k in range(entries):
+        for h in range(heads):
+            z[k * heads + h] -= top[h]
+    for j in range(entries * heads):
+        z[j] = exponential(z[j])
+    total[:] = 0
+    for k in range(entries):
+        for h in range(heads):
+            total[h] += z[k * heads + h]
+    for h in range(heads):
+        total[h] = 1 / (total[h] + z.dtype.type(TINY))
+    for k in range(entries):
+        for h in range(heads):
+            z[k * heads + h] *= total[h]
+
+
+@cache
+def _of_logits(width: int) -> Callable[..., None]:
+    @compiled
+    def loop(low: int, high: int, begin: Any, end: Any, edge: Any, logits: Any, out: Any) -> None:
+        heads = width if width > 0 else out.shape[1]
+        z = np.empty(_longest(low, high, begin, end) * heads, out.dtype)
+        top, total = np.empty(heads, out.dtype), np.empty(heads, out.dtype)
+        for i in range(low, high):
+            first, entries = begin[i], end[i] - begin[i]
+            top[:] = -np.inf
+            for k in range(entries):
+                given = logits[edge[first + k]]
+                for h in range(heads):
+                    v = given[h]
+                    z[k * heads + h] = v
+                    top[h] = v if (v > top[h]) | (v != v) else top[h]
+            _normalised(z, entries, heads, top, total)
+            for k in range(entries):
+                row = out[edge[first + k]]
+                for h in range(heads):
+                    row[h] = z[k * heads + h]
+
+    return loop
+
+
+@cache
+def _of_sums(width: int) -> Callable[..., None]:
+    @compiled
+    def loop(
+        low: int, high: int, begin: Any, end: Any, column: Any, edge: Any, a: Any, b: Any, slope: Any, out: Any
+    ) -> None:
+        heads = width if width > 0 else out.shape[1]
+        z = np.empty(_longest(low, high, begin, end) * heads, out.dtype)
+        top, total = np.empty(heads, out.dtype), np.empty(heads, out.dtype)
+        for i in range(low, high):
+            first, entries, mine = begin[i], end[i] - begin[i], a[i]
+            top[:] = -np.inf
+            for k in range(entries):
+                its = b[column[first + k]]
+                for h in range(heads):
+                    v = mine[h] + its[h]
+                    v = v if v > 0 else v * slope
+                    z[k * heads + h] = v
+                    top[h] = v if (v > top[h]) | (v != v) else top[h]
+            _normalised(z, entries, heads, top, total)
+            for k in range(entries):
+                row = out[edge[first + k]]
+                for h in range(heads):
+                    row[h] = z[k * heads + h]
+
+    return loop
+
+
+@cache
+def _back(width: int) -> Callable[..., None]:
+    @compiled
+    def loop(low: int, high: int, begin: Any, end: Any, edge: Any, alpha: Any, g: Any, out: Any) -> None:
+        heads = width if width > 0 else out.shape[1]
+        total = np.empty(heads, out.dtype)
+        for i in range(low, high):
+            total[:] = 0
+            for k in range(begin[i], end[i]):
+                p, given = alpha[edge[k]], g[edge[k]]
+                for h in range(heads):
+                    total[h] += p[h] * given[h]
+            for k in range(begin[i], end[i]):
+                p, given, row = alpha[edge[k]], g[edge[k]], out[edge[k]]
+                for h in range(heads):
+                    row[h] = p[h] * (given[h] - total[h])
+
+    return loop
+
+
+@cache
+def _sums_back(width: int) -> Callable[..., None]:
+    @compiled
+    def loop(
+        low: int,
+        high: int,
+        begin: Any,
+        end: Any,
+        column: Any,
+        edge: Any,
+        a: Any,
+        b: Any,
+        slope: Any,
+        alpha: Any,
+        g: Any,
+        gz: Any,
+        ga: Any,
+    ) -> None:
+        heads = width if width > 0 else gz.shape[1]
+        total = np.empty(heads, gz.dtype)
+        for i in range(low, high):
+            mine, own = a[i], ga[i]
+            total[:] = 0
+            own[:] = 0
+            for k in range(begin[i], end[i]):
+                p, given = alpha[edge[k]], g[edge[k]]
+                for h in range(heads):
+                    total[h] += p[h] * given[h]
+            for k in range(begin[i], end[i]):
+                p, given, row, its = alpha[edge[k]], g[edge[k]], gz[edge[k]], b[column[k]]
+                for h in range(heads):
+                    v = p[h] * (given[h] - total[h])
+                    v = v if mine[h] + its[h] > 0 else v * slope
+                    row[h] = v
+                    own[h] += v
+
+    return loop
+
+
+def softmax_edges(layout: Layout, logits: Tensor) -> Tensor:
+    """See ``ops.softmax_edges``."""
+    begin, end = bounds(layout)
+    out = logits.new_empty(logits.shape)
+    heads = logits.size(1)
+    loop, edge, given, result = _of_logits(known(heads)), array(layout.edge), array(logits), array(out)
+    share(lambda low, high: loop(low, high, begin, end, edge, given, result), begin, end, COST * heads)
+    return out
+
+
+def softmax_edges_back(layout: Layout, alpha: Tensor, g: Tensor) -> Tensor:
+    """See ``ops.softmax_edges_back``."""
+    begin, end = bounds(layout)
+    out = alpha.new_empty(alpha.shape)
+    heads = alpha.size(1)
+    loop, edge, result = _back(known(heads)), array(layout.edge), array(out)
+    p, given = array(alpha), array(g)
+    share(lambda low, high: loop(low, high, begin, end, edge, p, given, result), begin, end, 4 * heads)
+    return out
+
+
+def softmax_sum(layout: Layout, a: Tensor, b: Tensor, slope: float) -> Tensor:
+    """See ``ops.softmax_sum``."""
+    begin, end = bounds(layout)
+    heads = a.size(1)
+    out = a.new_empty(layout.edges, heads)
+    loop, column, edge = _of_sums(known(heads)), array(layout.column), array(layout.edge)
+    mine, its, result = array(a), array(b), array(out)
+    bend = result.dtype.type(slope)
+    share(
+        lambda low, high: loop(low, high, begin, end, column, edge, mine, its, bend, result),
+        begin,
+        end,
+        COST * heads,
+    )
+    return out
+
+
+def softmax_sum_back(
+    structure: Structure, a: Tensor, b: Tensor, slope: float, alpha: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See ``ops.softmax_sum_back``."""
+    layout = structure.by_target
+    begin, end = bounds(layout)
+    heads = a.size(1)
+    ga, gz = a.new_empty(a.shape), alpha.new_empty(alpha.shape)
+    loop, column, edge = _sums_back(known(heads)), array(layout.column), array(layout.edge)
+    mine, its, p, given, of_z, of_a = (array(t) for t in (a, b, alpha, g, gz, ga))
+    bend = of_z.dtype.type(slope)
+    share(
+        lambda low, high: loop(
+            low, high, begin, end, column, edge, mine, its, bend, p, given, of_z, of_a
+        ),
+        begin,
+        end,
+        4 * heads,
+    )
+    return ga, sum_edges(structure.by_source, gz)

@@ -1,0 +1,309 @@
+"""Ops: every kernel, done by the loops, by Triton or in plain PyTorch, as the tensors' device and type allow.
+
+Where it sits: ``neighbors`` calls these from its autograd functions; nothing here keeps a gradient. A result
+is the same by all three ways to rounding, and the same to the bit at any number of threads.
+
+::
+
+    layout         R rows, E entries; entry k of row i has column[k] and edge[k]
+    span           which entries are walked: "all", "own" (before middle) or "halo" (from middle on)
+    offset         taken from a column before x is read: halo rows in a tensor of their own have offset = own
+    rows           a slice of the layout's rows; the result's row 0 is the slice's first
+    into           a tensor that the result is added to (sums) or written into (edges), and returned
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from kagome.kernels import plain
+from kagome.kernels.plain import Span
+from kagome.kernels.structure import Layout, Structure
+
+__all__ = [
+    "Span",
+    "column_softmax",
+    "column_softmax_back",
+    "dot_edges",
+    "extreme_back",
+    "extreme_edges",
+    "extreme_edges_back",
+    "extreme_rows",
+    "gather",
+    "join_edges",
+    "join_edges_back",
+    "leaky_dots",
+    "leaky_dots_back",
+    "softmax_edges",
+    "softmax_edges_back",
+    "softmax_sum",
+    "softmax_sum_back",
+    "sum_edges",
+    "sum_rows",
+    "way_of",
+]
+
+LOOPED = frozenset((torch.float32, torch.float64))
+
+
+def way_of(x: Tensor) -> str:
+    """``loops``, ``gpu`` or ``plain``: how a kernel on this tensor is done."""
+    return _module(x.device.type, x.dtype).__name__.rpartition(".")[2]
+
+
+@cache
+def _module(device: str, dtype: torch.dtype) -> ModuleType:
+    return plain
+
+
+def _way(x: Tensor) -> ModuleType:
+    return _module(x.device.type, x.dtype)
+
+
+def sum_rows(
+    layout: Layout,
+    x: Tensor,
+    weight: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    span: Span = "all",
+    offset: int = 0,
+    rows: slice | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """``out[i] = scale[i] * sum over entries k of row i of weight[edge[k]] * x[column[k] - offset]``.
+
+    Args:
+        layout: The rows and their entries.
+        x: What is summed.
+        weight: One an edge, or one an edge and head.
+        scale: One a row of the result.
+        span: Which entries are walked.
+        offset: Taken from each column.
+        rows: Which rows of the layout.
+        into: Added to in place and returned.
+
+    Shapes:
+        ``x [*, F]`` with ``weight`` None or ``[E]``, or ``x [*, H, C]`` with ``weight`` None, ``[E]`` or
+        ``[E, H]``; result ``[R, F]`` or ``[R, H, C]``.
+
+    Cost:
+        Reads a row of x an edge; writes the result once.
+    """
+    out: Tensor = _way(x).sum_rows(layout, x, weight, scale, span=span, offset=offset, rows=rows, into=into)
+    return out
+
+
+def dot_edges(
+    layout: Layout, a: Tensor, b: Tensor, *, span: Span = "all", offset: int = 0, into: Tensor | None = None
+) -> Tensor:
+    """``out[edge[k], h] = <a[i, h], b[column[k] - offset, h]>`` for the entries k of each row i.
+
+    Args:
+        layout: The rows and their entries.
+        a: A row each of the layout's.
+        b: What the columns name.
+        span: Which entries are walked; the others keep what ``into`` held, 0 without it.
+        offset: Taken from each column.
+        into: Written in place and returned.
+
+    Shapes:
+        ``a [R, H, C]``, ``b [*, H, C]``; result ``[E, H]``.
+    """
+    out: Tensor = _way(a).dot_edges(layout, a, b, span=span, offset=offset, into=into)
+    return out
+
+
+def extreme_rows(layout: Layout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+    """The largest (sign +1) or smallest (-1) of each row's neighbours by column, and how many equal it.
+
+    A row without entries gives 0 and 0.
+
+    Shapes:
+        ``x [*, F]``; results ``[R, F]``, both of x's type.
+    """
+    best, ties = _way(x).extreme_rows(layout, x, sign)
+    return best, ties
+
+
+def extreme_back(layout: Layout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
+    """``gx[u] = sum over out-edges u -> i of g[i] / ties[i] where x[u] == best[i]``.
+
+    Args:
+        layout: The structure's ``by_source``.
+        x: What was read.
+        best: From ``extreme_rows``.
+        ties: From ``extreme_rows``.
+        g: The gradient of ``best``.
+
+    Shapes:
+        ``x [whole, F]``; the others ``[own, F]``; result ``[whole, F]``.
+    """
+    out: Tensor = _way(x).extreme_back(layout, x, best, ties, g)
+    return out
+
+
+def extreme_edges(layout: Layout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+    """As ``extreme_rows``, of values that belong to edges.
+
+    Shapes:
+        ``values [E, F]``; results ``[R, F]``.
+    """
+    best, ties = _way(values).extreme_edges(layout, values, sign)
+    return best, ties
+
+
+def extreme_edges_back(layout: Layout, values: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
+    """The gradient of ``extreme_edges`` by its values; equals share it.
+
+    Shapes:
+        ``values [E, F]``, the others ``[R, F]``; result ``[E, F]``.
+    """
+    out: Tensor = _way(values).extreme_edges_back(layout, values, best, ties, g)
+    return out
+
+
+def softmax_edges(layout: Layout, logits: Tensor) -> Tensor:
+    """``exp(logit - largest) / (total + 1e-16)`` within each row of the layout, a head at a time.
+
+    Shapes:
+        ``logits [E, H]``; result ``[E, H]``, both in the edges' own order.
+    """
+    out: Tensor = _way(logits).softmax_edges(layout, logits)
+    return out
+
+
+def softmax_edges_back(layout: Layout, alpha: Tensor, g: Tensor) -> Tensor:
+    """``alpha * (g - the row's sum of alpha * g)``: the gradient of ``softmax_edges`` by its logits.
+
+    Shapes:
+        All ``[E, H]``.
+    """
+    out: Tensor = _way(alpha).softmax_edges_back(layout, alpha, g)
+    return out
+
+
+def softmax_sum(layout: Layout, a: Tensor, b: Tensor, slope: float) -> Tensor:
+    """As ``softmax_edges`` of ``leaky_relu(a[i] + b[column])``, which is never stored: GAT's attention.
+
+    Shapes:
+        ``a [R, H]``, ``b [*, H]``; result ``[E, H]``.
+    """
+    out: Tensor = _way(a).softmax_sum(layout, a, b, slope)
+    return out
+
+
+def softmax_sum_back(
+    structure: Structure, a: Tensor, b: Tensor, slope: float, alpha: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``softmax_sum`` by ``a`` and ``b``.
+
+    Shapes:
+        ``a [own, H]``, ``b [whole, H]``, ``alpha [E, H]``, ``g [E, H]``; results like a and b.
+    """
+    ga, gb = _way(a).softmax_sum_back(structure, a, b, slope, alpha, g)
+    return ga, gb
+
+
+def leaky_dots(layout: Layout, a: Tensor, b: Tensor, att: Tensor, slope: float) -> Tensor:
+    """``sum over c of att[h, c] * leaky_relu(a[i, h, c] + b[column, h, c])``: GATv2's logits.
+
+    Shapes:
+        ``a [R, H, C]``, ``b [*, H, C]``, ``att [H, C]``; result ``[E, H]``.
+    """
+    out: Tensor = _way(a).leaky_dots(layout, a, b, att, slope)
+    return out
+
+
+def leaky_dots_back(
+    structure: Structure, a: Tensor, b: Tensor, att: Tensor, slope: float, g: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``leaky_dots`` by ``a``, ``b`` and ``att``.
+
+    Shapes:
+        ``a [own, H, C]``, ``b [whole, H, C]``, ``att [H, C]``, ``g [E, H]``; results like the first three.
+    """
+    ga, gb, gatt = _way(a).leaky_dots_back(structure, a, b, att, slope, g)
+    return ga, gb, gatt
+
+
+def gather(index: Tensor, x: Tensor) -> Tensor:
+    """``x.index_select(0, index)``.
+
+    Shapes:
+        ``index [E]`` int32 or int64, ``x [*, ...]``; result ``[E, ...]``.
+    """
+    out: Tensor = _way(x).gather(index, x)
+    return out
+
+
+def sum_edges(layout: Layout, values: Tensor, rows: slice | None = None) -> Tensor:
+    """``out[i] = sum over entries k of row i of values[edge[k]]``: the transpose of ``gather``.
+
+    Shapes:
+        ``values [E, ...]``; result ``[R, ...]``.
+    """
+    out: Tensor = _way(values).sum_edges(layout, values, rows)
+    return out
+
+
+def column_softmax(layout: Layout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of ``m[column]`` weighted by a softmax of ``z[column]`` over each row, a column at a time.
+
+    Returns:
+        The sums, each row's largest z, and its total of ``exp(z - largest)``; 0 for rows without entries.
+
+    Shapes:
+        ``z [*, F]``, ``m [*, F]``; results ``[R, F]``.
+    """
+    out, top, total = _way(z).column_softmax(layout, z, m)
+    return out, top, total
+
+
+def column_softmax_back(
+    layout: Layout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``column_softmax``'s sums by ``z`` and ``m``.
+
+    Args:
+        layout: The structure's ``by_source``.
+        z: As before.
+        m: As before.
+        out: The sums.
+        top: As returned.
+        total: As returned.
+        g: The gradient of the sums.
+
+    Shapes:
+        ``z`` and ``m`` ``[whole, F]``, the others ``[own, F]``; results ``[whole, F]``.
+    """
+    gz, gm = _way(z).column_softmax_back(layout, z, m, out, top, total, g)
+    return gz, gm
+
+
+def join_edges(structure: Structure, a: Tensor, b: Tensor, slope: float | None) -> Tensor:
+    """``a[target] + b[source]`` for every edge, through leaky_relu where a slope is given.
+
+    Shapes:
+        ``a [own, ...]``, ``b [whole, ...]``; result ``[E, ...]``.
+    """
+    out: Tensor = _way(a).join_edges(structure, a, b, slope)
+    return out
+
+
+def join_edges_back(
+    structure: Structure, a: Tensor, b: Tensor, slope: float | None, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``join_edges`` by ``a`` and ``b``.
+
+    Shapes:
+        ``g [E, ...]``; results like a and b.
+    """
+    ga, gb = _way(a).join_edges_back(structure, a, b, slope, g)
+    return ga, gb

@@ -1,0 +1,323 @@
+"""Aggregate: differentiable reductions over a part's edges, without a tensor of a row an edge and a column a feature.
+
+Where it sits: ``messages`` calls it where a layer's messages are of a form known here; the loops themselves are
+``kagome.kernels``, the ways to the peers ``rows``.
+
+::
+
+    forward    out[i] = sum over in-edges e of i   w[e] * x[source[e]]      the edges by target
+    backward   gx[u]  = sum over out-edges e of u  w[e] * g[target[e]]      the edges by source, kept
+               gw[e]  = <g[target[e]], x[source[e]]>
+
+[Note: overlap] A sum is linear, so it takes own rows while the halo's travel, and what lies on halo rows leaves
+in backward before own rows are summed. Own and halo rows are never put into one tensor::
+
+    forward    send own rows ──────> sum over own sources ──────> take halo rows, add the sum over them
+    backward   sum on halo rows, send it ──────> sum on own rows ──────> take the peers' sums, add them
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kagome.kernels import ops
+from kagome.kernels.structure import Structure
+from kagome.neighbors.rows import Road
+
+
+def neighbor_sum(
+    rows: Tensor,
+    edges: Structure,
+    *,
+    weight: Tensor | None = None,
+    scale: Tensor | None = None,
+    road: Road | None = None,
+) -> Tensor:
+    """The sum over each row's in-edges of its neighbours' rows, each times its edge's weight.
+
+    Args:
+        rows: Own rows, if a road leads to the others; else all rows that edges read.
+        edges: The edges.
+        weight: One an edge, or one an edge and head.
+        scale: A factor a result row (a mean's).
+        road: The way to the halo rows: see [Note: overlap].
+
+    Shapes:
+        rows ``[own or whole, F]`` and weight ``[E]``, or rows ``[.., H, C]`` and weight ``[E, H]``; scale
+        ``[own]``; result ``[own, F]`` or ``[own, H, C]``.
+
+    Cost:
+        Keeps ``weight``, and where it has a gradient the rows too. Sends what ``road`` says.
+    """
+    out: Tensor
+    if road is None:
+        out = _Sum.apply(rows, weight, scale, edges)  # type: ignore[no-untyped-call]
+        return out
+    token = road.turn.token
+    out, token = _SumOverRoad.apply(rows, weight, scale, token, edges, road)  # type: ignore[no-untyped-call]
+    if road.follows:
+        road.turn.token = token
+    return out
+
+
+def _column(scale: Tensor, like: Tensor) -> Tensor:
+    return scale.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor | None, scale: Tensor | None, edges: Structure) -> Tensor:
+        ctx.edges, ctx.scale = edges, scale
+        ctx.save_for_backward(weight, rows if ctx.needs_input_grad[1] else None)
+        return ops.sum_rows(edges.by_target, rows, weight, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, rows = ctx.saved_tensors
+        g = grads[0] if ctx.scale is None else grads[0] * _column(ctx.scale, grads[0])
+        g = g.contiguous()
+        g_rows = ops.sum_rows(ctx.edges.by_source, g, weight) if ctx.needs_input_grad[0] else None
+        g_weight = None
+        if ctx.needs_input_grad[1]:
+            g_weight = ops.dot_edges(ctx.edges.by_target, *_headed(weight, g, rows)).view_as(weight)
+        return g_rows, g_weight, None, None
+
+
+class _SumOverRoad(torch.autograd.Function):
+    """Own rows in, own sums out; the exchange lies behind the sum. See [Note: token] in ``rows``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor | None,
+        scale: Tensor | None,
+        token: Tensor,
+        edges: Structure,
+        road: Road,
+    ) -> tuple[Tensor, Tensor]:
+        coming = road.fetch(rows)
+        out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
+        halo = coming().view(-1, *rows.shape[1:])
+        ops.sum_rows(edges.by_target, halo, weight, scale, span="halo", offset=edges.own, into=out)
+        ctx.edges, ctx.scale, ctx.road = edges, scale, road
+        keep = ctx.needs_input_grad[1]
+        ctx.save_for_backward(weight, rows if keep else None, halo if keep else None)
+        return out, torch.zeros_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, rows, halo = ctx.saved_tensors
+        edges, road, g_rows, g_weight = ctx.edges, ctx.road, None, None
+        g = grads[0] if ctx.scale is None else grads[0] * _column(ctx.scale, grads[0])
+        g = g.contiguous()
+        if ctx.needs_input_grad[0]:
+            away = ops.sum_rows(edges.by_source, g, weight, rows=slice(edges.own, edges.whole))
+            coming = road.give(away)
+            g_rows = ops.sum_rows(edges.by_source, g, weight, rows=slice(0, edges.own))
+        if ctx.needs_input_grad[1]:
+            g3, own3 = _headed(weight, g, rows)
+            g_weight = ops.dot_edges(edges.by_target, g3, own3, span="own")
+            _, halo3 = _headed(weight, g, halo)
+            ops.dot_edges(edges.by_target, g3, halo3, span="halo", offset=edges.own, into=g_weight)
+            g_weight = g_weight.view_as(weight)
+        if g_rows is not None:
+            road.add(coming(), g_rows)
+        return g_rows, g_weight, None, torch.zeros_like(grads[1]), None, None
+
+
+def _headed(weight: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Rows as ``[.., H, C]``, as many heads as the weight has."""
+    if weight.dim() == 2:
+        return rows
+    return tuple(r.reshape(r.size(0), 1, _width(r)) for r in rows)
+
+
+def _width(rows: Tensor) -> int:
+    width = 1
+    for size in rows.shape[1:]:
+        width *= size
+    return width
+
+
+class Gather(torch.autograd.Function):
+    """``rows[index]`` for one end of the edges; backward sums by that end instead of adding by index."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, edges: Structure, end: str) -> Tensor:
+        ctx.edges, ctx.end, ctx.shape = edges, end, rows.shape
+        index = edges.target if end == "target" else edges.source
+        flat = rows.reshape(rows.size(0), _width(rows))
+        return ops.gather(index, flat).view(-1, *rows.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layout = ctx.edges.by_target if ctx.end == "target" else ctx.edges.by_source
+        return ops.sum_edges(layout, grads[0].contiguous()).view(ctx.shape), None, None
+
+
+class EdgeSum(torch.autograd.Function):
+    """The sum over each row's in-edges of a row an edge."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, edges: Structure) -> Tensor:
+        ctx.edges = edges
+        return ops.sum_edges(edges.by_target, values.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        g = grads[0].contiguous()
+        flat = g.view(g.size(0), _width(g))
+        return ops.gather(ctx.edges.target, flat).view(-1, *g.shape[1:]), None
+
+
+class EdgeExtreme(torch.autograd.Function):
+    """The largest (sign 1) or smallest (-1) of a row an edge over each row's in-edges; equals share a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, edges: Structure, sign: int) -> Tensor:
+        ctx.edges = edges
+        best, ties = ops.extreme_edges(edges.by_target, values, sign)
+        ctx.save_for_backward(values, best, ties)
+        return best
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        values, best, ties = ctx.saved_tensors
+        g = grads[0].contiguous()
+        return ops.extreme_edges_back(ctx.edges.by_target, values, best, ties, g), None, None
+
+
+class NeighborExtreme(torch.autograd.Function):
+    """The largest (sign 1) or smallest (-1) of the neighbours' rows, column by column; equals share a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, edges: Structure, sign: int) -> Tensor:
+        ctx.edges = edges
+        best, ties = ops.extreme_rows(edges.by_target, whole, sign)
+        ctx.save_for_backward(whole, best, ties)
+        return best
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        whole, best, ties = ctx.saved_tensors
+        g = grads[0].contiguous()
+        return ops.extreme_back(ctx.edges.by_source, whole, best, ties, g), None, None
+
+
+class Dots(torch.autograd.Function):
+    """``<own[target], whole[source]>`` an edge and head: attention by scalar product."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, whole: Tensor, edges: Structure) -> Tensor:
+        ctx.edges = edges
+        own, whole = own.contiguous(), whole.contiguous()
+        ctx.save_for_backward(own, whole)
+        return ops.dot_edges(edges.by_target, own, whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own, whole = ctx.saved_tensors
+        g = grads[0].contiguous()
+        g_own = ops.sum_rows(ctx.edges.by_target, whole, g) if ctx.needs_input_grad[0] else None
+        g_whole = ops.sum_rows(ctx.edges.by_source, own, g) if ctx.needs_input_grad[1] else None
+        return g_own, g_whole, None
+
+
+class LeakyDots(torch.autograd.Function):
+    """``<att, leaky_relu(own[target] + whole[source])>`` an edge and head.
+
+    Source: Brody et al., How Attentive are Graph Attention Networks?, ICLR 2022, equation 7.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, whole: Tensor, att: Tensor, slope: float, edges: Structure) -> Tensor:
+        ctx.edges, ctx.slope = edges, slope
+        own, whole, att = own.contiguous(), whole.contiguous(), att.contiguous()
+        ctx.save_for_backward(own, whole, att)
+        return ops.leaky_dots(edges.by_target, own, whole, att, slope)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own, whole, att = ctx.saved_tensors
+        back = ops.leaky_dots_back(ctx.edges, own, whole, att, ctx.slope, grads[0].contiguous())
+        return (*back, None, None)
+
+
+class EdgeSoftmax(torch.autograd.Function):
+    """Softmax over each row's in-edges."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, edges: Structure) -> Tensor:
+        ctx.edges = edges
+        alpha = ops.softmax_edges(edges.by_target, logits.contiguous())
+        ctx.save_for_backward(alpha)
+        return alpha
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ops.softmax_edges_back(ctx.edges.by_target, *ctx.saved_tensors, grads[0].contiguous()), None
+
+
+class JointSoftmax(torch.autograd.Function):
+    """Softmax over each row's in-edges of ``leaky_relu(own[target] + whole[source])``, which is never stored.
+
+    Source: Velickovic et al., Graph Attention Networks, ICLR 2018, equation 3.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, whole: Tensor, slope: float, edges: Structure) -> Tensor:
+        ctx.edges, ctx.slope = edges, slope
+        own, whole = own.contiguous(), whole.contiguous()
+        alpha = ops.softmax_sum(edges.by_target, own, whole, slope)
+        ctx.save_for_backward(own, whole, alpha)
+        return alpha
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own, whole, alpha = ctx.saved_tensors
+        back = ops.softmax_sum_back(ctx.edges, own, whole, ctx.slope, alpha, grads[0].contiguous())
+        return (*back, None, None)
+
+
+class Join(torch.autograd.Function):
+    """``own[target] + whole[source]``, through a leaky relu if a slope is given; backward keeps no row an edge."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, whole: Tensor, slope: float | None, edges: Structure) -> Tensor:
+        ctx.edges, ctx.slope = edges, slope
+        own, whole = own.contiguous(), whole.contiguous()
+        ctx.save_for_backward(*((own, whole) if slope is not None else (None, None)))
+        ctx.shapes = own.shape, whole.shape
+        return ops.join_edges(edges, own, whole, slope)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        g = grads[0].contiguous()
+        if ctx.slope is None:
+            own = ops.sum_edges(ctx.edges.by_target, g).view(ctx.shapes[0])
+            return own, ops.sum_edges(ctx.edges.by_source, g).view(ctx.shapes[1]), None, None
+        return (*ops.join_edges_back(ctx.edges, *ctx.saved_tensors, ctx.slope, g), None, None)
+
+
+class ColumnSoftmax(torch.autograd.Function):
+    """``sum of softmax(z)[source] * m[source]`` over in-edges, each column with a softmax of its own.
+
+    Source: Li et al., DeeperGCN: All You Need to Train Deeper GCNs, 2020, definition 3.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, m: Tensor, edges: Structure) -> Tensor:
+        ctx.edges = edges
+        z, m = z.contiguous(), m.contiguous()
+        out, top, total = ops.column_softmax(edges.by_target, z, m)
+        ctx.save_for_backward(z, m, out, top, total)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        back = ops.column_softmax_back(ctx.edges.by_source, *ctx.saved_tensors, grads[0].contiguous())
+        return (*back, None)

@@ -1,0 +1,44 @@
+"""Lasting: tensors that are the same in every forward of a run.
+
+Where it sits: ``intercept`` keeps one; what is computed from lasting tensors alone is computed once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class Lasting:
+    """Tensors known by where their numbers lie: a view of one is the same numbers.
+
+    They are kept alive, so that no other tensor comes to lie there.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[Any, tuple[Tensor, int]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """From now on this tensor lasts, until it is written to."""
+        if not tensor.requires_grad:
+            self._held[_key(tensor)] = (tensor, tensor._version)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor, or one of the same numbers in the same order, lasts."""
+        if tensor.requires_grad or type(tensor) is not Tensor:
+            return False
+        held, version = self._held.get(_key(tensor), (None, -1))
+        if held is None or tensor._version != version:
+            return False
+        return tensor is held or (tensor.is_contiguous() and tensor.numel() > 0)
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [tensor for tensor, _ in self._held.values()]
+
+
+def _key(tensor: Tensor) -> Any:
+    if tensor.numel() == 0:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.is_contiguous()
