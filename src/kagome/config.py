@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kagome.errors import ConfigError
 
-Partitioner = Literal["metis", "streaming", "contiguous", "random"]
+Partitioner = Literal["auto", "metis", "streaming", "contiguous", "random"]
 Metric = Literal["auto", "accuracy", "roc_auc", "f1_micro"]
 
 
@@ -58,6 +58,8 @@ class Model:
     """Share of entries dropped in training."""
     heads: int = 8
     """Attention heads, for the models that have them."""
+    fast: bool = True
+    """Reduce messages by kernels, without a tensor of a row an edge; off, all runs as PyG runs it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +68,11 @@ class Parallel:
 
     graph: int | None = None
     """Parts the graph is cut into; by default as many as there are ranks."""
-    partitioner: Partitioner = "metis"
-    """How vertices are given to parts."""
+    partitioner: Partitioner = "auto"
+    """How vertices are given to parts; ``auto`` takes METIS where it fits into memory, else streaming."""
+    reuse: bool = True
+    """Keep partitions in the user's cache, and use them again while data, partitioner, seed and parts are the
+    same."""
 
     def __post_init__(self) -> None:
         if self.graph is not None and self.graph < 1:

@@ -138,14 +138,18 @@ def test_constant_rows_travel_once_and_others_forth_and_back(ranks: Callable[...
     one = split(ranks, world, constant_reader, data, owner, epochs=3)
     assert one.halo == [8 * 6 * rows, 0, 0]
     two = split(ranks, world, two_layers, data, owner, epochs=3)
-    assert two.halo == [8 * (6 + 5 + 5) * rows, 8 * (5 + 5) * rows, 8 * (5 + 5) * rows]
+    # The second layer maps 5 columns to 4 before it sums neighbours.
+    assert two.halo == [8 * (6 + 4 + 4) * rows, 8 * (4 + 4) * rows, 8 * (4 + 4) * rows]
     data.x.requires_grad_()
     grown = split(ranks, world, constant_reader, data, owner, epochs=2)
-    assert grown.halo == [8 * (6 + 6) * rows] * 2
+    assert grown.halo == [8 * (4 + 4) * rows] * 2
 
 
-def test_degrees_travel_once(ranks: Callable[..., list]) -> None:
+def test_degrees_and_constant_features_travel_once(ranks: Callable[..., list]) -> None:
     data, owner = graph_and_owner(2)
+    # Six features and a degree a row in the first epoch: what neighbours' features sum to is kept.
+    assert split(ranks, 2, gcn, data, owner, epochs=3).halo == [8 * (6 + 1) * sent(2), 0, 0]
+    data.x.requires_grad_()
     # 4 columns forth and back in every epoch; one degree a row in the first.
     assert split(ranks, 2, gcn, data, owner, epochs=3).halo == [
         8 * (4 + 4 + 1) * sent(2),

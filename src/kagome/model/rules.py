@@ -27,7 +27,6 @@ from kagome.model.shortcuts import (
     with_shortcuts,
 )
 
-
 Rule = Callable[[Any, LayerScope], Settings]
 
 

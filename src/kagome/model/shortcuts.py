@@ -1,7 +1,7 @@
-"""Shortcuts: what a layer computes of the graph alone is kept; softmax and reductions over in-edges go to kernels.
+"""Shortcuts: what a layer computes of the graph alone is kept; reductions over in-edges go to kernels.
 
-Where it sits: ``rules`` sets them on a model's layers and aggregations. PyG's functions stay as they are: a layer's
-own methods are given stand-ins for single global names.
+Where it sits: ``rules`` sets them on a model's layers and aggregations. PyG's functions stay as they are: a
+layer's own methods are given stand-ins for single global names.
 """
 
 from __future__ import annotations

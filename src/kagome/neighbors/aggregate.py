@@ -1,7 +1,7 @@
-"""Aggregate: differentiable reductions over a part's edges, without a tensor of a row an edge and a column a feature.
+"""Aggregate: differentiable sums and extremes over a part's edges, without a tensor of a row an edge.
 
-Where it sits: ``messages`` calls it where a layer's messages are of a form known here; the loops themselves are
-``kagome.kernels``, the ways to the peers ``rows``.
+Where it sits: ``reduce`` calls it where a layer's messages are of a form known here; the loops themselves are
+``kagome.kernels``, the ways to the peers ``rows``; attention has its own in ``attention``.
 
 ::
 
@@ -9,8 +9,8 @@ Where it sits: ``messages`` calls it where a layer's messages are of a form know
     backward   gx[u]  = sum over out-edges e of u  w[e] * g[target[e]]      the edges by source, kept
                gw[e]  = <g[target[e]], x[source[e]]>
 
-[Note: overlap] A sum is linear, so it takes own rows while the halo's travel, and what lies on halo rows leaves
-in backward before own rows are summed. Own and halo rows are never put into one tensor::
+[Note: overlap] A sum is linear, so it takes own rows while the halo's travel, and what lies on halo rows
+leaves in backward before own rows are summed. Own and halo rows are never put into one tensor::
 
     forward    send own rows ──────> sum over own sources ──────> take halo rows, add the sum over them
     backward   sum on halo rows, send it ──────> sum on own rows ──────> take the peers' sums, add them
@@ -18,7 +18,7 @@ in backward before own rows are summed. Own and halo rows are never put into one
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -63,13 +63,61 @@ def neighbor_sum(
     return out
 
 
+def gather(rows: Tensor, edges: Structure, end: Literal["source", "target"]) -> Tensor:
+    """``rows[end of each edge]``; backward sums by that end instead of adding by index.
+
+    Shapes:
+        ``[own or whole, ...]`` -> ``[E, ...]``.
+    """
+    out: Tensor = _Gather.apply(rows, edges, end)  # type: ignore[no-untyped-call]
+    return out
+
+
+def edge_sum(values: Tensor, edges: Structure) -> Tensor:
+    """The sum of a row an edge over each row's in-edges.
+
+    Shapes:
+        ``[E, ...]`` -> ``[own, ...]``.
+    """
+    out: Tensor = _EdgeSum.apply(values, edges)  # type: ignore[no-untyped-call]
+    return out
+
+
+def edge_extreme(values: Tensor, edges: Structure, sign: int) -> Tensor:
+    """The largest (sign 1) or smallest (-1) of a row an edge over each row's in-edges; zeros without any.
+
+    Shapes:
+        ``[E, F]`` -> ``[own, F]``.
+
+    Cost:
+        Keeps the values and two numbers an entry of the result; equals share a gradient.
+    """
+    out: Tensor = _EdgeExtreme.apply(values, edges, sign)  # type: ignore[no-untyped-call]
+    return out
+
+
+def neighbor_extreme(whole: Tensor, edges: Structure, sign: int) -> Tensor:
+    """The largest (sign 1) or smallest (-1) of the neighbours' rows, column by column; zeros without any.
+
+    Shapes:
+        ``[whole, F]`` -> ``[own, F]``.
+
+    Cost:
+        Keeps the rows and two numbers an entry of the result; equals share a gradient.
+    """
+    out: Tensor = _NeighborExtreme.apply(whole, edges, sign)  # type: ignore[no-untyped-call]
+    return out
+
+
 def _column(scale: Tensor, like: Tensor) -> Tensor:
     return scale.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor | None, scale: Tensor | None, edges: Structure) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor | None, scale: Tensor | None, edges: Structure
+    ) -> Tensor:
         ctx.edges, ctx.scale = edges, scale
         ctx.save_for_backward(weight, rows if ctx.needs_input_grad[1] else None)
         return ops.sum_rows(edges.by_target, rows, weight, scale)
@@ -143,7 +191,7 @@ def _width(rows: Tensor) -> int:
     return width
 
 
-class Gather(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     """``rows[index]`` for one end of the edges; backward sums by that end instead of adding by index."""
 
     @staticmethod
@@ -159,7 +207,7 @@ class Gather(torch.autograd.Function):
         return ops.sum_edges(layout, grads[0].contiguous()).view(ctx.shape), None, None
 
 
-class EdgeSum(torch.autograd.Function):
+class _EdgeSum(torch.autograd.Function):
     """The sum over each row's in-edges of a row an edge."""
 
     @staticmethod
@@ -174,8 +222,8 @@ class EdgeSum(torch.autograd.Function):
         return ops.gather(ctx.edges.target, flat).view(-1, *g.shape[1:]), None
 
 
-class EdgeExtreme(torch.autograd.Function):
-    """The largest (sign 1) or smallest (-1) of a row an edge over each row's in-edges; equals share a gradient."""
+class _EdgeExtreme(torch.autograd.Function):
+    """The largest or smallest of a row an edge; equals share a gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, edges: Structure, sign: int) -> Tensor:
@@ -191,9 +239,7 @@ class EdgeExtreme(torch.autograd.Function):
         return ops.extreme_edges_back(ctx.edges.by_target, values, best, ties, g), None, None
 
 
-class NeighborExtreme(torch.autograd.Function):
-    """The largest (sign 1) or smallest (-1) of the neighbours' rows, column by column; equals share a gradient."""
-
+class _NeighborExtreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, edges: Structure, sign: int) -> Tensor:
         ctx.edges = edges
@@ -206,118 +252,3 @@ class NeighborExtreme(torch.autograd.Function):
         whole, best, ties = ctx.saved_tensors
         g = grads[0].contiguous()
         return ops.extreme_back(ctx.edges.by_source, whole, best, ties, g), None, None
-
-
-class Dots(torch.autograd.Function):
-    """``<own[target], whole[source]>`` an edge and head: attention by scalar product."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, whole: Tensor, edges: Structure) -> Tensor:
-        ctx.edges = edges
-        own, whole = own.contiguous(), whole.contiguous()
-        ctx.save_for_backward(own, whole)
-        return ops.dot_edges(edges.by_target, own, whole)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        own, whole = ctx.saved_tensors
-        g = grads[0].contiguous()
-        g_own = ops.sum_rows(ctx.edges.by_target, whole, g) if ctx.needs_input_grad[0] else None
-        g_whole = ops.sum_rows(ctx.edges.by_source, own, g) if ctx.needs_input_grad[1] else None
-        return g_own, g_whole, None
-
-
-class LeakyDots(torch.autograd.Function):
-    """``<att, leaky_relu(own[target] + whole[source])>`` an edge and head.
-
-    Source: Brody et al., How Attentive are Graph Attention Networks?, ICLR 2022, equation 7.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, whole: Tensor, att: Tensor, slope: float, edges: Structure) -> Tensor:
-        ctx.edges, ctx.slope = edges, slope
-        own, whole, att = own.contiguous(), whole.contiguous(), att.contiguous()
-        ctx.save_for_backward(own, whole, att)
-        return ops.leaky_dots(edges.by_target, own, whole, att, slope)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        own, whole, att = ctx.saved_tensors
-        back = ops.leaky_dots_back(ctx.edges, own, whole, att, ctx.slope, grads[0].contiguous())
-        return (*back, None, None)
-
-
-class EdgeSoftmax(torch.autograd.Function):
-    """Softmax over each row's in-edges."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, edges: Structure) -> Tensor:
-        ctx.edges = edges
-        alpha = ops.softmax_edges(edges.by_target, logits.contiguous())
-        ctx.save_for_backward(alpha)
-        return alpha
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ops.softmax_edges_back(ctx.edges.by_target, *ctx.saved_tensors, grads[0].contiguous()), None
-
-
-class JointSoftmax(torch.autograd.Function):
-    """Softmax over each row's in-edges of ``leaky_relu(own[target] + whole[source])``, which is never stored.
-
-    Source: Velickovic et al., Graph Attention Networks, ICLR 2018, equation 3.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, whole: Tensor, slope: float, edges: Structure) -> Tensor:
-        ctx.edges, ctx.slope = edges, slope
-        own, whole = own.contiguous(), whole.contiguous()
-        alpha = ops.softmax_sum(edges.by_target, own, whole, slope)
-        ctx.save_for_backward(own, whole, alpha)
-        return alpha
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        own, whole, alpha = ctx.saved_tensors
-        back = ops.softmax_sum_back(ctx.edges, own, whole, ctx.slope, alpha, grads[0].contiguous())
-        return (*back, None, None)
-
-
-class Join(torch.autograd.Function):
-    """``own[target] + whole[source]``, through a leaky relu if a slope is given; backward keeps no row an edge."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, whole: Tensor, slope: float | None, edges: Structure) -> Tensor:
-        ctx.edges, ctx.slope = edges, slope
-        own, whole = own.contiguous(), whole.contiguous()
-        ctx.save_for_backward(*((own, whole) if slope is not None else (None, None)))
-        ctx.shapes = own.shape, whole.shape
-        return ops.join_edges(edges, own, whole, slope)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        g = grads[0].contiguous()
-        if ctx.slope is None:
-            own = ops.sum_edges(ctx.edges.by_target, g).view(ctx.shapes[0])
-            return own, ops.sum_edges(ctx.edges.by_source, g).view(ctx.shapes[1]), None, None
-        return (*ops.join_edges_back(ctx.edges, *ctx.saved_tensors, ctx.slope, g), None, None)
-
-
-class ColumnSoftmax(torch.autograd.Function):
-    """``sum of softmax(z)[source] * m[source]`` over in-edges, each column with a softmax of its own.
-
-    Source: Li et al., DeeperGCN: All You Need to Train Deeper GCNs, 2020, definition 3.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, m: Tensor, edges: Structure) -> Tensor:
-        ctx.edges = edges
-        z, m = z.contiguous(), m.contiguous()
-        out, top, total = ops.column_softmax(edges.by_target, z, m)
-        ctx.save_for_backward(z, m, out, top, total)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        back = ops.column_softmax_back(ctx.edges.by_source, *ctx.saved_tensors, grads[0].contiguous())
-        return (*back, None)

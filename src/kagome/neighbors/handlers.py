@@ -15,8 +15,9 @@ from torch import Tensor
 
 from kagome.errors import ModelError
 from kagome.neighbors.axes import attribute
+from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.marks import ALIGNED, IDS, Kind, Mark, Marks
-from kagome.neighbors.messages import Lazy, Linear, now
+from kagome.neighbors.messages import Linear
 from kagome.neighbors.view import View
 
 
@@ -95,6 +96,7 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
         late = scope.put_off(base, index, mark)
         if late is not None:
             return late
+    base = now(base)
     if mark.kind in (Kind.SOURCE, Kind.EDGES):
         base = scope.read(base, axis, mark)
     if name == "__getitem__":
@@ -124,7 +126,11 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
         raise scope.refuse(name)
     if mark.kind is Kind.TARGET:
         late = _reduced(scope, name, base, axis, index, value, args, kwargs)
-        return late if late is not None else scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, mark.view, axis))
+        return (
+            late
+            if late is not None
+            else scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, mark.view, axis))
+        )
     if mark.kind is Kind.SOURCE and scope.size == 1:
         return scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, 0, axis))
     if scope.size == 1 or mark.kind is Kind.LOCAL:
@@ -178,12 +184,13 @@ def _reduced(
     with torch._C.DisableTorchFunction():
         sums = now(sums)
         if how != "sum":
-            none = torch.bincount(index[(slice(None), *[0] * (index.dim() - 1))], minlength=base.size(0)) == 0
+            ids = index if index.dim() == 1 else index.flatten(1)[:, 0]
+            none = torch.bincount(ids, minlength=base.size(0)) == 0
             sums = torch.where(none.view(-1, *[1] * (base.dim() - 1)), base, sums)
             out = base.copy_(sums) if name.endswith("_") else sums
         else:
             out = _add(base, sums, name)
-    return scope.marks.put(out, Mark(Kind.ROWS))
+    return out
 
 
 def _linear(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

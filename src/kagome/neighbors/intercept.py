@@ -24,16 +24,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kagome.errors import ModelError
 from kagome.graph.partition import Partition
-from kagome.kernels.structure import Structure
-from kagome.neighbors import algebra, messages
-from kagome.neighbors.handlers import HANDLERS, Handler, attribute
-from kagome.neighbors.lasting import Lasting
+from kagome.neighbors import algebra
+from kagome.neighbors.axes import attribute
+from kagome.neighbors.handlers import HANDLERS, Handler
+from kagome.neighbors.late import Late
 from kagome.neighbors.marks import ALIGNED, Kind, Mark, Marks
 from kagome.neighbors.rows import Carrier, NeighborRows, Turn, agree, all_rows, total
 from kagome.neighbors.view import View, in_view, out_view, pair_ids
 
 
-class Interception(TorchFunctionMode):
+class Interception(Late, TorchFunctionMode):
     """One rank's view of a user's model: sites, marks and the turn that is running.
 
     Args:
@@ -55,8 +55,9 @@ class Interception(TorchFunctionMode):
         handlers: Mapping[str, Handler] | None = None,
         fast: bool = True,
     ) -> None:
-        super().__init__()
-        self.part, self.channel, self.seed, self.fast = part, channel, seed, fast
+        TorchFunctionMode.__init__(self)
+        Late.__init__(self, fast)
+        self.part, self.channel, self.seed = part, channel, seed
         self.device = torch.device(device)
         self.marks = Marks()
         self.views: list[View] = [in_view(part, channel, self.device)]
@@ -73,10 +74,6 @@ class Interception(TorchFunctionMode):
         self._constants: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._edge_keys: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._everyone: NeighborRows | None = None
-        self.remembered: dict[Any, Any] = {}
-        self.constants = Lasting()
-        self.layers = 0
-        self._edge_sets: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._wholes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.inputs = self._inputs()
 
@@ -127,7 +124,7 @@ class Interception(TorchFunctionMode):
         with self:
             yield self.turn
         self.turn.over = True
-        self._wholes.clear()
+        self.forget_reads()
 
     def where(self) -> str:
         """The module that is running, for names and messages."""
@@ -139,16 +136,18 @@ class Interception(TorchFunctionMode):
         """Answer one torch call, or run it; mark what comes out."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if self.fast and algebra.has_lazy(args, kwargs) and not algebra.asks(name, func):
+        lazy = self.fast and algebra.has_lazy(args, kwargs) and not algebra.asks(name, func)
+        if lazy:
             result = algebra.answer(self.marks, name, func, args, kwargs)
             if result is not NotImplemented:
                 return result
-            args = tuple(algebra.computed(value) for value in algebra.stood_in(name, args))
+            args = algebra.computed_for(name, args)
             kwargs = {key: algebra.computed(value) for key, value in kwargs.items()}
         for handler in self._handlers.get(name, ()):
             result = handler(self, name, func, args, kwargs)
             if result is not NotImplemented:
                 return result
+        args = tuple(algebra.computed(value) for value in args) if lazy else args
         if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
             with self:  # normalize, gumbel_softmax, multi_head_attention_forward: call by call
                 return opened(func)(*args, **kwargs)
@@ -302,95 +301,13 @@ class Interception(TorchFunctionMode):
         same = version == rows._version and view == mark.view and grad == torch.is_grad_enabled()
         return out if same else None
 
-    # Messages that are put off -------------------------------------------------------------------
+    def forget_reads(self) -> None:
+        """The layer that read rows has ended."""
+        self._wholes.clear()
 
     def mark(self, tensor: Tensor, mark: Mark) -> Tensor:
         """Say what a tensor stands for."""
         return self.marks.put(tensor, mark)
-
-    def lasting(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor is the same in every forward; nothing is."""
-        return tensor is None or self.constants.has(tensor)
-
-    def keep(self, key: Any, value: Any) -> Any:
-        """Keep for all forwards what was computed from lasting tensors alone."""
-        found = [value] if isinstance(value, Tensor) else [v for v in value if isinstance(v, Tensor)]
-        self.remembered[key] = (value, [(tensor, tensor._version) for tensor in found])
-        for tensor in found:
-            self.constants.add(tensor)
-        return value
-
-    def kept(self, key: Any) -> Any:
-        """What was kept, unless it was written to since; else None."""
-        value, versions = self.remembered.get(key, (None, []))
-        return value if all(tensor._version == version for tensor, version in versions) else None
-
-    def spread(self, value: Tensor) -> Tensor:
-        """A message without what is the same for all in-edges of a row: its variance is the same."""
-        return algebra.spread(value)
-
-    def enter_layer(self) -> None:
-        """A message-passing layer begins."""
-        self.layers += 1
-
-    def leave_layer(self, out: Any) -> Any:
-        """A message-passing layer ends: nothing that it put off leaves it."""
-        self.layers = max(self.layers - 1, 0)
-        self._wholes.clear()
-        return algebra.computed(out)
-
-    def edge_set(self, mark: Mark | None) -> messages.EdgeSet | None:
-        """The graph's edges that ids of this mark are an end of, with their kernels' structure; else None."""
-        edges = mark.edges if mark is not None and mark.kind in (Kind.SOURCE, Kind.TARGET) else None
-        if not self.fast or edges is None or not self.constants.has(edges):
-            return None
-        if edges not in self._edge_sets:
-            ends = self.marks.get(edges)
-            assert ends is not None
-            plan = self.views[ends.view].rows
-            source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
-            structure = Structure(source, target, plan.own, plan.own + plan.halo)
-            sources = Mark(Kind.SOURCE, ends.view, edges=edges)
-            self._edge_sets[edges] = messages.EdgeSet(structure, plan, sources, self)
-        found: messages.EdgeSet = self._edge_sets[edges]
-        return found
-
-    def put_off(self, base: Tensor, index: Tensor, mark: Mark) -> Tensor | None:
-        """``base[index]`` as a message, where the ids are an end of the graph's edges; else None."""
-        edges = self.edge_set(mark)
-        if edges is None or base.size(0) != self.own or not messages.supports(base) or base.dim() == 0:
-            return None
-        if index.numel() != edges.structure.edges:
-            return None
-        return algebra.gathered(edges, base, mark.kind, self.site(base))
-
-    def sums_late(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether ``x W^T`` is put off, so that neighbours' rows may be summed before they are mapped."""
-        if not self.fast or self.layers == 0 or not isinstance(x, Tensor) or x.dim() != 2 or weight.dim() != 2:
-            return False
-        fits = self.of_vertices(x) and self.axis(x) == 0 and x.size(0) == self.own and messages.supports(x)
-        if not fits or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
-            return False
-        return weight.size(1) < weight.size(0) or self.lasting(x)
-
-    def edge_softmax(self, value: Tensor, index: Any, dim: int) -> Tensor | None:
-        """Softmax over each row's in-edges, where ``index`` names the graph's targets; else None."""
-        edges = self._by_target(value, index, dim)
-        return None if edges is None else messages.softmax(value, edges)
-
-    def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
-        """A reduction over each row's in-edges, where ``index`` names the graph's targets; else None."""
-        edges = self._by_target(value, index, dim) if how in messages.NAMES else None
-        return None if edges is None else messages.reduced(value, edges, messages.NAMES[how])
-
-    def _by_target(self, value: Any, index: Any, dim: int) -> messages.EdgeSet | None:
-        mark = self.marks.get(index)
-        if mark is None or mark.kind is not Kind.TARGET or not isinstance(value, Tensor) or value.dim() == 0:
-            return None
-        edges = self.edge_set(mark)
-        if edges is None or dim % value.dim() != 0 or value.size(0) != edges.structure.edges:
-            return None
-        return edges if isinstance(value, messages.Lazy) or messages.supports(value) else None
 
     def write(self, sums: Tensor, axis: int, mark: Mark) -> Tensor:
         """Sums on own and halo rows along ``axis`` -> sums on own rows."""

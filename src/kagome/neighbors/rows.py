@@ -242,7 +242,7 @@ class Road:
         return self._start("halo forward", 0, flat.index_select(0, self.plan.send), True).wait
 
     def give(self, away: Tensor) -> Callable[[], Tensor]:
-        """Begin to send gradients on halo rows ``[H, ...]`` to their owners; the call gives the peers', ``[S, W]``."""
+        """Begin to send gradients on halo rows ``[H, ...]`` to their owners; the call gives what came."""
         flat = away.reshape(away.size(0), _columns(away)).contiguous()
         return self._start("halo backward", 3, flat, False).wait
 

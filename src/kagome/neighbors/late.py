@@ -1,0 +1,157 @@
+"""Late: what an interception puts off, and what it keeps because it will not change.
+
+Where it sits: ``intercept.Interception`` is one. It finds the edge lists that stay, makes their kernels'
+structure once, and answers gathers, softmaxes and reductions by their ends with ``messages``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from kagome.kernels.structure import Structure
+from kagome.neighbors import algebra, messages, reduce
+from kagome.neighbors.lasting import Lasting
+from kagome.neighbors.lazy import Lazy, supports
+from kagome.neighbors.marks import Kind, Mark, Marks
+from kagome.neighbors.view import View
+
+
+class Late:
+    """What is put off, and what is kept.
+
+    Args:
+        fast: Whether messages are put off and reduced by kernels; else all runs as PyG runs it.
+    """
+
+    marks: Marks
+    views: list[View]
+
+    def __init__(self, fast: bool) -> None:
+        self.fast = fast
+        self.constants = Lasting()
+        self.remembered: dict[Any, Any] = {}
+        self.layers = 0
+        self._edge_sets: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    @property
+    @abstractmethod
+    def own(self) -> int:
+        """Own rows."""
+
+    @abstractmethod
+    def axis(self, tensor: Any) -> int | None:
+        """The axis along which a tensor has a row a vertex or an edge."""
+
+    @abstractmethod
+    def of_vertices(self, tensor: Any) -> bool:
+        """Whether a tensor has a row a vertex."""
+
+    @abstractmethod
+    def site(self, rows: Tensor) -> str:
+        """What a read of rows is called."""
+
+    @abstractmethod
+    def forget_reads(self) -> None:
+        """The layer that read rows has ended."""
+
+    def lasting(self, tensor: Tensor | None) -> bool:
+        """Whether a tensor is the same in every forward; nothing is."""
+        return tensor is None or self.constants.has(tensor)
+
+    def keep(self, key: Any, value: Any) -> Any:
+        """Keep for all forwards what was computed from lasting tensors alone."""
+        found = [value] if isinstance(value, Tensor) else [v for v in value if isinstance(v, Tensor)]
+        self.remembered[key] = (value, [(tensor, tensor._version) for tensor in found])
+        for tensor in found:
+            self.constants.add(tensor)
+        return value
+
+    def kept(self, key: Any) -> Any:
+        """What was kept, unless it was written to since; else None."""
+        value, versions = self.remembered.get(key, (None, []))
+        return value if all(tensor._version == version for tensor, version in versions) else None
+
+    def spread(self, value: Tensor) -> Tensor:
+        """A message without what is the same for all in-edges of a row: its variance is the same."""
+        with torch._C.DisableTorchFunction():
+            return algebra.spread(value)
+
+    def enter_layer(self) -> None:
+        """A message-passing layer begins."""
+        self.layers += 1
+
+    def leave_layer(self, out: Any) -> Any:
+        """A message-passing layer ends: nothing that it put off leaves it."""
+        self.layers = max(self.layers - 1, 0)
+        self.forget_reads()
+        return algebra.computed(out)
+
+    def edge_set(self, mark: Mark | None) -> messages.EdgeSet | None:
+        """The graph's edges that ids of this mark are an end of, with their kernels' structure; else None."""
+        edges = mark.edges if mark is not None and mark.kind in (Kind.SOURCE, Kind.TARGET) else None
+        if not self.fast or edges is None or not self.constants.has(edges):
+            return None
+        if edges not in self._edge_sets:
+            ends = self.marks.get(edges)
+            assert ends is not None
+            plan = self.views[ends.view].rows
+            source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
+            structure = Structure(source, target, plan.own, plan.own + plan.halo)
+            sources = Mark(Kind.SOURCE, ends.view, edges=edges)
+            self._edge_sets[edges] = messages.EdgeSet(structure, plan, sources, cast(messages.Scope, self))
+        found: messages.EdgeSet = self._edge_sets[edges]
+        return found
+
+    def put_off(self, base: Tensor, index: Tensor, mark: Mark) -> Tensor | None:
+        """``base[index]`` as a message, where the ids are an end of the graph's edges; else None."""
+        edges = self.edge_set(mark)
+        if edges is None or base.size(0) != self.own or not supports(base) or base.dim() == 0:
+            return None
+        if index.numel() != edges.structure.edges:
+            return None
+        return algebra.gathered(edges, base, mark.kind, self.site(base))
+
+    def sums_late(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether ``x W^T`` is put off, so that neighbours' rows may be summed before they are mapped."""
+        if (
+            not self.fast
+            or self.layers == 0
+            or not isinstance(x, Tensor)
+            or x.dim() != 2
+            or weight.dim() != 2
+        ):
+            return False
+        fits = self.of_vertices(x) and self.axis(x) == 0 and x.size(0) == self.own and supports(x)
+        if not fits or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
+            return False
+        return weight.size(1) < weight.size(0) or self.lasting(x)
+
+    def edge_softmax(self, value: Tensor, index: Any, dim: int) -> Tensor | None:
+        """Softmax over each row's in-edges, where ``index`` names the graph's targets; else None."""
+        edges = self._by_target(value, index, dim)
+        if edges is None:
+            return None
+        with torch._C.DisableTorchFunction():  # it is not the user's computation
+            return reduce.softmax(value, edges)
+
+    def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
+        """A reduction over each row's in-edges, where ``index`` names the graph's targets; else None."""
+        edges = self._by_target(value, index, dim) if how in reduce.NAMES else None
+        if edges is None:
+            return None
+        with torch._C.DisableTorchFunction():
+            return reduce.reduced(value, edges, reduce.NAMES[how])
+
+    def _by_target(self, value: Any, index: Any, dim: int) -> messages.EdgeSet | None:
+        mark = self.marks.get(index)
+        if mark is None or mark.kind is not Kind.TARGET or not isinstance(value, Tensor) or value.dim() == 0:
+            return None
+        edges = self.edge_set(mark)
+        if edges is None or dim % value.dim() != 0 or value.size(0) != edges.structure.edges:
+            return None
+        return edges if isinstance(value, Lazy) or supports(value) else None

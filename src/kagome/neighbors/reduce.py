@@ -1,0 +1,163 @@
+"""Reduce: messages, lazy or not, over each row's in-edges.
+
+Where it sits: ``late`` calls it for an aggregation or a softmax by the graph's targets; what a message is
+made of decides which of ``aggregate`` and ``attention`` does it; what need not be done again is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kagome.neighbors import aggregate, attention
+from kagome.neighbors.lazy import Lazy, now
+from kagome.neighbors.messages import EdgeSet, Linear, Message, Share, Shared, flat
+
+Reduce = Literal["sum", "mean", "max", "min"]
+NAMES: dict[str, Reduce] = {
+    "sum": "sum", "add": "sum", "mean": "mean", "max": "max", "amax": "max", "min": "min", "amin": "min",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Total:
+    """A sum or mean of messages over in-edges, not computed: a linear map that narrows may come first."""
+
+    message: Message
+    how: Reduce
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape."""
+        return (self.message.edges.structure.own, *self.message.trailing)
+
+    @property
+    def parts(self) -> Sequence[Tensor]:
+        """What it is made from."""
+        return self.message.parts
+
+    def compute(self) -> Tensor:
+        """The tensor."""
+        return self.message.edges.rows(_linear_sum(self.message, self.how))
+
+
+def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
+    """Reduce a row an edge, lazy or not, over each row's in-edges; a row without any gives zeros.
+
+    Shapes:
+        ``[E, ...]`` -> ``[n, ...]``.
+    """
+    expr = value.expr if isinstance(value, Lazy) and value.value is None else None
+    s = edges.structure
+    if isinstance(expr, Shared) and how == "sum" and expr.message.one_ended and len(expr.shape) == 2:
+        z, m = expr.share.logits.whole(), expr.message.whole()
+        return edges.rows(attention.column_softmax(z, m, s))
+    if isinstance(expr, Message) and expr.source is not None and expr.form == "sum":
+        if how in ("sum", "mean"):
+            return _total(expr, how)
+        if expr.weight is None:
+            best = aggregate.neighbor_extreme(flat(expr.whole()), s, 1 if how == "max" else -1)
+            best = best.view(s.own, *expr.trailing)
+            if expr.target is not None:
+                some = _column(s.degree > 0, best)
+                best = torch.where(some, best + expr.target, best)
+            return edges.rows(best)
+    values = now(value)
+    if how in ("max", "min"):
+        best = aggregate.edge_extreme(flat(values), s, 1 if how == "max" else -1)
+        return edges.rows(best.view(s.own, *values.shape[1:]))
+    out = aggregate.edge_sum(values, s)
+    return edges.rows(out if how == "sum" else out / _column(s.degree.clamp(min=1), out))
+
+
+def _total(message: Message, how: Reduce) -> Tensor:
+    message.check()
+    edges, target = message.edges, message.target
+    alone = replace(message, target=None)
+    if target is None:
+        assert message.source is not None
+        rows = message.source.rows
+        if rows.dim() == 2 and not isinstance(rows, Lazy) and not edges.scope.lasting(rows):
+            return edges.rows(Lazy(Total(alone, how)))
+        return edges.rows(_linear_sum(alone, how))
+    degree = edges.structure.degree
+    degree = degree if how == "sum" else degree.clamp(max=1)
+    return edges.rows(_linear_sum(alone, how) + target * _column(degree, target).to(target.dtype))
+
+
+def _linear_sum(message: Message, how: Reduce) -> Tensor:
+    """Sum or mean of a source's rows, with what need not be computed again left out."""
+    source, scope = message.source, message.edges.scope
+    assert source is not None
+    message.check()
+    rows = source.rows
+    if isinstance(rows, Lazy) and rows.value is None and isinstance(rows.expr, Linear):
+        linear: Linear = rows.expr
+        narrow = linear.weight.size(1) < linear.weight.size(0)
+        if narrow or (scope.lasting(linear.x) and scope.lasting(message.weight)):
+            first = replace(message, source=replace(source, rows=linear.x), roots=())
+            return torch.nn.functional.linear(_linear_sum(first, how), linear.weight)
+    rows = now(rows)
+    if not (scope.lasting(rows) and scope.lasting(message.weight)):
+        return _sum(message, rows, how)
+    key = ("sum", how, id(message.edges), _place(rows), _place(message.weight))
+    found: Tensor | None = scope.kept(key)
+    if found is None:
+        with torch.no_grad():
+            found = _sum(message, rows, how)
+        scope.keep(key, found)
+    return found
+
+
+def _place(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor.data_ptr(), tuple(tensor.shape))
+
+
+def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
+    edges, s, weight = message.edges, message.edges.structure, message.weight
+    assert message.source is not None
+    trailing = rows.shape[1:]
+    headed = weight is not None and weight.dim() == 2
+    shaped = rows.reshape(rows.size(0), trailing[0], -1) if headed and rows.numel() else rows
+    shaped = shaped if headed else flat(rows)
+    scale = s.degree.clamp(min=1).reciprocal() if how == "mean" else None
+    road = None
+    if not message.source.whole and edges.scope.size > 1:
+        whole = edges.scope.held(rows, edges.mark)
+        if whole is None:
+            road = edges.plan.road(rows, edges.scope.turn, message.source.site)
+        else:
+            shaped = whole.reshape(whole.size(0), *shaped.shape[1:])
+    out = aggregate.neighbor_sum(shaped.contiguous(), s, weight=weight, scale=scale, road=road)
+    return out.reshape(s.own, *trailing)
+
+
+def _column(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def softmax(value: Tensor, edges: EdgeSet) -> Tensor:
+    """Softmax over each row's in-edges, lazy or not.
+
+    Shapes:
+        ``[E, ...]`` -> the same.
+    """
+    expr = value.expr if isinstance(value, Lazy) and value.value is None else None
+    s = edges.structure
+    if isinstance(expr, Message) and expr.target is not None and expr.source is not None:
+        joint = expr.form == "leaky" or (expr.form == "sum" and expr.weight is None)
+        if joint and expr.att is None:
+            slope = expr.slope if expr.form == "leaky" else 1.0
+            shape = expr.shape
+            own, whole = flat(expr.target), flat(expr.whole())
+            out: Tensor = attention.joint_softmax(own, whole, slope, s)
+            return edges.pairs(out.view(*shape))
+    if isinstance(expr, Message) and expr.one_ended and expr.source is not None and len(expr.shape) == 2:
+        return edges.pairs(Lazy(Share(expr)))
+    logits = now(value)
+    out = attention.edge_softmax(flat(logits), s)
+    return edges.pairs(out.view(logits.shape))
