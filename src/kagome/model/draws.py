@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
+
+from kagome.kernels.crew import compiled, inlined, spread
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
@@ -65,77 +66,98 @@ def edge_ids(source: Tensor, target: Tensor, copy: Tensor) -> Tensor:
 
 
 def uniform(keys: Tensor, columns: int) -> Tensor:
-    """Uniform 32-bit integers as int64, one an entry.
+    """Uniform 32-bit integers as int64, one an entry; a number depends on its key and its column alone.
+
+    One word serves two columns: of 16 columns, the first 8 take the upper halves of 8 words, the others the
+    lower ones, so that a loop writes whole vectors.
 
     Shapes:
         ``keys [R]`` -> ``[R, columns]`` with values in [0, 2**32).
     """
-    column = torch.arange(1, columns + 1, device=keys.device) * _signed(_GOLDEN)
-    return _shift(mix(keys.unsqueeze(1) + column), 32)
+    column = torch.arange(columns, device=keys.device)
+    word = column // 16 * 8 + column % 8
+    mixed = mix(keys.unsqueeze(1) + (word + 1) * _signed(_GOLDEN))
+    return torch.where(column % 16 < 8, _shift(mixed, 32), mixed & (2**32 - 1))
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _drop_rows(x: Any, keys: Any, limit: Any, scale: Any, out: Any) -> None:
-    golden, first, second = (
-        np.uint64(0x9E3779B97F4A7C15),
-        np.uint64(0xBF58476D1CE4E5B9),
-        np.uint64(0x94D049BB133111EB),
-    )
-    for i in range(x.shape[0]):
-        z0 = keys[i]
-        for j in range(x.shape[1]):
-            z0 += golden
-            z = (z0 ^ (z0 >> np.uint64(30))) * first
-            z = (z ^ (z >> np.uint64(27))) * second
-            z = z ^ (z >> np.uint64(31))
-            out[i, j] = x[i, j] * scale if (z >> np.uint64(32)) < limit else x[i, j] * 0
+@inlined
+def _mixed(z: Any) -> Any:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
-def _scaled(x: Tensor, keys: Tensor, p: float) -> Tensor:
+@compiled
+def _drop_rows(low: int, high: int, x: Any, ids: Any, key: Any, limit: Any, scale: Any, out: Any) -> None:
+    golden, half, mask = np.uint64(0x9E3779B97F4A7C15), np.uint64(32), np.uint64(0xFFFFFFFF)
+    columns, none = x.shape[1], scale * 0
+    for i in range(low, high):
+        row = _mixed(ids[i] * golden + key)
+        for block in range(0, columns - 15, 16):
+            start = row + np.uint64(block // 2) * golden
+            for j in range(8):
+                z = _mixed(start + np.uint64(j + 1) * golden)
+                first, second = z >> half, z & mask
+                out[i, block + j] = x[i, block + j] * (scale if first < limit else none)
+                out[i, block + 8 + j] = x[i, block + 8 + j] * (scale if second < limit else none)
+        for j in range(columns // 16 * 16, columns):
+            z = _mixed(row + np.uint64(j // 16 * 8 + j % 8 + 1) * golden)
+            number = z >> half if j % 16 < 8 else z & mask
+            out[i, j] = x[i, j] * (scale if number < limit else none)
+
+
+def _scaled(x: Tensor, ids: Tensor, key: int, p: float) -> Tensor:
     """``x`` with a share ``p`` of its entries zeroed and the rest scaled by 1 / (1 - p), no gradient."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+        return plain_scaled(x, ids, key, p)
     limit, scale = round((1.0 - p) * 2**32), 1.0 / (1.0 - p)
-    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
-        out = torch.empty_like(x)
-        number = np.float32 if x.dtype == torch.float32 else np.float64
-        _drop_rows(x.numpy(), keys.numpy().view(np.uint64), np.uint64(limit), number(scale), out.numpy())
-        return out
-    return plain_scaled(x, keys, p)
+    out = torch.empty_like(x)
+    number = np.float32 if x.dtype == torch.float32 else np.float64
+    source, words, result = x.numpy(), ids.contiguous().numpy().view(np.uint64), out.numpy()
+    word, most, factor = np.uint64(key % _WORD), np.uint64(limit), number(scale)
+
+    def rows(low: int, high: int) -> None:
+        _drop_rows(low, high, source, words, word, most, factor, result)
+
+    spread(rows, x.size(0), x.size(1) + 8)
+    return out
 
 
-def plain_scaled(x: Tensor, keys: Tensor, p: float) -> Tensor:
+def plain_scaled(x: Tensor, ids: Tensor, key: int, p: float) -> Tensor:
     """The same as the kernel, in plain PyTorch: the reference, and the way on other devices and types."""
     limit, scale = round((1.0 - p) * 2**32), 1.0 / (1.0 - p)
-    return x * (uniform(keys, x.size(1)) < limit).to(x.dtype).mul_(scale)
+    return x * (uniform(row_keys(ids, key), x.size(1)) < limit).to(x.dtype).mul_(scale)
 
 
 class _Drop(torch.autograd.Function):
     """Dropout that draws again in backward instead of keeping a mask."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keys: Tensor, p: float) -> Tensor:
-        ctx.keys, ctx.p = keys, p
-        return _scaled(x.detach().contiguous(), keys, p)
+    def forward(ctx: Any, x: Tensor, ids: Tensor, key: int, p: float) -> Tensor:
+        ctx.ids, ctx.key, ctx.p = ids, key, p
+        return _scaled(x.detach().contiguous(), ids, key, p)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _scaled(grads[0].contiguous(), ctx.keys, ctx.p), None, None
+        return _scaled(grads[0].contiguous(), ctx.ids, ctx.key, ctx.p), None, None, None
 
 
-def dropout(x: Tensor, keys: Tensor, p: float, axis: int = 0) -> Tensor:
-    """Dropout whose mask depends on the rows' keys and the column alone.
+def dropout(x: Tensor, ids: Tensor, key: int, p: float, axis: int = 0) -> Tensor:
+    """Dropout whose mask depends on the rows' ids, the call and the column alone.
 
     Args:
         x: Any shape; ``axis`` is the rows', the rest, in order, are the columns.
-        keys: A word a row, from :func:`row_keys`.
+        ids: A word a row: a vertex's original id, or :func:`edge_ids`.
+        key: Of the call, from :func:`call_key`.
         p: Share dropped, in [0, 1].
         axis: The row axis.
 
     Cost:
-        Keeps one word a row for backward, no mask.
+        Keeps nothing for backward, which draws again: no mask.
     """
     if p >= 1.0:
         return x * 0.0
     rows = x.movedim(axis, 0)
     flat = rows.reshape(rows.size(0), -1) if x.numel() else rows.reshape(rows.size(0), 0)
-    out: Tensor = _Drop.apply(flat, keys, p)  # type: ignore[no-untyped-call]
+    out: Tensor = _Drop.apply(flat, ids, key, p)  # type: ignore[no-untyped-call]
     return out.reshape(rows.shape).movedim(0, axis)

@@ -25,8 +25,8 @@ from kagome.model.scope import Args, Func, Handler, Kwargs, Scope, argument
 # Draws -------------------------------------------------------------------------------------------
 
 
-def _keys(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int]:
-    """A word a row of ``x`` for this draw, and the row axis."""
+def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
+    """A word a row of ``x``, the word of this draw, and the row axis."""
     path, index = scope.call()
     key = draws.call_key(scope.seed, scope.epoch, path, index)
     axis = scope.axis(x)
@@ -35,8 +35,7 @@ def _keys(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int]:
         # Without a mark (an operation that torch does not show) a row a vertex is the likely reading.
         ids, axis = scope.row_ids(), axis or 0
     elif axis is not None:
-        words = scope.pair_words(x)
-        ids = None if words is None else draws.edge_ids(*words)
+        ids = scope.pair_words(x, draws.edge_ids)
     if ids is None or axis is None:
         raise ModelError(
             f"{what} draws a number for each vertex or each edge",
@@ -44,7 +43,7 @@ def _keys(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int]:
             where=path,
             hint=f"apply {what} to a tensor with a row a vertex or a row an edge",
         )
-    return draws.row_keys(ids, key), axis
+    return ids, key, axis
 
 
 def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -55,7 +54,7 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     training = argument(args, kwargs, 2, "train" if name != "dropout" else "training", True)
     if not training or p == 0.0:
         return NotImplemented
-    keys, axis = _keys(scope, x, "dropout")
+    ids, key, axis = _ids(scope, x, "dropout")
     if name == "feature_dropout" and x.dim() > 2:  # dropout1d: a number for a whole channel x[i, j]
         if axis > 1:
             raise ModelError(
@@ -64,10 +63,11 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
                 where=scope.where(),
                 hint="give dropout1d a tensor [vertices, channels, ...]",
             )
-        return scope.like(x * draws.dropout(x.new_ones(*x.shape[:2], *[1] * (x.dim() - 2)), keys, p, axis), x)
+        ones = x.new_ones(*x.shape[:2], *[1] * (x.dim() - 2))
+        return scope.like(x * draws.dropout(ones, ids, key, p, axis), x)
     if name == "dropout_" or argument(args, kwargs, 3, "inplace", False):
-        return x.mul_(draws.dropout(torch.ones_like(x), keys, p, axis))
-    return scope.like(draws.dropout(x, keys, p, axis), x)
+        return x.mul_(draws.dropout(torch.ones_like(x), ids, key, p, axis))
+    return scope.like(draws.dropout(x, ids, key, p, axis), x)
 
 
 def _like_random(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -78,9 +78,9 @@ def _like_random(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs
     axis = scope.axis(x)
     if axis is None:
         return NotImplemented
-    keys, axis = _keys(scope, x, name)
+    ids, key, axis = _ids(scope, x, name)
     rows = x.movedim(axis, 0)
-    flat = draws.uniform(keys, rows[:1].numel() if rows.size(0) else 0)
+    flat = draws.uniform(draws.row_keys(ids, key), rows[:1].numel() if rows.size(0) else 0)
     number = ((flat.double() + 0.5) / 2**32).reshape(rows.shape).movedim(0, axis)
     kind = kwargs.get("dtype") or x.dtype
     if name == "bernoulli":

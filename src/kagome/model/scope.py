@@ -58,8 +58,8 @@ class Scope(Protocol):
     def row_ids(self) -> Tensor:
         """Original ids of own vertices."""
 
-    def pair_words(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Source, target, copy of an edge tensor's rows."""
+    def pair_words(self, tensor: Tensor, word: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor | None:
+        """``word(source, target, copy)`` of each row of an edge tensor; None where they are not known."""
 
 
 Args = tuple[Any, ...]

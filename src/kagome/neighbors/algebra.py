@@ -199,7 +199,7 @@ def _shape(
             return NotImplemented
         dim = dim % (value.dim() + (1 if name == "unsqueeze" else 0))
         return NotImplemented if dim == 0 else put_off(each(m, lambda rows: func(rows, dim), narrows=True))
-    shape = args[1:] if len(args) > 2 or not isinstance(args[1], (tuple, list)) else args[1]
+    shape: Any = args[1:] if len(args) > 2 or not isinstance(args[1], (tuple, list)) else args[1]
     if kwargs or not all(isinstance(s, int) for s in shape) or not shape:
         return NotImplemented
     known = 1
@@ -238,8 +238,8 @@ def _side_by_side(
     ends = {(m.target is None, m.source is None, m.source is not None and m.source.whole) for m in kept}
     if dim == 0 or len(ends) != 1:
         return NotImplemented
-    for m in kept:
-        m.check()
+    for one in kept:
+        one.check()
     targets = [m.target for m in kept if m.target is not None]
     sources = [rows for m in kept if (rows := source_rows(m)) is not None]
     target = torch.stack(targets, dim) if targets else None

@@ -225,8 +225,8 @@ class Interception(Late, TorchFunctionMode):
         self.draws += 1
         return self.where(), self.draws
 
-    def pair_words(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(source, target, copy) of each row of an edge tensor, in original ids; None where not known."""
+    def pair_words(self, tensor: Tensor, word: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor | None:
+        """``word(source, target, copy)`` of each row of an edge tensor, in original ids; None where not known."""
         mark = self.marks.get(tensor)
         edges = mark.edges if mark is not None else None
         if edges is None:
@@ -239,9 +239,10 @@ class Interception(Late, TorchFunctionMode):
             # A word names the graph's own edge, whichever way messages run along it.
             first, second = view.ids[source], view.ids[target]
             first, second = (second, first) if ends.view == 1 else (first, second)
-            self._edge_keys[edges] = (first, second, pair_ids(first, second))
-        words: tuple[Tensor, Tensor, Tensor] = self._edge_keys[edges]
-        return words if words[0].numel() == tensor.size(mark.axis if mark is not None else 0) else None
+            with torch._C.DisableTorchFunction():
+                self._edge_keys[edges] = word(first, second, pair_ids(first, second))
+        words: Tensor = self._edge_keys[edges]
+        return words if words.numel() == tensor.size(mark.axis if mark is not None else 0) else None
 
     def everyone(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, own ones first, with gradient."""
