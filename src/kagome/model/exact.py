@@ -19,7 +19,8 @@ from torch import Tensor
 
 from kagome.errors import ModelError
 from kagome.model import draws
-from kagome.model.reductions import REDUCTIONS, count_rows
+from kagome.model.norms import NORMS
+from kagome.model.reductions import REDUCTIONS
 from kagome.model.scope import Args, Func, Handler, Kwargs, Scope, argument
 
 # Draws -------------------------------------------------------------------------------------------
@@ -93,62 +94,7 @@ def _like_random(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs
     return scope.like(out, x)
 
 
-# Statistics --------------------------------------------------------------------------------------
-
-
-def _batch_norm(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    args, kwargs = _as_functional(func, args, kwargs)
-    x: Tensor = args[0]
-    if not argument(args, kwargs, 5, "training", False) or scope.size == 1:
-        return NotImplemented
-    return _normalise(scope, x, args, kwargs, tuple(d for d in range(x.dim()) if d != 1))
-
-
-def _as_functional(func: Func, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """``F.batch_norm(x, mean, var, weight, bias, ...)``; torch's own has weight and bias first."""
-    if getattr(func, "__module__", "") != torch.nn.functional.__name__ and len(args) > 4:
-        args = (args[0], *args[3:5], *args[1:3], *args[5:])
-    return (args, kwargs) if args else ((kwargs["input"],), kwargs)
-
-
-def _instance_norm(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    args, kwargs = _as_functional(func, args, kwargs)
-    x: Tensor = args[0]
-    if (
-        not argument(args, kwargs, 5, "use_input_stats", True)
-        or scope.size == 1
-        or scope.axis(x) in (None, 0, 1)
-    ):
-        return NotImplemented
-    if x.size(0) != 1:
-        return NotImplemented
-    return _normalise(scope, x, args, kwargs, tuple(range(2, x.dim())))
-
-
-def _normalise(scope: Scope, x: Tensor, args: Args, kwargs: Kwargs, dims: tuple[int, ...]) -> Tensor:
-    """Batch or instance norm with the statistics of all ranks' rows; running buffers get the global ones."""
-    mean_buffer = argument(args, kwargs, 1, "running_mean")
-    var_buffer = argument(args, kwargs, 2, "running_var")
-    weight, bias = argument(args, kwargs, 3, "weight"), argument(args, kwargs, 4, "bias")
-    momentum, eps = argument(args, kwargs, 6, "momentum", 0.1), argument(args, kwargs, 7, "eps", 1e-5)
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    count = count_rows(scope, x, dims)
-    mean = scope.total(wide.sum(dims)) / count
-    shape = [1 if d in dims else s for d, s in enumerate(x.shape)]
-    centred = wide - mean.view(shape)
-    var = scope.total(centred.square().sum(dims)) / count
-    if mean_buffer is not None:
-        with torch.no_grad():
-            flat, spread = mean.detach().reshape(-1), var.detach().reshape(-1) * count / max(count - 1, 1)
-            mean_buffer.mul_(1 - momentum).add_(flat.to(mean_buffer.dtype), alpha=momentum)
-            var_buffer.mul_(1 - momentum).add_(spread.to(var_buffer.dtype), alpha=momentum)
-    out = centred * (var + eps).rsqrt().view(shape)
-    column = [1, -1] + [1] * (x.dim() - 2)
-    if weight is not None:
-        out = out * weight.view(column)
-    if bias is not None:
-        out = out + bias.view(column)
-    return scope.like(out.to(x.dtype), x)
+# Shapes, attention --------------------------------------------------------------------------------
 
 
 def _view(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -175,8 +121,7 @@ def _attention(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) 
 HANDLERS: Mapping[str, Handler] = {
     **dict.fromkeys(("dropout", "dropout_", "feature_dropout"), _dropout),
     **dict.fromkeys(("rand_like", "randn_like", "rand", "randn", "bernoulli"), _like_random),
-    "batch_norm": _batch_norm,
-    "instance_norm": _instance_norm,
+    **NORMS,
     **REDUCTIONS,
     **dict.fromkeys(("view", "reshape"), _view),
     "scaled_dot_product_attention": _attention,

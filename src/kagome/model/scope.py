@@ -40,6 +40,15 @@ class Scope(Protocol):
     def total(self, part: Tensor) -> Tensor:
         """Sum over ranks, with gradient."""
 
+    def summing(
+        self,
+        there: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
+        back: Callable[..., tuple[Tensor | None, ...]],
+        inputs: tuple[Tensor | None, ...],
+        what: str,
+    ) -> Tensor:
+        """A function that sums over ranks inside, forward and backward."""
+
     def greatest(self, part: Tensor) -> Tensor:
         """Maximum over ranks, without gradient."""
 

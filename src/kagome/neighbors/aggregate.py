@@ -199,7 +199,9 @@ class _Gather(torch.autograd.Function):
         ctx.edges, ctx.end, ctx.shape = edges, end, rows.shape
         index = edges.target if end == "target" else edges.source
         flat = rows.reshape(rows.size(0), _width(rows))
-        return ops.gather(index, flat).view(-1, *rows.shape[1:])
+        out = ops.gather(index, flat)
+        # Not a view: what comes out may be written to in place.
+        return torch.ops.aten._unsafe_view(out, [index.numel(), *rows.shape[1:]])  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -218,8 +220,8 @@ class _EdgeSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         g = grads[0].contiguous()
-        flat = g.view(g.size(0), _width(g))
-        return ops.gather(ctx.edges.target, flat).view(-1, *g.shape[1:]), None
+        target, flat = ctx.edges.target, g.view(g.size(0), _width(g))
+        return ops.gather(target, flat).view(target.numel(), *g.shape[1:]), None
 
 
 class _EdgeExtreme(torch.autograd.Function):

@@ -9,6 +9,7 @@ To keep another call lazy: write a rule (name, args, kwargs) -> result or NotImp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,12 @@ _ATTRIBUTES = (
 ASK, ATTRIBUTES = frozenset(_ASK.split()), frozenset(_ATTRIBUTES.split())
 
 
+#: Calls whose handler takes messages as they are.
+WRITES = frozenset(
+    ["scatter_add_", "scatter_add", "index_add_", "index_add", "scatter_reduce_", "scatter_reduce"]
+)
+
+
 def asks(name: str, func: Any) -> bool:
     """Whether a call asks only for what a lazy tensor knows by itself."""
     return name in ASK or (name == "__get__" and attribute(func) in ATTRIBUTES)
@@ -57,6 +64,8 @@ def answer(
 
 def computed_for(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments with what the call needs computed."""
+    if name in WRITES:
+        return args  # the handler of writes reduces messages without computing them
     first, *rest = args or (None,)
     if isinstance(first, Lazy) and name.startswith("new_"):
         first = first.expr.parts[0]  # a type and a place are asked for: any tensor of both will do
@@ -82,6 +91,11 @@ def computed(values: Any) -> Any:
     if isinstance(values, (tuple, list)) and any(isinstance(v, Lazy) for v in values):
         return type(values)(now(v) for v in values)
     return values
+
+
+def all_computed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with every lazy tensor computed."""
+    return tuple(computed(v) for v in args), {key: computed(v) for key, v in kwargs.items()}
 
 
 def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -202,10 +216,8 @@ def _shape(
     shape: Any = args[1:] if len(args) > 2 or not isinstance(args[1], (tuple, list)) else args[1]
     if kwargs or not all(isinstance(s, int) for s in shape) or not shape:
         return NotImplemented
-    known = 1
-    for size in shape:
-        known *= size if size != -1 else 1
-    full = [value.numel() // known if size == -1 else int(size) for size in shape] if known else []
+    given = math.prod(size for size in shape if size != -1)
+    full = [value.numel() // given if size == -1 else int(size) for size in shape] if given else []
     if not full or full[0] != edges:
         return NotImplemented
     return put_off(each(m, lambda rows: rows.reshape(rows.size(0), *full[1:]), narrows=True))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kagome.errors import ModelError
+from kagome.neighbors.algebra import all_computed
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.marks import ALIGNED, IDS, Kind, Mark, Marks
@@ -124,13 +125,13 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
     axis = dim % max(base.dim(), 1)
     if mark.kind is Kind.MIXED:
         raise scope.refuse(name)
+    late = _reduced(scope, name, base, axis, index, value, args, kwargs) if mark.kind is Kind.TARGET else None
+    if late is not None:
+        return scope.marks.put(late, Mark(Kind.ROWS, mark.view, axis))
+    args, kwargs = all_computed(args, kwargs)
+    base, value = args[0], now(value)
     if mark.kind is Kind.TARGET:
-        late = _reduced(scope, name, base, axis, index, value, args, kwargs)
-        return (
-            late
-            if late is not None
-            else scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, mark.view, axis))
-        )
+        return scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, mark.view, axis))
     if mark.kind is Kind.SOURCE and scope.size == 1:
         return scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, 0, axis))
     if scope.size == 1 or mark.kind is Kind.LOCAL:
@@ -174,7 +175,14 @@ def _reduced(
         how = kwargs.get("reduce", args[4] if len(args) > 4 else "sum")
         takes = kwargs.get("include_self", args[5] if len(args) > 5 else True)
     whole = index.dim() == 1 or index.shape == value.shape
-    if axis or takes or how not in ("sum", "amax", "amin") or not whole or kwargs.get("alpha", 1) != 1:
+    if (
+        isinstance(base, Lazy)
+        or axis
+        or takes
+        or how not in ("sum", "amax", "amin")
+        or not whole
+        or kwargs.get("alpha", 1) != 1
+    ):
         return None
     if base.shape[1:] != value.shape[1:] or base.dtype != value.dtype:
         return None

@@ -28,8 +28,9 @@ from kagome.neighbors import algebra
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.handlers import HANDLERS, Handler
 from kagome.neighbors.late import Late
+from kagome.neighbors.lazy import refuse_in_function
 from kagome.neighbors.marks import ALIGNED, Kind, Mark, Marks
-from kagome.neighbors.rows import Carrier, NeighborRows, Turn, agree, all_rows, total
+from kagome.neighbors.rows import Carrier, NeighborRows, Turn, agree, all_rows, summing, total
 from kagome.neighbors.view import View, in_view, out_view, pair_ids
 
 
@@ -138,16 +139,19 @@ class Interception(Late, TorchFunctionMode):
         name = getattr(func, "__name__", "")
         lazy = self.fast and algebra.has_lazy(args, kwargs) and not algebra.asks(name, func)
         if lazy:
+            refuse_in_function(args)
             result = algebra.answer(self.marks, name, func, args, kwargs)
             if result is not NotImplemented:
                 return result
             args = algebra.computed_for(name, args)
-            kwargs = {key: algebra.computed(value) for key, value in kwargs.items()}
+            if name not in algebra.WRITES:
+                kwargs = {key: algebra.computed(value) for key, value in kwargs.items()}
         for handler in self._handlers.get(name, ()):
             result = handler(self, name, func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        args = tuple(algebra.computed(value) for value in args) if lazy else args
+        if lazy:
+            args, kwargs = algebra.all_computed(args, kwargs)
         if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
             with self:  # normalize, gumbel_softmax, multi_head_attention_forward: call by call
                 return opened(func)(*args, **kwargs)
@@ -194,6 +198,16 @@ class Interception(Late, TorchFunctionMode):
         """Sum over all ranks, with gradient."""
         return total(part, self.turn, self.channel, self.where())
 
+    def summing(
+        self,
+        there: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
+        back: Callable[..., tuple[Tensor | None, ...]],
+        inputs: tuple[Tensor | None, ...],
+        what: str,
+    ) -> Tensor:
+        """A function that sums over ranks inside, forward and backward: see ``rows.summing``."""
+        return summing(there, back, inputs, self.turn, self.channel, f"{self.where()}.{what}")
+
     def greatest(self, part: Tensor) -> Tensor:
         """Maximum over all ranks, without gradient."""
         if self.size == 1:
@@ -226,7 +240,7 @@ class Interception(Late, TorchFunctionMode):
         return self.where(), self.draws
 
     def pair_words(self, tensor: Tensor, word: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor | None:
-        """``word(source, target, copy)`` of each row of an edge tensor, in original ids; None where not known."""
+        """``word(source, target, copy)`` of each row of an edge tensor, by original ids; None if unknown."""
         mark = self.marks.get(tensor)
         edges = mark.edges if mark is not None else None
         if edges is None:

@@ -6,6 +6,7 @@ unprepared.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -78,3 +79,19 @@ def now(tensor: Tensor) -> Tensor:
 def supports(rows: Tensor) -> bool:
     """Whether the kernels take rows of this type on this device; others run as PyG runs them."""
     return rows.is_floating_point() and (rows.is_cuda or rows.dtype in (torch.float32, torch.float64))
+
+
+def refuse_in_function(args: tuple[Any, ...]) -> None:
+    """Refuse a lazy tensor inside an autograd function of the user's: its gradient would end there."""
+    if torch.is_grad_enabled() or not any(isinstance(v, Lazy) and v.requires_grad for v in args):
+        return
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        code = frame.f_code
+        if code.co_name == "apply" and code.co_filename.endswith("torch/autograd/function.py"):
+            raise EscapeError(
+                "fast paths see each torch call of a model",
+                "a message was given to an autograd function of its own",
+                hint="--model.no-fast",
+            )

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kagome.neighbors.ends import each, joined, message_of, put_off, source_rows, widened, with_rows
 from kagome.neighbors.lazy import Lazy
-from kagome.neighbors.marks import Kind, Marks
+from kagome.neighbors.marks import Marks
 from kagome.neighbors.messages import Message, Share, Shared
 
 
@@ -31,9 +32,9 @@ def binary(
     m = message_of(lazy)
     if m is None:
         return NotImplemented
-    if isinstance(other, Tensor) and marks.get(other) is not None:
-        return _weighted(marks, what, m, other) if what in ("mul", "rmul") else NotImplemented
-    if not _plain(other, m):
+    if isinstance(other, Tensor) and other.dim() and other.size(0) == m.shape[0] > 1:
+        return _weighted(m, other) if what in ("mul", "rmul") else NotImplemented
+    if (isinstance(other, Tensor) and marks.get(other) is not None) or not _plain(other, m):
         return NotImplemented
     if m.form == "leaky":
         scales = what in ("mul", "rmul") and isinstance(other, Tensor) and m.att is None
@@ -66,13 +67,14 @@ def _plain(other: Any, m: Message) -> bool:
     return all(s in (1, t) for s, t in zip(shape, inner, strict=True))
 
 
-def _weighted(marks: Marks, what: str, m: Message, weight: Tensor) -> Any:
+def _weighted(m: Message, weight: Tensor) -> Any:
     """``w_e * b_j``: one weight an edge, or one an edge and head."""
-    mark, dims = marks.get(weight), len(m.shape)
-    along = mark is not None and mark.kind is Kind.PAIRS and mark.axis == 0
-    fits = along and weight.size(0) == m.shape[0] and weight.dim() == dims and m.shape[0] > 0
-    if not fits or not m.one_ended or m.source is None or weight.dtype != m.parts[0].dtype:
+    dims, kind = len(m.shape), m.parts[0].dtype
+    if weight.dim() != dims or not m.one_ended or m.source is None:
         return NotImplemented
+    if torch.promote_types(weight.dtype, kind) != kind:
+        return NotImplemented
+    weight = weight.to(kind)
     inner = tuple(weight.shape[1:])
     if all(s == 1 for s in inner):
         return put_off(replace(m, weight=weight.reshape(-1)))

@@ -124,7 +124,7 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
     headed = weight is not None and weight.dim() == 2
     shaped = rows.reshape(rows.size(0), trailing[0], -1) if headed and rows.numel() else rows
     shaped = shaped if headed else flat(rows)
-    scale = s.degree.clamp(min=1).reciprocal() if how == "mean" else None
+    scale = s.degree.clamp(min=1).to(rows.dtype).reciprocal() if how == "mean" else None
     road = None
     if not message.source.whole and edges.scope.size > 1:
         whole = edges.scope.held(rows, edges.mark)

@@ -307,6 +307,63 @@ def total(part: Tensor, turn: Turn, channel: Carrier, name: str) -> Tensor:
     return _through(part, turn, summed("total forward"), summed("total backward"))
 
 
+Sum = Callable[[Tensor], Tensor]
+
+
+def summing(
+    there: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
+    back: Callable[..., tuple[Tensor | None, ...]],
+    inputs: tuple[Tensor | None, ...],
+    turn: Turn,
+    channel: Carrier,
+    name: str,
+) -> Tensor:
+    """A function that sums over all ranks inside, forward and backward: a norm with everybody's statistics.
+
+    Args:
+        there: ``(sum, *inputs) -> (result, kept)``.
+        back: ``(sum, gradient, *kept) -> gradients of the inputs``.
+        inputs: The first one's gradient decides whether backward comes back.
+        turn: The running turn.
+        channel: The way to the peers.
+        name: Of the site.
+
+    Cost:
+        Its sums; ``kept`` for backward.
+    """
+    first = inputs[0]
+    assert first is not None
+    site = turn.begin(name, grad=first.requires_grad)
+    agree(channel, site, first[:0])
+
+    def sum_of(words: str) -> Sum:
+        return lambda t: channel.all_reduce(t, "sum", action=site.action(words))
+
+    if not turn.follows():
+        return there(sum_of("statistics forward"), *inputs)[0]
+    ways = there, back, sum_of("statistics forward"), sum_of("statistics backward")
+    out, token = _Summing.apply(turn.token, ways, *inputs)  # type: ignore[no-untyped-call]
+    if first.requires_grad:
+        turn.token = token
+    return out  # type: ignore[no-any-return]
+
+
+class _Summing(torch.autograd.Function):
+    """See :func:`summing`; the token goes along."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, ways: Any, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        there, ctx.back, forth, ctx.sum = ways
+        out, kept = there(forth, *inputs)
+        ctx.save_for_backward(*kept)
+        return out, torch.zeros_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.back(ctx.sum, grads[0].contiguous(), *ctx.saved_tensors)
+        return (torch.zeros_like(grads[1]), None, *found)
+
+
 def agree(channel: Carrier, site: Site, part: Tensor) -> None:
     """In a checked forward: all ranks are at the same reduction, of the same size."""
     header = site.header(4, part.numel())
