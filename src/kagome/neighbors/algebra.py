@@ -68,7 +68,8 @@ def computed_for(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args  # the handler of writes reduces messages without computing them
     first, *rest = args or (None,)
     if isinstance(first, Lazy) and name.startswith("new_"):
-        first = first.expr.parts[0]  # a type and a place are asked for: any tensor of both will do
+        while isinstance(first, Lazy):  # a type and a place are asked for: any tensor of both will do
+            first = first.expr.parts[0]
     elif not (
         isinstance(first, Lazy) and isinstance(first.expr, Linear) and name in ("index_select", "__getitem__")
     ):
@@ -195,7 +196,7 @@ def _shape(
         side = Lazy(Beside(known))
         return expr.messages[0].edges.pairs(side) if len(known) == len(parts) else NotImplemented
     m = message_of(value)
-    if m is None or m.form != "sum" or m.weight is not None or value.numel() == 0:
+    if m is None or m.form != "sum" or m.weight is not None:
         return NotImplemented
     if m.target is not None and m.source is not None and m.target.dim() != m.source.rows.dim():
         return NotImplemented
@@ -216,11 +217,14 @@ def _shape(
     shape: Any = args[1:] if len(args) > 2 or not isinstance(args[1], (tuple, list)) else args[1]
     if kwargs or not all(isinstance(s, int) for s in shape) or not shape:
         return NotImplemented
-    given = math.prod(size for size in shape if size != -1)
-    full = [value.numel() // given if size == -1 else int(size) for size in shape] if given else []
-    if not full or full[0] != edges:
+    # By the width alone, never by how many edges there are: all ranks must put off the same calls.
+    width, inner = math.prod(m.trailing), [int(size) for size in shape[1:]]
+    given = math.prod(size for size in inner if size != -1)
+    if -1 in inner and given and shape[0] != -1:
+        inner = [width // given if size == -1 else size for size in inner]
+    if shape[0] not in (-1, edges) or math.prod(inner) != width:
         return NotImplemented
-    return put_off(each(m, lambda rows: rows.reshape(rows.size(0), *full[1:]), narrows=True))
+    return put_off(each(m, lambda rows: rows.reshape(rows.size(0), *inner), narrows=True))
 
 
 def _inner(index: Any, dims: int) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kagome.neighbors.ends import each, joined, message_of, put_off, source_rows, widened, with_rows
 from kagome.neighbors.lazy import Lazy
-from kagome.neighbors.marks import Marks
+from kagome.neighbors.marks import Kind, Marks
 from kagome.neighbors.messages import Message, Share, Shared
 
 
@@ -32,9 +32,11 @@ def binary(
     m = message_of(lazy)
     if m is None:
         return NotImplemented
-    if isinstance(other, Tensor) and other.dim() and other.size(0) == m.shape[0] > 1:
+    mark = marks.get(other)
+    along = isinstance(other, Tensor) and other.dim() > 0 and other.size(0) == m.shape[0]
+    if along and (m.shape[0] > 1 or (mark is not None and mark.kind is Kind.PAIRS)):
         return _weighted(m, other) if what in ("mul", "rmul") else NotImplemented
-    if (isinstance(other, Tensor) and marks.get(other) is not None) or not _plain(other, m):
+    if mark is not None or not _plain(other, m):
         return NotImplemented
     if m.form == "leaky":
         scales = what in ("mul", "rmul") and isinstance(other, Tensor) and m.att is None
