@@ -1,0 +1,136 @@
+"""Each benchmark runs on a tiny graph and writes the figures that it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SINGLE = BENCHMARKS / "single_device"
+
+
+def run(program: Path, tmp_path: Path, *more: str) -> str:
+    words = ["--smoke", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path), *more]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(program), *words], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_one_device_against_pyg(tmp_path: Path) -> None:
+    run(SINGLE / "main.py", tmp_path, "--threads", "1")
+    (row,) = read(tmp_path / "results.json")["rows"]
+    assert set(row["sides"]) == {"edge_index", "csr", "kagome"}
+    for side in row["sides"].values():
+        assert side["epoch_seconds"] > 0
+        assert side["peak_memory_bytes"] > 0
+        assert side["timed_epochs"] == [2]
+    assert row["loss_difference"] < 1e-5  # it is the same training
+    assert set(row["faster"]) == {"edge_index", "csr"}
+    assert "| gcn |" in (tmp_path / "results.md").read_text()
+    assert "turn 0" in run(SINGLE / "main.py", tmp_path, "--threads", "1")
+    kept = sorted((tmp_path / "runs").glob("*.json"))
+    assert len(kept) == 3  # resumed from its files, not run again
+
+
+@pytest.mark.slow
+def test_growth_is_measured_and_drawn(tmp_path: Path) -> None:
+    run(SINGLE / "growth.py", tmp_path, "--threads", "1")
+    told = read(tmp_path / "results_growth.json")
+    assert [p["size"] for p in told["vertices"]["gcn"]] == [200, 400]
+    assert all(p["epoch_seconds"] > 0 for line in told["vertices"].values() for p in line)
+    drawn = (tmp_path / "results_growth.svg").read_text()
+    assert "<svg" in drawn
+    assert "hidden width" in drawn
+
+
+@pytest.mark.slow
+def test_aggregation_methods_agree(tmp_path: Path) -> None:
+    run(SINGLE / "aggregation.py", tmp_path, "--threads", "1")
+    told = read(tmp_path / "results_aggregation.json")
+    assert len(told["rows"]) == 6
+    for row in told["rows"]:
+        assert {"PyG", "Kagome"} <= set(row["seconds"])
+        assert max(row["difference"].values()) < 1e-5
+    floors = told["rows"][0]["floors"]
+    assert 0 < floors["once"] < floors["gathered"]
+
+
+@pytest.mark.slow
+def test_profile_adds_up_to_the_epoch(tmp_path: Path) -> None:
+    run(SINGLE / "epoch_profile.py", tmp_path, "--threads", "1")
+    told = read(tmp_path / "results_profile.json")
+    assert [t["side"] for t in told] == ["edge_index", "kagome"]
+    for t in told:
+        assert sum(t["groups"].values()) == pytest.approx(t["epoch_ms"], rel=1e-6)
+        assert t["groups"]["aggregation"] > 0
+        assert t["groups"]["dense products"] > 0
+        assert t["groups"]["optimizer"] > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_against_one(tmp_path: Path) -> None:
+    run(BENCHMARKS / "graph_parallel" / "speed.py", tmp_path)
+    (row,) = read(tmp_path / "results_speed.json")["rows"]
+    assert row["bytes_per_epoch"] > 0
+    assert row["faster"][1] <= row["faster"][0] <= row["faster"][2]
+    assert all(0 <= share <= 1 for share in row["hidden_share"].values())
+
+
+def test_dgl_is_imported_or_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SINGLE))
+    monkeypatch.setitem(sys.modules, "dgl", None)  # as where it is not installed
+    import rivals
+
+    found, reason = rivals.import_dgl()
+    assert found is None
+    assert reason.startswith("no DGL: ModuleNotFoundError")
+
+
+def test_outcome_of_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SINGLE))
+    import trial
+
+    slow = trial.figure([{"seconds": [s, 9, 1], "peak": 8, "absolute": 9} for s in (4.0, 6.0, 8.0)])
+    fast = trial.figure([{"seconds": [s], "peak": 2, "absolute": 9} for s in (2.0, 1.0, 4.0)])
+    assert slow is not None
+    assert fast is not None
+    assert (slow.seconds, slow.low, slow.high, slow.peak) == (6, 4, 8, 8)
+    assert trial.ratio(slow, fast) == (3, 2, 6)
+    assert trial.figure([{"error": "out of memory"}]) is None
+
+
+def hog() -> None:
+    import time
+
+    kept = bytearray(1 << 28)
+    kept[:: 1 << 12] = b"x" * len(kept[:: 1 << 12])  # every page is touched
+    time.sleep(60)
+
+
+def test_a_trial_is_ended_before_it_takes_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    import multiprocessing
+
+    monkeypatch.syspath_prepend(str(SINGLE))
+    import trial
+
+    monkeypatch.setattr(trial, "available", lambda: trial.HEADROOM + (1 << 27))
+    process = multiprocessing.get_context("fork").Process(target=hog)
+    process.start()
+    reason = trial.watched(process, 30.0)
+    assert reason is not None
+    assert reason.startswith("out of memory")
+    assert process.exitcode == -9
