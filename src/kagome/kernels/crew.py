@@ -1,10 +1,10 @@
 """Crew: threads that share one kernel's rows, and what every loop is compiled with.
 
 Where it sits: under the loops. A loop is a plain serial function over rows [low, high) that lets go of the
-interpreter's lock; ``share`` cuts the rows into pieces of about equal work and the threads take them in order.
+interpreter's lock; ``share`` cuts the rows into pieces of about equal work and threads take them in order.
 So there is no parallel runtime beside torch's: a second OpenMP pool would spin against torch's after every
 call, numba's own work queue may not be entered by two Python threads at once, and here the number of threads
-follows ``torch.get_num_threads()`` at each call without a setting. A row is done by one thread, in one order:
+is ``torch.get_num_threads()`` at each call, without a setting. A row is done by one thread, in one order:
 results do not depend on their number.
 """
 
@@ -31,22 +31,27 @@ PIECE = 1 << 15
 PIECES = 4
 """Pieces a thread, so that a slow one holds up the others for a quarter of its share at most."""
 FIXED = 64
-"""Pieces where sums over pieces are added up: a number that does not follow the threads."""
+"""The most pieces where sums over pieces are added up: their number must not follow the threads."""
 
 
 def compiled(loop: Loop) -> Loop:
     """Compile a loop when first called and keep the machine code on disk.
 
-    Products and sums may be fused, no more: the same bits on every call.
+    Products and sums may be fused, no more: the same bits on every call. The loop may not make arrays, so
+    that numba need not count who holds a view of a row, which costs more than summing a narrow one.
     """
+    return _compiled(loop, False)
+
+
+def roomy(loop: Loop) -> Loop:
+    """As ``compiled``; the loop may make arrays."""
+    return _compiled(loop, True)
+
+
+def _compiled(loop: Loop, arrays: bool) -> Loop:
     fast = {"contract"}
-    return cast(Loop, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast)(loop))
-
-
-def reordered(loop: Loop) -> Loop:
-    """As ``compiled``; sums may be taken in another order, as vectors need it. Still the same bits each time."""
-    fast = {"contract", "reassoc"}
-    return cast(Loop, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast)(loop))
+    made = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast, _nrt=arrays)(loop)
+    return cast(Loop, made)
 
 
 def inlined(loop: Loop) -> Loop:
@@ -105,13 +110,19 @@ def spread(work: Callable[[int, int], None], rows: int, width: int) -> None:
     each(lambda k: work(rows * k // pieces, rows * (k + 1) // pieces), pieces)
 
 
-def cuts_of(begin: Any, end: Any, pieces: int) -> Any:
-    """``pieces + 1`` row numbers that cut the rows into ranges of about equal work.
+def cuts_of(begin: Any, end: Any, width: int) -> Any:
+    """Row numbers that cut the rows into at most ``FIXED`` ranges of about equal work, whatever the threads.
 
-    Shapes:
-        ``begin [R]``, ``end [R]``; result ``[pieces + 1]``.
+    Args:
+        begin: Where each row's entries begin.
+        end: Where they end.
+        width: Numbers an entry.
+
+    Returns:
+        One row number more than there are ranges.
     """
-    return _cuts(begin, int(end[-1] - begin[0]) if begin.size else 0, pieces)
+    edges = int(end[-1] - begin[0]) if begin.size else 0
+    return _cuts(begin, edges, min(max((edges + begin.size) * width // PIECE, 1), FIXED))
 
 
 def each(work: Callable[[int], None], pieces: int) -> None:
@@ -137,11 +148,16 @@ def _pool(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(os.cpu_count() or 1, 2), thread_name_prefix=f"kernels-{process}")
 
 
-@compiled
 def _cuts(begin: Any, edges: int, pieces: int) -> Any:
-    # A row costs about as much as an entry beside its entries: it is written.
-    rows = begin.size
     cuts = np.empty(pieces + 1, np.int64)
+    _cut(begin, edges, cuts)
+    return cuts
+
+
+@compiled
+def _cut(begin: Any, edges: int, cuts: Any) -> None:
+    # A row costs about as much as an entry beside its entries: it is written.
+    rows, pieces = begin.size, cuts.size - 1
     cuts[0], cuts[pieces] = 0, rows
     for k in range(1, pieces):
         want = (edges + rows) * k // pieces
@@ -153,4 +169,3 @@ def _cuts(begin: Any, edges: int, pieces: int) -> Any:
             else:
                 high = middle
         cuts[k] = low
-    return cuts

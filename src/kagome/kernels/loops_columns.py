@@ -15,18 +15,20 @@ from kagome.kernels.crew import array, compiled, flat, share
 from kagome.kernels.exponent import exponential
 from kagome.kernels.loops_sum import bounds
 from kagome.kernels.plain import TINY
+from kagome.kernels.prefetch import ahead_of, fetch
 from kagome.kernels.structure import Layout
 
 
 @compiled
 def _extreme(
-    low: int, high: int, begin: Any, end: Any, index: Any, x: Any, sign: Any, best: Any, ties: Any
+    low: int, high: int, begin: Any, end: Any, index: Any, ahead: int, x: Any, sign: Any, best: Any, ties: Any
 ) -> None:
     for i in range(low, high):
         top, same = best[i], ties[i]
         top[:] = -np.inf if begin[i] < end[i] else 0
         same[:] = 0
         for k in range(begin[i], end[i]):
+            fetch(x, index, k, ahead, 0)
             other = x[index[k]]
             for f in range(top.size):
                 v = sign * other[f]
@@ -41,12 +43,14 @@ def _extreme(
 
 @compiled
 def _extreme_back(
-    low: int, high: int, begin: Any, end: Any, column: Any, x: Any, best: Any, part: Any, out: Any
+    low: int, high: int, begin: Any, end: Any, column: Any, ahead: int, x: Any, best: Any, part: Any, out: Any
 ) -> None:
     for u in range(low, high):
         row, mine = out[u], x[u]
         row[:] = 0
         for k in range(begin[u], end[u]):
+            fetch(best, column, k, ahead, 0)
+            fetch(part, column, k, ahead, 0)
             top, given = best[column[k]], part[column[k]]
             for f in range(row.size):
                 row[f] += given[f] if mine[f] == top[f] else 0
@@ -66,7 +70,17 @@ def _extreme_edges_back(
 
 @compiled
 def _softmax(
-    low: int, high: int, begin: Any, end: Any, column: Any, z: Any, m: Any, out: Any, top: Any, total: Any
+    low: int,
+    high: int,
+    begin: Any,
+    end: Any,
+    column: Any,
+    ahead: int,
+    z: Any,
+    m: Any,
+    out: Any,
+    top: Any,
+    total: Any,
 ) -> None:
     tiny = out.dtype.type(TINY)
     for i in range(low, high):
@@ -75,6 +89,8 @@ def _softmax(
         whole[:] = 0
         most[:] = -np.inf if begin[i] < end[i] else 0
         for k in range(begin[i], end[i]):
+            fetch(z, column, k, ahead, 0)
+            fetch(m, column, k, ahead, 0)
             other = z[column[k]]
             for f in range(most.size):
                 v = other[f]
@@ -96,6 +112,7 @@ def _softmax_back(
     begin: Any,
     end: Any,
     column: Any,
+    ahead: int,
     z: Any,
     m: Any,
     out: Any,
@@ -109,6 +126,9 @@ def _softmax_back(
         of_z[:] = 0
         of_m[:] = 0
         for k in range(begin[u], end[u]):
+            fetch(out, column, k, ahead, 0)
+            fetch(top, column, k, ahead, 0)
+            fetch(part, column, k, ahead, 0)
             i = column[k]
             sums, most, given = out[i], top[i], part[i]
             for f in range(of_z.size):
@@ -129,11 +149,11 @@ def extreme_edges(layout: Layout, values: Tensor, sign: float) -> tuple[Tensor, 
 
 def _extremes(layout: Layout, index: Any, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     begin, end = bounds(layout)
-    best, ties = x.new_empty(2, layout.rows, *x.shape[1:]).unbind()
+    best, ties = x.new_empty(layout.rows, *x.shape[1:]), x.new_empty(layout.rows, *x.shape[1:])
     values, top, same = flat(x), flat(best), flat(ties)
-    turn = values.dtype.type(sign)
+    turn, ahead = values.dtype.type(sign), ahead_of(values)
     share(
-        lambda low, high: _extreme(low, high, begin, end, index, values, turn, top, same),
+        lambda low, high: _extreme(low, high, begin, end, index, ahead, values, turn, top, same),
         begin,
         end,
         top.shape[1],
@@ -146,9 +166,9 @@ def extreme_back(layout: Layout, x: Tensor, best: Tensor, ties: Tensor, g: Tenso
     begin, end = bounds(layout)
     out = x.new_empty(x.shape)
     column, values, top, result = array(layout.column), flat(x), flat(best), flat(out)
-    part = flat(g / ties.clamp(min=1))
+    part, ahead = flat(g / ties.clamp(min=1)), ahead_of(top)
     share(
-        lambda low, high: _extreme_back(low, high, begin, end, column, values, top, part, result),
+        lambda low, high: _extreme_back(low, high, begin, end, column, ahead, values, top, part, result),
         begin,
         end,
         2 * result.shape[1],
@@ -177,8 +197,9 @@ def column_softmax(layout: Layout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor
     made = [torch.empty(layout.rows, *z.shape[1:], dtype=z.dtype) for _ in range(3)]
     column, logits, values = array(layout.column), flat(z), flat(m)
     out, top, total = (flat(t) for t in made)
+    ahead = ahead_of(logits)
     share(
-        lambda low, high: _softmax(low, high, begin, end, column, logits, values, out, top, total),
+        lambda low, high: _softmax(low, high, begin, end, column, ahead, logits, values, out, top, total),
         begin,
         end,
         8 * out.shape[1],
@@ -193,10 +214,12 @@ def column_softmax_back(
     begin, end = bounds(layout)
     gz, gm = torch.empty(z.shape, dtype=z.dtype), torch.empty(z.shape, dtype=z.dtype)
     column, part = array(layout.column), flat(g / (total + TINY))
-    rest = tuple(flat(t) for t in (z, m, out, top))
-    of_z, of_m = flat(gz), flat(gm)
+    logits, values, sums, most = (flat(t) for t in (z, m, out, top))
+    of_z, of_m, ahead = flat(gz), flat(gm), ahead_of(sums)
     share(
-        lambda low, high: _softmax_back(low, high, begin, end, column, *rest, part, of_z, of_m),
+        lambda low, high: _softmax_back(
+            low, high, begin, end, column, ahead, logits, values, sums, most, part, of_z, of_m
+        ),
         begin,
         end,
         8 * of_z.shape[1],

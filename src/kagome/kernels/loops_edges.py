@@ -13,23 +13,28 @@ from torch import Tensor
 from kagome.kernels.crew import array, compiled, flat, share, spread
 from kagome.kernels.loops_sum import bounds
 from kagome.kernels.plain import count_of
+from kagome.kernels.prefetch import ahead_of, fetch
 from kagome.kernels.structure import Layout, Structure
 
 
 @compiled
-def _gather(low: int, high: int, index: Any, x: Any, out: Any) -> None:
+def _gather(low: int, high: int, index: Any, ahead: int, x: Any, out: Any) -> None:
     for e in range(low, high):
+        fetch(x, index, e, ahead, 0)
         row, other = out[e], x[index[e]]
         for f in range(row.size):
             row[f] = other[f]
 
 
 @compiled
-def _gathered(low: int, high: int, begin: Any, end: Any, edge: Any, values: Any, out: Any) -> None:
+def _gathered(
+    low: int, high: int, begin: Any, end: Any, edge: Any, ahead: int, values: Any, out: Any
+) -> None:
     for i in range(low, high):
         row = out[i]
         row[:] = 0
         for k in range(begin[i], end[i]):
+            fetch(values, edge, k, ahead, 0)
             other = values[edge[k]]
             for f in range(row.size):
                 row[f] += other[f]
@@ -46,12 +51,26 @@ def _join(low: int, high: int, target: Any, source: Any, a: Any, b: Any, slope: 
 
 @compiled
 def _join_back(
-    low: int, high: int, begin: Any, end: Any, column: Any, edge: Any, mine: Any, its: Any, slope: Any, g: Any, out: Any
+    low: int,
+    high: int,
+    begin: Any,
+    end: Any,
+    column: Any,
+    edge: Any,
+    near: int,
+    ahead: int,
+    mine: Any,
+    its: Any,
+    slope: Any,
+    g: Any,
+    out: Any,
 ) -> None:
     for i in range(low, high):
         row, one = out[i], mine[i]
         row[:] = 0
         for k in range(begin[i], end[i]):
+            fetch(its, column, k, ahead, 0)
+            fetch(g, edge, k, near, 0)
             two, given = its[column[k]], g[edge[k]]
             for f in range(row.size):
                 row[f] += given[f] if one[f] + two[f] > 0 else given[f] * slope
@@ -61,17 +80,22 @@ def gather(index: Tensor, x: Tensor) -> Tensor:
     """See ``ops.gather``."""
     out = x.new_empty(index.numel(), *x.shape[1:])
     ids, values, result = array(index), flat(x), flat(out)
-    spread(lambda low, high: _gather(low, high, ids, values, result), index.numel(), result.shape[1])
+    ahead = ahead_of(values)
+    spread(lambda low, high: _gather(low, high, ids, ahead, values, result), index.numel(), result.shape[1])
     return out
 
 
 def sum_edges(layout: Layout, values: Tensor, rows: slice | None = None) -> Tensor:
     """See ``ops.sum_edges``."""
-    begin, end = bounds(layout, "all", rows)
+    begin, end = bounds(layout, rows)
     out = values.new_empty(count_of(layout, rows), *values.shape[1:])
     edge, given, result = array(layout.edge), flat(values), flat(out)
+    ahead = ahead_of(given)
     share(
-        lambda low, high: _gathered(low, high, begin, end, edge, given, result), begin, end, result.shape[1]
+        lambda low, high: _gathered(low, high, begin, end, edge, ahead, given, result),
+        begin,
+        end,
+        result.shape[1],
     )
     return out
 
@@ -110,9 +134,11 @@ def _bent(layout: Layout, mine: Tensor, its: Tensor, slope: float, g: Tensor) ->
     out = mine.new_empty(mine.shape)
     column, edge = array(layout.column), array(layout.edge)
     one, two, given, result = flat(mine), flat(its), flat(g), flat(out)
-    bend = result.dtype.type(slope)
+    bend, near, ahead = result.dtype.type(slope), ahead_of(given), ahead_of(two)
     share(
-        lambda low, high: _join_back(low, high, begin, end, column, edge, one, two, bend, given, result),
+        lambda low, high: _join_back(
+            low, high, begin, end, column, edge, near, ahead, one, two, bend, given, result
+        ),
         begin,
         end,
         2 * prod(mine.shape[1:]),

@@ -13,16 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kagome.kernels.crew import FIXED, array, compiled, cuts_of, each, flat, reordered, share
+from kagome.kernels.crew import array, compiled, cuts_of, each, flat, share
 from kagome.kernels.loops_sum import bounds, known
+from kagome.kernels.prefetch import ahead_of, fetch
 from kagome.kernels.structure import Layout, Structure
+from kagome.kernels.vectors import add_bent, bent_dot
 
 
 @cache
 def _dots(width: int) -> Callable[..., None]:
     """The logits for that many columns a head; 0: for any number."""
 
-    @reordered
+    @compiled
     def loop(
         low: int,
         high: int,
@@ -30,6 +32,7 @@ def _dots(width: int) -> Callable[..., None]:
         end: Any,
         column: Any,
         edge: Any,
+        ahead: int,
         a: Any,
         b: Any,
         att: Any,
@@ -37,17 +40,24 @@ def _dots(width: int) -> Callable[..., None]:
         out: Any,
     ) -> None:
         heads = out.shape[1]
-        size = width if width > 0 else att.size // heads
+        size = att.size // heads
         for i in range(low, high):
+            mine = a[i]
             for k in range(begin[i], end[i]):
-                other, result = b[column[k]], out[edge[k]]
+                fetch(b, column, k, ahead, 0)
+                its, result = b[column[k]], out[edge[k]]
                 for h in range(heads):
-                    one, two, factor = a[i, h * size :], other[h * size :], att[h * size :]
-                    total = out.dtype.type(0)
-                    for f in range(size):
-                        z = one[f] + two[f]
-                        total += factor[f] * (z if z > 0 else z * slope)
-                    result[h] = total
+                    if width > 0:
+                        result[h] = bent_dot(width, mine, h * width, its, att, slope)
+                    else:
+                        f, stop, total = h * size, h * size + size, out.dtype.type(0)
+                        while f + 4 <= stop:
+                            total += bent_dot(4, mine, f, its, att, slope)
+                            f += 4
+                        while f < stop:
+                            total += bent_dot(1, mine, f, its, att, slope)
+                            f += 1
+                        result[h] = total
 
     return loop
 
@@ -64,6 +74,8 @@ def _back(width: int) -> Callable[..., None]:
         end: Any,
         column: Any,
         edge: Any,
+        near: int,
+        ahead: int,
         mine: Any,
         its: Any,
         att: Any,
@@ -72,29 +84,30 @@ def _back(width: int) -> Callable[..., None]:
         out: Any,
         tally: Any,
     ) -> None:
-        heads = g.shape[1]
-        size = width if width > 0 else att.size // heads
-        tallied = tally.size > 0
+        heads, columns, tallied = g.shape[1], att.size, tally.size > 0
+        size = columns // heads
         for i in range(low, high):
-            out[i, :] = 0
+            row, one = out[i], mine[i]
+            row[:] = 0
             for k in range(begin[i], end[i]):
-                other, given = its[column[k]], g[edge[k]]
+                fetch(its, column, k, ahead, 0)
+                fetch(g, edge, k, near, 0)
+                two, given = its[column[k]], g[edge[k]]
                 for h in range(heads):
-                    row, one, two = out[i, h * size :], mine[i, h * size :], other[h * size :]
                     steep = given[h]
                     gentle = steep * slope
-                    if tallied:
-                        part = tally[h * size :]
-                        for f in range(size):
-                            z = one[f] + two[f]
-                            slant = steep if z > 0 else gentle
-                            row[f] += slant
-                            part[f] += z * slant
+                    if width > 0:
+                        add_bent(width, row, h * width, one, two, steep, gentle, tally, tallied)
                     else:
-                        for f in range(size):
-                            row[f] += steep if one[f] + two[f] > 0 else gentle
-            for f in range(att.size):
-                out[i, f] *= att[f]
+                        f, stop = h * size, h * size + size
+                        while f + 4 <= stop:
+                            add_bent(4, row, f, one, two, steep, gentle, tally, tallied)
+                            f += 4
+                        while f < stop:
+                            add_bent(1, row, f, one, two, steep, gentle, tally, tallied)
+                            f += 1
+            for f in range(columns):
+                row[f] *= att[f]
 
     return loop
 
@@ -106,9 +119,9 @@ def leaky_dots(layout: Layout, a: Tensor, b: Tensor, att: Tensor, slope: float) 
     out = a.new_empty(layout.edges, heads)
     loop, column, edge = _dots(known(width)), array(layout.column), array(layout.edge)
     one, two, factor, result = flat(a), flat(b), array(att).reshape(-1), array(out)
-    bend = result.dtype.type(slope)
+    bend, ahead = result.dtype.type(slope), ahead_of(two)
     share(
-        lambda low, high: loop(low, high, begin, end, column, edge, one, two, factor, bend, result),
+        lambda low, high: loop(low, high, begin, end, column, edge, ahead, one, two, factor, bend, result),
         begin,
         end,
         2 * heads * width,
@@ -123,30 +136,27 @@ def leaky_dots_back(
     ga, gb = a.new_empty(a.shape), b.new_empty(b.shape)
     one, two, factor, given = flat(a), flat(b), array(att).reshape(-1), array(g)
     loop, bend = _back(known(a.size(2))), given.dtype.type(slope)
+    near, ahead = ahead_of(given), ahead_of(two)
 
     layout = structure.by_target
     begin, end = bounds(layout)
     column, edge, result = array(layout.column), array(layout.edge), flat(ga)
-    tally = np.zeros((FIXED, factor.size), given.dtype)
-    cuts = cuts_of(begin, end, FIXED)
+    cuts = cuts_of(begin, end, 4 * factor.size)
+    tally = np.zeros((cuts.size - 1, factor.size), given.dtype)
 
     def forward(k: int) -> None:
-        loop(
-            cuts[k], cuts[k + 1], begin, end, column, edge, one, two, factor, bend, given, result, tally[k]
-        )
+        low, high, part = cuts[k], cuts[k + 1], tally[k]
+        loop(low, high, begin, end, column, edge, near, ahead, one, two, factor, bend, given, result, part)
 
-    each(forward, FIXED)
+    each(forward, cuts.size - 1)
 
     layout = structure.by_source
     first, last = bounds(layout)
     other, which, turned = array(layout.column), array(layout.edge), flat(gb)
-    none = tally[0, :0]
-    share(
-        lambda low, high: loop(
-            low, high, first, last, other, which, two, one, factor, bend, given, turned, none
-        ),
-        first,
-        last,
-        2 * factor.size,
-    )
+
+    def backward(low: int, high: int) -> None:
+        none = factor[:0]
+        loop(low, high, first, last, other, which, near, ahead, two, one, factor, bend, given, turned, none)
+
+    share(backward, first, last, 2 * factor.size)
     return ga, gb, torch.from_numpy(tally.sum(0)).view(att.shape)

@@ -1,7 +1,7 @@
 """Loops for softmax over each row's edges, a head at a time: of logits, and of GAT's sums of two ends.
 
-Where it sits: ``loops`` gathers these for ``ops``; ``crew`` shares their rows among threads. One row's numbers
-lie in a small buffer while they are worked on; nothing a row an edge is stored beside the result.
+Where it sits: ``loops`` gathers these for ``ops``; ``crew`` shares their rows among threads. One row's
+numbers lie in a small buffer while they are worked on; nothing else is stored a row an edge.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import numpy as np
 from torch import Tensor
 
 from kagome.kernels.crew import array, compiled, inlined, share
-from kagome.kernels.loops_edges import sum_edges
 from kagome.kernels.exponent import exponential
+from kagome.kernels.loops_edges import sum_edges
 from kagome.kernels.loops_sum import bounds
 from kagome.kernels.plain import TINY
+from kagome.kernels.prefetch import ahead_of, fetch
 from kagome.kernels.structure import Layout, Structure
 
 HEADS = (1, 2, 4, 8, 16)
@@ -31,12 +32,11 @@ def known(heads: int) -> int:
     return heads if heads in HEADS else 0
 
 
-@inlined
-def _longest(low: int, high: int, begin: Any, end: Any) -> Any:
-    most = 0
-    for i in range(low, high):
-        most = max(most, end[i] - begin[i])
-    return most
+def _room(begin: Any, end: Any, low: int, high: int, like: Any) -> tuple[Any, Any]:
+    """Buffers for the longest of these rows, and for two numbers a head."""
+    heads = like.shape[1]
+    longest = int((end[low:high] - begin[low:high]).max(initial=0))
+    return np.empty(longest * heads, like.dtype), np.empty((2, heads), like.dtype)
 
 
 @inlined
@@ -61,14 +61,25 @@ def _normalised(z: Any, entries: int, heads: int, top: Any, total: Any) -> None:
 @cache
 def _of_logits(width: int) -> Callable[..., None]:
     @compiled
-    def loop(low: int, high: int, begin: Any, end: Any, edge: Any, logits: Any, out: Any) -> None:
+    def loop(
+        low: int,
+        high: int,
+        begin: Any,
+        end: Any,
+        edge: Any,
+        ahead: int,
+        logits: Any,
+        out: Any,
+        z: Any,
+        room: Any,
+    ) -> None:
         heads = width if width > 0 else out.shape[1]
-        z = np.empty(_longest(low, high, begin, end) * heads, out.dtype)
-        top, total = np.empty(heads, out.dtype), np.empty(heads, out.dtype)
+        top, total = room[0], room[1]
         for i in range(low, high):
             first, entries = begin[i], end[i] - begin[i]
             top[:] = -np.inf
             for k in range(entries):
+                fetch(logits, edge, first + k, ahead, 0)
                 given = logits[edge[first + k]]
                 for h in range(heads):
                     v = given[h]
@@ -87,11 +98,21 @@ def _of_logits(width: int) -> Callable[..., None]:
 def _of_sums(width: int) -> Callable[..., None]:
     @compiled
     def loop(
-        low: int, high: int, begin: Any, end: Any, column: Any, edge: Any, a: Any, b: Any, slope: Any, out: Any
+        low: int,
+        high: int,
+        begin: Any,
+        end: Any,
+        column: Any,
+        edge: Any,
+        a: Any,
+        b: Any,
+        slope: Any,
+        out: Any,
+        z: Any,
+        room: Any,
     ) -> None:
         heads = width if width > 0 else out.shape[1]
-        z = np.empty(_longest(low, high, begin, end) * heads, out.dtype)
-        top, total = np.empty(heads, out.dtype), np.empty(heads, out.dtype)
+        top, total = room[0], room[1]
         for i in range(low, high):
             first, entries, mine = begin[i], end[i] - begin[i], a[i]
             top[:] = -np.inf
@@ -114,12 +135,24 @@ def _of_sums(width: int) -> Callable[..., None]:
 @cache
 def _back(width: int) -> Callable[..., None]:
     @compiled
-    def loop(low: int, high: int, begin: Any, end: Any, edge: Any, alpha: Any, g: Any, out: Any) -> None:
+    def loop(
+        low: int,
+        high: int,
+        begin: Any,
+        end: Any,
+        edge: Any,
+        ahead: int,
+        alpha: Any,
+        g: Any,
+        out: Any,
+        total: Any,
+    ) -> None:
         heads = width if width > 0 else out.shape[1]
-        total = np.empty(heads, out.dtype)
         for i in range(low, high):
             total[:] = 0
             for k in range(begin[i], end[i]):
+                fetch(alpha, edge, k, ahead, 0)
+                fetch(g, edge, k, ahead, 0)
                 p, given = alpha[edge[k]], g[edge[k]]
                 for h in range(heads):
                     total[h] += p[h] * given[h]
@@ -144,18 +177,21 @@ def _sums_back(width: int) -> Callable[..., None]:
         a: Any,
         b: Any,
         slope: Any,
+        ahead: int,
         alpha: Any,
         g: Any,
         gz: Any,
         ga: Any,
+        total: Any,
     ) -> None:
         heads = width if width > 0 else gz.shape[1]
-        total = np.empty(heads, gz.dtype)
         for i in range(low, high):
             mine, own = a[i], ga[i]
             total[:] = 0
             own[:] = 0
             for k in range(begin[i], end[i]):
+                fetch(alpha, edge, k, ahead, 0)
+                fetch(g, edge, k, ahead, 0)
                 p, given = alpha[edge[k]], g[edge[k]]
                 for h in range(heads):
                     total[h] += p[h] * given[h]
@@ -176,7 +212,12 @@ def softmax_edges(layout: Layout, logits: Tensor) -> Tensor:
     out = logits.new_empty(logits.shape)
     heads = logits.size(1)
     loop, edge, given, result = _of_logits(known(heads)), array(layout.edge), array(logits), array(out)
-    share(lambda low, high: loop(low, high, begin, end, edge, given, result), begin, end, COST * heads)
+    ahead = ahead_of(given)
+
+    def work(low: int, high: int) -> None:
+        loop(low, high, begin, end, edge, ahead, given, result, *_room(begin, end, low, high, result))
+
+    share(work, begin, end, COST * heads)
     return out
 
 
@@ -187,7 +228,12 @@ def softmax_edges_back(layout: Layout, alpha: Tensor, g: Tensor) -> Tensor:
     heads = alpha.size(1)
     loop, edge, result = _back(known(heads)), array(layout.edge), array(out)
     p, given = array(alpha), array(g)
-    share(lambda low, high: loop(low, high, begin, end, edge, p, given, result), begin, end, 4 * heads)
+    ahead = ahead_of(p)
+
+    def work(low: int, high: int) -> None:
+        loop(low, high, begin, end, edge, ahead, p, given, result, np.empty(heads, result.dtype))
+
+    share(work, begin, end, 4 * heads)
     return out
 
 
@@ -199,12 +245,12 @@ def softmax_sum(layout: Layout, a: Tensor, b: Tensor, slope: float) -> Tensor:
     loop, column, edge = _of_sums(known(heads)), array(layout.column), array(layout.edge)
     mine, its, result = array(a), array(b), array(out)
     bend = result.dtype.type(slope)
-    share(
-        lambda low, high: loop(low, high, begin, end, column, edge, mine, its, bend, result),
-        begin,
-        end,
-        COST * heads,
-    )
+
+    def work(low: int, high: int) -> None:
+        room = _room(begin, end, low, high, result)
+        loop(low, high, begin, end, column, edge, mine, its, bend, result, *room)
+
+    share(work, begin, end, COST * heads)
     return out
 
 
@@ -218,13 +264,11 @@ def softmax_sum_back(
     ga, gz = a.new_empty(a.shape), alpha.new_empty(alpha.shape)
     loop, column, edge = _sums_back(known(heads)), array(layout.column), array(layout.edge)
     mine, its, p, given, of_z, of_a = (array(t) for t in (a, b, alpha, g, gz, ga))
-    bend = of_z.dtype.type(slope)
-    share(
-        lambda low, high: loop(
-            low, high, begin, end, column, edge, mine, its, bend, p, given, of_z, of_a
-        ),
-        begin,
-        end,
-        4 * heads,
-    )
+    bend, ahead = of_z.dtype.type(slope), ahead_of(p)
+
+    def work(low: int, high: int) -> None:
+        total = np.empty(heads, of_z.dtype)
+        loop(low, high, begin, end, column, edge, mine, its, bend, ahead, p, given, of_z, of_a, total)
+
+    share(work, begin, end, 4 * heads)
     return ga, sum_edges(structure.by_source, gz)

@@ -9,26 +9,28 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kagome.kernels.crew import array, compiled, flat, reordered, share
+from kagome.kernels.crew import array, compiled, flat, share
 from kagome.kernels.plain import Span, count_of
+from kagome.kernels.prefetch import ahead_of, fetch
 from kagome.kernels.structure import Layout
+from kagome.kernels.vectors import add_two, dot
 
-WIDTHS = (4, 8, 16, 32, 64, 128)
-"""Columns a head that have a loop of their own: a length the compiler knows becomes whole vectors."""
-BLOCK = 256
-"""Bytes of a row that are summed at once: the narrower, the more of the rows a cache holds."""
+WIDTHS = (8, 16, 32, 64, 128)
+"""Columns a head that have a loop of their own; other numbers go by fours."""
 
 
-def bounds(layout: Layout, span: Span = "all", rows: slice | None = None) -> tuple[Any, Any]:
-    """Where each row's entries of a span begin and end, as numpy arrays."""
+def part_of(layout: Layout, span: Span) -> Layout:
+    """The layout of a span's entries alone."""
+    return {"all": lambda: layout, "own": lambda: layout.own, "halo": lambda: layout.halo}[span]()
+
+
+def bounds(layout: Layout, rows: slice | None = None) -> tuple[Any, Any]:
+    """Where each row's entries begin and end, as numpy arrays."""
     kept = slice(None) if rows is None else rows
-    begin = (layout.middle if span == "halo" else layout.pointer[:-1])[kept]
-    end = (layout.middle if span == "own" else layout.pointer[1:])[kept]
-    return array(begin), array(end)
+    return array(layout.pointer[:-1][kept]), array(layout.pointer[1:][kept])
 
 
 def known(width: int) -> int:
@@ -38,20 +40,31 @@ def known(width: int) -> int:
 
 @compiled
 def _sum(
-    low: int, high: int, left: int, right: int, begin: Any, end: Any, column: Any, x: Any, scale: Any, out: Any
+    low: int,
+    high: int,
+    begin: Any,
+    end: Any,
+    column: Any,
+    offset: int,
+    ahead: int,
+    x: Any,
+    scale: Any,
+    out: Any,
 ) -> None:
     for i in range(low, high):
-        row = out[i, left:right]
-        factor = scale[min(i, scale.size - 1)]
+        row, factor = out[i], scale[min(i, scale.size - 1)]
         k, last = begin[i], end[i]
         while k + 4 <= last:  # four at once: the result is read and written a quarter as often
-            a, b = x[column[k], left:right], x[column[k + 1], left:right]
-            c, d = x[column[k + 2], left:right], x[column[k + 3], left:right]
+            for j in range(k, k + 4):
+                fetch(x, column, j, ahead, offset)
+            a, b = x[column[k] - offset], x[column[k + 1] - offset]
+            c, d = x[column[k + 2] - offset], x[column[k + 3] - offset]
             for f in range(row.size):
                 row[f] += factor * ((a[f] + b[f]) + (c[f] + d[f]))
             k += 4
         while k < last:
-            a = x[column[k], left:right]
+            fetch(x, column, k, ahead, offset)
+            a = x[column[k] - offset]
             for f in range(row.size):
                 row[f] += factor * a[f]
             k += 1
@@ -61,31 +74,36 @@ def _sum(
 def _weighted(
     low: int,
     high: int,
-    left: int,
-    right: int,
     begin: Any,
     end: Any,
     column: Any,
+    offset: int,
     edge: Any,
     weight: Any,
+    near: int,
+    ahead: int,
     x: Any,
     scale: Any,
     out: Any,
 ) -> None:
     for i in range(low, high):
-        row = out[i, left:right]
-        factor = scale[min(i, scale.size - 1)]
+        row, factor = out[i], scale[min(i, scale.size - 1)]
         k, last = begin[i], end[i]
         while k + 4 <= last:
-            a, b = x[column[k], left:right], x[column[k + 1], left:right]
-            c, d = x[column[k + 2], left:right], x[column[k + 3], left:right]
-            p, q = factor * weight[edge[k]], factor * weight[edge[k + 1]]
-            r, s = factor * weight[edge[k + 2]], factor * weight[edge[k + 3]]
+            for j in range(k, k + 4):
+                fetch(x, column, j, ahead, offset)
+                fetch(weight, edge, j, near, 0)
+            a, b = x[column[k] - offset], x[column[k + 1] - offset]
+            c, d = x[column[k + 2] - offset], x[column[k + 3] - offset]
+            p, q = factor * weight[edge[k], 0], factor * weight[edge[k + 1], 0]
+            r, s = factor * weight[edge[k + 2], 0], factor * weight[edge[k + 3], 0]
             for f in range(row.size):
                 row[f] += (p * a[f] + q * b[f]) + (r * c[f] + s * d[f])
             k += 4
         while k < last:
-            a, p = x[column[k], left:right], factor * weight[edge[k]]
+            fetch(x, column, k, ahead, offset)
+            fetch(weight, edge, k, near, 0)
+            a, p = x[column[k] - offset], factor * weight[edge[k], 0]
             for f in range(row.size):
                 row[f] += p * a[f]
             k += 1
@@ -99,37 +117,44 @@ def _headed(width: int) -> Callable[..., None]:
     def loop(
         low: int,
         high: int,
-        left: int,
-        right: int,
         begin: Any,
         end: Any,
         column: Any,
+        offset: int,
         edge: Any,
         weight: Any,
+        near: int,
+        ahead: int,
         x: Any,
         scale: Any,
         out: Any,
     ) -> None:
-        size = width if width > 0 else out.shape[1] // weight.shape[1]
+        heads = weight.shape[1]
+        size = out.shape[1] // heads
         for i in range(low, high):
-            factor = scale[min(i, scale.size - 1)]
+            row, factor = out[i], scale[min(i, scale.size - 1)]
             k, last = begin[i], end[i]
-            while k + 2 <= last:
-                a, b = x[column[k]], x[column[k + 1]]
-                p, q = weight[edge[k]], weight[edge[k + 1]]
-                for h in range(left, right):
-                    row, one, two = out[i, h * size :], a[h * size :], b[h * size :]
-                    s, t = factor * p[h], factor * q[h]
-                    for f in range(size):
-                        row[f] += s * one[f] + t * two[f]
+            while k < last:
+                # Two at once; an odd last one is taken as two halves of itself.
+                pair = min(k + 1, last - 1)
+                part = factor if pair > k else factor / 2
+                for j in range(k, pair + 1):
+                    fetch(x, column, j, ahead, offset)
+                    fetch(weight, edge, j, near, 0)
+                a, b = x[column[k] - offset], x[column[pair] - offset]
+                for h in range(heads):
+                    p, q = part * weight[edge[k], h], part * weight[edge[pair], h]
+                    if width > 0:
+                        add_two(width, row, h * width, a, p, b, q)
+                    else:
+                        f, stop = h * size, h * size + size
+                        while f + 4 <= stop:
+                            add_two(4, row, f, a, p, b, q)
+                            f += 4
+                        while f < stop:
+                            add_two(1, row, f, a, p, b, q)
+                            f += 1
                 k += 2
-            if k < last:
-                a, p = x[column[k]], weight[edge[k]]
-                for h in range(left, right):
-                    row, one = out[i, h * size :], a[h * size :]
-                    s = factor * p[h]
-                    for f in range(size):
-                        row[f] += s * one[f]
 
     return loop
 
@@ -138,19 +163,39 @@ def _headed(width: int) -> Callable[..., None]:
 def _dots(width: int) -> Callable[..., None]:
     """Dot products for that many columns a head; 0: for any number."""
 
-    @reordered
-    def loop(low: int, high: int, begin: Any, end: Any, column: Any, edge: Any, a: Any, b: Any, out: Any) -> None:
+    @compiled
+    def loop(
+        low: int,
+        high: int,
+        begin: Any,
+        end: Any,
+        column: Any,
+        offset: int,
+        edge: Any,
+        ahead: int,
+        a: Any,
+        b: Any,
+        out: Any,
+    ) -> None:
         heads = out.shape[1]
-        size = width if width > 0 else a.shape[1] // heads
+        size = a.shape[1] // heads
         for i in range(low, high):
+            mine = a[i]
             for k in range(begin[i], end[i]):
-                other, result = b[column[k]], out[edge[k]]
+                fetch(b, column, k, ahead, offset)
+                its, result = b[column[k] - offset], out[edge[k]]
                 for h in range(heads):
-                    one, two = a[i, h * size :], other[h * size :]
-                    total = out.dtype.type(0)
-                    for f in range(size):
-                        total += one[f] * two[f]
-                    result[h] = total
+                    if width > 0:
+                        result[h] = dot(width, mine, h * width, its)
+                    else:
+                        f, stop, total = h * size, h * size + size, out.dtype.type(0)
+                        while f + 4 <= stop:
+                            total += dot(4, mine, f, its)
+                            f += 4
+                        while f < stop:
+                            total += dot(1, mine, f, its)
+                            f += 1
+                        result[h] = total
 
     return loop
 
@@ -167,63 +212,47 @@ def sum_rows(
     into: Tensor | None = None,
 ) -> Tensor:
     """See ``ops.sum_rows``."""
-    begin, end = bounds(layout, span, rows)
+    layout = part_of(layout, span)
+    begin, end = bounds(layout, rows)
     shape = (count_of(layout, rows), *x.shape[1:])
     out = into if into is not None and into.is_contiguous() else x.new_zeros(shape)
-    values, result = flat(x), flat(out)
-    column = shifted(layout.column, offset)
+    values, result, column = flat(x), flat(out), array(layout.column)
+    ahead = ahead_of(values)
     factor = array(x.new_ones(1) if scale is None else scale.to(x.dtype).reshape(-1))
-    width, step = result.shape[1], max(BLOCK // x.element_size(), 1)
-    if weight is None:
-        arguments = (begin, end, column, values, factor, result)
-        _blocks(_sum, begin, end, width, step, arguments)
-    else:
-        weight = weight.to(x.dtype)
-        heads = weight.numel() // max(layout.edges, 1)
-        edge = array(layout.edge)
-        if heads == 1:
-            arguments = (begin, end, column, edge, array(weight.reshape(-1)), values, factor, result)
-            _blocks(_weighted, begin, end, width, step, arguments)
-        elif heads > 1:
-            size = width // heads
-            arguments = (begin, end, column, edge, array(weight), values, factor, result)
-            _blocks(_headed(known(size)), begin, end, heads, max(step // max(size, 1), 1), arguments)
-    if into is None or out is into:
-        return out
-    return into.add_(out)
-
-
-def shifted(column: Tensor, offset: int) -> Any:
-    """Columns less an offset."""
-    return array(column) - np.int32(offset) if offset else array(column)
-
-
-def _blocks(
-    loop: Callable[..., None], begin: Any, end: Any, width: int, step: int, arguments: tuple[Any, ...]
-) -> None:
-    """A loop over all rows for one block of columns (or heads) after another."""
-    for left in range(0, width, step):
-        right = min(left + step, width)
-
-        def work(low: int, high: int, left: int = left, right: int = right) -> None:
-            loop(low, high, left, right, *arguments)
-
-        share(work, begin, end, right - left)
+    loop: Callable[..., None] = _sum
+    weights: tuple[Any, ...] = ()
+    heads = 1
+    if weight is not None:
+        heads = weight.numel() // max(weight.size(0), 1)
+        loop = _weighted if heads == 1 else _headed(known(result.shape[1] // max(heads, 1)))
+        of_edges = array(weight.to(x.dtype).reshape(-1, max(heads, 1)))
+        weights = array(layout.edge), of_edges, ahead_of(of_edges)
+    if result.shape[1] and heads:
+        share(
+            lambda low, high: loop(
+                low, high, begin, end, column, offset, *weights, ahead, values, factor, result
+            ),
+            begin,
+            end,
+            result.shape[1],
+        )
+    return out if into is None or out is into else into.add_(out)
 
 
 def dot_edges(
     layout: Layout, a: Tensor, b: Tensor, *, span: Span = "all", offset: int = 0, into: Tensor | None = None
 ) -> Tensor:
     """See ``ops.dot_edges``."""
-    begin, end = bounds(layout, span)
     heads, width = a.shape[1:]
     make = torch.zeros if span != "all" else torch.empty
     out = into if into is not None else make(layout.edges, heads, dtype=a.dtype)
     kept = out if out.is_contiguous() else out.contiguous()
-    loop = _dots(known(width))
-    column, edge, one, two = shifted(layout.column, offset), array(layout.edge), flat(a), flat(b)
+    layout = part_of(layout, span)
+    begin, end = bounds(layout)
+    column, edge, one, two, result = array(layout.column), array(layout.edge), flat(a), flat(b), flat(kept)
+    loop, ahead = _dots(known(width)), ahead_of(two)
     share(
-        lambda low, high: loop(low, high, begin, end, column, edge, one, two, kept.detach().numpy()),
+        lambda low, high: loop(low, high, begin, end, column, offset, edge, ahead, one, two, result),
         begin,
         end,
         heads * width,

@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 LOOPED = frozenset((torch.float32, torch.float64))
+LAUNCHED = LOOPED | {torch.float16, torch.bfloat16}
 
 
 def way_of(x: Tensor) -> str:
@@ -57,8 +58,12 @@ def way_of(x: Tensor) -> str:
     return _module(x.device.type, x.dtype).__name__.rpartition(".")[2]
 
 
-@cache
+@cache  # what there is to import does not change in a process
 def _module(device: str, dtype: torch.dtype) -> ModuleType:
+    if device == "cpu" and dtype in LOOPED:
+        return import_module("kagome.kernels.loops")
+    if device == "cuda" and dtype in LAUNCHED and find_spec("triton") is not None:
+        return import_module("kagome.kernels.gpu")
     return plain
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kagome.errors import DataError
+from kagome.kernels.sorting import grouped, turned
 
 LARGEST = 2**31 - 1
 """Columns and edges are int32: half the bytes of what every kernel reads."""
@@ -48,16 +50,33 @@ class Layout:
         return self.column.numel()
 
     @cached_property
-    def straight(self) -> bool:
-        """Whether entry k is edge k, so that what belongs to edges is read without ``edge``."""
-        return bool(
-            torch.equal(self.edge, torch.arange(self.edges, dtype=torch.int32, device=self.edge.device))
+    def own(self) -> Layout:
+        """The entries that read own rows, alone and without gaps; the layout itself where all do."""
+        return self._taken(self.pointer[:-1], self.middle)
+
+    @cached_property
+    def halo(self) -> Layout:
+        """The entries that read halo rows, alone and without gaps."""
+        return self._taken(self.middle, self.pointer[1:])
+
+    def _taken(self, begin: Tensor, end: Tensor) -> Layout:
+        pointer = torch.zeros_like(self.pointer)
+        torch.cumsum(end - begin, 0, out=pointer[1:])
+        if int(pointer[-1]) == self.edges:
+            return self
+        row = torch.repeat_interleave(pointer.diff())
+        place = torch.arange(row.numel(), device=row.device) + (begin - pointer[:-1]).index_select(0, row)
+        return Layout(
+            pointer, pointer[1:], self.column.index_select(0, place), self.edge.index_select(0, place)
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the four tensors."""
-        return sum(t.nbytes for t in (self.pointer, self.middle, self.column, self.edge))
+        """Bytes of the four tensors, and of the spans taken so far."""
+        parts = (self.pointer, self.middle, self.column, self.edge)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
+        spans = {id(part): part for name in ("own", "halo") if (part := self.__dict__.get(name)) is not None}
+        return sum(storages.values()) + sum(int(p.nbytes) for p in spans.values() if p is not self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +104,22 @@ class Structure:
     @cached_property
     def by_target(self) -> Layout:
         """In-edges of each own row, sorted by source, equal ones in the order given."""
-        return _sorted(self.target, self.source, self.own, self.whole, self.own)
+        self._fits()
+        if self.source.is_cuda:
+            return _sorted(self.target, self.source, self.own, self.whole, self.own)
+        parts = grouped(_array(self.target), _array(self.source), self.own, self.own)
+        return Layout(*(torch.from_numpy(part) for part in parts))
 
     @cached_property
     def by_source(self) -> Layout:
         """Out-edges of each row that may be read, sorted by target, equal ones in the order given."""
-        return _sorted(self.source, self.target, self.whole, self.own, self.own)
+        self._fits()
+        if self.source.is_cuda:
+            return _sorted(self.source, self.target, self.whole, self.own, self.own)
+        layout = self.by_target
+        pointer, column, edge = (t.numpy() for t in (layout.pointer, layout.column, layout.edge))
+        start, other, which = (torch.from_numpy(t) for t in turned(pointer, column, edge, self.whole))
+        return Layout(start, start[1:], other, which)
 
     @cached_property
     def degree(self) -> Tensor:
@@ -106,12 +135,19 @@ class Structure:
     def nbytes(self) -> int:
         """Bytes of what is built so far; the edge list itself is the caller's."""
         built = (self.__dict__.get(name) for name in ("by_target", "by_source", "degree"))
-        return sum(part.nbytes for part in built if part is not None)
+        return sum(int(part.nbytes) for part in built if part is not None)
+
+    def _fits(self) -> None:
+        if max(self.whole, self.edges) > LARGEST:
+            raise DataError(
+                f"a part may have {LARGEST} rows and as many edges",
+                f"this one has {self.whole} rows and {self.edges} edges",
+                hint="more parts: --parallel.graph",
+            )
 
 
 def _sorted(major: Tensor, minor: Tensor, rows: int, columns: int, own: int) -> Layout:
     """The layout by one stable sort of (major, minor): any device."""
-    _held(max(rows, columns), major.numel())
     edge = torch.argsort(major * max(columns, 1) + minor, stable=True)
     column, row = minor[edge], major[edge]
     pointer = torch.zeros(rows + 1, dtype=torch.int64, device=major.device)
@@ -120,10 +156,5 @@ def _sorted(major: Tensor, minor: Tensor, rows: int, columns: int, own: int) -> 
     return Layout(pointer, middle, column.to(torch.int32), edge.to(torch.int32))
 
 
-def _held(rows: int, edges: int) -> None:
-    if max(rows, edges) > LARGEST:
-        raise DataError(
-            f"a part may have {LARGEST} rows and edges",
-            f"this one has {rows} rows and {edges} edges",
-            hint="more parts: --parallel.graph",
-        )
+def _array(ids: Tensor) -> Any:
+    return ids.contiguous().numpy()

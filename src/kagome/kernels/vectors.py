@@ -1,0 +1,125 @@
+"""Vectors: steps on a head's columns at once, for numbers of columns that the compiler knows.
+
+Where it sits: in the loops that have heads. A loop of 16 columns is too short for the compiler to ask each
+time whether arrays overlap, so it makes single numbers of it, ten times slower; these are whole vectors by
+themselves, of whatever length the machine has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def add_two(typing: Any, width: Any, out: Any, at: Any, a: Any, p: Any, b: Any, q: Any) -> Any:
+    """``out[at:] += p * a[at:] + q * b[at:]`` over ``width`` columns of three rows."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _Lanes(context, builder, signature, args)
+        fresh = builder.fmul(lanes.load(3, 2), lanes.spread(4), flags=("contract",))
+        fresh = builder.fadd(fresh, builder.fmul(lanes.load(5, 2), lanes.spread(6)), flags=("contract",))
+        lanes.store(1, 2, builder.fadd(lanes.load(1, 2), fresh, flags=("contract",)))
+        return context.get_dummy_value()
+
+    return types.void(width, out, types.int64, a, out.dtype, b, out.dtype), code
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def dot(typing: Any, width: Any, a: Any, at: Any, b: Any) -> Any:
+    """``sum(a[at:] * b[at:])`` over ``width`` columns, in the vector's order."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _Lanes(context, builder, signature, args)
+        return lanes.total(builder.fmul(lanes.load(1, 2), lanes.load(3, 2)))
+
+    return a.dtype(width, a, types.int64, b), code
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def bent_dot(typing: Any, width: Any, a: Any, at: Any, b: Any, factor: Any, slope: Any) -> Any:
+    """``sum(factor[at:] * leaky_relu(a[at:] + b[at:]))`` over ``width`` columns, in the vector's order."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _Lanes(context, builder, signature, args)
+        z = builder.fadd(lanes.load(1, 2), lanes.load(3, 2))
+        over = builder.fcmp_ordered(">", z, lanes.zero)
+        bent = builder.select(over, z, builder.fmul(z, lanes.spread(5)))
+        return lanes.total(builder.fmul(bent, lanes.load(4, 2)))
+
+    return a.dtype(width, a, types.int64, b, factor, a.dtype), code
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def add_bent(
+    typing: Any, width: Any, out: Any, at: Any, a: Any, b: Any, steep: Any, gentle: Any, tally: Any, kept: Any
+) -> Any:
+    """With ``z = a[at:] + b[at:]`` and ``d = steep where z > 0 else gentle`` over ``width`` columns.
+
+    ``out[at:] += d``, and where ``kept`` is true ``tally[at:] += z * d``.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _Lanes(context, builder, signature, args)
+        z = builder.fadd(lanes.load(3, 2), lanes.load(4, 2))
+        over = builder.fcmp_ordered(">", z, lanes.zero)
+        d = builder.select(over, lanes.spread(5), lanes.spread(6))
+        lanes.store(1, 2, builder.fadd(lanes.load(1, 2), d))
+        with builder.if_then(context.cast(builder, args[8], signature.args[8], types.boolean)):
+            more = builder.fmul(z, d, flags=("contract",))
+            lanes.store(7, 2, builder.fadd(lanes.load(7, 2), more, flags=("contract",)))
+        return context.get_dummy_value()
+
+    number = out.dtype
+    return types.void(width, out, types.int64, a, b, number, number, tally, types.boolean), code
+
+
+class _Lanes:
+    """Loads and stores of one call's arguments as vectors; the first argument is their length.
+
+    Args:
+        context: Numba's.
+        builder: Where instructions go.
+        signature: The call's types.
+        args: The call's values.
+    """
+
+    def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
+        self._context, self._builder, self._types, self._args = context, builder, signature.args, args
+        self.width = max(self._types[0].literal_value, 1)
+        self.number = context.get_data_type(self._types[1].dtype)
+        self.kind = ir.VectorType(self.number, self.width)
+        self._bytes = self._types[1].dtype.bitwidth // 8
+
+    def _place(self, which: int, at: int) -> Any:
+        held = self._context.make_array(self._types[which])(self._context, self._builder, self._args[which])
+        first = self._builder.gep(held.data, [self._args[at]])
+        return self._builder.bitcast(first, self.kind.as_pointer())
+
+    def load(self, which: int, at: int) -> Any:
+        return self._builder.load(self._place(which, at), align=self._bytes)
+
+    def store(self, which: int, at: int, value: Any) -> None:
+        self._builder.store(value, self._place(which, at), align=self._bytes)
+
+    def spread(self, which: int) -> Any:
+        one = self._builder.insert_element(
+            ir.Constant(self.kind, ir.Undefined), self._args[which], ir.IntType(32)(0)
+        )
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), self.width), [0] * self.width)
+        return self._builder.shuffle_vector(one, ir.Constant(self.kind, ir.Undefined), mask)
+
+    @property
+    def zero(self) -> Any:
+        return ir.Constant(self.kind, [0.0] * self.width)
+
+    def total(self, vector: Any) -> Any:
+        """The sum of a vector's numbers, in the order that suits the machine."""
+        form = ir.FunctionType(self.number, [self.number, self.kind])
+        name = f"llvm.vector.reduce.fadd.v{self.width}f{8 * self._bytes}"
+        module = self._builder.module
+        add = module.globals.get(name) or ir.Function(module, form, name)
+        return self._builder.call(add, [self.number(-0.0), vector], fastmath=("reassoc",))

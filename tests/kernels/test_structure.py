@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import cases
+
+from kagome.errors import DataError
+from kagome.kernels.structure import LARGEST, Structure, _sorted
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_entries_are_sorted_and_know_their_edge(data):
+    s = data.draw(cases(most=300)).structure
+    ends = list(zip(s.source.tolist(), s.target.tolist(), strict=True))
+    order = sorted(range(s.edges), key=lambda e: (ends[e][1], ends[e][0] >= s.own, ends[e][0], e))
+    layout = s.by_target
+    assert layout.edge.tolist() == order
+    assert layout.column.tolist() == [ends[e][0] for e in order]
+    assert layout.pointer.diff().tolist() == [sum(t == i for _, t in ends) for i in range(s.own)]
+    own = [sum(t == i and u < s.own for u, t in ends) for i in range(s.own)]
+    assert (layout.middle - layout.pointer[:-1]).tolist() == own
+    assert torch.equal(s.degree, layout.pointer.diff())
+
+    order = sorted(range(s.edges), key=lambda e: (*ends[e], e))
+    layout = s.by_source
+    assert layout.edge.tolist() == order
+    assert layout.column.tolist() == [ends[e][1] for e in order]
+    assert layout.pointer.diff().tolist() == [sum(u == i for u, _ in ends) for i in range(s.whole)]
+    assert torch.equal(layout.middle, layout.pointer[1:])
+    for layout in (s.by_target, s.by_source):
+        assert layout.pointer.dtype == layout.middle.dtype == torch.int64
+        assert layout.column.dtype == layout.edge.dtype == torch.int32
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_the_sort_of_other_devices_gives_the_same(data):
+    s = data.draw(cases(most=300)).structure
+    for counted, argsorted in [
+        (s.by_target, _sorted(s.target, s.source, s.own, s.whole, s.own)),
+        (s.by_source, _sorted(s.source, s.target, s.whole, s.own, s.own)),
+    ]:
+        for name in ("pointer", "middle", "column", "edge"):
+            assert torch.equal(getattr(counted, name), getattr(argsorted, name))
+
+
+def test_views_of_an_edge_list_are_taken():
+    pairs = torch.tensor([[3, 1], [0, 0], [2, 1]])
+    layout = Structure(pairs[:, 0], pairs[:, 1], 2, 4).by_target
+    assert layout.column.tolist() == [0, 2, 3]
+
+
+def test_bytes_of_what_is_built():
+    s = Structure(torch.arange(10), torch.arange(10) // 2, 5, 10)
+    assert s.nbytes == 0
+    _ = s.by_target
+    assert s.nbytes == 8 * 10 + 8 * 6 + 8 * 5
+    assert s.by_target.rows == 5
+    assert s.by_target.edges == s.edges == 10
+    before = s.nbytes
+    assert s.by_source.rows == 10
+    # middle is a view of the pointer.
+    assert s.nbytes == before + 8 * 10 + 8 * 11
+
+
+def test_more_rows_than_int32_holds_are_refused():
+    with pytest.raises(DataError, match=str(LARGEST + 1)):
+        _ = Structure(torch.arange(2), torch.arange(2), 5, LARGEST + 1).by_source
