@@ -18,6 +18,19 @@ def pytest_report_header() -> str:
     return f"torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder of the tests' own; workers and child processes inherit it."""
+    folder = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("KAGOME_CACHE")
+    os.environ["KAGOME_CACHE"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["KAGOME_CACHE"]
+    else:
+        os.environ["KAGOME_CACHE"] = before
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     random.seed(0)

@@ -69,8 +69,8 @@ class PartitionCommand:
     data: config.Data = field(default_factory=config.Data)
     parts: int = 2
     """How many."""
-    partitioner: config.Partitioner = "metis"
-    """How vertices are given to parts."""
+    partitioner: config.Partitioner = "auto"
+    """How vertices are given to parts; ``auto`` takes METIS where it fits into memory, else streaming."""
     seed: int = 0
     """The partitioner's seed."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")]

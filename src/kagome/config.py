@@ -60,6 +60,8 @@ class Model:
     """Attention heads, for the models that have them."""
     fast: bool = True
     """Reduce messages by kernels, without a tensor of a row an edge; off, all runs as PyG runs it."""
+    recompute: bool = False
+    """Keep the inputs of each layer only, and compute the rest again in backward; nothing is sent again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from kagome.errors import KagomeError
 from kagome.launch import start_local
 from kagome.ranks import environment
+from kagome.threads import chosen, cores, local, quota
 
 NEEDED: tuple[str, ...] = (
     "torch",
@@ -50,7 +51,11 @@ def examine() -> int:
         _line(name, found or "MISSING: pip install " + name)
     for name, use in OPTIONAL.items():
         _line(name, _version(name) or f"not there (only for {use})")
-    _line("cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}")
+    limit, _ = quota()
+    _line("cores", f"{len(cores())}" + ("" if limit is None else f", time for {limit:.3g} of them"))
+    asked = chosen(os.environ)
+    share = ", ".join(f"{local(n)} with {n}" for n in (1, 2, 4))
+    _line("threads a rank", f"{share} ranks here" if asked is None else f"{asked}, by OMP_NUM_THREADS")
     _line("memory", _memory())
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     _line(

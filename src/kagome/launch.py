@@ -24,6 +24,7 @@ from typing import Any
 
 from kagome.errors import CommError, KagomeError, LaunchError
 from kagome.ranks import Ranks, environment
+from kagome.threads import LAUNCHED, chosen, local
 
 __all__ = ["Ranks", "environment", "start_local"]
 
@@ -37,8 +38,8 @@ def start_local(nproc: int, function: Callable[..., object], *args: object) -> o
     """Run a function on N ranks of this host and give back what rank 0 returns.
 
     Ctrl-C, SIGTERM and SIGHUP reach every rank as one SIGTERM (a terminal's Ctrl-C, which reaches the ranks
-    too, is ignored there); they get 30 s to save, then are killed. Ranks share the host's cores unless
-    OMP_NUM_THREADS or NUMBA_NUM_THREADS is set.
+    too, is ignored there); they get 30 s to save, then are killed. Ranks share the host's cores, and a
+    cgroup's quota, unless OMP_NUM_THREADS or NUMBA_NUM_THREADS is set.
 
     Args:
         nproc: Ranks to start.
@@ -259,9 +260,11 @@ def _signals(folder: Path) -> Iterator[list[int]]:
 def _shared_cores(nproc: int) -> Iterator[None]:
     """Give each rank its share of the cores; torch and numba would each take them all."""
     before = dict(os.environ)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    given = chosen(os.environ)
+    share = str(local(nproc) if given is None else given)
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
-        os.environ.setdefault(name, str(max(1, cores // nproc)))
+        os.environ.setdefault(name, share)
+    os.environ[LAUNCHED] = "1"
     try:
         yield
     finally:

@@ -263,8 +263,8 @@ def waits(channel: Channel) -> float:
         time.sleep(0.4)
     channel.exchange(torch.zeros(channel.size, 1), ones, ones, action="late")
     channel.barrier("end")
-    waited = channel.take_waits()
-    assert sum(channel.take_waits().values()) == 0
+    waited = channel.take_traffic().waited
+    assert sum(channel.take_traffic().waited.values()) == 0
     return waited["halo"]
 
 

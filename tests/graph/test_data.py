@@ -26,6 +26,7 @@ from kagome.graph.data import load_data
 def no_shared_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No data set but what a test makes; a cache of its own; a network that refuses at once."""
     monkeypatch.delenv("KAGOME_DATA", raising=False)
+    monkeypatch.delenv("KAGOME_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,3 +75,31 @@ def test_a_full_part_is_emptied_to_its_bound(measure: str) -> None:
     kernels.mend(indptr, indices, weight, owner, bounds, 6)
     assert np.bincount(owner, minlength=4).max() <= bounds[0]
     assert np.bincount(owner, weights=weight, minlength=4).max() <= bounds[1]
+
+
+def test_a_second_process_does_not_compile_again(tmp_path: Path) -> None:
+    say = "print(sum(squeeze.stats.cache_hits.values()), sum(squeeze.stats.cache_misses.values()))"
+    code = f"import numpy as np; from kagome.graph.edges import squeeze; squeeze(np.arange(3)); {say}"
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for _ in range(2)
+    ]
+    assert said == [["0", "1"], ["1", "0"]]
+
+
+def test_where_no_cache_can_be_written_it_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = kernels.numba.njit
+
+    def njit(**options: Any) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return real(**options)
+
+    monkeypatch.setattr(kernels.numba, "njit", njit)
+    assert kernels.compiled(lambda n: n + 1)(2) == 3

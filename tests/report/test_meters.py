@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kagome.errors import ConfigError
-from kagome.report.meters import EpochRecord, JsonLines, Memory, by_kind, read_records
+from kagome.report.meters import EpochRecord, JsonLines, Memory, by_kind, hidden_shares, read_records
 
 
 def record(epoch: int, loss: float = 0.5) -> EpochRecord:
@@ -34,6 +34,31 @@ def test_a_line_holds_exactly_the_documented_keys(tmp_path: Path) -> None:
     assert json.loads(text) == {
         "epoch": 1, "loss": 0.5, "train_metric": None, "val_metric": 0.75, "seconds": 0.25, "bytes": kinds,
     }  # fmt: skip
+
+
+def test_times_of_exchanges_are_there_where_there_were_any(tmp_path: Path) -> None:
+    waited, under_way = {"halo": 0.25, "weights": 0.0}, {"halo": 1.0, "weights": 0.5}
+    with JsonLines(tmp_path / "metrics.jsonl") as lines:
+        lines.write(EpochRecord(1, 0.5, None, None, 1.0, {}, waited, under_way))
+        lines.write(record(2))
+    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (first["waited"], first["under_way"]) == (waited, under_way)
+    assert not {"waited", "under_way"} & set(second)
+    assert read_records(tmp_path / "metrics.jsonl")[0].waited == waited
+
+
+def test_the_share_hidden_is_that_of_all_epochs_together() -> None:
+    first = EpochRecord(
+        1, 0.5, None, None, 1.0, {}, {"halo": 1.0, "weights": 0.0}, {"halo": 1.0, "weights": 0.2}
+    )
+    second = EpochRecord(2, 0.5, None, None, 1.0, {}, {"halo": 0.5}, {"halo": 3.0})
+    assert hidden_shares([]) == {}
+    assert hidden_shares([first]) == {"halo": 0.0, "weights": 1.0}
+    assert hidden_shares([first, second]) == {"halo": 0.625, "weights": 1.0}
+    # Two clocks' rounding is no share below nothing.
+    assert hidden_shares([EpochRecord(1, 0.5, None, None, 1.0, {}, {"halo": 1.1}, {"halo": 1.0})]) == {
+        "halo": 0.0
+    }
 
 
 def test_what_is_not_finite_becomes_null(tmp_path: Path) -> None:

@@ -26,7 +26,16 @@ SECTIONS = (
 
 def make_run(folder: Path, *, ranks: int = 2, epochs: int = 30, name: str = "Cora") -> Path:
     records = [
-        EpochRecord(e, 2.0 / e, 1 - 1 / e, 0.8 - 1 / (e + 2), 0.04, {"halo": 3_400_000, "weights": 1_000})
+        EpochRecord(
+            e,
+            2.0 / e,
+            1 - 1 / e,
+            0.8 - 1 / (e + 2),
+            0.04,
+            {"halo": 3_400_000, "weights": 1_000},
+            {"halo": 0.0037, "weights": 0.0},
+            {"halo": 0.0074, "weights": 0.001},
+        )
         for e in range(1, epochs + 1)
     ]
     with JsonLines(folder / "metrics.jsonl") as lines:
@@ -49,6 +58,7 @@ def make_run(folder: Path, *, ranks: int = 2, epochs: int = 30, name: str = "Cor
         notes=[f"trained on {name}"],
         phases=[{"load": 0.5, "forward": 0.6, "backward": 0.4, "exchange": 0.2}] * ranks,
         partition={"cut": 0.25, "rows": rows, "advice": ["Use 2 parts."]},
+        threads=[3] * ranks,
     )
     write_summary(folder / "summary.json", values)
     spans = [
@@ -103,6 +113,9 @@ def test_a_whole_run_has_every_section(tmp_path: Path) -> None:
         "3.40 MB",
         "prefers-color-scheme",
         "Use 2 parts.",
+        "<td>halo</td><td>3.70 ms</td><td>50 %</td>",
+        "<td>weights</td><td>0 s</td><td>100 %</td>",
+        "threads a rank</dt><dd>3<",
     ):
         assert piece in text
     assert "Attention" not in text

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kagome.report.diagnosis import diagnose
 from kagome.report.meters import EpochRecord
-from kagome.report.summary import print_summary, summary, write_summary
+from kagome.report.summary import headline, print_summary, summary, write_summary
 from kagome.report.units import bytes_text, seconds_text, share_text
 
 
@@ -59,6 +59,27 @@ def test_extra_keys_come_only_where_they_say_something() -> None:
     assert found["notes"] == ["a note"]
     assert found["set_up_seconds"] == 0.0
     assert "partition" not in found
+
+
+def test_waiting_what_was_hidden_and_threads() -> None:
+    records = [
+        EpochRecord(1, 1.0, None, None, 9.0, {}, {"halo": 5.0}, {"halo": 5.0}),
+        EpochRecord(
+            2, 1.0, None, None, 1.0, {}, {"halo": 0.25, "statistics": 0.25}, {"halo": 1.0, "statistics": 0.25}
+        ),
+        EpochRecord(
+            3, 1.0, None, None, 1.0, {}, {"halo": 0.75, "weights": 0.0}, {"halo": 3.0, "weights": 0.5}
+        ),
+    ]
+    found = small(records=records, threads=[2, 2])
+    assert found["waited_per_epoch"] == {"halo": 0.5, "statistics": 0.125, "weights": 0.0}
+    assert found["hidden_share"] == {"halo": 0.75, "weights": 1.0, "statistics": 0.0}
+    rows = dict(headline(found))
+    assert rows["waited an epoch"] == "625 ms"
+    assert rows["hidden by computation"] == "halo 75 %, weights 100 %"
+    assert rows["threads a rank"] == "2"
+    assert dict(headline(small(threads=[4, 1])))["threads a rank"] == "1 to 4"
+    assert not {"waited_per_epoch", "hidden_share", "threads"} & set(small())
 
 
 def test_the_table_fits_a_narrow_log_and_the_path_stays_whole() -> None:

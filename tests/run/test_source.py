@@ -180,3 +180,128 @@ def test_a_saved_partition_says_which_settings_it_does_not_heed(tmp_path):
         settings = config.Data(partition=str(folder), root="elsewhere", **more)
         _, meta = source.from_settings(settings, alone, method="metis", seed=0)
         assert any("data.undirected, data.split" in note for note in meta.notes) is said
+
+
+# Reuse ---------------------------------------------------------------------------------------------
+
+
+def reusing(channel: Channel, settings: config.Data, folder: str, seed: int, reuse: bool) -> tuple:
+    import os
+
+    before = dict(os.environ)
+    os.environ["KAGOME_CACHE"] = folder
+    try:
+        part, meta = source.from_settings(settings, channel, method="auto", seed=seed, reuse=reuse)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    said = [note for note in meta.notes if "no-reuse" in note]
+    return part.own.tolist(), float(part.nodes["x"].sum()), meta.method, said
+
+
+def edges_file(path: Path, last: int) -> config.Data:
+    import numpy as np
+
+    ring = np.stack([np.arange(40), (np.arange(40) + last) % 40])
+    np.savez(path, edge_index=ring, x=np.ones((40, 2), np.float32), y=np.arange(40) % 2)
+    return config.Data(name=f"npz:{path}")
+
+
+def entries(folder: Path) -> set[str]:
+    return {entry.name for entry in (folder / "partitions").glob("*")}
+
+
+def test_parts_are_cut_once_and_reused_until_the_file_or_the_seed_changes(ranks, tmp_path):
+    folder, data = tmp_path / "cache", edges_file(tmp_path / "g.npz", 1)
+    first = ranks(2, reusing, data, str(folder), 0, True)
+    assert [said for *_, said in first] == [[], []]
+    assert first[0][2] == "metis"
+    (entry,) = entries(folder)
+    again = ranks(2, reusing, data, str(folder), 0, True)
+    assert [found[:3] for found in again] == [found[:3] for found in first]
+    assert all("reused from" in found[3][0] and entry[:14] in found[3][0] for found in again)
+    edges_file(tmp_path / "g.npz", 3)
+    assert ranks(2, reusing, data, str(folder), 0, True)[0][3] == []
+    assert ranks(2, reusing, data, str(folder), 1, True)[0][3] == []
+    assert ranks(3, reusing, data, str(folder), 1, True)[0][3] == []
+    assert len(entries(folder)) == 4
+
+
+def test_without_reuse_nothing_is_read_or_kept(ranks, tmp_path):
+    folder, data = tmp_path / "cache", edges_file(tmp_path / "g.npz", 1)
+    for _ in range(2):
+        assert ranks(2, reusing, data, str(folder), 0, False)[0][3] == []
+    assert not folder.exists()
+
+
+def test_a_damaged_entry_is_made_again(ranks, tmp_path):
+    folder, data = tmp_path / "cache", edges_file(tmp_path / "g.npz", 1)
+    first = ranks(2, reusing, data, str(folder), 0, True)
+    (name,) = entries(folder)
+    (folder / "partitions" / name / "part-00001.safetensors").write_bytes(b"half")
+    again = ranks(2, reusing, data, str(folder), 0, True)
+    assert [found[:3] for found in again] == [found[:3] for found in first]
+    assert again[0][3] == []
+    assert "reused" in ranks(2, reusing, data, str(folder), 0, True)[0][3][0]
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(ranks, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    data = edges_file(tmp_path / "g.npz", 1)
+    found = ranks(2, reusing, data, str(tmp_path / "cache"), 0, True)
+    assert sorted(found[0][0] + found[1][0]) == list(range(40))
+
+
+def in_memory(channel: Channel, folder: str, reuse: bool) -> tuple:
+    import os
+
+    before = dict(os.environ)
+    os.environ["KAGOME_CACHE"] = folder
+    try:
+        data = graph(vertices=60)
+        part, meta = source.from_data(data, channel, method="auto", seed=0, reuse=reuse)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return part.own.tolist(), [note for note in meta.notes if "no-reuse" in note], meta.method
+
+
+def test_owners_of_data_in_memory_are_reused(ranks, tmp_path):
+    folder = tmp_path / "cache"
+    plain = ranks(3, in_memory, str(folder), False)
+    assert not folder.exists()
+    first = ranks(3, in_memory, str(folder), True)
+    again = ranks(3, in_memory, str(folder), True)
+    assert [own for own, *_ in plain] == [own for own, *_ in first] == [own for own, *_ in again]
+    assert [said for _, said, _ in first] == [[], [], []]
+    assert "reused from" in again[0][1][0]
+    assert len(entries(folder)) == 1
+
+
+def short_of_memory(channel: Channel, folder: str, amount: int | None) -> tuple:
+    import os
+
+    from kagome.run import parts, source
+
+    before = dict(os.environ)
+    os.environ["KAGOME_CACHE"] = folder
+    kept = parts.available_bytes
+    parts.available_bytes = source.available_bytes = lambda: amount
+    try:
+        named = source.from_settings(config.Data(name=SBM), channel, method="auto", seed=0, reuse=True)[1]
+        given = source.from_data(graph(vertices=60), channel, method="auto", seed=0)[1]
+    finally:
+        parts.available_bytes = source.available_bytes = kept
+        os.environ.clear()
+        os.environ.update(before)
+    return [(meta.method, sum("GiB are available" in note for note in meta.notes)) for meta in (named, given)]
+
+
+def test_auto_streams_where_metis_does_not_fit_and_says_so(ranks, tmp_path):
+    folder = str(tmp_path / "cache")
+    for _ in range(2):  # cut, then reused
+        assert ranks(2, short_of_memory, folder, 1000) == [[("streaming", 1)] * 2] * 2
+    assert ranks(2, short_of_memory, folder, 10**12) == [[("metis", 0)] * 2] * 2  # not the streamed parts
+    assert ranks(2, short_of_memory, folder, 10**12) == [[("metis", 0)] * 2] * 2
+    # Parts that METIS has made are as good with little memory.
+    assert ranks(2, short_of_memory, folder, 1000) == [[("metis", 0), ("streaming", 1)]] * 2

@@ -9,7 +9,6 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
@@ -18,42 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kagome.comm import faults
+from kagome.comm.pending import Pending, PendingSum, start_sum
+from kagome.comm.traffic import KINDS, Kind, Traffic
 from kagome.comm.watch import Watch
 from kagome.errors import CommError
 
-Kind = Literal["halo", "stage", "transpose", "weights", "statistics", "other"]
-KINDS: tuple[Kind, ...] = ("halo", "stage", "transpose", "weights", "statistics", "other")
+__all__ = ["KINDS", "Channel", "Kind", "Op", "Pending", "PendingSum"]
+
 Op = Literal["sum", "max", "min"]
-
-
-@dataclass
-class Pending:
-    """An exchange under way; ``wait`` gives its rows.
-
-    Args:
-        rows: Where the rows arrive; not to be read before ``wait``.
-    """
-
-    rows: Tensor
-    channel: Channel
-    action: str
-    kind: Kind
-    works: list[tuple[int | None, dist.Work]] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
-
-    def wait(self) -> Tensor:
-        """Wait until all rows have come and the own ones are taken; a second call returns at once.
-
-        Returns:
-            The received rows, peers in the order of their ranks.
-
-        Raises:
-            CommError: If a peer was late or lost.
-        """
-        if self.works:
-            self.channel._finish(self.works, self.action, self.kind)
-            self.works, self.kept = [], []
-        return self.rows.to(self.channel.device)
 
 
 class Channel:
@@ -69,6 +40,8 @@ class Channel:
         device: Where this rank's tensors live.
         timeout: Seconds after which a wait is given up.
         watch: Who knows what the peers do; None leaves that out of the errors.
+        lane: Messages of one lane never meet those of another.
+        traffic: Where to count; its own if None.
     """
 
     def __init__(
@@ -78,6 +51,8 @@ class Channel:
         *,
         timeout: float = 300.0,
         watch: Watch | None = None,
+        lane: Literal[0, 1] = 0,
+        traffic: Traffic | None = None,
     ) -> None:
         self.device, self.timeout, self.watch = torch.device(device), timeout, watch
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
@@ -85,12 +60,26 @@ class Channel:
         self._group = group
         self._gloo = group is not None and dist.get_backend(group) == "gloo"
         # gloo's point-to-point knows host memory only.
-        self._wire = torch.device("cpu") if self._gloo else self.device
-        self._count = 0
+        self.wire = torch.device("cpu") if self._gloo else self.device
+        self._count, self._lane = 0, lane
         self.timer: Callable[[str], AbstractContextManager[object]] | None = None
         """Called with ``exchange`` around each of them but sums of weights: where its time is to be noted."""
-        self.bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
-        self.waited: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        self.traffic = Traffic() if traffic is None else traffic
+
+    def beside(self) -> Channel:
+        """A channel of the same ranks and counters, on a lane of its own.
+
+        What it sends may come in another order among this one's messages on one rank than on another, where
+        :attr:`lanes` says so.
+        """
+        return Channel(
+            self._group, self.device, timeout=self.timeout, watch=self.watch, lane=1, traffic=self.traffic
+        )
+
+    @property
+    def lanes(self) -> bool:
+        """Whether lanes are apart, by gloo's tags; nccl has one order of collectives for all ranks."""
+        return self._gloo
 
     def close(self) -> None:
         """Let go of the group: gloo closes its connections only when nobody holds it any more."""
@@ -98,13 +87,11 @@ class Channel:
 
     def take_bytes(self) -> dict[str, int]:
         """Bytes this rank has sent since the last call, by kind."""
-        taken, self.bytes = self.bytes, dict.fromkeys(KINDS, 0)
-        return taken
+        return self.take_traffic().bytes
 
-    def take_waits(self) -> dict[str, float]:
-        """Seconds this rank has waited since the last call, by kind."""
-        taken, self.waited = self.waited, dict.fromkeys(KINDS, 0.0)
-        return taken
+    def take_traffic(self) -> Traffic:
+        """What this rank has sent and waited since the last call, by kind."""
+        return self.traffic.take()
 
     def exchange(
         self,
@@ -117,10 +104,8 @@ class Channel:
         header: tuple[int, ...] | None = None,
     ) -> Tensor:
         """Send each peer its rows and receive theirs; :meth:`start_exchange` and its wait."""
-        with self._timed(kind):
-            return self.start_exchange(
-                rows, send_counts, recv_counts, action=action, kind=kind, header=header
-            ).wait()
+        with self.timed(kind):
+            return self._post(rows, send_counts, recv_counts, action, kind, header).arrived()
 
     def start_exchange(
         self,
@@ -153,6 +138,18 @@ class Channel:
 
         Cost: the rows for other ranks; with a header, 64 bytes a peer more.
         """
+        with self.timed(kind):
+            return self._post(rows, send_counts, recv_counts, action, kind, header)
+
+    def _post(
+        self,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        action: str,
+        kind: Kind,
+        header: tuple[int, ...] | None,
+    ) -> Pending:
         if len(send_counts) != self.size or len(recv_counts) != self.size:
             raise ValueError(
                 f"{self.size} counts each way are needed, one a rank: {send_counts}, {recv_counts}"
@@ -163,8 +160,8 @@ class Channel:
             return Pending(rows, self, action, kind)
         if header is not None:
             self._compare(header, send_counts, recv_counts, action)
-        rows = rows.detach().to(self._wire).contiguous()
-        return self._start(list(torch.split(rows, list(send_counts))), recv_counts, action, kind)
+        rows = rows.detach().to(self.wire).contiguous()
+        return self.start_parts(list(torch.split(rows, list(send_counts))), recv_counts, action, kind)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, action: str, kind: Kind = "statistics") -> Tensor:
         """Sum, maximum or minimum over the ranks: a new tensor, the same bits on every rank.
@@ -174,15 +171,34 @@ class Channel:
         Cost: 2 (n - 1) / n of the tensor's bytes (a ring's).
         """
         result = tensor.detach().clone().contiguous()
-        if self._group is None or self.size == 1:
+        if self.size == 1:
             return result
-        result = result.to(self._wire)
-        self._add(kind, 2 * (self.size - 1) * result.nbytes // self.size)
+        with self.timed(kind):
+            return self.begin_all_reduce(result.to(self.wire), op, action, kind).arrived()
+
+    def begin_all_reduce(self, values: Tensor, op: Op, action: str, kind: Kind) -> Pending:
+        """Begin the group's own all-reduce, in place, of values on the wire's device."""
+        assert self._group is not None
+        self._add(kind, 2 * (self.size - 1) * values.nbytes // self.size)
         reduce = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-        with self._timed(kind):
-            work = self._group.allreduce([result], reduce, self._limit())
-            self._finish([(None, work)], action, kind)
-        return result.to(self.device)
+        work = self._group.allreduce([values], reduce, self._limit())
+        return Pending(values, self, action, kind, [(None, work)])
+
+    def start_all_reduce(self, tensor: Tensor, *, action: str, kind: Kind = "weights") -> PendingSum:
+        """Begin a sum over the ranks; see :class:`PendingSum` for its bits.
+
+        Nobody is waited for here, and no peer's limit begins before this rank waits.
+
+        Args:
+            tensor: This rank's values; not to be changed before the wait ends.
+            action: What this is, for errors.
+            kind: What its bytes and its time count as.
+
+        Shapes: [n] -> [n].
+
+        Cost: size - 1 times the tensor's bytes in one round, 2 (size - 1) / size times in two.
+        """
+        return start_sum(self, tensor.detach().contiguous(), action, kind)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, action: str, kind: Kind = "other") -> Tensor:
         """The tensor of rank ``src`` of this group, as a new tensor; elsewhere only type and shape count.
@@ -194,12 +210,12 @@ class Channel:
         result = tensor.detach().clone().contiguous()
         if self._group is None or self.size == 1:
             return result
-        result = result.to(self._wire)
+        result = result.to(self.wire)
         if self.rank == src:
             self._add(kind, (self.size - 1) * result.nbytes)
-        work = self._group.broadcast(_as_bytes(result), src, self._limit())
-        self._finish([(None, work)], action, kind)
-        return result.to(self.device)
+        pending = Pending(result, self, action, kind)
+        pending.works.append((None, self._group.broadcast(_as_bytes(result), src, self._limit())))
+        return pending.arrived()
 
     def gather_rows(
         self, rows: Tensor, *, action: str, kind: Kind = "other", dst: int | None = None
@@ -221,14 +237,14 @@ class Channel:
         """
         if self.size == 1:
             return [rows]
-        rows = rows.detach().to(self._wire).contiguous()
+        rows = rows.detach().to(self.wire).contiguous()
         ones = [1] * self.size
-        mine = torch.full((self.size,), rows.size(0), dtype=torch.int64, device=self._wire)
+        mine = torch.full((self.size,), rows.size(0), dtype=torch.int64, device=self.wire)
         counts = self.exchange(mine, ones, ones, action=f"{action} (row counts)", kind="other").tolist()
         gets = [dst in (None, rank) for rank in range(self.size)]
         parts = [rows if get else rows[:0] for get in gets]
         counts = counts if gets[self.rank] else [0] * self.size
-        received = self._start(parts, counts, action, kind).wait()
+        received = self.start_parts(parts, counts, action, kind).wait()
         return list(torch.split(received, counts)) if gets[self.rank] else None
 
     def gather_objects(self, obj: object, action: str) -> list[object]:
@@ -247,7 +263,9 @@ class Channel:
             torch.zeros((), dtype=torch.int64, device=self.device), action=action, kind="other"
         ).item()
 
-    def _start(self, parts: list[Tensor], recv_counts: Sequence[int], action: str, kind: Kind) -> Pending:
+    def start_parts(
+        self, parts: list[Tensor], recv_counts: Sequence[int], action: str, kind: Kind
+    ) -> Pending:
         """Post one part a peer; parts are contiguous, on the wire's device, and alike in trailing shape."""
         received = parts[0].new_empty((sum(recv_counts), *parts[0].shape[1:]))
         slots = torch.split(received, list(recv_counts))
@@ -274,22 +292,23 @@ class Channel:
             pending.works.clear()
             fault = self._fault(error, [peer], action, collective=False)
             raise fault from error.with_traceback(None)
+        pending.begun = time.monotonic()  # posting hid nothing
         return pending
 
     def _ring(self, step: int) -> list[int]:
         return [(self.rank + step * hop) % self.size for hop in range(1, self.size)]
 
     def _tag(self, message: Tensor) -> int:
-        # Order (7 bits) and size (24 bits, hashed): messages that do not belong together never meet, and the
-        # wait for the right one ends in an error that can be caught, not in gloo's abort.
-        return (self._count % 128) << 24 | (message.nbytes * 2654435761 % 2**32) >> 8
+        # Order (7 bits), lane (1) and size (23, hashed): messages that do not belong together never meet, and
+        # the wait for the right one ends in an error that can be caught, not in gloo's abort.
+        return (self._count % 128) << 24 | self._lane << 23 | (message.nbytes * 2654435761 % 2**32) >> 9
 
     def _compare(
         self, fields: tuple[int, ...], sends: Sequence[int], comes: Sequence[int], action: str
     ) -> None:
         ours = [faults.header(fields, send, come) for send, come in zip(sends, comes, strict=True)]
-        parts = torch.split(torch.tensor(ours, device=self._wire), 1)
-        pending = self._start(list(parts), [1] * self.size, f"{action} (header)", "other")
+        parts = torch.split(torch.tensor(ours, device=self.wire), 1)
+        pending = self.start_parts(list(parts), [1] * self.size, f"{action} (header)", "other")
         theirs: list[list[int]] = pending.wait().tolist()
         # The own counts were compared before.
         theirs[self.rank] = faults.header(fields, comes[self.rank], sends[self.rank])
@@ -297,17 +316,23 @@ class Channel:
         if texts:
             raise faults.disagree(self.names[self.rank], action, texts)
 
-    def _timed(self, kind: Kind) -> AbstractContextManager[object]:
+    def timed(self, kind: Kind) -> AbstractContextManager[object]:
+        """The phase in which an exchange of a kind is noted."""
         return nullcontext() if self.timer is None or kind in ("weights", "other") else self.timer("exchange")
 
     def _limit(self) -> timedelta:
         return timedelta(seconds=self.timeout)
 
     def _add(self, kind: Kind, count: int) -> None:
-        self.bytes[kind] += count
+        self.traffic.bytes[kind] += count
 
-    def _finish(self, works: list[tuple[int | None, dist.Work]], action: str, kind: Kind) -> None:
-        begun = time.monotonic()
+    def finish(self, pending: Pending) -> None:
+        """Wait for all that a pending exchange still misses.
+
+        Raises:
+            CommError: If a peer was late or lost.
+        """
+        works, action, begun = pending.works, pending.action, time.monotonic()
         others = [peer for peer in range(self.size) if peer != self.rank]
         awaited = sorted({peer for peer, _ in works if peer is not None}) or others
         names = [self.names[peer] for peer in awaited]
@@ -323,7 +348,9 @@ class Channel:
                     works.clear()
                     del work
                     raise fault from error.with_traceback(None)
-        self.waited[kind] += time.monotonic() - begun
+        ended = time.monotonic()
+        self.traffic.waited[pending.kind] += ended - begun
+        self.traffic.under_way[pending.kind] += ended - pending.begun
 
     def _wait(self, work: dist.Work, begun: float, *, collective: bool) -> None:
         if not self._gloo:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from kagome.comm.watch import Watch
 from kagome.config import Parallel
 from kagome.errors import CommError
 from kagome.ranks import Ranks, environment
+from kagome.threads import seat, threads
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Mesh:
         local_rank: This rank among those of its host.
         device: Where its tensors live.
         graph: The channel of the ranks that hold the other parts of the graph.
+        weights: The same ranks on a lane of their own: sums of gradients travel while halos do.
+        threads: Threads of each rank for computing.
         watch: What the ranks are doing; None with one rank.
     """
 
@@ -46,6 +50,8 @@ class Mesh:
     local_rank: int
     device: torch.device
     graph: Channel
+    weights: Channel
+    threads: tuple[int, ...]
     watch: Watch | None
 
     def doing(self, action: str) -> None:
@@ -65,7 +71,8 @@ def open_mesh(
     """Join the ranks that the environment names, and leave them at the end, after an error too.
 
     A process group that the script has made itself is used and left as it is. With one rank there is none,
-    unless ``always_group`` asks for it.
+    unless ``always_group`` asks for it. Until the end torch has the threads that are this rank's share of its
+    host, unless the user chose their number: see :func:`kagome.threads.chosen`.
 
     Args:
         parallel: How to split; must fit the number of ranks.
@@ -92,22 +99,40 @@ def open_mesh(
         store = _given_store()
     elif ranks.size > 1 or always_group:
         store = _join(ranks, device, timeout)
-    watch = channel = None
+    watch = channel = weights = None
+    stack = ExitStack()
     try:
         if store is not None and ranks.size > 1:
             watch = Watch(store, ranks.rank, ranks.size, say=say)
         channel = Channel(
             dist.group.WORLD if dist.is_initialized() else None, device, timeout=timeout, watch=watch
         )
+        weights = channel.beside()
+        counts = stack.enter_context(_fitting_threads(channel))
         axes = {"graph": fitted.graph or ranks.size}
-        yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, channel, watch)
+        yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, channel, weights, counts, watch)
     finally:
+        stack.close()
         if watch is not None:
             watch.close()
-        if channel is not None:
-            channel.close()
+        for each in (channel, weights):
+            if each is not None:
+                each.close()
         if not given and dist.is_initialized():
             dist.destroy_process_group()  # gloo aborts the process at its exit otherwise
+
+
+@contextmanager
+def _fitting_threads(channel: Channel) -> Iterator[tuple[int, ...]]:
+    """Give torch, which the compiled loops follow, this rank's share of its host's cores for a while."""
+    before = torch.get_num_threads()
+    found: Any = channel.gather_objects(seat(before), "cores of each rank")
+    counts = threads(found)
+    torch.set_num_threads(counts[channel.rank])
+    try:
+        yield counts
+    finally:
+        torch.set_num_threads(before)
 
 
 def _join(ranks: Ranks, device: torch.device, timeout: float) -> Store:

@@ -9,8 +9,6 @@ import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch_geometric.datasets
-
 from kagome.errors import DataError
 
 
@@ -81,6 +79,8 @@ def class_of(entry: Entry) -> type:
     Raises:
         DataError: If there is no such class, or it needs more, or a name is missing or too many.
     """
+    import torch_geometric.datasets  # a third of a second, and most graphs need none of them
+
     kind = getattr(torch_geometric.datasets, entry.kind, None)
     if not inspect.isclass(kind):
         raise DataError(

@@ -62,3 +62,27 @@ def _named(name: str, root: Path) -> Any:
     if kind == "ogb":
         return sources.load_ogb(rest, root)
     return rawfiles.load_pyg(catalog.find(name), root)
+
+
+def raw_files(settings: config.Data) -> list[Path] | None:
+    """The files that decide what :func:`load_data` gives.
+
+    Returns:
+        The files; none for a data set that settings alone decide. None where nobody can tell: a user's
+        function, or files that are yet to be downloaded.
+
+    Raises:
+        DataError: If there is no such data set.
+    """
+    name, root = settings.name, Path(settings.root).expanduser()
+    kind, _, rest = name.partition(":")
+    if name == "digits" or kind == "sbm":
+        return []
+    if kind == "python":
+        return None
+    if kind == "npz":
+        file = sources.npz_file(rest, root)
+        return None if file is None else [file]
+    if kind == "ogb":
+        return sources.ogb_files(rest, root) or None
+    return rawfiles.pyg_files(catalog.find(name), root) or None

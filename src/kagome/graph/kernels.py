@@ -20,11 +20,14 @@ Loop = TypeVar("Loop", bound=Callable[..., Any])
 
 def compiled(loop: Loop) -> Loop:
     """Compile a plain loop once and keep the machine code on disk; one thread, so that ranks do not crowd."""
-    return cast(Loop, numba.njit(cache=True, nogil=True)(loop))
+    try:
+        return cast(Loop, numba.njit(cache=True, nogil=True)(loop))
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written
+        return cast(Loop, numba.njit(nogil=True)(loop))
 
 
 @compiled
-def adjacency(source: Ints, target: Ints, num_nodes: int) -> tuple[Longs, Ints]:
+def adjacency(source: Longs, target: Longs, num_nodes: int) -> tuple[Longs, Ints]:
     """Neighbours in both directions of every vertex, self-loops left out, duplicates kept.
 
     Cost: two passes over the edges, 8 bytes an edge.

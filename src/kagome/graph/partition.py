@@ -7,13 +7,17 @@ Where it sits: made from the whole graph by ``partitioners``' owners, kept on di
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
 
 from kagome.errors import PartitionError
+from kagome.graph import edges
 from kagome.graph.attributes import split_attributes
 from kagome.graph.partitioners import assign
 
@@ -84,7 +88,15 @@ def fingerprint(data: Data, method: str = "", seed: int = 0, parts: int = 1) -> 
     return digest.hexdigest()
 
 
-def extract(data: Data, owner: Tensor, part: int, num_parts: int, *, fingerprint: str = "") -> Partition:
+def extract(
+    data: Data,
+    owner: Tensor,
+    part: int,
+    num_parts: int,
+    *,
+    fingerprint: str = "",
+    readers: NDArray[np.int64] | None = None,
+) -> Partition:
     """Take one part out of the whole graph; no other part has to be known.
 
     Args:
@@ -93,6 +105,7 @@ def extract(data: Data, owner: Tensor, part: int, num_parts: int, *, fingerprint
         part: The part to take.
         num_parts: Parts.
         fingerprint: Kept in the result.
+        readers: Which parts read each vertex, from ``edges.read_by``, if it is known already.
 
     Returns:
         The part; without vertices where it owns none.
@@ -101,37 +114,28 @@ def extract(data: Data, owner: Tensor, part: int, num_parts: int, *, fingerprint
         PartitionError: If there is no such part, or ``owner`` does not fit the graph.
 
     Shapes:
-        owner ``[N]``, int64.
+        owner ``[N]``, int64; readers ``[N, num_parts / 64]``.
 
-    Cost: a few passes over the edges and sorts of those that touch this part; 9 bytes a vertex of the whole
-    graph for the time of the call.
+    Cost: three passes over the edges; beside the part 20 bytes a vertex of the whole graph, and 8 more for
+    each 64 parts, for the time of the call.
     """
     if not 0 <= part < num_parts:
         raise PartitionError(f"part {part} was asked for", f"there are {num_parts}, counted from 0")
     _check_owner(owner, int(data.num_nodes), num_parts)
-    source, target = data.edge_index
-    source_owner, target_owner = owner[source], owner[target]
+    source, target = data.edge_index.contiguous().numpy()
+    owners = owner.to(torch.int32).numpy()
+    if readers is None:
+        readers = edges.read_by(source, target, owners, num_parts)[0]
     own = (owner == part).nonzero().view(-1)
-    local = torch.full((owner.numel(),), -1, dtype=torch.int64)
-    local[own] = torch.arange(own.numel())
-
-    edge_ids = (target_owner == part).nonzero().view(-1)
-    row = local[target[edge_ids]]
-    row, order = row.sort(stable=True)
-    edge_ids = edge_ids[order]
-    column = source[edge_ids]
-
-    halo = column[source_owner[edge_ids] != part].unique()
-    halo = halo[owner[halo].argsort(stable=True)]
-    local[halo] = own.numel() + torch.arange(halo.numel())
-
-    # A peer reads my row s if a vertex of its own has an in-edge from s: the same edge list tells it.
-    given = ((source_owner == part) & (target_owner != part)).nonzero().view(-1)
-    reader, sent = target_owner[given], source[given]
-    keys = (reader * owner.numel() + sent).unique()
-    reader, sent = keys // max(owner.numel(), 1), keys % max(owner.numel(), 1)
-
-    nodes, edges = split_attributes(data)
+    halo, received = edges.halo_of(readers, owners, part, num_parts)
+    send, sent = edges.sent_by(readers, own.numpy(), num_parts)
+    local = np.empty(owner.numel(), np.int64)
+    local[own.numpy()] = np.arange(own.numel())
+    local[halo] = np.arange(own.numel(), own.numel() + halo.size)
+    edge_index, edge_ids = (
+        _tensor(ids) for ids in edges.edges_of(source, target, owners, part, local, own.numel())
+    )
+    of_nodes, of_edges = split_attributes(data)
     return Partition(
         part=part,
         num_parts=num_parts,
@@ -139,16 +143,21 @@ def extract(data: Data, owner: Tensor, part: int, num_parts: int, *, fingerprint
         num_edges=data.edge_index.size(1),
         last_vertex=int(data.edge_index.max()) if data.edge_index.numel() else -1,
         own=own,
-        halo=halo,
-        edge_index=torch.stack([local[column], row]),
+        halo=_tensor(halo),
+        edge_index=edge_index,
         edge_ids=edge_ids,
-        send=local[sent],
-        send_counts=tuple(torch.bincount(reader, minlength=num_parts).tolist()),
-        recv_counts=tuple(torch.bincount(owner[halo], minlength=num_parts).tolist()),
-        nodes={name: value[own] for name, value in nodes.items()},
-        edges={name: value[edge_ids] for name, value in edges.items()},
+        send=_tensor(send),
+        send_counts=tuple(sent.tolist()),
+        recv_counts=tuple(received.tolist()),
+        nodes={name: value[own] for name, value in of_nodes.items()},
+        edges={name: value[edge_ids] for name, value in of_edges.items()},
         fingerprint=fingerprint,
     )
+
+
+def _tensor(ids: NDArray[np.int64]) -> Tensor:
+    # NumPy gives an empty array strides of 0, which look like a row repeated.
+    return torch.from_numpy(ids) if ids.size else torch.empty(ids.shape, dtype=torch.int64)
 
 
 def _check_owner(owner: Tensor, num_nodes: int, num_parts: int) -> None:
@@ -162,16 +171,24 @@ def _check_owner(owner: Tensor, num_nodes: int, num_parts: int) -> None:
         )
 
 
-def split_all(data: Data, owner: Tensor, num_parts: int, *, fingerprint: str = "") -> list[Partition]:
-    """Every part of the whole graph.
+def each_part(
+    data: Data,
+    owner: Tensor,
+    num_parts: int,
+    *,
+    fingerprint: str = "",
+    readers: NDArray[np.int64] | None = None,
+) -> Iterator[Partition]:
+    """One part of the whole graph after another, so that no two need be held at a time.
 
     Args:
         data: The whole graph, validated.
         owner: Part of each vertex.
         num_parts: Parts.
         fingerprint: Kept in each.
+        readers: As in :func:`extract`.
 
-    Returns:
+    Yields:
         The parts, in order.
 
     Raises:
@@ -180,7 +197,17 @@ def split_all(data: Data, owner: Tensor, num_parts: int, *, fingerprint: str = "
     Shapes:
         owner ``[N]``, int64.
     """
-    return [extract(data, owner, part, num_parts, fingerprint=fingerprint) for part in range(num_parts)]
+    _check_owner(owner, int(data.num_nodes), num_parts)
+    if readers is None:
+        source, target = data.edge_index.contiguous().numpy()
+        readers = edges.read_by(source, target, owner.to(torch.int32).numpy(), num_parts)[0]
+    for part in range(num_parts):
+        yield extract(data, owner, part, num_parts, fingerprint=fingerprint, readers=readers)
+
+
+def split_all(data: Data, owner: Tensor, num_parts: int, *, fingerprint: str = "") -> list[Partition]:
+    """Every part of the whole graph, all at once; as :func:`each_part`."""
+    return list(each_part(data, owner, num_parts, fingerprint=fingerprint))
 
 
 def partition(data: Data, *, parts: int, method: str = "metis", seed: int = 0) -> list[Partition]:

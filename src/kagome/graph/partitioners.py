@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kagome.errors import PartitionError
-from kagome.graph import kernels
-from kagome.graph.topology import distinct
+from kagome.graph import edges, kernels
 
 #: No part should hold more than this times the mean, in vertices or in in-edges.
 BALANCE: Final = 1.25
@@ -129,7 +128,9 @@ def metis(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
     if parts == 1 or parts >= num_nodes or edge_index.size(1) == 0:
         return contiguous(edge_index, num_nodes, parts, seed)
     graph = _Adjacency.of(edge_index, num_nodes)
-    simple = _simple(edge_index, num_nodes)
+    # METIS wants sorted lists, and once each neighbour; the loops here do not mind the order.
+    edges.sort_rows(graph.indptr, graph.indices)
+    simple = edges.simple(graph.indptr, graph.indices)
     mean = float(graph.weight.mean())
     best: tuple[tuple[float, int], NDArray[np.int64]] | None = None
     for share, slacks in STARTS if edge_index.size(1) <= SEVERAL_STARTS else ONE_START:
@@ -154,7 +155,7 @@ class _Adjacency(NamedTuple):
 
     @staticmethod
     def of(edge_index: Tensor, num_nodes: int) -> _Adjacency:
-        source, target = (row.to(torch.int32).numpy() for row in edge_index)
+        source, target = edge_index.numpy()
         indptr, indices = kernels.adjacency(source, target, num_nodes)
         return _Adjacency(indptr, indices, np.bincount(target, minlength=num_nodes).astype(np.float64))
 
@@ -179,20 +180,8 @@ class _Adjacency(NamedTuple):
 
 def _halo(edge_index: Tensor, owner: NDArray[np.int64], parts: int) -> int:
     source, target = edge_index.numpy()
-    reader = owner[target]
-    crossing = owner[source] != reader
-    return distinct(source[crossing] * parts + reader[crossing]).size
-
-
-def _simple(edge_index: Tensor, num_nodes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Symmetric adjacency lists without self-loops and duplicates, which METIS insists on."""
-    import scipy.sparse
-
-    source, target = edge_index[:, edge_index[0] != edge_index[1]].to(torch.int32).numpy()
-    ones = np.ones(source.size, np.bool_)
-    matrix = scipy.sparse.coo_matrix((ones, (source, target)), (num_nodes, num_nodes)).tocsr()
-    matrix = (matrix + matrix.T).tocsr()
-    return matrix.indptr.astype(np.int64), matrix.indices.astype(np.int64)
+    readers, _, _ = edges.read_by(source, target, owner.astype(np.int32), parts)
+    return int(edges.halo_counts(readers, parts).sum())
 
 
 def _start(

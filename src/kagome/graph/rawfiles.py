@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kagome.errors import DataError
+from kagome.graph.cache import cache_folder
 from kagome.graph.catalog import Entry, arguments, class_of, raw_files, takes
 from kagome.graph.download import download
 
@@ -44,19 +45,33 @@ def load_pyg(entry: Entry, root: Path) -> Any:
     wanted = raw_files(kind, entry)
     if wanted is None:
         return _only(_build(kind, entry, None, "it cannot be made"), entry)
-    for place in _places(entry, root):
-        if all((place / file).exists() for file in wanted):
-            work = place if _writable(place) else _work_folder(entry, root)
-            break
-    else:
-        work = _work_folder(entry, root)
-        place = work
+    found = _place(entry, root, wanted)
+    work = found if found is not None and _writable(found) else _work_folder(entry, root)
+    place = found or work
     with _locked(work):
         if place != work:
             _link(place, work, wanted)
         elif not all((work / file).exists() for file in wanted):
             download(entry, work, wanted)
         return _only(_build(kind, entry, work, f"the files in {work} cannot be read"), entry)
+
+
+def pyg_files(entry: Entry, root: Path) -> list[Path]:
+    """The raw files that :func:`load_pyg` would read; none if they are not all there, or it needs none.
+
+    Raises:
+        DataError: If there is no such class or name.
+    """
+    wanted = raw_files(class_of(entry), entry)
+    place = _place(entry, root, wanted) if wanted else None
+    return [] if place is None else [place / file for file in wanted or ()]
+
+
+def _place(entry: Entry, root: Path, wanted: list[Path]) -> Path | None:
+    """The first place that holds all raw files."""
+    return next(
+        (place for place in _places(entry, root) if all((place / file).exists() for file in wanted)), None
+    )
 
 
 def _build(kind: type, entry: Entry, root: Path | None, fault: str) -> Any:
@@ -111,7 +126,7 @@ def _writable(place: Path) -> bool:
 
 
 def _work_folder(entry: Entry, root: Path) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kagome"
+    cache = cache_folder()
     for base in (root, cache):
         try:
             base.mkdir(parents=True, exist_ok=True)

@@ -36,8 +36,8 @@ def load_npz(text: str, root: Path) -> Data:
     Raises:
         DataError: If it is missing, truncated, no npz file, or has no edges in either form.
     """
-    bases = [Path(), root, *(Path(shared) for shared in [os.environ.get("KAGOME_DATA")] if shared)]
-    path = next((base / text for base in bases if (base / text).is_file()), None)
+    bases = _bases(root)
+    path = npz_file(text, root)
     if path is None:
         raise DataError(
             f"the file {text} was asked for",
@@ -56,6 +56,15 @@ def load_npz(text: str, root: Path) -> Data:
     if "num_nodes" in given:
         given["num_nodes"] = int(given["num_nodes"])  # type: ignore[assignment]
     return Data(**given)
+
+
+def npz_file(text: str, root: Path) -> Path | None:
+    """Where :func:`load_npz` finds its file; None if nowhere."""
+    return next((base / text for base in _bases(root) if (base / text).is_file()), None)
+
+
+def _bases(root: Path) -> list[Path]:
+    return [Path(), root, *(Path(shared) for shared in [os.environ.get("KAGOME_DATA")] if shared)]
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
@@ -157,7 +166,7 @@ def load_ogb(name: str, root: Path) -> Data:
     from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
     from torch_geometric.data.storage import GlobalStorage
 
-    folder = root / name.replace("-", "_")
+    folder = _ogb_folder(name, root)
     try:
         # OGB prints, asks before large downloads, and reads its own files with torch's safe loader.
         with (
@@ -177,3 +186,13 @@ def load_ogb(name: str, root: Path) -> Data:
         mask[ids[theirs]] = True
         data[ours] = mask
     return data
+
+
+def ogb_files(name: str, root: Path) -> list[Path]:
+    """The raw files of a data set that OGB has downloaded before; none if it has not."""
+    folder = _ogb_folder(name, root)
+    return sorted(file for kind in ("raw", "split") for file in (folder / kind).rglob("*") if file.is_file())
+
+
+def _ogb_folder(name: str, root: Path) -> Path:
+    return root / name.replace("-", "_")

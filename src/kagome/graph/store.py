@@ -9,18 +9,21 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
 
 from kagome.errors import PartitionError
 from kagome.graph.partition import Partition
-from kagome.graph.quality import Quality, quality
+from kagome.graph.quality import Quality, measured
 from kagome.graph.validate import Task, num_classes, task
 
 FORMAT: Final = 1
@@ -85,26 +88,63 @@ def describe(
     Shapes:
         owner ``[N]``.
     """
-    return Meta(
+    return measure(
+        data,
+        owner,
+        len(partitions),
         fingerprint=partitions[0].fingerprint,
         method=method,
         seed=seed,
-        num_parts=len(partitions),
+        notes=notes,
+    )[0]
+
+
+def measure(
+    data: Data,
+    owner: Tensor,
+    parts: int,
+    *,
+    fingerprint: str,
+    method: str,
+    seed: int,
+    notes: Sequence[str] = (),
+) -> tuple[Meta, NDArray[np.int64]]:
+    """The facts that go with a cut before its parts are made, and which parts read each vertex.
+
+    Args:
+        data: The whole graph, validated.
+        owner: Part of each vertex.
+        parts: Parts.
+        fingerprint: As in each part.
+        method: Partitioner.
+        seed: Its seed.
+        notes: Sentences on the data.
+
+    Shapes:
+        owner ``[N]``; readers ``[N, parts / 64]``, what ``partition.extract`` takes.
+    """
+    found, readers = measured(data.edge_index, owner, parts)
+    meta = Meta(
+        fingerprint=fingerprint,
+        method=method,
+        seed=seed,
+        num_parts=parts,
         num_nodes=int(data.num_nodes),
         num_edges=data.edge_index.size(1),
         features=data.x.size(-1),
         num_classes=num_classes(data),
         task=task(data),
         notes=tuple(notes),
-        quality=quality(data.edge_index, owner, len(partitions)),
+        quality=found,
     )
+    return meta, readers
 
 
-def save(partitions: Sequence[Partition], folder: str | Path, meta: Meta) -> None:
+def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> None:
     """Write all parts: into a folder beside, then renamed, so that a folder of that name is always whole.
 
     Args:
-        partitions: All parts, in order.
+        partitions: All parts, in order; each is written before the next is asked for.
         folder: Where to; a partition that is there already is replaced, anything else is not.
         meta: The facts, from :func:`describe`.
 
@@ -233,8 +273,14 @@ def _tensors(piece: Partition) -> dict[str, Tensor]:
     tensors = {name: getattr(piece, name) for name in _PLAIN}
     tensors |= {f"node.{name}": value for name, value in piece.nodes.items()}
     tensors |= {f"edge.{name}": value for name, value in piece.edges.items()}
-    # safetensors refuses views that share memory.
-    return {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+    # safetensors refuses views that share memory; a tensor that has its memory to itself needs no copy.
+    alone = Counter(value.untyped_storage().data_ptr() for value in tensors.values())
+    return {
+        name: value.contiguous()
+        if alone[value.untyped_storage().data_ptr()] == 1
+        else value.clone(memory_format=torch.contiguous_format)
+        for name, value in tensors.items()
+    }
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -9,15 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kagome.graph import edges
+
 
 def distinct(keys: NDArray[np.int64]) -> NDArray[np.int64]:
     """Different values, ascending; by sorting, which is ten times as fast here as numpy.unique's hashing.
 
+    Args:
+        keys: The values; the same memory is sorted and given back.
+
     Shapes:
         keys ``[n]``; result ``[m]``, m up to n.
     """
-    ordered = np.sort(keys)
-    return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if keys.size else ordered
+    keys.sort()
+    return keys[: edges.squeeze(keys)]
 
 
 def topology(edge_index: Tensor, num_nodes: int) -> list[str]:
@@ -33,23 +38,21 @@ def topology(edge_index: Tensor, num_nodes: int) -> list[str]:
     Shapes:
         edge_index ``[2, E]``.
 
-    Cost: two sorts of the edges.
+    Cost: two sorts of the edges, 16 bytes an edge.
     """
     count = edge_index.size(1)
     if count == 0:
         return ["The graph has no edges: no vertex reads another."]
     source, target = edge_index.numpy()
-    there = distinct(source * num_nodes + target)
-    back = distinct(target * num_nodes + source)
+    different, paired = pairs(edge_index, num_nodes)
     notes: list[str] = []
-    if not np.array_equal(there, back):
-        # Both are without duplicates: what is in both comes twice in the two together.
-        paired = 1 - (distinct(np.concatenate([there, back])).size - there.size) / there.size
+    if paired < different:
         notes.append(
-            f"The graph is directed: {paired:.0%} of its edges have their reverse (--data.undirected)."
+            f"The graph is directed: {paired / different:.0%} of its edges have their reverse "
+            "(--data.undirected)."
         )
-    if there.size < count:
-        notes.append(f"{count - there.size:,} of {count:,} edges are duplicates; they are kept.")
+    if different < count:
+        notes.append(f"{count - different:,} of {count:,} edges are duplicates; they are kept.")
     loops = int((source == target).sum())
     if loops:
         notes.append(f"{loops:,} self-loops are kept.")
@@ -58,3 +61,24 @@ def topology(edge_index: Tensor, num_nodes: int) -> list[str]:
     if not touched.all():
         notes.append(f"{num_nodes - int(touched.sum()):,} of {num_nodes:,} vertices have no edge.")
     return notes
+
+
+def pairs(edge_index: Tensor, num_nodes: int) -> tuple[int, int]:
+    """How many different edges there are, and how many of them have their reverse.
+
+    Shapes:
+        edge_index ``[2, E]``.
+
+    Cost: two sorts of the edges, 16 bytes an edge.
+    """
+    source, target = edge_index.contiguous().numpy()
+    different, paired = edges.shared(_keys(source, target, num_nodes), _keys(target, source, num_nodes))
+    return int(different), int(paired)
+
+
+def _keys(one: NDArray[np.int64], other: NDArray[np.int64], num_nodes: int) -> NDArray[np.int64]:
+    """A number for each edge, ascending."""
+    keys = one * num_nodes
+    keys += other
+    keys.sort()
+    return keys

@@ -217,7 +217,10 @@ def _features(x: Any, num_nodes: int, notes: list[str]) -> Tensor:
 
 
 def _finite(name: str, value: Tensor) -> None:
-    if not value.is_floating_point() or bool(value.isfinite().all()):
+    if not value.is_floating_point() or value.numel() == 0:
+        return
+    # One pass without copies: a NaN anywhere makes both NaN.
+    if bool(torch.stack(value.aminmax()).isfinite().all()):
         return
     bad = (~value.isfinite()).nonzero()
     first = bad[0].tolist()

@@ -7,10 +7,10 @@ layer's own methods are given stand-ins for single global names.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FunctionType, MethodType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch_geometric import utils
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
@@ -32,6 +32,9 @@ class LayerScope(Scope, Protocol):
 
     def kept(self, key: Any) -> Any:
         """What was kept, unless it was written to since; else None."""
+
+    def once(self) -> AbstractContextManager[None]:
+        """Around the computation of what is kept."""
 
     def spread(self, value: Tensor) -> Tensor:
         """A message without what is the same for all in-edges of a row: its variance is the same."""
@@ -69,7 +72,7 @@ def remembered(function: Callable[..., Any], scope: LayerScope, name: str) -> Ca
         key = (name, tuple(_place(value) for value in given), tuple(kwargs))
         found = scope.kept(key)
         if found is None:
-            with torch.no_grad():
+            with scope.once():
                 found = scope.keep(key, function(*args, **kwargs))
         return found
 

@@ -31,6 +31,7 @@ from kagome.neighbors.late import Late
 from kagome.neighbors.lazy import refuse_in_function
 from kagome.neighbors.marks import ALIGNED, Kind, Mark, Marks
 from kagome.neighbors.rows import Carrier, NeighborRows, Turn, agree, all_rows, summing, total
+from kagome.neighbors.tape import Taped
 from kagome.neighbors.view import View, in_view, out_view, pair_ids
 
 
@@ -58,10 +59,10 @@ class Interception(Late, TorchFunctionMode):
     ) -> None:
         TorchFunctionMode.__init__(self)
         Late.__init__(self, fast)
-        self.part, self.channel, self.seed = part, channel, seed
+        self.part, self.channel, self.seed = part, Taped(channel), seed
         self.device = torch.device(device)
         self.marks = Marks()
-        self.views: list[View] = [in_view(part, channel, self.device)]
+        self.views: list[View] = [in_view(part, self.channel, self.device)]
         self.turn = Turn(0, checked=False, device=self.device, grad=False)
         self.path: list[str] = []
         self.arguments: list[dict[str, Any]] = []
@@ -97,7 +98,8 @@ class Interception(Late, TorchFunctionMode):
     def out_edges(self) -> View:
         """View 1, fetched from the peers at the first call. All ranks reach it at the same call."""
         if len(self.views) == 1:
-            with torch._C.DisableTorchFunction():  # it is not the user's computation
+            # It is not the user's computation.
+            with torch._C.DisableTorchFunction(), self.channel.aside():
                 view = out_view(self.views[0], self.channel)
             self.views.append(view)
             self.marks.put(view.edge_index, Mark(Kind.EDGES, 1))
@@ -261,7 +263,7 @@ class Interception(Late, TorchFunctionMode):
     def everyone(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, own ones first, with gradient."""
         if self._everyone is None:
-            with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction(), self.channel.aside():
                 self._everyone = all_rows(self.own, self.channel)
         return self._everyone.extend(rows, self.turn, self.where())
 
@@ -296,16 +298,16 @@ class Interception(Late, TorchFunctionMode):
         if held is not None:
             return held
         constant = not rows.requires_grad
-        if constant and rows in self._constants:
-            version, view, kept = self._constants[rows]
-            if version == rows._version and view == mark.view:
-                return kept  # type: ignore[no-any-return]
+        known = self._constants.get(rows) if constant else None
+        there = known is not None and known[:2] == (rows._version, mark.view)
+        if constant and self.channel.same("rows that do not change", there):
+            return known[2]  # type: ignore[index, no-any-return]
         front = rows.movedim(axis, 0)
         flat = front.reshape(front.size(0), _width(front))
         whole = plan.extend(flat, self.turn, site or self.site(rows))
         out = whole.reshape(whole.size(0), *front.shape[1:]).movedim(0, axis)
         if constant:
-            self._constants[rows] = (rows._version, mark.view, out)
+            self._constants[rows] = (rows._version, mark.view, known[2] if known and there else out)
         elif self.fast and axis == 0:
             self._wholes[rows] = (rows._version, mark.view, torch.is_grad_enabled(), out)
         return out

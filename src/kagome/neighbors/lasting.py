@@ -31,7 +31,7 @@ class Lasting:
         held, version = self._held.get(_key(tensor), (None, -1))
         if held is None or tensor._version != version:
             return False
-        return tensor is held or (tensor.is_contiguous() and tensor.numel() > 0)
+        return tensor is held or tensor.is_contiguous()
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
@@ -40,5 +40,6 @@ class Lasting:
 
 def _key(tensor: Tensor) -> Any:
     if tensor.numel() == 0:
-        return id(tensor)
+        # It lies nowhere; what a rank without edges keeps must be what the others keep.
+        return id(tensor if tensor._base is None else tensor._base)
     return tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.is_contiguous()

@@ -7,6 +7,8 @@ structure once, and answers gathers, softmaxes and reductions by their ends with
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,6 +20,7 @@ from kagome.neighbors import algebra, messages, reduce
 from kagome.neighbors.lasting import Lasting
 from kagome.neighbors.lazy import Lazy, supports
 from kagome.neighbors.marks import Kind, Mark, Marks
+from kagome.neighbors.tape import Taped
 from kagome.neighbors.view import View
 
 
@@ -30,6 +33,7 @@ class Late:
 
     marks: Marks
     views: list[View]
+    channel: Taped
 
     def __init__(self, fast: bool) -> None:
         self.fast = fast
@@ -75,6 +79,12 @@ class Late:
         """What was kept, unless it was written to since; else None."""
         value, versions = self.remembered.get(key, (None, []))
         return value if all(tensor._version == version for tensor, version in versions) else None
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Around the computation of what is kept: it has no gradient, and no second pass asks for it."""
+        with torch.no_grad(), self.channel.aside():
+            yield
 
     def spread(self, value: Tensor) -> Tensor:
         """A message without what is the same for all in-edges of a row: its variance is the same."""

@@ -14,6 +14,7 @@ never is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -56,6 +57,9 @@ class Scope(Protocol):
 
     def kept(self, key: Any) -> Any:
         """What was kept, unless it was changed since."""
+
+    def once(self) -> AbstractContextManager[None]:
+        """Around the computation of what is kept."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -107,7 +107,7 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
     key = ("sum", how, id(message.edges), _place(rows), _place(message.weight))
     found: Tensor | None = scope.kept(key)
     if found is None:
-        with torch.no_grad():
+        with scope.once():
             found = _sum(message, rows, how)
         scope.keep(key, found)
     return found

@@ -17,7 +17,8 @@ waiting or, where sizes agree, mixes data silently.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from kagome.comm.channel import Kind, Op
 from kagome.errors import ModelError
 
 Way = Callable[[Tensor], Tensor]
+_NO_CHECKPOINT = "leave torch.utils.checkpoint out of the model, and let --model.recompute do the same"
 
 
 class UnderWay(Protocol):
@@ -91,17 +93,28 @@ class Turn:
         self.token = torch.zeros((), device=device, requires_grad=grad)
         self.collectives = 0
         self.over = False
+        self.pardoned: Any = None
 
     def refuse_again(self, where: str) -> None:
         """Refuse what runs after the forward has ended: backward recomputes it where nobody sees it."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) if self.grad else None
-        if self.over or (hooks and "checkpoint" in getattr(hooks[0], "__qualname__", "")):
+        ours = hooks is not None and hooks[0] is self.pardoned
+        if self.over or (hooks and not ours and "checkpoint" in getattr(hooks[0], "__qualname__", "")):
             raise ModelError(
                 "each layer runs once in the forward pass",
                 "activation checkpointing runs one again during backward, with its exchange or its draws",
                 where=where,
-                hint="leave torch.utils.checkpoint out of the model",
+                hint=_NO_CHECKPOINT,
             )
+
+    @contextmanager
+    def pardoning(self, hook: Any) -> Iterator[None]:
+        """Around a layer that :mod:`recompute` lets run again by this hook of saved tensors."""
+        before, self.pardoned = self.pardoned, hook
+        try:
+            yield
+        finally:
+            self.pardoned = before
 
     def begin(self, site: str, *, grad: bool = False) -> Site:
         """Number the next collective of this forward; ``grad``: backward will come back to it."""
@@ -112,7 +125,7 @@ class Turn:
                 "training keeps the gradient of every read of neighbours",
                 "reentrant activation checkpointing switches gradients off around it",
                 where=site,
-                hint="leave torch.utils.checkpoint out of the model",
+                hint=_NO_CHECKPOINT,
             )
         self.collectives += 1
         return Site(site, self.collectives, self.epoch, self.checked, grad and self.follows())
@@ -123,10 +136,12 @@ class Turn:
 
 
 def _in_checkpoint() -> bool:
+    """Whether this runs under reentrant checkpointing, which is an autograd function."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_filename.endswith("torch/utils/checkpoint.py"):
             return True
     return False
 

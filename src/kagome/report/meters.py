@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -36,9 +36,17 @@ class EpochRecord:
     """Seconds of training, evaluation excluded."""
     bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes sent in training, all ranks, on the wire, by kind of :data:`KINDS`."""
+    waited: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that a rank waited for what others sent, mean over the ranks, by kind; only kinds there are."""
+    under_way: Mapping[str, float] = field(default_factory=dict)
+    """Seconds from the begin of each exchange to the end of its wait, mean over the ranks, by kind."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as a line of ``metrics.jsonl``, with all kinds of bytes and their total."""
+        """The record as a line of ``metrics.jsonl``, with all kinds of bytes and their total.
+
+        ``waited`` and ``under_way`` are there where anything was exchanged.
+        """
+        times = {"waited": dict(self.waited), "under_way": dict(self.under_way)}
         return {
             "epoch": self.epoch,
             "loss": self.loss,
@@ -46,7 +54,7 @@ class EpochRecord:
             "val_metric": self.val_metric,
             "seconds": self.seconds,
             "bytes": by_kind(self.bytes),
-        }
+        } | {name: seconds for name, seconds in times.items() if seconds}
 
 
 def by_kind(counts: Mapping[str, float]) -> dict[str, Any]:
@@ -57,6 +65,24 @@ def by_kind(counts: Mapping[str, float]) -> dict[str, Any]:
             full[kind if kind in KINDS else "other"] += count
     full["total"] = sum(full.values())
     return full
+
+
+def hidden_shares(records: Sequence[EpochRecord]) -> dict[str, float]:
+    """The share of the time under way that computation hid, by kind.
+
+    Args:
+        records: Some epochs.
+
+    Returns:
+        0 for what was waited for at once, 1 for what was never waited for; only kinds there are.
+    """
+    shares = {}
+    for kind in KINDS:
+        under_way = sum(record.under_way.get(kind, 0.0) for record in records)
+        if under_way > 0:
+            waited = sum(record.waited.get(kind, 0.0) for record in records)
+            shares[kind] = min(max(1.0 - waited / under_way, 0.0), 1.0)
+    return shares
 
 
 def read_records(path: str | Path) -> list[EpochRecord]:

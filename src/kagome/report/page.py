@@ -69,7 +69,9 @@ def title_of(run: RunFolder) -> tuple[str, str]:
     facts: list[str] = []
     if ranks := values.get("world_size"):
         facts.append(f"{ranks} rank{'s' if ranks != 1 else ''}")
-    facts += _mesh(values.get("parallel") or {})
+    cut = values.get("partition")
+    chosen = {"partitioner": cut["partitioner"]} if isinstance(cut, dict) and "partitioner" in cut else {}
+    facts += _mesh({**(values.get("parallel") or {}), **chosen})
     if epochs := values.get("epochs"):
         facts.append(f"{epochs} epoch{'s' if epochs != 1 else ''}")
     if values.get("seed") is not None:

@@ -14,6 +14,7 @@ from kagome.report.folder import RunFolder
 from kagome.report.meters import KINDS
 from kagome.report.spans import PHASES, SET_UP
 from kagome.report.style import ink
+from kagome.report.summary import threads_text
 from kagome.report.svg import Bar, Series, bars, curves, legend
 from kagome.report.timeline import MOST_RANKS, gantt_svg, representative_epoch
 from kagome.report.units import bytes_text, count_text, metric_text, seconds_text, share_text
@@ -72,6 +73,8 @@ def figures(run: RunFolder) -> str:
             f"{seconds_text(values['set_up_seconds'])} of it set-up" if values.get("set_up_seconds") else ""
         )
         tiles.append(("whole run", seconds_text(values["seconds_total"]), hint))
+    if values.get("threads"):
+        tiles.append(("threads a rank", threads_text(values["threads"]), ""))
     if values.get("max_age"):
         tiles.append(("oldest row read", f"{values['max_age']} epochs", "halo and history"))
     if not tiles:
@@ -158,7 +161,7 @@ def timeline(run: RunFolder) -> str:
 
 
 def traffic(run: RunFolder) -> str:
-    """Bytes by kind."""
+    """Bytes by kind, and how long they were waited for."""
     counts = run.summary.get("bytes_per_epoch") or {}
     total = counts.get("total", 0)
     kinds = [kind for kind in KINDS if counts.get(kind)]
@@ -176,7 +179,17 @@ def traffic(run: RunFolder) -> str:
         f"{bytes_text(total)} an epoch on the wire, after the codec: all ranks, training only, mean over the "
     )
     lead += "epochs after the first."
-    return _section("Data sent", bars(rows, bytes_text), lead)
+    waited, hidden = (run.summary.get(name) or {} for name in ("waited_per_epoch", "hidden_share"))
+    table = _table(
+        ["kind", "waited an epoch", "hidden"],
+        [[k, seconds_text(waited[k]), share_text(hidden.get(k, 0.0))] for k in KINDS if k in waited],
+    )
+    if table:
+        table = (
+            "<p>What a rank waited for others, and the share of the time between an exchange's begin and its "
+            f"end in which it computed instead.</p>{table}"
+        )
+    return _section("Data sent", bars(rows, bytes_text) + table, lead)
 
 
 def memory(run: RunFolder) -> str:

@@ -11,12 +11,16 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from kagome.report.files import write_json
-from kagome.report.meters import EpochRecord, by_kind
-from kagome.report.units import bytes_text, metric_text, seconds_text
+from kagome.report.meters import EpochRecord, by_kind, hidden_shares
+from kagome.report.units import bytes_text, metric_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+
+SHOWN = ("halo", "stage", "transpose", "weights")
+"""Kinds whose exchanges may be hidden; a statistic is waited for at once."""
 
 
 def summary(
@@ -37,6 +41,7 @@ def summary(
     notes: Sequence[str] = (),
     phases: Sequence[Mapping[str, float]] = (),
     partition: Mapping[str, Any] | None = None,
+    threads: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Build what ``summary.json`` holds.
 
@@ -57,6 +62,7 @@ def summary(
         notes: Sentences that the reader of the page must know.
         phases: One a rank: seconds by phase (:meth:`Spans.seconds`).
         partition: ``rows`` (one a part: part, vertices, edges, halo), ``advice`` (sentences), other facts.
+        threads: One a rank: threads that it computed with.
 
     Returns:
         Plain values in the order of the file.
@@ -79,14 +85,20 @@ def summary(
         "parallel": dict(parallel),
         "seed": seed,
     }
+    kinds = dict.fromkeys(kind for record in costly for kind in record.waited)
     extra = {
+        "waited_per_epoch": {
+            kind: fmean(record.waited.get(kind, 0.0) for record in costly) for kind in kinds
+        },
+        "hidden_share": hidden_shares(costly),
+        "threads": list(threads),
         "seconds_total": seconds_total,
         "set_up_seconds": set_up_seconds,
         "notes": list(notes),
         "phases": [dict(phase) for phase in phases],
         "partition": None if partition is None else dict(partition),
     }
-    return result | {key: value for key, value in extra.items() if value not in (None, [])}
+    return result | {key: value for key, value in extra.items() if value not in (None, [], {})}
 
 
 def write_summary(path: str | Path, values: Mapping[str, Any]) -> Path:
@@ -140,15 +152,30 @@ def headline(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     total = (values.get("bytes_per_epoch") or {}).get("total")
     if total is not None:
         rows.append(("sent an epoch", bytes_text(total)))
+    waited = values.get("waited_per_epoch") or {}
+    if waited:
+        rows.append(("waited an epoch", seconds_text(sum(waited.values()))))
+        hidden = {kind: share_text(share) for kind, share in (values.get("hidden_share") or {}).items()}
+        told = [f"{kind} {hidden[kind]}" for kind in SHOWN if kind in hidden]
+        if told:
+            rows.append(("hidden by computation", ", ".join(told)))
     sizes = values.get("peak_memory_bytes") or []
     if sizes:
         low, high = bytes_text(min(sizes)), bytes_text(max(sizes))
         rows.append(("peak memory a rank", high if low == high else f"{low} to {high}"))
     if values.get("seconds_total") is not None:
         rows.append(("whole run", seconds_text(values["seconds_total"])))
+    counts = values.get("threads") or []
+    if counts:
+        rows.append(("threads a rank", threads_text(counts)))
     if values.get("max_age"):
         rows.append(("oldest row read", f"{values['max_age']} epochs"))
     return rows
+
+
+def threads_text(counts: Sequence[int]) -> str:
+    """Threads a rank, as one number or the least and the most."""
+    return str(max(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
 def print_summary(

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from kagome.errors import CheckError, ModelError
+from kagome.comm.channel import Channel
+from kagome.errors import CheckError, KagomeError, ModelError
 from kagome.graph.partition import Partition, split_all
 from kagome.model.exact import HANDLERS
 from kagome.neighbors.install import forget
@@ -147,6 +148,31 @@ def check(
         dtype=str(dtype).removeprefix("torch."),
         seconds=time.perf_counter() - begun,
     )
+
+
+def check_on_first(model: nn.Module, part: Partition, channel: Channel, *, seed: int) -> tuple[str, ...]:
+    """Rank 0 checks on a sample of its own part; all ranks hear what came out. All ranks call it.
+
+    Returns:
+        What was compared, as a note; nothing on one rank.
+
+    Raises:
+        CheckError: If split and whole differ.
+    """
+    if channel.size == 1:
+        return ()
+    result: object = None
+    if channel.rank == 0:
+        try:
+            result = check(model, part, seed=seed)
+        except KagomeError as error:
+            result = error
+    found = channel.gather_objects(result, "check of the model")[0]
+    if isinstance(found, KagomeError):
+        raise found
+    assert isinstance(found, CheckResult)
+    found.raise_if_different()
+    return (f"check: {found.text()}",)
 
 
 def _twin(model: nn.Module) -> nn.Module:

@@ -173,7 +173,12 @@ def latest(folder: str | Path) -> Path:
 
 
 def load(
-    folder: str | Path, *, model: nn.Module, optimizer: Optimizer, scheduler: Any = None
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any = None,
+    seed: int | None = None,
 ) -> tuple[Place, dict[str, Tensor] | None]:
     """Read a checkpoint into a model and an optimizer, on any number of ranks. All ranks call it.
 
@@ -182,12 +187,13 @@ def load(
         model: Of the same shapes.
         optimizer: Of the same kind.
         scheduler: The scheduler, if the run has one.
+        seed: The run's seed: draws follow from it; None takes any.
 
     Returns:
         Where the run stood, and the weights of its best epoch.
 
     Raises:
-        CheckpointError: If it is damaged or of another model.
+        CheckpointError: If it is damaged, of another model or of another seed.
     """
     folder = Path(folder)
     try:
@@ -210,6 +216,13 @@ def load(
             f"it cannot be read: {_reason(error)}",
             hint="the same --model settings as the run that wrote it",
         ) from None
+    if seed not in (None, place.seed):
+        raise CheckpointError(
+            f"a run with seed {seed} was to go on",
+            f"the checkpoint has seed {place.seed}",
+            where=str(folder),
+            hint=f"--train.seed {place.seed}",
+        )
     return place, dict(state["best"]) if has_best else None
 
 

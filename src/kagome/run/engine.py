@@ -24,6 +24,10 @@ from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
+from kagome.neighbors.lazy import EscapeError
+from kagome.neighbors.recompute import recompute
+from kagome.run.ahead import Ahead, Forward
+from kagome.run.gradients import Gradients
 from kagome.run.task import Loss, checked_loss, row_sum
 
 
@@ -85,9 +89,12 @@ class Engine:
         model: The user's module, already on the device, the same weights on all ranks.
         part: This rank's part.
         channel: The way to the other parts.
+        weights: The way of gradients.
         settings: Seed, clipping, mixed precision.
         loss: Gives a value a row.
         phases: Where the time of each phase goes.
+        fast: Whether messages are put off and reduced by kernels.
+        recompute: Whether each layer keeps its inputs only, and runs again in backward.
     """
 
     def __init__(
@@ -96,9 +103,12 @@ class Engine:
         part: Partition,
         channel: Channel,
         *,
+        weights: Channel,
         settings: Train,
         loss: Loss,
         phases: Phases,
+        fast: bool = True,
+        recompute: bool = False,
     ) -> None:
         self.model, self.channel, self.settings, self.loss, self.phases = (
             model,
@@ -107,7 +117,11 @@ class Engine:
             loss,
             phases,
         )
-        self.scope = Interception(part, channel, device=channel.device, seed=settings.seed, handlers=HANDLERS)
+        self.scope = Interception(
+            part, channel, device=channel.device, seed=settings.seed, handlers=HANDLERS, fast=fast
+        )
+        self.escaped: EscapeError | None = None
+        self.recompute = recompute
         self._call = Call(model, set(self.scope.inputs))
         self._put_on()
         inputs = self.scope.inputs
@@ -115,16 +129,20 @@ class Engine:
         self.train_rows = part.nodes["train_mask"].nonzero().view(-1).to(channel.device)
         count = torch.tensor([self.train_rows.numel()], dtype=torch.int64, device=channel.device)
         self.train_count = int(channel.all_reduce(count, action="count training vertices", kind="other"))
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.gradients = Gradients([p for p in model.parameters() if p.requires_grad], weights)
+        self.ahead = Ahead(model)
         self._checked = False
         assert "edge_index" in inputs
 
     def _put_on(self) -> None:
         self._unrule = apply_rules(self.model, self.scope)  # refuses before it touches the model
         self._uninstall = install(self.model, self.scope)
+        self._run_once = recompute(self.model, self.scope) if self.recompute else None
 
     def close(self) -> None:
         """Leave the model as it was given."""
+        if self._run_once is not None:
+            self._run_once()
         self._uninstall()
         self._unrule()
 
@@ -149,8 +167,15 @@ class Engine:
         self.model.train(training)
         amp = self.settings.amp == "bf16"
         cast = torch.autocast(self.channel.device.type, torch.bfloat16) if amp else nullcontext()
-        with self.scope.running(epoch, training=training, checked=not self._checked), cast:
-            out = self._call(self.model, self.scope.inputs)
+        checked = not self._checked
+        try:
+            with self.scope.running(epoch, training=training, checked=checked), cast:
+                out = self._call(self.model, self.scope.inputs)
+        except EscapeError as error:
+            # All ranks run the same code: they all come here, at the same call.
+            self.scope.fast, self.escaped = False, error
+            with self.scope.running(epoch, training=training, checked=checked), cast:
+                out = self._call(self.model, self.scope.inputs)
         if not isinstance(out, Tensor) or out.dim() == 0 or out.size(0) != self.scope.own:
             found = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise ModelError(
@@ -177,58 +202,35 @@ class Engine:
             ConfigError: If the loss averages over rows by itself.
         """
         optimizer.zero_grad(set_to_none=True)
-        # What a layer still draws from torch's own generator repeats with the epoch, on any number of ranks.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed((self.settings.seed * 1_000_003 + epoch) % 2**63)
+        compares = self.ahead.asks
+        with self._draws_of(epoch):
+            forward = self.ahead.take(epoch) or self._train_forward(epoch, watched=compares)
             with self.phases.phase("forward", epoch):
-                out = self.forward(epoch, training=True)
+                out = forward.out
                 assert self.y is not None
                 rows = self.train_rows
                 if not self._checked and rows.numel() > 1:
                     checked_loss(self.loss, out[rows].detach(), self.y[rows])
                 lost = row_sum(self.loss(out[rows], self.y[rows])) / max(self.train_count, 1)
-            with self.phases.phase("backward", epoch):
+            # The loss, a wish to stop, and a doubt travel with the gradients.
+            notes = (
+                lost.detach() if rows.numel() else 0.0,
+                float(stop),
+                float(compares and self.ahead.differs(forward)),
+            )
+            with (
+                self.phases.phase("backward", epoch),
+                self.gradients.during(notes, f"sum of gradients, epoch {epoch}"),
+            ):
                 # [Note: token] in neighbors.rows: it makes backward visit every site on every rank.
-                whole = lost + self.scope.turn.token.to(lost.dtype) if rows.numel() else self.scope.turn.token
+                whole = lost + forward.token.to(lost.dtype) if rows.numel() else forward.token
                 if whole.requires_grad:
                     whole.backward()
         self._checked = True
         with self.phases.phase("weights", epoch):
-            value, stopped = self._sum_gradients(float(lost.detach()) if rows.numel() else 0.0, stop, epoch)
-        with self.phases.phase("optimizer", epoch):
-            if self.settings.clip is not None:
-                nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
-            optimizer.step()
-        return value, stopped
-
-    def _sum_gradients(self, lost: float, stop: bool, epoch: int) -> tuple[float, bool]:
-        """Sum gradients over the ranks in a fixed order; the loss and a wish to stop travel along.
-
-        A parameter without a gradient on every rank keeps None; on some ranks, it counts as zeros there.
-
-        Cost:
-            The weights' bytes and a number a parameter, in one all-reduce a number type.
-        """
-        kinds: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self.parameters:
-            kinds.setdefault(parameter.dtype, []).append(parameter)
-        value, stopped = lost, stop
-        for place, (dtype, group) in enumerate(kinds.items()):
-            has = [p.grad is not None for p in group]
-            head = torch.tensor(
-                [lost, float(stop), *map(float, has)], dtype=dtype, device=self.channel.device
-            )
-            flat = [(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in group]
-            action = f"sum of gradients, epoch {epoch}"
-            summed = self.channel.all_reduce(torch.cat([head, *flat]), "sum", action=action, kind="weights")
-            if place == 0:
-                value, stopped = float(summed[0]), bool(summed[1] > 0)
-            owned = summed[2 : 2 + len(group)].tolist()
-            offset = 2 + len(group)
-            for parameter, some in zip(group, owned, strict=True):
-                piece = summed[offset : offset + parameter.numel()].view_as(parameter)
-                parameter.grad = piece if some else None
-                offset += parameter.numel()
+            value, stops, doubts = self.gradients.finish()
+        if compares:
+            self.ahead.allowed = not doubts
         if value != value or value in (float("inf"), float("-inf")):
             raise ModelError(
                 "training goes on with a finite loss",
@@ -236,7 +238,52 @@ class Engine:
                 where=f"epoch {epoch}",
                 hint="a lower --train.lr, --train.clip 1.0, or a look at the features' scale",
             )
-        return value, stopped
+        with self.phases.phase("optimizer", epoch):
+            if self.settings.clip is not None:
+                nn.utils.clip_grad_norm_(self.gradients.parameters, self.settings.clip)
+            optimizer.step()
+        return value, stops > 0
+
+    @contextmanager
+    def _draws_of(self, epoch: int) -> Iterator[None]:
+        """What a layer still draws from torch's own generator repeats with the epoch, on any ranks."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed((self.settings.seed * 1_000_003 + epoch) % 2**63)
+            yield
+
+    def _train_forward(self, epoch: int, *, watched: bool) -> Forward:
+        self.model.train(True)
+        with self.phases.phase("forward", epoch), self.ahead.watching(watched) as unchanged:
+            out = self.forward(epoch, training=True)
+        plain = unchanged[0] and self.scope.draws == 0
+        return Forward(epoch, out, self.scope.turn.token, plain, self.ahead.state())
+
+    def look_ahead(self, epoch: int) -> Tensor | None:
+        """Scores of own rows from the forward of the coming epoch, which is kept for its update.
+
+        Args:
+            epoch: The coming one.
+
+        Returns:
+            What :meth:`evaluate` would give; None where that must run on its own.
+
+        Shapes:
+            ``[n, C]``.
+        """
+        if not self.ahead.allowed:
+            return None
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        with self._draws_of(epoch):
+            forward = self._train_forward(epoch, watched=True)
+        doubt = torch.tensor(float(not forward.plain), device=self.channel.device)
+        if self.channel.all_reduce(doubt, "max", action=f"plain forward, epoch {epoch}", kind="other"):
+            self.ahead.allowed = False
+            with torch.no_grad():
+                for buffer, before in buffers:  # the epoch will run it again
+                    buffer.copy_(before)
+            return None
+        self.ahead.keep(forward)
+        return _columns(forward.out.detach())
 
     @torch.no_grad()
     def evaluate(self, epoch: int) -> Tensor:
@@ -246,7 +293,12 @@ class Engine:
             ``[n, C]``; a model that gives ``[n]`` has one column.
         """
         out = self.forward(epoch, training=False)
-        return out if out.dim() > 1 else out.unsqueeze(1)
+        self.ahead.evaluated(out)
+        return _columns(out)
+
+
+def _columns(out: Tensor) -> Tensor:
+    return out if out.dim() > 1 else out.unsqueeze(1)
 
 
 def broadcast_weights(model: nn.Module, channel: Channel) -> None:

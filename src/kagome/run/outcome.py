@@ -72,6 +72,7 @@ def _quality_rows(meta: Meta) -> dict[str, Any]:
     quality = meta.quality
     columns = ("part", "vertices", "edges", "halo", "halo share")
     return {
+        "partitioner": meta.method,
         "cut": quality.cut,
         "advice": list(quality.advice),
         "rows": [dict(zip(columns, row, strict=True)) for row in quality.table()],

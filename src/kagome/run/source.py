@@ -1,46 +1,48 @@
 """Source: how each rank comes by its part - from a graph in memory, a saved partition, or settings.
 
 Where it sits: the first step of ``trainer``. From settings, one process of each host loads the whole graph,
-cuts it, writes the parts and ends, so that no rank ever holds more than its own.
+cuts it, writes the parts and ends (``parts``), so that no rank ever holds more than its own; where the user's
+cache has the parts, not even that.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch_geometric.data import Data
 
-from kagome import config, errors
+from kagome import config
 from kagome.comm.channel import Channel
-from kagome.errors import KagomeError, PartitionError
-from kagome.graph import store
+from kagome.errors import PartitionError
+from kagome.graph import cache, store
+from kagome.graph.choice import AUTO, available_bytes, choose
 from kagome.graph.data import load_data
-from kagome.graph.partition import Partition, extract, fingerprint, split_all
-from kagome.graph.partitioners import assign
-from kagome.graph.quality import quality
+from kagome.graph.partition import Partition, extract, fingerprint
+from kagome.graph.prepare import owners, prepare
 from kagome.graph.store import Meta
-from kagome.graph.validate import num_classes, task, validate
+from kagome.graph.validate import validate
+from kagome.run.parts import Look, Offer, Parts
+
+__all__ = ["degree_histogram", "from_data", "from_folder", "from_settings", "prepare"]
 
 
 def from_data(
-    data: object, channel: Channel, *, method: str, seed: int, split: int = 0
+    data: object, channel: Channel, *, method: str, seed: int, split: int = 0, reuse: bool = False
 ) -> tuple[Partition, Meta]:
     """The part of this rank, of a graph that every rank has in memory.
 
     Args:
         data: A PyG ``Data``; every rank gives the same.
         channel: The graph group; rank 0 cuts and tells the others.
-        method: The partitioner's name.
+        method: The partitioner's name, or ``auto``.
         seed: Its seed.
         split: Which of several masks.
+        reuse: Take the owners of vertices from the user's cache, and keep them there.
 
     Raises:
         DataError: If the data has a fault.
@@ -49,7 +51,18 @@ def from_data(
         One number a vertex to each rank.
     """
     clean, notes = validate(data, split=split)
+    return _from_clean(clean, notes, channel, method, seed, reuse)
+
+
+def _from_clean(
+    clean: Data, notes: Sequence[str], channel: Channel, method: str, seed: int, reuse: bool
+) -> tuple[Partition, Meta]:
     count = int(clean.num_nodes or 0)
+    available = None
+    if method == AUTO and channel.size > 1:  # what rank 0, which cuts, has left
+        available = channel.gather_objects(available_bytes(), "ask for rank 0's memory")[0]
+    assert isinstance(available, int | None)
+    method, said = choose(method, clean.edge_index, count, channel.size, available)
     mark = fingerprint(clean, method, seed, channel.size)
     # Before anything whose size depends on the graph: gloo ends the process where sizes differ.
     marks = channel.gather_objects(mark, "compare the ranks' data")
@@ -61,30 +74,19 @@ def from_data(
             hint="seed whatever makes the data, or load it from one file",
         )
     owner = torch.zeros(count, dtype=torch.int64, device=channel.device)
+    entry = None
     if channel.rank == 0:
-        owner = assign(method, clean.edge_index, count, channel.size, seed).to(channel.device)
+        found, entry = owners(
+            clean, mark, method=method, seed=seed, parts=channel.size, kept=cache.opened(reuse)
+        )
+        owner = found.to(channel.device)
     owner = channel.broadcast(owner, 0, action="broadcast of the partition").cpu()
-    part = extract(clean, owner, channel.rank, channel.size, fingerprint=mark)
-    meta = _meta(clean, notes, mark, method, seed, channel.size, owner)
-    return part, meta
-
-
-def _meta(
-    data: Data, notes: list[str], mark: str, method: str, seed: int, parts: int, owner: torch.Tensor
-) -> Meta:
-    return Meta(
-        fingerprint=mark,
-        method=method,
-        seed=seed,
-        num_parts=parts,
-        num_nodes=int(data.num_nodes or 0),
-        num_edges=data.edge_index.size(1),
-        features=data.x.size(-1),
-        num_classes=num_classes(data),
-        task=task(data),
-        notes=tuple(notes),
-        quality=quality(data.edge_index, owner, parts),
+    if entry is not None:
+        said = (*said, cache.reused(entry))
+    meta, readers = store.measure(
+        clean, owner, channel.size, fingerprint=mark, method=method, seed=seed, notes=(*notes, *said)
     )
+    return extract(clean, owner, channel.rank, channel.size, fingerprint=mark, readers=readers), meta
 
 
 def from_folder(folder: str | Path, channel: Channel) -> tuple[Partition, Meta]:
@@ -110,43 +112,50 @@ def from_folder(folder: str | Path, channel: Channel) -> tuple[Partition, Meta]:
 
 
 def from_settings(
-    settings: config.Data, channel: Channel, *, method: str, seed: int
+    settings: config.Data, channel: Channel, *, method: str, seed: int, reuse: bool = False
 ) -> tuple[Partition, Meta]:
     """The part of this rank, of a graph named by settings; see the head of this file.
+
+    Args:
+        settings: The graph.
+        channel: The graph group.
+        method: The partitioner's name, or ``auto``.
+        seed: Its seed.
+        reuse: Take the parts from the user's cache if nothing that decides them has changed; keep them there.
 
     Raises:
         KagomeError: What loading or cutting raised, on every rank.
 
     Cost:
-        One more process a host while the graph is loaded and cut; the parts on its disk until all have read.
+        One more process a host while the graph is loaded and cut, none where the parts are reused; the parts
+        on its disk until all have read, or in the cache.
     """
     if settings.partition is not None:
         part, meta = from_folder(settings.partition, channel)
         return part, dataclasses.replace(meta, notes=(*meta.notes, *_unheeded(settings)))
     if channel.size == 1:
         data = load_data(settings)
-        part, meta = from_data(data, channel, method=method, seed=seed)
-        return part, dataclasses.replace(meta, notes=tuple(dict.fromkeys((*data.notes, *meta.notes))))
+        return _from_clean(data, data.notes, channel, method, seed, reuse)
     host = socket.gethostname()
     hosts = channel.gather_objects(host, "find the hosts")
     first = hosts.index(host) == channel.rank
-    made: tuple[str, KagomeError | None] | None = None
-    if first:
-        folder = tempfile.mkdtemp(prefix="kagome-parts-")
-        made = (folder, _prepare(settings, method, seed, channel.size, folder))
-    try:
+    with ExitStack() as stack:
+        source = Parts(settings, method, seed, channel.size, cache.opened(reuse)) if first else None
+        # All hosts cut alike: with the least memory of any, and by the partitioner that one has parts of.
+        facts = channel.gather_objects(source and source.look(), "look for kept parts")
+        seen = [fact for fact in facts if isinstance(fact, Look)]
+        made = source and source.make(stack, seen)
         offers = channel.gather_objects(made, "load and cut the graph")
         for offer in offers:
-            if isinstance(offer, tuple) and offer[1] is not None:
-                raise offer[1]
+            if isinstance(offer, Offer) and offer.error is not None:
+                raise offer.error
         place = offers[hosts.index(host)]
-        assert isinstance(place, tuple)
-        part, meta = from_folder(Path(place[0]) / "parts", channel)
+        assert isinstance(place, Offer)
+        part, meta = from_folder(place.folder, channel)
         channel.barrier("all parts are read")
-    finally:
-        if made is not None:
-            shutil.rmtree(made[0], ignore_errors=True)
-    return part, meta
+        if source is not None:
+            source.end()
+    return part, dataclasses.replace(meta, notes=(*meta.notes, *place.said))
 
 
 def _unheeded(settings: config.Data) -> tuple[str, ...]:
@@ -157,37 +166,6 @@ def _unheeded(settings: config.Data) -> tuple[str, ...]:
     if not asked:
         return ()
     return (f"the graph is as {settings.partition} has it: {', '.join(asked)} had their say when it was cut",)
-
-
-def _prepare(settings: config.Data, method: str, seed: int, parts: int, folder: str) -> KagomeError | None:
-    """Run :func:`prepare` in a process of its own; its error, if it had one."""
-    order = json.dumps([dataclasses.asdict(settings), method, seed, parts, folder])
-    done = subprocess.run(
-        [sys.executable, "-m", "kagome.run.source", order], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
-    )
-    if done.returncode == 0:
-        return None
-    lines = done.stdout.decode(errors="replace").strip().splitlines()
-    try:
-        leaf, asked, found, where, hint = json.loads(lines[-1])
-        kind: type[KagomeError] = getattr(errors, leaf)
-        return kind(asked, found, where=where, hint=hint)
-    except (IndexError, ValueError):
-        return PartitionError(
-            "the graph was to be loaded and cut in a process of its own",
-            f"that process ended with {done.returncode}",
-            hint="see its message above; with too little memory, kagome partition on a larger machine",
-        )
-
-
-def prepare(settings: config.Data, *, method: str, seed: int, parts: int, folder: str | Path) -> Meta:
-    """Load a graph, cut it, and write its parts; what ``kagome partition`` does."""
-    data = load_data(settings)
-    owner = assign(method, data.edge_index, int(data.num_nodes or 0), parts, seed)
-    mark = fingerprint(data, method, seed, parts)
-    meta = _meta(data, list(data.notes), mark, method, seed, parts, owner)
-    store.save(split_all(data, owner, parts, fingerprint=mark), folder, meta)
-    return meta
 
 
 def degree_histogram(part: Partition, channel: Channel) -> torch.Tensor:
@@ -201,17 +179,3 @@ def degree_histogram(part: Partition, channel: Channel) -> torch.Tensor:
     most = int(channel.all_reduce(top.to(channel.device), "max", action="largest degree", kind="other"))
     local = torch.bincount(degree, minlength=most + 1).to(channel.device)
     return channel.all_reduce(local, action="degrees", kind="other").cpu()
-
-
-def _main(order: str) -> int:
-    data, method, seed, parts, folder = json.loads(order)
-    try:
-        prepare(config.Data(**data), method=method, seed=seed, parts=parts, folder=Path(folder) / "parts")
-    except KagomeError as error:
-        print(json.dumps([type(error).__name__, error.asked, error.found, error.where, error.hint]))
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(_main(sys.argv[1]))

@@ -21,6 +21,7 @@ from kagome.graph.partition import Partition
 from kagome.model.rules import apply_rules
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
+from kagome.neighbors.lazy import EscapeError
 from kagome.run.engine import Call
 
 DRAWS = frozenset(
@@ -150,11 +151,20 @@ def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
 
 def split_of(model: nn.Module, pieces: list[Partition], handlers: dict[str, Any], seed: int) -> list[Trace]:
     """Run copies of the model on the pieces, each in a thread; a trace a piece."""
+    try:
+        return _split_of(model, pieces, handlers, seed, fast=True)
+    except EscapeError:
+        return _split_of(model, pieces, handlers, seed, fast=False)  # as the engine does
+
+
+def _split_of(
+    model: nn.Module, pieces: list[Partition], handlers: dict[str, Any], seed: int, *, fast: bool
+) -> list[Trace]:
     copies = [copy.deepcopy(model) for _ in pieces]
 
     def work(channel: LocalChannel) -> Trace:
         part, mine = pieces[channel.rank], copies[channel.rank]
-        scope = Interception(part, channel, seed=seed, handlers=handlers)
+        scope = Interception(part, channel, seed=seed, handlers=handlers, fast=fast)
         unrule = apply_rules(mine, scope)
         uninstall = install(mine, scope)
         trace = Trace(rows=part.own)

@@ -10,7 +10,7 @@ import atexit
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,12 +20,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from kagome import config
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import open_mesh
 from kagome.config import Parallel, Report, Train
-from kagome.errors import CheckpointError, ConfigError, DataError, KagomeError, ModelError
+from kagome.errors import ConfigError, DataError, ModelError
 from kagome.graph.partition import Partition
 from kagome.graph.store import Meta
 from kagome.report.meters import EpochRecord, Memory
@@ -33,7 +34,8 @@ from kagome.report.progress import Progress
 from kagome.report.spans import Spans
 from kagome.run import checkpoint, source, task
 from kagome.run.best import Best
-from kagome.run.check import check
+from kagome.run.check import check_on_first
+from kagome.run.costs import Costs
 from kagome.run.engine import Engine, broadcast_weights, materialise
 from kagome.run.folder import RunWriter
 from kagome.run.learning import loss_of, optimizer_of, scheduler_of, set_rates, step_scheduler
@@ -64,6 +66,8 @@ class Trainer:
             or with ``mode="max"`` by the validation metric).
         train: Epochs, seed, metric, early stop, ...
         report: What to say about the run.
+        fast: Whether messages are reduced by kernels; off, all runs as PyG runs it.
+        recompute: Whether each layer keeps its inputs only, and runs again in backward: less memory.
         out: Folder for the run's files; None writes none.
 
     Raises:
@@ -81,6 +85,8 @@ class Trainer:
         scheduler: Callable[[Optimizer], Any] | None = None,
         train: Train | None = None,
         report: Report | None = None,
+        fast: bool = True,
+        recompute: bool = False,
         out: str | Path | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -88,14 +94,17 @@ class Trainer:
                 "Trainer(model, ...) takes a torch.nn.Module", f"it was given {type(model).__name__}"
             )
         settings = config.Run(
-            parallel=parallel or Parallel(), train=train or Train(), report=report or Report()
+            model=config.Model(fast=fast, recompute=recompute),
+            parallel=parallel or Parallel(),
+            train=train or Train(),
+            report=report or Report(),
         )
 
         def take(channel: Channel) -> tuple[Partition, Meta]:
             if isinstance(data, str | Path):
                 return source.from_folder(data, channel)
-            method, seed = settings.parallel.partitioner, settings.train.seed
-            return source.from_data(data, channel, method=method, seed=seed)
+            method, seed, reuse = settings.parallel.partitioner, settings.train.seed, settings.parallel.reuse
+            return source.from_data(data, channel, method=method, seed=seed, reuse=reuse)
 
         plain = getattr(model, "_orig_mod", model)  # torch.compile hides calls from the interception
         self._open(settings, take, lambda *_: plain, loss, optimizer, scheduler, out)
@@ -106,8 +115,8 @@ class Trainer:
         trainer = cls.__new__(cls)
 
         def take(channel: Channel) -> tuple[Partition, Meta]:
-            method, seed = settings.parallel.partitioner, settings.train.seed
-            return source.from_settings(settings.data, channel, method=method, seed=seed)
+            method, seed, reuse = settings.parallel.partitioner, settings.train.seed, settings.parallel.reuse
+            return source.from_settings(settings.data, channel, method=method, seed=seed, reuse=reuse)
 
         trainer._open(settings, take, build, None, None, None, out)
         return trainer
@@ -165,9 +174,20 @@ class Trainer:
         self.optimizer = optimizer_of(self.model, self.train, optimizer)
         self._default_optimizer = optimizer is None and scheduler is None
         self.scheduler = scheduler_of(self.optimizer, scheduler)
+        self.costs = Costs(self.channel)
         self.engine = Engine(
-            self.model, self.part, self.channel, settings=self.train, loss=self.loss, phases=self.spans
+            self.model,
+            self.part,
+            self.channel,
+            weights=self.mesh.weights,
+            settings=self.train,
+            loss=self.loss,
+            phases=self.spans,
+            fast=self.settings.model.fast,
+            recompute=self.settings.model.recompute,
         )
+        if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
+            self.engine.ahead.allowed = False  # it might write to the weights unseen
         self.epoch, self._best = 0, Best()
         self.records: list[EpochRecord] = []
         self._last: dict[str, Tensor] | None = None
@@ -198,8 +218,9 @@ class Trainer:
         if resume is not None:
             self._resume(resume)
         if self.train.check and not self._was_checked:
-            with self.spans.phase("check"):
-                self._check()
+            with self.spans.phase("check"), self.engine.taken_off():
+                said = check_on_first(self.model, self.part, self.channel, seed=self.train.seed)
+            self._say_all(said)
         self._was_checked = True
         set_up = time.perf_counter() - self._begun
         self._open_files()
@@ -224,6 +245,8 @@ class Trainer:
                     raise SystemExit(128 + signal.SIGTERM)
                 if self.train.patience and self._best.waited >= self.train.patience:
                     break
+        self.engine.ahead.drop()
+        self.costs.drop()
         if self.writer is not None and self.epoch:
             self._save()
         self._last = self._best.restore(self.model)
@@ -273,53 +296,32 @@ class Trainer:
         self.epoch += 1
         epoch = self.epoch
         self.mesh.doing(f"epoch {epoch}")
-        self.channel.take_bytes()
-        begun = time.perf_counter()
-        loss, stopped = self.engine.train(epoch, self.optimizer, stop=stop)
-        seconds = time.perf_counter() - begun
-        sent = self._bytes(self.channel.take_bytes())
-        record = EpochRecord(epoch, loss, None, None, seconds, sent)
-        if epoch % self.train.eval_every == 0 or epoch == epochs or stopped:
+        with self.costs.training():
+            loss, stopped = self.engine.train(epoch, self.optimizer, stop=stop)
+        record = self.costs.record(epoch, loss)
+        last = epoch == epochs or stopped
+        if epoch % self.train.eval_every == 0 or last:
+            out = None
+            if not last:
+                with self.costs.training():  # of the next epoch: its forward
+                    out = self.engine.look_ahead(epoch + 1)
             with self.spans.phase("evaluate", epoch):
-                found = self._scores()
+                found = self._scores(out)
             record = replace(record, train_metric=found["train"], val_metric=found["val"])
             self._best.see(epoch, found["val"], self.model)
         if self.scheduler is not None:
             step_scheduler(self.scheduler, loss, record.val_metric)
         return record, stopped
 
-    def _scores(self) -> dict[str, float | None]:
-        out = self.engine.evaluate(self.epoch)
+    def _scores(self, out: Tensor | None = None) -> dict[str, float | None]:
+        """The metric by split, with the weights as they are; ``out`` are their scores, if known."""
+        out = self.engine.evaluate(self.epoch) if out is None else out
         y = self.engine.y
         assert y is not None
         masks = {s: self.part.nodes[f"{s}_mask"].to(self.mesh.device) for s in SPLITS}
         return task.scores(self.metric_name, out, y, masks, self.channel, f"evaluation, epoch {self.epoch}")
 
-    def _bytes(self, sent: Mapping[str, int]) -> dict[str, int]:
-        """What all ranks sent; asked outside what is counted."""
-        counts = torch.tensor(list(sent.values()), dtype=torch.int64, device=self.mesh.device)
-        summed = self.channel.all_reduce(counts, action="bytes", kind="other")
-        self.channel.take_bytes()
-        return dict(zip(sent, map(int, summed.tolist()), strict=True))
-
-    # Check, checkpoints --------------------------------------------------------------------------
-
-    def _check(self) -> None:
-        """Rank 0 checks on a sample of its own part; all ranks hear what came out."""
-        if self.channel.size == 1:
-            return
-        result: Any = None
-        if self.channel.rank == 0:
-            try:
-                with self.engine.taken_off():
-                    result = check(self.model, self.part, seed=self.train.seed)
-            except KagomeError as error:
-                result = error
-        found: Any = self.channel.gather_objects(result, "check of the model")[0]
-        if isinstance(found, KagomeError):
-            raise found
-        found.raise_if_different()
-        self._say(f"check: {found.text()}")
+    # Checkpoints ----------------------------------------------------------------------------------
 
     def _save(self) -> None:
         if self.writer is None:
@@ -338,15 +340,12 @@ class Trainer:
     def _resume(self, where: str | Path) -> None:
         folder = checkpoint.latest(where)
         place, best = checkpoint.load(
-            folder, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler
+            folder,
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            seed=self.train.seed,
         )
-        if place.seed != self.train.seed:
-            raise CheckpointError(
-                f"a run with seed {self.train.seed} was to go on",
-                f"the checkpoint has seed {place.seed}",
-                where=str(folder),
-                hint=f"--train.seed {place.seed}",
-            )
         if self._default_optimizer:
             set_rates(self.optimizer, self.train)
         self.epoch, self._best = place.epoch, Best.at(place, best)
@@ -375,6 +374,7 @@ class Trainer:
             "seed": self.train.seed,
             "seconds_total": time.perf_counter() - self._begun,
             "set_up_seconds": set_up,
+            "threads": self.mesh.threads,
             "notes": self.notes,
         }
         values, spans = outcome(self.records, self.spans, peak, self.channel, self.meta, facts)

@@ -1,0 +1,50 @@
+"""Traffic: what one rank has sent and how long its exchanges took, by kind.
+
+Where it sits: each ``channel`` counts into one; ``run`` takes it epoch by epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["halo", "stage", "transpose", "weights", "statistics", "other"]
+KINDS: tuple[Kind, ...] = ("halo", "stage", "transpose", "weights", "statistics", "other")
+
+
+def _counts() -> dict[str, int]:
+    return dict.fromkeys(KINDS, 0)
+
+
+def _seconds() -> dict[str, float]:
+    return dict.fromkeys(KINDS, 0.0)
+
+
+@dataclass
+class Traffic:
+    """Counters by kind, all kinds always there and in one order.
+
+    Of the time that an exchange is under way, what was not spent waiting was spent computing: that share,
+    ``1 - waited / under_way``, is hidden. On nccl, whose waits are ordered on the device's stream, both are
+    the host's times.
+    """
+
+    bytes: dict[str, int] = field(default_factory=_counts)
+    """Bytes sent."""
+    waited: dict[str, float] = field(default_factory=_seconds)
+    """Seconds blocked until what peers sent had come."""
+    under_way: dict[str, float] = field(default_factory=_seconds)
+    """Seconds from the begin of each exchange to the end of its wait."""
+
+    def add(self, other: Traffic) -> None:
+        """Add another's counts to these."""
+        for kind in KINDS:
+            self.bytes[kind] += other.bytes[kind]
+            self.waited[kind] += other.waited[kind]
+            self.under_way[kind] += other.under_way[kind]
+
+    def take(self) -> Traffic:
+        """The counts since the last call; they begin anew."""
+        taken = Traffic(self.bytes, self.waited, self.under_way)
+        self.bytes, self.waited, self.under_way = _counts(), _seconds(), _seconds()
+        return taken

@@ -1,0 +1,130 @@
+"""Choice: METIS where it fits into memory, the streaming partitioner where it does not.
+
+Where it sits: ``prepare`` and ``run.source`` turn the name ``auto`` into a partitioner's name here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from torch import Tensor
+
+from kagome.graph.topology import pairs
+
+AUTO: Final = "auto"
+#: Bytes at METIS's peak for each neighbour of each vertex, each edge and each vertex. Measured on made and
+#: real graphs of 1.6 to 40 M neighbours (48 to 125 for a neighbour in METIS itself, most where vertices are
+#: many and communities weak), with its input and a margin of a tenth.
+NEIGHBOUR_BYTES: Final = 150
+EDGE_BYTES: Final = 8
+VERTEX_BYTES: Final = 100
+#: What of the available memory a cut may take.
+SHARE: Final = 0.9
+
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+
+
+def metis_bytes(num_nodes: int, num_edges: int, neighbours: int) -> int:
+    """What METIS takes at its peak beside the graph itself, from above.
+
+    Args:
+        num_nodes: Vertices.
+        num_edges: Edges.
+        neighbours: Neighbours of all vertices together: different edges with their reverses.
+    """
+    return NEIGHBOUR_BYTES * neighbours + EDGE_BYTES * num_edges + VERTEX_BYTES * num_nodes
+
+
+def choose(
+    name: str, edge_index: Tensor, num_nodes: int, parts: int, available: int | None
+) -> tuple[str, tuple[str, ...]]:
+    """The partitioner that a name stands for; only ``auto`` stands for another.
+
+    Args:
+        name: A partitioner, or ``auto``.
+        edge_index: Edges.
+        num_nodes: Vertices.
+        parts: Parts.
+        available: Bytes that may be taken; None if nobody knows.
+
+    Returns:
+        The partitioner's name; and where METIS does not fit, a sentence that says so with both numbers.
+
+    Shapes:
+        edge_index ``[2, E]``.
+
+    Cost: none where METIS fits in any case, else two sorts of the edges.
+    """
+    if name != AUTO:
+        return name, ()
+    count = edge_index.size(1)
+    if available is None or parts == 1 or metis_bytes(num_nodes, count, 2 * count) <= SHARE * available:
+        return "metis", ()
+    different, paired = pairs(edge_index, num_nodes)
+    need = metis_bytes(num_nodes, count, 2 * different - paired)
+    if need <= SHARE * available:
+        return "metis", ()
+    return "streaming", (
+        f"METIS would need about {need / 2**30:.2g} GiB and {max(available, 0) / 2**30:.2g} GiB are "
+        "available: the streaming partitioner cuts the graph (--parallel.partitioner metis to insist).",
+    )
+
+
+def available_bytes() -> int | None:
+    """Memory that this process may still take: the machine's, or less where a control group limits it.
+
+    Returns:
+        The bytes; None where the system does not say.
+    """
+    found = [_machine(), _group()]
+    return min((amount for amount in found if amount is not None), default=None)
+
+
+def _machine() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
+def _group() -> int | None:
+    """What the control groups above this process leave, in either version; file cache counts as free."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    left: list[int] = []
+    for line in lines:
+        _, kinds, name = line.split(":", 2)
+        if kinds == "":
+            base, limit, used, cache = _CGROUPS, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in kinds.split(","):
+            base, limit, used, cache = (
+                _CGROUPS / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
+            continue
+        own = base / name.lstrip("/")
+        # In a container the name is often the host's: then its own limit stands at the top.
+        for folder in (own, *own.parents):
+            if not folder.is_relative_to(base):
+                break
+            left += _left(folder, limit, used, cache)
+    return min(left, default=None)
+
+
+def _left(folder: Path, limit: str, used: str, cache: str) -> list[int]:
+    try:
+        most = int((folder / limit).read_text())  # "max" where there is none
+        free = most - int((folder / used).read_text())
+        for line in (folder / "memory.stat").read_text().splitlines():
+            if line.startswith(f"{cache} "):
+                free += int(line.split()[1])
+    except (OSError, ValueError):
+        return []
+    return [max(free, 0)]

@@ -1,0 +1,129 @@
+"""Prepare: a graph named by settings is loaded, cut, and its parts written, one after another.
+
+Where it sits: what ``kagome partition`` does; ``run.source`` runs it in a process of its own, so that no rank
+ever holds more than its part. That process imports nothing but ``graph``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+from torch_geometric.data import Data
+
+from kagome import config
+from kagome.errors import KagomeError, PartitionError
+from kagome.graph import cache, store
+from kagome.graph.attributes import split_attributes
+from kagome.graph.cache import Cache
+from kagome.graph.choice import available_bytes, choose
+from kagome.graph.data import load_data
+from kagome.graph.partition import each_part, fingerprint
+from kagome.graph.partitioners import assign
+from kagome.graph.store import Meta
+
+#: Partitioners whose owners are worth keeping: the others take no longer than reading them would.
+KEPT = ("metis", "streaming")
+
+
+def prepare(
+    settings: config.Data,
+    *,
+    method: str,
+    seed: int,
+    parts: int,
+    folder: str | Path | Sequence[str | Path],
+    available: int | None = None,
+    reuse: bool = False,
+) -> Meta:
+    """Load a graph, cut it, and write its parts.
+
+    Args:
+        settings: The graph.
+        method: The partitioner's name, or ``auto``.
+        seed: Its seed.
+        parts: Parts.
+        folder: Where to write; of several, the first that can be written.
+        available: Bytes that could be taken before the graph was loaded; by default measured when it is.
+        reuse: Take the owners of vertices from the user's cache, and keep them there.
+
+    Returns:
+        The facts of the partition.
+
+    Raises:
+        KagomeError: What loading, cutting or writing raised.
+
+    Cost: at the peak the graph and what its partitioner takes; then the graph and one part.
+    """
+    data = load_data(settings)
+    if available is None:
+        available = available_bytes()
+    else:
+        available -= sum(value.nbytes for kind in split_attributes(data) for value in kind.values())
+        available -= int(data.edge_index.nbytes)
+    method, said = choose(method, data.edge_index, int(data.num_nodes or 0), parts, available)
+    mark = fingerprint(data, method, seed, parts)
+    owner, entry = owners(data, mark, method=method, seed=seed, parts=parts, kept=cache.opened(reuse))
+    said = (*said, *([cache.reused(entry)] if entry else []))
+    meta, readers = store.measure(
+        data, owner, parts, fingerprint=mark, method=method, seed=seed, notes=(*data.notes, *said)
+    )
+    folders = [folder] if isinstance(folder, str | Path) else list(folder)
+    for number, place in enumerate(folders):
+        try:
+            store.save(each_part(data, owner, parts, fingerprint=mark, readers=readers), place, meta)
+            break
+        except PartitionError:
+            if number == len(folders) - 1:
+                raise
+    return meta
+
+
+def owners(
+    data: Data, mark: str, *, method: str, seed: int, parts: int, kept: Cache | None
+) -> tuple[Tensor, Path | None]:
+    """The part of each vertex, from the cache if it is there.
+
+    Args:
+        data: The whole graph, validated.
+        mark: Its fingerprint with this cut.
+        method: The partitioner's name.
+        seed: Its seed.
+        parts: Parts.
+        kept: The cache, if it is to be used.
+
+    Returns:
+        The owners, and the entry that they were taken from.
+
+    Shapes:
+        owner ``[N]``, int64.
+    """
+    count = int(data.num_nodes or 0)
+    kept = kept if method in KEPT and parts > 1 else None
+    key = cache.owner_key(mark)
+    found = None if kept is None else kept.owner(key, count, parts)
+    if kept is not None and found is not None:
+        return found, kept.folder / key
+    owner = assign(method, data.edge_index, count, parts, seed)
+    if kept is not None:
+        kept.keep_owner(key, owner)
+        kept.sweep()
+    return owner, None
+
+
+def main(order: str) -> int:
+    """Call :func:`prepare` with what a line of JSON holds; a user's mistake goes out as another."""
+    data, rest = json.loads(order)
+    try:
+        prepare(config.Data(**data), **rest)
+    except KagomeError as error:
+        print(json.dumps([type(error).__name__, error.asked, error.found, error.where, error.hint]))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

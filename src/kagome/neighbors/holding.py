@@ -1,0 +1,70 @@
+"""Holding: every tensor that an interception keeps from one forward to the next, by kind.
+
+Where it sits: ``run.holdings`` counts them. It knows what ``intercept``, ``late`` and ``view`` keep, so that
+nobody outside this folder need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from kagome.kernels.structure import Layout, Structure
+from kagome.neighbors.intercept import Interception
+
+
+def holding(scope: Interception) -> Iterator[tuple[str, Tensor]]:
+    """What lasts: pairs of a kind of ``features``, ``edges``, ``send`` or ``tables``, and a tensor.
+
+    Tensors may share memory, and come more than once; the first kind is the one that counts.
+    """
+    part = scope.part
+    first = scope.views[0]
+    of_edges = {"edge_index", *first.attributes}
+    for name, value in (*scope.inputs.items(), *part.nodes.items()):
+        yield ("edges" if name in of_edges else "features"), value
+    for value in (part.edge_index, part.edge_ids, *part.edges.values()):
+        yield "edges", value
+    for view in scope.views:
+        for value in (view.edge_index, view.given, view.edge_ids, *view.attributes.values()):
+            yield "edges", value
+        yield ("send" if view is first else "tables"), view.rows.send
+        yield "tables", view.ids
+    yield "send", part.send
+    for value in (part.own, part.halo):
+        yield "tables", value
+    for edges in scope._edge_sets.values():
+        for value in _of_structure(edges.structure):
+            yield "tables", value
+    for value in (*scope.constants.tensors(), *_kept(scope)):
+        yield "tables", value
+
+
+def _kept(scope: Interception) -> Iterator[Tensor]:
+    for value, _ in scope.remembered.values():
+        yield from [value] if isinstance(value, Tensor) else (v for v in value if isinstance(v, Tensor))
+    for _, _, whole in scope._constants.values():
+        yield whole
+    yield from scope._edge_keys.values()
+    if scope._everyone is not None:
+        yield scope._everyone.send
+
+
+def _of_structure(structure: Structure) -> Iterator[Tensor]:
+    """The two ends, and of what is built on first use what has been asked for."""
+    yield from (structure.source, structure.target)
+    built = vars(structure)
+    for name in ("by_target", "by_source"):
+        if name in built:
+            yield from _of_layout(built[name])
+    if "degree" in built:
+        yield built["degree"]
+
+
+def _of_layout(layout: Layout) -> Iterator[Tensor]:
+    yield from (layout.pointer, layout.middle, layout.column, layout.edge)
+    for name in ("own", "halo"):
+        part = vars(layout).get(name)
+        if part is not None and part is not layout:
+            yield from _of_layout(part)

@@ -1,0 +1,152 @@
+"""Parts: one host's parts of a graph named by settings - found in the user's cache, or made by a process.
+
+Where it sits: ``source.from_settings`` has one on the first rank of each host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from kagome import config, errors
+from kagome.errors import KagomeError, PartitionError
+from kagome.graph import cache
+from kagome.graph.cache import Cache
+from kagome.graph.choice import AUTO, SHARE, available_bytes, metis_bytes
+from kagome.graph.data import raw_files
+from kagome.graph.store import PAGE, Meta, load_meta
+
+
+class Look(NamedTuple):
+    """What a host has before anything is made: memory, and the partitioner of parts that were kept."""
+
+    available: int | None
+    method: str | None
+
+
+class Offer(NamedTuple):
+    """Where a host's parts are, what to say of it; or the error that making them ended with."""
+
+    folder: str
+    said: tuple[str, ...]
+    error: KagomeError | None
+
+
+@dataclass
+class Parts:
+    """One host's parts.
+
+    Args:
+        settings: The graph.
+        method: The partitioner's name, or ``auto``.
+        seed: Its seed.
+        count: Parts.
+        kept: The user's cache, if it is to be used.
+    """
+
+    settings: config.Data
+    method: str
+    seed: int
+    count: int
+    kept: Cache | None
+    _key: str | None = None
+    _found: tuple[Path, Meta] | None = None
+
+    def look(self) -> Look:
+        """Look for parts that were kept."""
+        available = available_bytes()
+        if self.kept is not None:
+            try:
+                files = raw_files(self.settings)
+            except KagomeError:
+                files = None  # loading says what is wrong
+            self._key = cache.parts_key(
+                self.settings, files, method=self.method, seed=self.seed, parts=self.count
+            )
+            self._found = None if self._key is None else self.kept.parts(self._key)
+            if self._found is not None and self._outgrown(self._found[1], available):
+                self.kept.drop(self._found[0])
+                self._found = None
+        return Look(available, None if self._found is None else self._found[1].method)
+
+    def _outgrown(self, meta: Meta, available: int | None) -> bool:
+        """Whether these parts were streamed for want of memory that is there now."""
+        if self.method != AUTO or meta.method != "streaming":
+            return False
+        loaded = 16 * meta.num_edges + 4 * meta.features * meta.num_nodes
+        need = metis_bytes(meta.num_nodes, meta.num_edges, 2 * meta.num_edges)
+        return available is None or need <= SHARE * (available - loaded)
+
+    def make(self, stack: ExitStack, seen: Sequence[Look]) -> Offer:
+        """Make the parts, unless they were found.
+
+        Args:
+            stack: Removes what is not kept.
+            seen: What every host has; the same on each.
+        """
+        methods = [look.method for look in seen if look.method is not None]
+        method = methods[0] if methods else self.method
+        if self._found is not None and self._found[1].method == method:
+            return Offer(str(self._found[0]), (cache.reused(self._found[0]),), None)
+        amounts = [look.available for look in seen if look.available is not None]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kagome-parts-")), "parts")
+        if self.kept is None or self._key is None:
+            error = self._run([folder], method, min(amounts, default=None))
+            return Offer(str(folder), (), error)
+        fresh = stack.enter_context(self.kept.making())
+        inside = [] if fresh is None else [fresh / "parts"]
+        error = self._run([*inside, folder], method, min(amounts, default=None))
+        if error is not None or not inside or not (inside[0] / PAGE).exists():
+            return Offer(str(folder), (), error)
+        mark = load_meta(inside[0]).fingerprint
+        entry = self.kept.keep(self._key, inside[0])
+        if entry is None or load_meta(entry).fingerprint != mark:  # parts by another method stand there
+            return Offer(str(inside[0]), (), None)
+        size = cache.size(entry)
+        kept = (
+            f"The partition, {size / 2**30:.1f} GiB, is kept in {cache.shown(entry)} (--parallel.no-reuse)."
+        )
+        return Offer(str(entry), (kept,) if size >= cache.LARGE_BYTES else (), None)
+
+    def end(self) -> None:
+        """Once all ranks have opened their parts: keep the cache within its limits."""
+        if self.kept is not None and self._found is None:
+            self.kept.sweep()
+
+    def _run(self, folders: list[Path], method: str, available: int | None) -> KagomeError | None:
+        """Load and cut in a process of its own; its error, if it had one."""
+        asked = {
+            "method": method,
+            "seed": self.seed,
+            "parts": self.count,
+            "folder": [str(folder) for folder in folders],
+            "available": available,
+            "reuse": self.kept is not None and self._key is None,
+        }
+        order = json.dumps([dataclasses.asdict(self.settings), asked])
+        done = subprocess.run(
+            [sys.executable, "-m", "kagome.graph.prepare", order],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+        )
+        if done.returncode == 0:
+            return None
+        lines = done.stdout.decode(errors="replace").strip().splitlines()
+        try:
+            leaf, asked_for, found, where, hint = json.loads(lines[-1])
+            kind: type[KagomeError] = getattr(errors, leaf)
+            return kind(asked_for, found, where=where, hint=hint)
+        except (IndexError, ValueError):
+            return PartitionError(
+                "the graph was to be loaded and cut in a process of its own",
+                f"that process ended with {done.returncode}",
+                hint="see its message above; with too little memory, kagome partition on a larger machine",
+            )

@@ -1,0 +1,183 @@
+"""Threads: the ranks of a host share its cores and its quota; what the user chose stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kagome import threads
+from kagome.launch import start_local
+from kagome.threads import Seat, chosen, local, quota, set_by_torchrun
+
+EIGHT = tuple(range(8))
+
+
+@pytest.mark.parametrize(
+    ("seats", "expected"),
+    [
+        ([Seat("a", EIGHT)], [8]),
+        ([Seat("a", EIGHT)] * 3, [2, 2, 2]),
+        ([Seat("a", EIGHT)] * 20, [1] * 20),
+        # Two hosts: each has its own cores.
+        ([Seat("a", EIGHT)] * 2 + [Seat("b", (0, 1))], [4, 4, 2]),
+        # Bound by a scheduler: what one rank alone may run on is its own.
+        ([Seat("a", (0, 1, 2)), Seat("a", (3,))], [3, 1]),
+        ([Seat("a", (0, 1, 2, 3)), Seat("a", (2, 3))], [3, 1]),
+        # A quota is shared by the ranks of its group, and by no other.
+        ([Seat("a", EIGHT, 4.0, "job")] * 2, [2, 2]),
+        ([Seat("a", EIGHT, 2.5, "one"), Seat("a", EIGHT, 1.5, "other")], [2, 1]),
+        ([Seat("a", EIGHT, 0.5, "job")], [1]),
+        ([Seat("a", EIGHT, chosen=3), Seat("a", EIGHT)], [3, 4]),
+    ],
+)
+def test_ranks_of_a_host_share_its_cores(seats, expected):
+    assert list(threads.threads(seats)) == expected
+
+
+def put(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_a_quota_of_any_group_above_counts(tmp_path):
+    groups, root = tmp_path / "cgroup", tmp_path / "fs"
+    groups.write_text("0::/user/job/task\n")
+    assert quota(groups, root) == (None, "")
+    put(root / "user/job/task", cpu__max="max 100000\n")
+    assert quota(groups, root) == (None, "")
+    put(root / "user/job", cpu__max="250000 100000\n")
+    assert quota(groups, root) == (2.5, ":user/job")
+    put(root / "user", cpu__max="150000 100000\n")
+    assert quota(groups, root) == (1.5, ":user")
+    # Inside a container the own group is shown as the root.
+    put(root, cpu__max="50000 100000\n")
+    assert quota(groups, root) == (0.5, ":.")
+    assert quota(tmp_path / "none", root) == (None, "")
+
+
+def test_a_quota_of_version_1(tmp_path):
+    groups, root = tmp_path / "cgroup", tmp_path / "fs"
+    groups.write_text("4:memory:/m\n2:cpu,cpuacct:/job\n0::/\n")
+    put(root / "cpu/job", cpu__cfs_quota_us="-1\n", cpu__cfs_period_us="100000\n")
+    assert quota(groups, root) == (None, "")
+    put(root / "cpu", cpu__cfs_quota_us="300000\n", cpu__cfs_period_us="100000\n")
+    assert quota(groups, root) == (3.0, "cpu,cpuacct:.")
+
+
+@pytest.mark.parametrize(
+    ("env", "current", "expected"),
+    [
+        ({}, None, None),
+        ({}, 8, None),  # as many as there are cores: what torch starts with
+        ({}, 4, None),  # one a physical core
+        ({}, 3, 3),  # torch.set_num_threads(3)
+        ({"OMP_NUM_THREADS": "5"}, None, 5),
+        ({"OMP_NUM_THREADS": "5"}, 5, 5),
+        ({"OMP_NUM_THREADS": "5,2"}, None, 5),
+        ({"MKL_NUM_THREADS": "2"}, 2, 2),
+        ({"OMP_NUM_THREADS": "none"}, 8, None),
+        ({"OMP_NUM_THREADS": "1"}, 1, 1),
+    ],
+)
+def test_what_the_user_chose_is_told_from_what_torch_starts_with(monkeypatch, env, current, expected):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert chosen(env, current, 8) == expected
+
+
+RANK = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}
+
+
+def process(proc: Path, pid: int, parent: int, **env: str) -> None:
+    folder = proc / str(pid)
+    folder.mkdir(parents=True)
+    (folder / "environ").write_bytes(b"".join(f"{k}={v}\0".encode() for k, v in env.items()))
+    (folder / "stat").write_text(f"{pid} (a (name)) S {parent} 1 1 0\n")
+
+
+def test_one_thread_that_torchrun_set_is_nobody_s_choice(tmp_path, monkeypatch):
+    process(tmp_path, 10, 1, PATH="/bin")
+    process(tmp_path, 20, 1, PATH="/bin", OMP_NUM_THREADS="1")
+    process(tmp_path, 11, 10, **RANK)  # a script around the rank
+    process(tmp_path, 21, 20, **RANK)
+    assert set_by_torchrun(RANK, tmp_path, 10)
+    assert set_by_torchrun(RANK, tmp_path, 11)
+    assert not set_by_torchrun(RANK, tmp_path, 20)
+    assert not set_by_torchrun(RANK, tmp_path, 21)
+    assert not set_by_torchrun(RANK, tmp_path, 99), "who cannot know believes the user"
+    assert not set_by_torchrun({**RANK, "OMP_NUM_THREADS": "2"}, tmp_path, 10)
+    assert not set_by_torchrun({**RANK, threads.LAUNCHED: "1"}, tmp_path, 10)
+    assert not set_by_torchrun({"OMP_NUM_THREADS": "1"}, tmp_path, 10)
+    monkeypatch.setattr(threads, "set_by_torchrun", lambda env: True)
+    assert chosen(RANK, 1, 8) is None
+    assert chosen(RANK, 3, 8) == 3, "torch.set_num_threads(3)"
+
+
+def test_local_ranks_share_the_cores_of_this_process():
+    count = len(os.sched_getaffinity(0))
+    assert local(1) <= count
+    assert local(2) == max(1, local(1) // 2)
+    assert local(1000) == 1
+
+
+def counted() -> tuple[tuple[int, ...], int, int, int]:
+    import torch
+
+    from kagome.comm.mesh import open_mesh
+
+    before = torch.get_num_threads()
+    with open_mesh(timeout=20) as mesh:
+        inside = torch.get_num_threads()
+    return mesh.threads, before, inside, torch.get_num_threads()
+
+
+@pytest.mark.parametrize("asked", [None, "1", "2"])
+def test_started_ranks_compute_with_their_share(monkeypatch, asked):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    share = local(2) if asked is None else int(asked)
+    assert start_local(2, counted) == ((share, share), share, share, share)
+
+
+SCRIPT = """
+import os, sys
+import torch
+from kagome.comm.mesh import open_mesh
+if len(sys.argv) > 1:
+    torch.set_num_threads(int(sys.argv[1]))
+before = torch.get_num_threads()
+with open_mesh(timeout=60) as mesh:
+    now = torch.get_num_threads()
+    os.write(1, f"{mesh.threads} {now} {now - before}\\n".encode())  # whole: ranks write at the same time
+assert torch.get_num_threads() == before
+"""
+
+
+def test_a_single_process_has_all_cores_unless_it_chose(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    env = {k: v for k, v in os.environ.items() if not k.endswith("NUM_THREADS") and k != "RANK"}
+
+    def said(*args: str, **more: str) -> str:
+        command = [sys.executable, str(tmp_path / "script.py"), *args]
+        return subprocess.run(command, env={**env, **more}, capture_output=True, text=True, check=True).stdout
+
+    assert said() == f"({local(1)},) {local(1)} 0\n"
+    assert said("7") == "(7,) 7 0\n"
+    assert said(OMP_NUM_THREADS="1") == "(1,) 1 0\n"
+
+
+def test_torchrun_s_own_one_thread_gives_way(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    env = {k: v for k, v in os.environ.items() if not k.endswith("NUM_THREADS") and k != "RANK"}
+    env["GLOO_SOCKET_IFNAME"] = "lo"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command.append(str(tmp_path / "script.py"))
+    out = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120).stdout
+    share = local(2)
+    assert sorted(out.splitlines()) == [f"({share}, {share}) {share} {share - 1}"] * 2
