@@ -128,6 +128,7 @@ def test_more_parts_than_vertices() -> None:
     empty = next(piece for piece in pieces if not piece.own.numel())
     assert empty.nodes["x"].shape == (0, 2)
     assert empty.edge_index.shape == (2, 0)
+    assert empty.edge_index.stride() == torch.empty(2, 0).stride()  # a stride of 0 says: one row, repeated
 
 
 def test_a_part_or_an_owner_that_does_not_fit() -> None:

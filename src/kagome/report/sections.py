@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from kagome.report import holdings
 from kagome.report.diagnosis import diagnose
 from kagome.report.folder import RunFolder
 from kagome.report.meters import KINDS
@@ -18,6 +19,11 @@ from kagome.report.summary import threads_text
 from kagome.report.svg import Bar, Series, bars, curves, legend
 from kagome.report.timeline import MOST_RANKS, gantt_svg, representative_epoch
 from kagome.report.units import bytes_text, count_text, metric_text, seconds_text, share_text
+
+_HELD = (
+    "What each rank holds, as measured, and in brackets as predicted before the first epoch. Activations are "
+    "what one forward keeps for its backward; other is what the peak has beyond all this."
+)
 
 
 def warnings(run: RunFolder) -> str:
@@ -193,15 +199,17 @@ def traffic(run: RunFolder) -> str:
 
 
 def memory(run: RunFolder) -> str:
-    """Peak memory by rank."""
+    """Peak memory by rank, and what is held, by kind."""
     sizes = run.summary.get("peak_memory_bytes") or []
+    held = _table(*holdings.table((run.summary.get("memory") or [])[:MOST_RANKS]))
     if not sizes or not max(sizes):
-        return ""
+        return _section("Memory", held, _HELD) if held else ""
     rows = [Bar(f"rank {r}", [(ink("memory"), "peak", n)], bytes_text(n)) for r, n in enumerate(sizes)][
         :MOST_RANKS
     ]
     lead = "Peak of each rank. On a GPU the allocator's; on a CPU resident memory less what the imports took."
-    return _section("Memory", f'<div class="{_density(rows)}">{bars(rows, bytes_text)}</div>', lead)
+    body = f'<div class="{_density(rows)}">{bars(rows, bytes_text)}</div>'
+    return _section("Memory", body + (held and f"<p>{escape(_HELD)}</p>{held}"), lead)
 
 
 def partition(run: RunFolder) -> str:

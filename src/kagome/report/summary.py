@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from kagome.report import holdings
 from kagome.report.files import write_json
 from kagome.report.meters import EpochRecord, by_kind, hidden_shares
 from kagome.report.units import bytes_text, metric_text, seconds_text, share_text
@@ -42,6 +43,7 @@ def summary(
     phases: Sequence[Mapping[str, float]] = (),
     partition: Mapping[str, Any] | None = None,
     threads: Sequence[int] = (),
+    memory: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Build what ``summary.json`` holds.
 
@@ -63,6 +65,7 @@ def summary(
         phases: One a rank: seconds by phase (:meth:`Spans.seconds`).
         partition: ``rows`` (one a part: part, vertices, edges, halo), ``advice`` (sentences), other facts.
         threads: One a rank: threads that it computed with.
+        memory: One a rank: what it holds by kind, ``predicted`` and ``measured`` (``holdings``).
 
     Returns:
         Plain values in the order of the file.
@@ -92,6 +95,7 @@ def summary(
         },
         "hidden_share": hidden_shares(costly),
         "threads": list(threads),
+        "memory": [dict(rank) for rank in memory],
         "seconds_total": seconds_total,
         "set_up_seconds": set_up_seconds,
         "notes": list(notes),
@@ -163,6 +167,8 @@ def headline(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     if sizes:
         low, high = bytes_text(min(sizes)), bytes_text(max(sizes))
         rows.append(("peak memory a rank", high if low == high else f"{low} to {high}"))
+    if (held := holdings.line(values.get("memory") or [])) is not None:
+        rows.append(held)
     if values.get("seconds_total") is not None:
         rows.append(("whole run", seconds_text(values["seconds_total"])))
     counts = values.get("threads") or []

@@ -123,7 +123,7 @@ def check(
     generator = torch.Generator().manual_seed(seed)
     count = int(sample.num_nodes or 0)
     owner = torch.randint(0, parts, (count,), generator=generator)
-    twin = _twin(model)
+    twin = twin_of(model)
     for dtype in (torch.float64, torch.float32):
         try:
             rows = _compare(twin.to(dtype), cast(sample, dtype), owner, parts, dtype, seed)
@@ -175,7 +175,12 @@ def check_on_first(model: nn.Module, part: Partition, channel: Channel, *, seed:
     return (f"check: {found.text()}",)
 
 
-def _twin(model: nn.Module) -> nn.Module:
+def twin_of(model: nn.Module) -> nn.Module:
+    """A copy of a model on the CPU, without what its layers have cached.
+
+    Raises:
+        ModelError: If it cannot be copied.
+    """
     try:
         twin = copy.deepcopy(model).cpu()
     except Exception as error:

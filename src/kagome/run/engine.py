@@ -7,7 +7,7 @@ around each forward and sums gradients over the ranks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from kagome.neighbors.lazy import EscapeError
 from kagome.neighbors.recompute import recompute
 from kagome.run.ahead import Ahead, Forward
 from kagome.run.gradients import Gradients
+from kagome.run.holdings import Saved
 from kagome.run.task import Loss, checked_loss, row_sum
 
 
@@ -120,18 +121,19 @@ class Engine:
         self.scope = Interception(
             part, channel, device=channel.device, seed=settings.seed, handlers=HANDLERS, fast=fast
         )
-        self.escaped: EscapeError | None = None
+        self._notes: list[str] = []
         self.recompute = recompute
         self._call = Call(model, set(self.scope.inputs))
         self._put_on()
         inputs = self.scope.inputs
-        self.y = part.nodes["y"].to(channel.device) if "y" in part.nodes else None
+        self.y = inputs.get("y")
         self.train_rows = part.nodes["train_mask"].nonzero().view(-1).to(channel.device)
         count = torch.tensor([self.train_rows.numel()], dtype=torch.int64, device=channel.device)
         self.train_count = int(channel.all_reduce(count, action="count training vertices", kind="other"))
         self.gradients = Gradients([p for p in model.parameters() if p.requires_grad], weights)
         self.ahead = Ahead(model)
         self._checked = False
+        self.saved: Mapping[str, int] | None = None
         assert "edge_index" in inputs
 
     def _put_on(self) -> None:
@@ -173,7 +175,9 @@ class Engine:
                 out = self._call(self.model, self.scope.inputs)
         except EscapeError as error:
             # All ranks run the same code: they all come here, at the same call.
-            self.scope.fast, self.escaped = False, error
+            self.scope.fast = False
+            self._notes.append(f"the model runs without fast paths, as PyG runs it: {error.found}")
+            error.__traceback__ = None  # it would keep all tensors of this forward
             with self.scope.running(epoch, training=training, checked=checked), cast:
                 out = self._call(self.model, self.scope.inputs)
         if not isinstance(out, Tensor) or out.dim() == 0 or out.size(0) != self.scope.own:
@@ -244,6 +248,11 @@ class Engine:
             optimizer.step()
         return value, stops > 0
 
+    def take_notes(self) -> tuple[str, ...]:
+        """What there is to say of the forwards since the last call."""
+        taken, self._notes = tuple(self._notes), []
+        return taken
+
     @contextmanager
     def _draws_of(self, epoch: int) -> Iterator[None]:
         """What a layer still draws from torch's own generator repeats with the epoch, on any ranks."""
@@ -253,8 +262,14 @@ class Engine:
 
     def _train_forward(self, epoch: int, *, watched: bool) -> Forward:
         self.model.train(True)
-        with self.phases.phase("forward", epoch), self.ahead.watching(watched) as unchanged:
+        saved = None if self._checked else Saved(self.scope, self.model)
+        with (
+            self.phases.phase("forward", epoch),
+            self.ahead.watching(watched) as unchanged,
+            saved or nullcontext(),
+        ):
             out = self.forward(epoch, training=True)
+        self.saved = self.saved if saved is None else saved.bytes
         plain = unchanged[0] and self.scope.draws == 0
         return Forward(epoch, out, self.scope.turn.token, plain, self.ahead.state())
 

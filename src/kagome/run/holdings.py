@@ -133,14 +133,14 @@ class Saved:
     def __enter__(self) -> Saved:
         self._found: list[weakref.ref[_Kept]] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _back)
-        self._hooks.__enter__()  # type: ignore[no-untyped-call]
+        self._hooks.__enter__()
         self.scope.channel.tapes = []
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hooks.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._hooks.__exit__(kind, error, trace)
         tapes, self.scope.channel.tapes = self.scope.channel.tapes or [], None
         if error is None:
             ledger = ledger_of(self.scope, self.model)
@@ -180,13 +180,14 @@ def measure(
     ledger.add("tables", beside)
     ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))
     ledger.add("optimizer", (t for state in optimizer.state.values() for t in _tensors(state.values())))
-    kinds = dict(ledger.bytes)
-    tables, halo = kinds.get("tables", 0) + kinds.pop("send", 0), kinds.get("halo", 0)
+    found = ledger.bytes
     return Holdings(
-        **{
-            **kinds,
-            "tables": tables,
-            "activations": None if saved is None else saved.get("activations", 0),
-            "halo": halo + (0 if saved is None else saved.get("halo", 0)),
-        }
+        weights=found["weights"],
+        gradients=found["gradients"],
+        optimizer=found["optimizer"],
+        features=found["features"],
+        edges=found["edges"],
+        tables=found["tables"] + found["send"],
+        activations=None if saved is None else saved.get("activations", 0),
+        halo=found["halo"] + (0 if saved is None else saved.get("halo", 0)),
     )

@@ -42,6 +42,7 @@ def outcome(
     records: Sequence[EpochRecord],
     spans: Spans,
     peak: int,
+    memory: Mapping[str, Any],
     channel: Channel,
     meta: Meta,
     facts: Mapping[str, Any],
@@ -52,15 +53,17 @@ def outcome(
         records: All epochs.
         spans: Of this rank.
         peak: Peak memory of this rank, bytes.
+        memory: What this rank holds, predicted and measured.
         channel: All ranks.
         meta: Of the whole graph.
         facts: What every rank knows by itself: the other arguments of :func:`kagome.report.summary.summary`.
     """
-    gathered: Any = channel.gather_objects((peak, spans.as_list(), spans.seconds()), "reports")
-    peaks, all_spans, phases = (list(column) for column in zip(*gathered, strict=True))
+    gathered: Any = channel.gather_objects((peak, dict(memory), spans.as_list(), spans.seconds()), "reports")
+    peaks, held, all_spans, phases = (list(column) for column in zip(*gathered, strict=True))
     values = summary(
         records=records,
         peak_memory_bytes=peaks,
+        memory=held,
         phases=phases,
         partition=_quality_rows(meta),
         **facts,

@@ -33,6 +33,7 @@ from kagome.report.meters import EpochRecord, Memory
 from kagome.report.progress import Progress
 from kagome.report.spans import Spans
 from kagome.run import checkpoint, source, task
+from kagome.run.accounts import Accounts, peak_bytes
 from kagome.run.best import Best
 from kagome.run.check import check_on_first
 from kagome.run.costs import Costs
@@ -186,6 +187,7 @@ class Trainer:
             fast=self.settings.model.fast,
             recompute=self.settings.model.recompute,
         )
+        self.accounts = Accounts(self.engine, self.optimizer, self.settings)
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
             self.engine.ahead.allowed = False  # it might write to the weights unseen
         self.epoch, self._best = 0, Best()
@@ -217,10 +219,11 @@ class Trainer:
             self._last = None
         if resume is not None:
             self._resume(resume)
-        if self.train.check and not self._was_checked:
+        if not self._was_checked:
             with self.spans.phase("check"), self.engine.taken_off():
-                said = check_on_first(self.model, self.part, self.channel, seed=self.train.seed)
-            self._say_all(said)
+                if self.train.check:
+                    self._say_all(check_on_first(self.model, self.part, self.channel, seed=self.train.seed))
+                self._say_all(self.accounts.foresee(self.part, self.channel))
         self._was_checked = True
         set_up = time.perf_counter() - self._begun
         self._open_files()
@@ -298,6 +301,7 @@ class Trainer:
         self.mesh.doing(f"epoch {epoch}")
         with self.costs.training():
             loss, stopped = self.engine.train(epoch, self.optimizer, stop=stop)
+        self._say_all(self.engine.take_notes())
         record = self.costs.record(epoch, loss)
         last = epoch == epochs or stopped
         if epoch % self.train.eval_every == 0 or last:
@@ -316,10 +320,9 @@ class Trainer:
     def _scores(self, out: Tensor | None = None) -> dict[str, float | None]:
         """The metric by split, with the weights as they are; ``out`` are their scores, if known."""
         out = self.engine.evaluate(self.epoch) if out is None else out
-        y = self.engine.y
-        assert y is not None
-        masks = {s: self.part.nodes[f"{s}_mask"].to(self.mesh.device) for s in SPLITS}
-        return task.scores(self.metric_name, out, y, masks, self.channel, f"evaluation, epoch {self.epoch}")
+        inputs = self.engine.scope.inputs
+        masks, action = {s: inputs[f"{s}_mask"] for s in SPLITS}, f"evaluation, epoch {self.epoch}"
+        return task.scores(self.metric_name, out, inputs["y"], masks, self.channel, action)
 
     # Checkpoints ----------------------------------------------------------------------------------
 
@@ -362,8 +365,7 @@ class Trainer:
 
     def _finish(self, set_up: float) -> dict[str, Any]:
         found = self._scores()
-        on_cuda = self.mesh.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self.mesh.device) if on_cuda else AFTER_IMPORTS.peak()
+        peak = peak_bytes(AFTER_IMPORTS, self.mesh.device)
         facts: dict[str, Any] = {
             "test_metric": found["test"],
             "val_metric": found["val"],
@@ -377,11 +379,11 @@ class Trainer:
             "threads": self.mesh.threads,
             "notes": self.notes,
         }
-        values, spans = outcome(self.records, self.spans, peak, self.channel, self.meta, facts)
+        held = self.accounts.told(self._best.weights, peak)
+        values, spans = outcome(self.records, self.spans, peak, held, self.channel, self.meta, facts)
         if self.writer is not None:
             scores = self.predict()
-            y = self.part.nodes["y"].to(self.mesh.device)
-            target = original_order(y, self.part, self.channel, "labels")
+            target = original_order(self.engine.scope.inputs["y"], self.part, self.channel, "labels")
             if target is not None:
                 self.writer.finish(values, spans, scores, target, self.model)
         return values

@@ -1,0 +1,180 @@
+"""Accounts: what each rank is to hold, said before the first epoch; and what it came to hold.
+
+Where it sits: ``trainer`` asks it before it trains and at the end of a run; ``kagome check`` asks it for a
+number of ranks that are not there.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch_geometric.data import Data
+
+from kagome import config
+from kagome.comm.channel import Channel
+from kagome.graph.choice import available_bytes, choose
+from kagome.graph.partition import Partition
+from kagome.graph.partitioners import assign
+from kagome.report.holdings import Holdings, fullest, side_by_side
+from kagome.report.meters import Memory
+from kagome.report.units import bytes_text
+from kagome.run.engine import Engine
+from kagome.run.forecast import Counts, Rates, Way, counts_of, rates_of, split_counts
+from kagome.run.holdings import measure
+
+
+class Offer(NamedTuple):
+    """What one rank tells the others: its counts, where it is, and what it may still take there."""
+
+    counts: Counts
+    place: str
+    free: int | None
+    validates: bool
+    rates: Rates | None
+
+
+@dataclass
+class Accounts:
+    """One rank's.
+
+    Args:
+        engine: Of this rank.
+        optimizer: Over the model's parameters.
+        settings: Of the run.
+    """
+
+    engine: Engine
+    optimizer: Optimizer
+    settings: config.Run
+    predicted: Holdings | None = None
+
+    def foresee(self, part: Partition, channel: Channel) -> tuple[str, ...]:
+        """Predict what all ranks will hold. All ranks call it, with the model as it was given.
+
+        Returns:
+            What to say: how much the fullest rank will hold, and where that is more than there is.
+
+        Cost:
+            On rank 0 that of :func:`kagome.run.forecast.rates_of`; some numbers from every rank.
+        """
+        train, engine = self.settings.train, self.engine
+        rates = None
+        if channel.rank == 0:
+            way = Way(
+                several=channel.size > 1,
+                fast=engine.scope.fast,
+                recompute=engine.recompute,
+                amp=train.amp == "bf16",
+                seed=train.seed,
+            )
+            rates = rates_of(engine.model, self.optimizer, part, way)
+        validates = "val_mask" in part.nodes and bool(part.nodes["val_mask"].any())
+        offer = Offer(counts_of(part), *_place(channel.device), validates, rates)
+        found: list[Any] = channel.gather_objects(offer, "foresee memory")
+        offers: list[Offer] = found
+        rates = offers[0].rates
+        assert rates is not None
+        keeps_best = any(offer.validates for offer in offers)
+        held = [rates.at(one.counts, keeps_best=keeps_best) for one in offers]
+        self.predicted = held[channel.rank]
+        return (_said(held, rates), *_too_much(held, offers, recomputes=engine.recompute))
+
+    def told(self, best: Mapping[str, Tensor] | None, peak: int) -> dict[str, Any]:
+        """What this rank holds now, with what the first forward kept, beside what was predicted.
+
+        Args:
+            best: The best epoch's weights.
+            peak: Its measured peak.
+        """
+        engine = self.engine
+        held = measure(
+            engine.scope,
+            engine.model,
+            self.optimizer,
+            engine.saved,
+            best=best,
+            beside=[engine.train_rows],
+        )
+        return side_by_side(self.predicted, held.beside(peak))
+
+
+def peak_bytes(memory: Memory, device: torch.device) -> int:
+    """The measured peak: on CUDA the allocator's, on a CPU the process's since its imports."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.peak()
+
+
+def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts: int) -> str:
+    """What the fullest of so many ranks would hold, from a whole graph in one part.
+
+    Args:
+        model: The user's module.
+        part: The whole graph.
+        settings: Of the run.
+        parts: Ranks.
+
+    Returns:
+        A sentence.
+
+    Cost:
+        A cut of the graph, and that of :func:`kagome.run.forecast.rates_of`.
+    """
+    train = settings.train
+    way = Way(
+        several=parts > 1,
+        fast=settings.model.fast,
+        recompute=settings.model.recompute,
+        amp=train.amp == "bf16",
+        seed=train.seed,
+    )
+    learning = [p for p in model.parameters() if p.requires_grad]
+    rates = rates_of(model, torch.optim.Adam(learning) if learning else None, part, way)
+    owner = torch.zeros(part.own.numel(), dtype=torch.int64)
+    if parts > 1:
+        graph = Data(edge_index=part.edge_index, num_nodes=part.own.numel())
+        method, _ = choose(
+            settings.parallel.partitioner, graph.edge_index, part.own.numel(), parts, available_bytes()
+        )
+        owner = assign(method, graph.edge_index, part.own.numel(), parts, train.seed)
+    counts = split_counts(part.edge_index, owner, parts, part.nodes.get("train_mask"))
+    return _said([rates.at(one) for one in counts], rates)
+
+
+def _said(held: Sequence[Holdings], rates: Rates) -> str:
+    full = fullest(held)
+    where = "on this rank" if len(held) == 1 else f"on the fullest of {len(held)} ranks"
+    why = f"; activations are not known: {rates.fault}" if rates.fault else ""
+    return f"memory: about {full.text()} {where}{why}"
+
+
+def _place(device: torch.device) -> tuple[str, int | None]:
+    """Where this rank takes memory from, and how much is left there."""
+    host = socket.gethostname()
+    if device.type == "cuda":
+        name = f"{host}, {torch.cuda.get_device_name(device)} {device.index}"
+        return name, torch.cuda.mem_get_info(device)[0]
+    return host, available_bytes()
+
+
+def _too_much(held: Sequence[Holdings], offers: Sequence[Offer], *, recomputes: bool) -> tuple[str, ...]:
+    """A sentence for each place whose ranks will want more than is left there."""
+    said = []
+    for place in dict.fromkeys(offer.place for offer in offers):
+        ranks = [rank for rank, offer in enumerate(offers) if offer.place == place]
+        left = [offer.free for offer in offers if offer.place == place and offer.free is not None]
+        # Features, edges and weights are there already, and are no part of what is left.
+        need = sum(one.total - one.features - one.edges - one.weights for one in (held[r] for r in ranks))
+        if not left or need <= min(left):
+            continue
+        again = "" if recomputes else "--model.recompute, "
+        said.append(
+            f"memory: {len(ranks)} rank{'s' if len(ranks) > 1 else ''} on {place} will want about "
+            f"{bytes_text(need)} more, and {bytes_text(min(left))} are left: try more ranks on other "
+            f"machines, {again}or a smaller --model.hidden"
+        )
+    return tuple(said)

@@ -1,0 +1,354 @@
+"""Forecast: what each rank will hold, from shapes and one step of a copy of the model on small made graphs.
+
+Where it sits: ``accounts`` asks for it before the first epoch; a planner can for ranks that are not there.
+
+What is kept of a forward is a sum of tensors with a row a vertex, a halo row or an edge. So a step on pieces
+of many sizes tells how many bytes each of these costs, and a part's counts say what it will hold::
+
+    7 pieces: rows, halo, edges, ... ──a step each──> bytes by kind
+                        └──least squares──> bytes a row, a halo row, an edge, ...   (whole numbers)
+    a rank's counts ──────────────────────> its Holdings
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import astuple, dataclass, field
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kagome.comm.local import LocalChannel, LocalGroup
+from kagome.graph.partition import Partition
+from kagome.model.exact import HANDLERS
+from kagome.model.rules import apply_rules
+from kagome.neighbors.install import install
+from kagome.neighbors.intercept import Interception
+from kagome.neighbors.lazy import EscapeError
+from kagome.neighbors.recompute import recompute
+from kagome.report.holdings import Holdings
+from kagome.run.check import twin_of
+from kagome.run.engine import Call
+from kagome.run.holdings import Saved, ledger_of
+from kagome.run.made import made_pieces
+
+FITTED: Final = ("features", "edges", "tables", "activations", "halo")
+"""Kinds that grow with the graph."""
+INDEX_BYTES: Final = 8
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How large one part is: what a forecast scales with."""
+
+    rows: int
+    """Own rows n."""
+    halo: int
+    """Halo rows H."""
+    edges: int
+    """In-edges E."""
+    loops: int
+    """Edges from a vertex to itself."""
+    cut: int
+    """Edges that read a halo row."""
+    sent: int
+    """Rows sent, to all peers together."""
+    train: int
+    """Training vertices."""
+
+
+UNITS: Final = ("one", "rows", "halo", "edges", "loops", "cut")
+"""What bytes are told apart by: one for all, and the counts that a model can see."""
+
+
+def counts_of(part: Partition) -> Counts:
+    """The counts of one part.
+
+    Cost: one pass over its edges.
+    """
+    own, source = part.own.numel(), part.edge_index[0]
+    mask = part.nodes.get("train_mask")
+    return Counts(
+        rows=own,
+        halo=part.halo.numel(),
+        edges=source.numel(),
+        loops=int((source == part.edge_index[1]).sum()),
+        cut=int((source >= own).sum()),
+        sent=part.send.numel(),
+        train=0 if mask is None else int(mask.sum()),
+    )
+
+
+def split_counts(
+    edge_index: Tensor, owner: Tensor, parts: int, train: Tensor | None = None
+) -> tuple[Counts, ...]:
+    """The counts of all parts of a whole graph, for ranks that need not be there.
+
+    Args:
+        edge_index: All edges.
+        owner: Part of each vertex.
+        parts: Parts.
+        train: Mask of the training vertices.
+
+    Shapes:
+        edge_index ``[2, E]``, owner and train ``[N]``.
+
+    Cost: a sort of the edges that are cut.
+    """
+    source, target = edge_index
+    of_source, of_target = owner[source], owner[target]
+    away = of_source != of_target
+    # A halo row is read by a part once, however many of its edges read it.
+    pairs = torch.unique(of_target[away] * owner.numel() + source[away])
+    learns = owner if train is None else owner[train]
+
+    def by_part(which: Tensor) -> list[int]:
+        found: list[int] = torch.bincount(which, minlength=parts).tolist()
+        return found
+
+    columns = (
+        by_part(owner),
+        by_part(pairs // max(owner.numel(), 1)),
+        by_part(of_target),
+        by_part(of_target[source == target]),
+        by_part(of_target[away]),
+        by_part(owner[pairs % max(owner.numel(), 1)]),
+        [0] * parts if train is None else by_part(learns),
+    )
+    return tuple(Counts(*row) for row in zip(*columns, strict=True))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes by kind: of what all ranks hold alike, and for each row, halo row and edge.
+
+    Args:
+        weights: Parameters and buffers.
+        best: A copy of them.
+        gradients: Of the parameters that have one.
+        optimizer: Its state; None where it is not known.
+        by_unit: Kind -> bytes for each of :data:`UNITS`; kinds that are not known are left out.
+        fault: Why kinds are not known.
+    """
+
+    weights: int
+    best: int
+    gradients: int
+    optimizer: int | None
+    by_unit: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    fault: str = ""
+
+    def at(self, counts: Counts, *, keeps_best: bool = True) -> Holdings:
+        """What a rank with such a part will hold.
+
+        Args:
+            counts: Of the part.
+            keeps_best: Whether a copy of the best epoch's weights is kept: where anything is validated.
+        """
+        units = (1, *astuple(counts)[: len(UNITS) - 1])
+        known = {
+            kind: max(round(sum(rate * unit for rate, unit in zip(rates, units, strict=True))), 0)
+            for kind, rates in self.by_unit.items()
+        }
+        lists = INDEX_BYTES * (counts.sent + counts.train)
+        return Holdings(
+            weights=self.weights + (self.best if keeps_best else 0),
+            gradients=self.gradients,
+            optimizer=self.optimizer,
+            features=known.get("features", 0),
+            edges=known.get("edges", 0),
+            tables=known.get("tables", 0) + lists,
+            activations=known.get("activations"),
+            halo=known.get("halo"),
+        )
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model will be run.
+
+    Args:
+        several: Whether on more than one rank.
+        fast: Whether messages are reduced by kernels.
+        recompute: Whether layers run again in backward.
+        amp: Whether in bf16 autocast.
+        seed: Of the run.
+    """
+
+    several: bool
+    fast: bool = True
+    recompute: bool = False
+    amp: bool = False
+    seed: int = 0
+
+
+def rates_of(model: nn.Module, optimizer: Optimizer | None, part: Partition, way: Way) -> Rates:
+    """Find the rates of a model by one step of a copy on small made graphs; no peer is asked.
+
+    Args:
+        model: The user's module, as it was given. Neither its weights, buffers nor gradients change, nor any
+            generator of random numbers.
+        optimizer: Over its parameters.
+        part: Where attributes are drawn from.
+        way: How the model will be run.
+
+    Returns:
+        The rates; without those of the graph, and with the reason, where the model fails on a made graph.
+
+    Cost:
+        Seven forwards, backwards and evaluations on 260 rows altogether, a copy of the weights.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    weights = _distinct(chain(model.parameters(), model.buffers()))
+    best = sum(t.nbytes for t in model.state_dict().values() if isinstance(t, Tensor))
+    loops = bool((part.edge_index[0] == part.edge_index[1]).any())
+    graded, by_unit, fault = [True] * len(parameters), {}, ""
+    try:
+        pieces = made_pieces(part, several=way.several, loops=loops, seed=way.seed)
+        with _undisturbed():
+            found = _steps(twin_of(model), pieces, way)
+        graded = [any(has) for has in zip(*(one.graded for one in found), strict=True)]
+        by_unit = _fit([counts_of(piece) for piece in pieces], [one.bytes for one in found])
+    except Exception as error:  # a forecast never ends a run
+        fault = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    learning = [p for p, has in zip(parameters, graded, strict=True) if has]
+    # Several ranks' gradients lie in the sums that brought them, with a number a parameter and four notes.
+    heads = (len(parameters) + 4) * parameters[0].element_size() if way.several and parameters else 0
+    gradients = sum(p.nbytes for p in (parameters if way.several and not fault else learning)) + heads
+    state_bytes = None if optimizer is None else optimizer_bytes(optimizer, learning)
+    return Rates(weights, best, gradients, state_bytes, by_unit, fault)
+
+
+def _distinct(tensors: Iterator[Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+
+
+def optimizer_bytes(optimizer: Optimizer, learning: Sequence[Tensor]) -> int | None:
+    """Bytes of an optimizer's state after its first step, by a step of its class on tensors without memory.
+
+    Args:
+        optimizer: The user's; it is not touched.
+        learning: Parameters that have a gradient.
+
+    Returns:
+        None where the class cannot be made from groups of parameters, or looks at numbers.
+    """
+    ids = {id(p) for p in learning}
+    if optimizer.state:  # resumed
+        return _state_bytes(optimizer)
+    groups = []
+    for group in optimizer.param_groups:
+        twins = [
+            nn.Parameter(torch.empty_like(p, device="meta")) if id(p) in ids else None
+            for p in group["params"]
+        ]
+        groups.append({**group, "params": [twin for twin in twins if twin is not None]})
+        groups[-1].pop("param_names", None)
+    try:
+        make: Any = type(optimizer)
+        probe = make([group for group in groups if group["params"]])
+        for group in groups:
+            for twin in group["params"]:
+                twin.grad = torch.empty_like(twin)
+        probe.step()
+    except Exception:  # whatever a user's class does with tensors that have no numbers
+        return None
+    return _state_bytes(probe)
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+
+
+# Steps on made graphs ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Step:
+    bytes: Mapping[str, int]
+    graded: tuple[bool, ...]
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Whatever draws inside, all generators go on as if it had not."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _steps(twin: nn.Module, pieces: Sequence[Partition], way: Way) -> list[_Step]:
+    try:
+        return _all(twin, pieces, way, fast=way.fast)
+    except EscapeError:
+        return _all(twin, pieces, way, fast=False)  # as the engine does
+
+
+def _all(twin: nn.Module, pieces: Sequence[Partition], way: Way, *, fast: bool) -> list[_Step]:
+    models = [copy.deepcopy(twin, {id(p): p for p in twin.parameters()}) for _ in pieces]
+    if way.several:
+        group = LocalGroup(len(pieces))
+        return group.run(lambda c: _step(models[c.rank], pieces[c.rank], c, way, fast))
+    alone = LocalChannel(LocalGroup(1), 0)
+    return [_step(one, piece, alone, way, fast) for one, piece in zip(models, pieces, strict=True)]
+
+
+def _step(model: nn.Module, piece: Partition, channel: LocalChannel, way: Way, fast: bool) -> _Step:
+    """One step and one evaluation, as the engine has them."""
+    scope = Interception(piece, channel, seed=way.seed, handlers=HANDLERS, fast=fast)
+    undo = [apply_rules(model, scope), install(model, scope)]
+    if way.recompute:
+        undo.append(recompute(model, scope))
+    cast = torch.autocast("cpu", torch.bfloat16) if way.amp else nullcontext()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    try:
+        call = Call(model, set(scope.inputs))
+        model.train()
+        with Saved(scope, model) as saved, scope.running(1, training=True, checked=True), cast:
+            out: Any = call(model, scope.inputs)
+        loss = out.sum().float() + scope.turn.token
+        # Not backward(): the pieces share one copy of the weights.
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
+        del out, loss
+        model.eval()
+        with torch.no_grad(), scope.running(1, training=False, checked=True), cast:
+            call(model, scope.inputs)
+        ledger = ledger_of(scope, model)
+    finally:
+        for take_off in reversed(undo):
+            take_off()
+    found = {kind: ledger.bytes[kind] + (saved.bytes or {}).get(kind, 0) for kind in FITTED}
+    return _Step(found, tuple(grad is not None for grad in grads) or (False,) * len(parameters))
+
+
+def _fit(counts: Sequence[Counts], found: Sequence[Mapping[str, int]]) -> dict[str, tuple[float, ...]]:
+    """Bytes a unit, by kind: whole numbers where all is linear, as tensors have whole bytes a row."""
+    units = np.array([(1, *astuple(one)[: len(UNITS) - 1]) for one in counts], dtype=np.float64)
+    there = units.any(axis=0)
+    scale = units[:, there].max(axis=0)
+    rates = {}
+    for kind in FITTED:
+        bytes_ = np.array([one[kind] for one in found], dtype=np.float64)
+        solved = np.linalg.lstsq(units[:, there] / scale, bytes_, rcond=None)[0] / scale
+        near = np.round(solved)
+        row = np.zeros(len(UNITS))
+        row[there] = np.where(np.abs(solved - near) < 1e-4 * np.maximum(1, np.abs(near)), near, solved)
+        rates[kind] = tuple(row.tolist())
+    return rates

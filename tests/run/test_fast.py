@@ -1,0 +1,79 @@
+"""Fast paths in a whole run: the losses of PyG's own way, and a model that they cannot follow runs too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+from training import CLASSES, FEATURES, QUIET, graph, settings
+
+from kagome import Trainer
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2
+
+
+class Unseen(pyg.MessagePassing):
+    """Hands its messages to a function that torch does not show."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="mean")
+        self.lin = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=self.lin(x))
+        return out
+
+    def message(self, x_j: Tensor) -> Tensor:
+        out: Tensor = _Twice.apply(x_j)
+        return out
+
+
+def zoo(name: str) -> nn.Module:
+    kinds: dict[str, Callable[[], nn.Module]] = {
+        "GCN": lambda: pyg.GCN(FEATURES, 16, 2, CLASSES, dropout=0.3),
+        "SAGE": lambda: pyg.GraphSAGE(FEATURES, 16, 2, CLASSES, dropout=0.3),
+        "GAT": lambda: pyg.GAT(FEATURES, 16, 2, CLASSES, heads=4, dropout=0.3),
+        "GATv2": lambda: pyg.GAT(FEATURES, 16, 2, CLASSES, heads=4, v2=True),
+        "EdgeCNN": lambda: pyg.EdgeCNN(FEATURES, 16, 2, CLASSES),
+        "unseen": Unseen,
+    }
+    torch.manual_seed(3)
+    return kinds[name]()
+
+
+def losses(channel: Any, name: str, fast: bool) -> tuple[list[float], list[str]]:
+    data, model = graph(torch.float64), zoo(name).double()
+    with Trainer(model, data, train=settings(), report=QUIET, fast=fast) as trainer:
+        trainer.fit(5)
+        return [record.loss for record in trainer.records], trainer.notes
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["GCN", "SAGE", "GAT", "GATv2", "EdgeCNN"])
+def test_a_run_is_the_same_without_fast_paths(ranks: Callable[..., list], world: int, name: str) -> None:
+    fast, slow = (ranks(world, losses, name, fast)[0][0] for fast in (True, False))
+    assert fast == pytest.approx(slow, rel=1e-9)
+    assert fast[0] != fast[-1]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_that_cannot_be_followed_runs_without_them_and_says_so(
+    ranks: Callable[..., list], world: int
+) -> None:
+    fast, notes = ranks(world, losses, "unseen", True)[0]
+    slow, quiet = ranks(world, losses, "unseen", False)[0]
+    assert fast == pytest.approx(slow, rel=1e-12)
+    assert [note for note in notes if "without fast paths" in note]
+    assert not [note for note in quiet if "without fast paths" in note]
