@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from kagome.allocator import keep_freed_memory
 from kagome.comm.channel import Channel
 from kagome.comm.watch import Watch
 from kagome.config import Parallel
@@ -108,6 +109,7 @@ def open_mesh(
             dist.group.WORLD if dist.is_initialized() else None, device, timeout=timeout, watch=watch
         )
         weights = channel.beside()
+        keep_freed_memory()
         counts = stack.enter_context(_fitting_threads(channel))
         axes = {"graph": fitted.graph or ranks.size}
         yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, channel, weights, counts, watch)
