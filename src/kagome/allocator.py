@@ -21,7 +21,7 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     """Let this process keep what it frees, unless its user chose otherwise.
 
     Args:
-        environment: ``MALLOC_...``, ``GLIBC_TUNABLES`` and ``LD_PRELOAD`` are a user's own choice of allocator.
+        environment: ``MALLOC_...``, ``GLIBC_TUNABLES`` and ``LD_PRELOAD`` are a user's own choice.
 
     Returns:
         Whether it was done: on Linux with glibc.

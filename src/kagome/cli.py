@@ -291,6 +291,7 @@ def _check(args: list[str]) -> int:
 
     from kagome.comm.channel import Channel
     from kagome.graph.data import load_data
+    from kagome.run.accounts import foresee_split
     from kagome.run.check import check
     from kagome.run.source import from_data
 
@@ -306,6 +307,8 @@ def _check(args: list[str]) -> int:
         if command.all or row is result.first:
             print(f"{row.error:9.1e}  {row.kind:<9} {row.name}")
     print(f"kagome check: {result.text()}")
+    run = config.Run(data=command.data, model=command.model, parallel=command.parallel, train=command.train)
+    print(f"kagome check: {foresee_split(model, part, run, command.parallel.graph or 1)}")
     try:
         result.raise_if_different()
     except CheckError as error:

@@ -15,9 +15,10 @@ from kagome.neighbors.intercept import Interception
 
 
 def holding(scope: Interception) -> Iterator[tuple[str, Tensor]]:
-    """What lasts: pairs of a kind of ``features``, ``edges``, ``send`` or ``tables``, and a tensor.
+    """What lasts: pairs of a kind of ``features``, ``edges``, ``send``, ``tables`` or ``kept``, and a tensor.
 
-    Tensors may share memory, and come more than once; the first kind is the one that counts.
+    ``kept`` is what was computed from the others once, rows of other ranks among it. Tensors may share memory
+    and come more than once; the first kind is the one that counts.
     """
     part = scope.part
     first = scope.views[0]
@@ -37,8 +38,8 @@ def holding(scope: Interception) -> Iterator[tuple[str, Tensor]]:
     for edges in scope._edge_sets.values():
         for value in _of_structure(edges.structure):
             yield "tables", value
-    for value in (*scope.constants.tensors(), *_kept(scope)):
-        yield "tables", value
+    for value in (*_kept(scope), *scope.constants.tensors()):
+        yield "kept", value
 
 
 def _kept(scope: Interception) -> Iterator[Tensor]:

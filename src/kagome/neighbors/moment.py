@@ -42,18 +42,20 @@ class Moment:
     def again(self, hook: Any) -> Iterator[None]:
         """The same moment of a turn of its own, in which torch's ``hook`` may run layers again."""
         scope, then = self._scope, self._turn
-        found, turn = self._read(), scope.turn
-        scope.turn = Turn(then.epoch, checked=then.checked, device=scope.device, grad=True)
-        scope.turn.collectives = self._collectives
+        found, there = self._read(), scope.turn
+        turn = scope.turn = Turn(then.epoch, checked=then.checked, device=scope.device, grad=True)
+        turn.collectives = self._collectives
         scope.forget_reads()
         self._write((self._state, self._draws))
         try:
-            with scope.turn.pardoning(hook):
+            with pardoned(turn, hook):
                 yield
         finally:
             scope.forget_reads()
-            scope.turn = turn
+            scope.turn = there
             self._write(found)
+            # Its graph knows the turn, and would live in a circle with it.
+            turn.token = turn.token.detach()
 
     def _read(self) -> tuple[dict[str, Any], tuple[Any, Any]]:
         state = {name: _copied(getattr(self._scope, name)) for name in _STATE}
@@ -70,6 +72,16 @@ def _copied(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
+@contextmanager
+def pardoned(turn: Turn, hook: Any) -> Iterator[None]:
+    """Around a layer that this hook of torch's saved tensors may run again."""
+    turn.pardoned = hook
+    try:
+        yield
+    finally:
+        turn.pardoned = None
+
+
 class Standing:
     """A layer's buffers and attributes: running statistics move and caches fill while it runs.
 
@@ -77,6 +89,9 @@ class Standing:
 
     Args:
         layer: With all modules inside it.
+
+    Cost:
+        A copy of the buffers while the layer runs the first time; then of those that it has written to.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -84,12 +99,13 @@ class Standing:
         self._tables = [*self._buffers, *(vars(module) for module in layer.modules())]
         self._before = [dict(table) for table in self._tables]
         self._tensors = [
-            (table, name, value, value._version, value.clone())
-            for table in self._tables
+            (table, name, value, value._version, value.clone() if number < len(self._buffers) else None)
+            for number, table in enumerate(self._tables)
             for name, value in table.items()
             if isinstance(value, Tensor) and not value.requires_grad
         ]
         self._changed: list[tuple[dict[str, Any], str, Any, bool]] = []
+        self._lost = ""
 
     def compare(self) -> None:
         """The first pass has ended: keep what it has changed."""
@@ -101,11 +117,22 @@ class Standing:
         for table, name, value, version, kept in self._tensors:
             if value._version != version:
                 self._changed.append((table, name, kept, True))
+                self._lost = name if kept is None else self._lost
         self._before, self._tensors = [], []
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """As it stood; afterwards as it was found."""
+        """As it stood; afterwards as it was found.
+
+        Raises:
+            ModelError: If a tensor that is no buffer was written to.
+        """
+        if self._lost:
+            raise ModelError(
+                "a layer that runs again finds its tensors as they were",
+                f"it has written to {self._lost!r} in place, which is no buffer",
+                hint=f"self.register_buffer({self._lost.lstrip('_')!r}, ...), or leave --model.recompute out",
+            )
         found = [dict(table) for table in self._tables]
         for buffers in self._buffers:
             for name, buffer in buffers.items():

@@ -29,7 +29,7 @@ from torch_geometric import nn as pyg
 
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import now
-from kagome.neighbors.moment import Given, Moment, Standing, mapped
+from kagome.neighbors.moment import Given, Moment, Standing, mapped, pardoned
 from kagome.neighbors.tape import Tape
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, pyg.Sequential)
@@ -112,9 +112,9 @@ def _kept(
     layer: nn.Module, inner: Callable[..., Any], scope: Interception, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Run a layer, and let backward run it again."""
-    scope.forget_reads()
     with torch._C.DisableTorchFunction():  # it is not the user's computation
         args, kwargs = mapped(args, now), mapped(kwargs, now)  # nothing put off comes in, or goes out
+        scope.forget_reads()
         given, standing, moment = Given(scope, args, kwargs), Standing(layer), Moment(scope)
     tape: Tape = []
     ran = False
@@ -124,7 +124,7 @@ def _kept(
         hook = torch._C._autograd._top_saved_tensors_default_hooks(True)[0]
         if not ran:
             ran = True
-            with scope.channel.writing(tape), scope.turn.pardoning(hook):
+            with scope.channel.writing(tape), pardoned(scope.turn, hook):
                 return mapped(inner(*args, **kwargs), now)
         again, named = given.again(tensors)
         with ExitStack() as stack:

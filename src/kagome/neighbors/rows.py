@@ -17,8 +17,7 @@ waiting or, where sizes agree, mixes data silently.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -93,28 +92,19 @@ class Turn:
         self.token = torch.zeros((), device=device, requires_grad=grad)
         self.collectives = 0
         self.over = False
-        self.pardoned: Any = None
+        self.pardoned: Any = None  # the hook by which ``recompute`` lets a layer run again
 
     def refuse_again(self, where: str) -> None:
         """Refuse what runs after the forward has ended: backward recomputes it where nobody sees it."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) if self.grad else None
-        ours = hooks is not None and hooks[0] is self.pardoned
-        if self.over or (hooks and not ours and "checkpoint" in getattr(hooks[0], "__qualname__", "")):
+        top = hooks[0] if hooks else None
+        if self.over or (top is not self.pardoned and "checkpoint" in getattr(top, "__qualname__", "")):
             raise ModelError(
                 "each layer runs once in the forward pass",
                 "activation checkpointing runs one again during backward, with its exchange or its draws",
                 where=where,
                 hint=_NO_CHECKPOINT,
             )
-
-    @contextmanager
-    def pardoning(self, hook: Any) -> Iterator[None]:
-        """Around a layer that :mod:`recompute` lets run again by this hook of saved tensors."""
-        before, self.pardoned = self.pardoned, hook
-        try:
-            yield
-        finally:
-            self.pardoned = before
 
     def begin(self, site: str, *, grad: bool = False) -> Site:
         """Number the next collective of this forward; ``grad``: backward will come back to it."""

@@ -24,7 +24,7 @@ class View:
         ids: Original ids of own rows, then of halo rows.
         edge_index: Local ids; row 0 is read (own or halo), row 1 is own. Stably sorted by row 1.
         given: The same edges as a user's model is given them: row 0 is the graph's own row 0.
-        edge_ids: Position of each edge in the whole graph.
+        edge_ids: Position of each edge in the whole graph; view 0's stay where the partition has them.
         attributes: Edge attributes, in the order of ``edge_index``.
         rows: Who supplies the rows that row 0 names.
 
@@ -50,7 +50,7 @@ def in_view(part: Partition, channel: Carrier, device: torch.device) -> View:
         ids=torch.cat([part.own, part.halo]).to(device),
         edge_index=edge_index,
         given=edge_index,
-        edge_ids=part.edge_ids.to(device),
+        edge_ids=part.edge_ids,
         rows=rows,
         attributes={name: value.to(device) for name, value in part.edges.items()},
     )
@@ -74,7 +74,7 @@ def out_view(view: View, channel: Carrier) -> View:
         return channel.exchange(values[order], give, take, action="out-edges", kind="other")
 
     ends = send(
-        torch.stack([view.ids[view.edge_index[1]], view.ids[view.edge_index[0]], view.edge_ids], dim=1)
+        torch.stack([*(view.ids[view.edge_index[k]] for k in (1, 0)), view.edge_ids.to(to.device)], dim=1)
     )
     attributes = {name: send(value) for name, value in view.attributes.items()}
     read, owned, edge_ids = ends.t().contiguous().unbind(0)

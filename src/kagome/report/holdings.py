@@ -131,4 +131,5 @@ def _cell(rank: Mapping[str, Any], kind: str, predicts: bool) -> str:
     text = "-" if found is None else bytes_text(found)
     if not predicts or kind in ("other", "total"):
         return text
-    return f"{text} ({'unknown' if guess is None else bytes_text(guess)})"
+    told = "-" if not rank.get("predicted") else "unknown" if guess is None else bytes_text(guess)
+    return f"{text} ({told})"

@@ -24,8 +24,9 @@ from kagome.graph.partitioners import assign
 from kagome.report.holdings import Holdings, fullest, side_by_side
 from kagome.report.meters import Memory
 from kagome.report.units import bytes_text
-from kagome.run.engine import Engine
-from kagome.run.forecast import Counts, Rates, Way, counts_of, rates_of, split_counts
+from kagome.run.counts import Counts, counts_of, split_counts
+from kagome.run.engine import Engine, materialise
+from kagome.run.forecast import Rates, Way, rates_of
 from kagome.run.holdings import measure
 
 
@@ -85,14 +86,15 @@ class Accounts:
         self.predicted = held[channel.rank]
         return (_said(held, rates), *_too_much(held, offers, recomputes=engine.recompute))
 
-    def told(self, best: Mapping[str, Tensor] | None, peak: int) -> dict[str, Any]:
-        """What this rank holds now, with what the first forward kept, beside what was predicted.
+    def told(self, best: Mapping[str, Tensor] | None, memory: Memory) -> tuple[int, dict[str, Any]]:
+        """Its measured peak; what it holds now, with what the first forward kept, beside what was predicted.
 
         Args:
             best: The best epoch's weights.
-            peak: Its measured peak.
+            memory: Of this process.
         """
-        engine = self.engine
+        engine, device = self.engine, self.engine.scope.device
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.peak()
         held = measure(
             engine.scope,
             engine.model,
@@ -101,12 +103,7 @@ class Accounts:
             best=best,
             beside=[engine.train_rows],
         )
-        return side_by_side(self.predicted, held.beside(peak))
-
-
-def peak_bytes(memory: Memory, device: torch.device) -> int:
-    """The measured peak: on CUDA the allocator's, on a CPU the process's since its imports."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.peak()
+        return peak, side_by_side(self.predicted, held.beside(peak))
 
 
 def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts: int) -> str:
@@ -124,6 +121,7 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
     Cost:
         A cut of the graph, and that of :func:`kagome.run.forecast.rates_of`.
     """
+    materialise(model, part, torch.device("cpu"))
     train = settings.train
     way = Way(
         several=parts > 1,
@@ -147,7 +145,7 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
 
 def _said(held: Sequence[Holdings], rates: Rates) -> str:
     full = fullest(held)
-    where = "on this rank" if len(held) == 1 else f"on the fullest of {len(held)} ranks"
+    where = "on one rank" if len(held) == 1 else f"on the fullest of {len(held)} ranks"
     why = f"; activations are not known: {rates.fault}" if rates.fault else ""
     return f"memory: about {full.text()} {where}{why}"
 
@@ -173,7 +171,7 @@ def _too_much(held: Sequence[Holdings], offers: Sequence[Offer], *, recomputes: 
             continue
         again = "" if recomputes else "--model.recompute, "
         said.append(
-            f"memory: {len(ranks)} rank{'s' if len(ranks) > 1 else ''} on {place} will want about "
+            f"memory: {len(ranks)} rank{'s' if len(ranks) > 1 else ''} on {place} will want at least "
             f"{bytes_text(need)} more, and {bytes_text(min(left))} are left: try more ranks on other "
             f"machines, {again}or a smaller --model.hidden"
         )

@@ -32,6 +32,7 @@ class Best:
             self.waited = epoch - self.epoch
             return
         self.epoch, self.metric, self.waited = epoch, metric, 0
+        self.weights = None  # the old copy goes before there is a new one
         self.weights = None if metric is None else _copy(model)
 
     def restore(self, model: nn.Module) -> dict[str, Tensor] | None:

@@ -5,7 +5,7 @@ Where it sits: ``accounts`` asks for it before the first epoch; a planner can fo
 What is kept of a forward is a sum of tensors with a row a vertex, a halo row or an edge. So a step on pieces
 of many sizes tells how many bytes each of these costs, and a part's counts say what it will hold::
 
-    7 pieces: rows, halo, edges, ... ──a step each──> bytes by kind
+    pieces: rows, halo, edges, ... ──a step each──> bytes by kind
                         └──least squares──> bytes a row, a halo row, an edge, ...   (whole numbers)
     a rank's counts ──────────────────────> its Holdings
 """
@@ -13,10 +13,11 @@ of many sizes tells how many bytes each of these costs, and a part's counts say 
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ from kagome.neighbors.lazy import EscapeError
 from kagome.neighbors.recompute import recompute
 from kagome.report.holdings import Holdings
 from kagome.run.check import twin_of
+from kagome.run.counts import UNITS, Counts, counts_of
 from kagome.run.engine import Call
 from kagome.run.holdings import Saved, ledger_of
 from kagome.run.made import made_pieces
@@ -42,87 +44,6 @@ from kagome.run.made import made_pieces
 FITTED: Final = ("features", "edges", "tables", "activations", "halo")
 """Kinds that grow with the graph."""
 INDEX_BYTES: Final = 8
-
-
-@dataclass(frozen=True)
-class Counts:
-    """How large one part is: what a forecast scales with."""
-
-    rows: int
-    """Own rows n."""
-    halo: int
-    """Halo rows H."""
-    edges: int
-    """In-edges E."""
-    loops: int
-    """Edges from a vertex to itself."""
-    cut: int
-    """Edges that read a halo row."""
-    sent: int
-    """Rows sent, to all peers together."""
-    train: int
-    """Training vertices."""
-
-
-UNITS: Final = ("one", "rows", "halo", "edges", "loops", "cut")
-"""What bytes are told apart by: one for all, and the counts that a model can see."""
-
-
-def counts_of(part: Partition) -> Counts:
-    """The counts of one part.
-
-    Cost: one pass over its edges.
-    """
-    own, source = part.own.numel(), part.edge_index[0]
-    mask = part.nodes.get("train_mask")
-    return Counts(
-        rows=own,
-        halo=part.halo.numel(),
-        edges=source.numel(),
-        loops=int((source == part.edge_index[1]).sum()),
-        cut=int((source >= own).sum()),
-        sent=part.send.numel(),
-        train=0 if mask is None else int(mask.sum()),
-    )
-
-
-def split_counts(
-    edge_index: Tensor, owner: Tensor, parts: int, train: Tensor | None = None
-) -> tuple[Counts, ...]:
-    """The counts of all parts of a whole graph, for ranks that need not be there.
-
-    Args:
-        edge_index: All edges.
-        owner: Part of each vertex.
-        parts: Parts.
-        train: Mask of the training vertices.
-
-    Shapes:
-        edge_index ``[2, E]``, owner and train ``[N]``.
-
-    Cost: a sort of the edges that are cut.
-    """
-    source, target = edge_index
-    of_source, of_target = owner[source], owner[target]
-    away = of_source != of_target
-    # A halo row is read by a part once, however many of its edges read it.
-    pairs = torch.unique(of_target[away] * owner.numel() + source[away])
-    learns = owner if train is None else owner[train]
-
-    def by_part(which: Tensor) -> list[int]:
-        found: list[int] = torch.bincount(which, minlength=parts).tolist()
-        return found
-
-    columns = (
-        by_part(owner),
-        by_part(pairs // max(owner.numel(), 1)),
-        by_part(of_target),
-        by_part(of_target[source == target]),
-        by_part(of_target[away]),
-        by_part(owner[pairs % max(owner.numel(), 1)]),
-        [0] * parts if train is None else by_part(learns),
-    )
-    return tuple(Counts(*row) for row in zip(*columns, strict=True))
 
 
 @dataclass(frozen=True)
@@ -152,9 +73,8 @@ class Rates:
             counts: Of the part.
             keeps_best: Whether a copy of the best epoch's weights is kept: where anything is validated.
         """
-        units = (1, *astuple(counts)[: len(UNITS) - 1])
         known = {
-            kind: max(round(sum(rate * unit for rate, unit in zip(rates, units, strict=True))), 0)
+            kind: max(round(sum(rate * unit for rate, unit in zip(rates, counts.units, strict=True))), 0)
             for kind, rates in self.by_unit.items()
         }
         lists = INDEX_BYTES * (counts.sent + counts.train)
@@ -200,16 +120,17 @@ def rates_of(model: nn.Module, optimizer: Optimizer | None, part: Partition, way
         way: How the model will be run.
 
     Returns:
-        The rates; without those of the graph, and with the reason, where the model fails on a made graph.
+        The rates; only those of the data itself, and the reason, where the model fails on a made graph.
 
     Cost:
-        Seven forwards, backwards and evaluations on 260 rows altogether, a copy of the weights.
+        Seven forwards, backwards and evaluations (five for one rank) on 261 rows altogether, in this process;
+        a copy of the weights.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     weights = _distinct(chain(model.parameters(), model.buffers()))
     best = sum(t.nbytes for t in model.state_dict().values() if isinstance(t, Tensor))
     loops = bool((part.edge_index[0] == part.edge_index[1]).any())
-    graded, by_unit, fault = [True] * len(parameters), {}, ""
+    graded, by_unit, fault = [True] * len(parameters), _given(part), ""
     try:
         pieces = made_pieces(part, several=way.several, loops=loops, seed=way.seed)
         with _undisturbed():
@@ -219,9 +140,11 @@ def rates_of(model: nn.Module, optimizer: Optimizer | None, part: Partition, way
     except Exception as error:  # a forecast never ends a run
         fault = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
     learning = [p for p, has in zip(parameters, graded, strict=True) if has]
-    # Several ranks' gradients lie in the sums that brought them, with a number a parameter and four notes.
-    heads = (len(parameters) + 4) * parameters[0].element_size() if way.several and parameters else 0
-    gradients = sum(p.nbytes for p in (parameters if way.several and not fault else learning)) + heads
+    gradients = sum(p.nbytes for p in learning)
+    if (
+        way.several and learning
+    ):  # they lie in the sums that brought them, beside a number each and four notes
+        gradients += (len(learning) + 4) * learning[0].element_size()
     state_bytes = None if optimizer is None else optimizer_bytes(optimizer, learning)
     return Rates(weights, best, gradients, state_bytes, by_unit, fault)
 
@@ -271,6 +194,22 @@ def _state_bytes(optimizer: Optimizer) -> int:
         for value in state.values()
         if isinstance(value, Tensor)
     )
+
+
+def _given(part: Partition) -> dict[str, tuple[float, ...]]:
+    """Bytes a unit of what the data itself is, whatever the model."""
+
+    def of_one(values: Mapping[str, Tensor]) -> int:
+        return sum(value.element_size() * math.prod(value.shape[1:]) for value in values.values())
+
+    def units(**rates: float) -> tuple[float, ...]:
+        return tuple(rates.get(unit, 0.0) for unit in UNITS)
+
+    return {
+        "features": units(rows=of_one(part.nodes)),
+        "edges": units(edges=3 * INDEX_BYTES + of_one(part.edges)),
+        "tables": units(rows=2 * INDEX_BYTES, halo=2 * INDEX_BYTES),  # original ids, apart and in one list
+    }
 
 
 # Steps on made graphs ----------------------------------------------------------------------------
@@ -340,7 +279,7 @@ def _step(model: nn.Module, piece: Partition, channel: LocalChannel, way: Way, f
 
 def _fit(counts: Sequence[Counts], found: Sequence[Mapping[str, int]]) -> dict[str, tuple[float, ...]]:
     """Bytes a unit, by kind: whole numbers where all is linear, as tensors have whole bytes a row."""
-    units = np.array([(1, *astuple(one)[: len(UNITS) - 1]) for one in counts], dtype=np.float64)
+    units = np.array([one.units for one in counts], dtype=np.float64)
     there = units.any(axis=0)
     scale = units[:, there].max(axis=0)
     rates = {}

@@ -78,7 +78,7 @@ def ledger_of(scope: Interception, model: nn.Module, copies: Iterable[Tensor] = 
     ledger = Ledger(plan.own, plan.halo, scope.device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
     for kind, tensor in holding(scope):
-        ledger.add(kind, [tensor], rows=kind == "tables")
+        ledger.add("tables" if kind == "kept" else kind, [tensor], rows=kind == "kept")
     # What layers keep beside their buffers: GCNConv(cached=True) and the like.
     ledger.add("tables", (t for module in model.modules() for t in _tensors(vars(module).values())))
     return ledger
@@ -98,8 +98,10 @@ class _Kept:
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Shares its memory and its version with what is saved, and nothing else.
-        self.tensor, self.version = tensor, tensor._version
+        # It shares memory and version with what is saved, but no graph: a result that its own node keeps
+        # would keep that node for ever.
+        with torch._C.DisableTorchFunction():  # it is not the user's computation
+            self.tensor, self.version = tensor.detach(), tensor._version
 
 
 def _back(kept: _Kept) -> Tensor:
@@ -148,7 +150,7 @@ class Saved:
             ledger.add("activations", (k.tensor for f in self._found if (k := f()) is not None), rows=True)
             for tape in tapes:
                 ledger.add("activations", tensors_of(tape), rows=True)
-            self.bytes = dict(ledger.bytes)
+            self.bytes = {kind: ledger.bytes[kind] for kind in ("activations", "halo")}
         self._found = []
 
     def _pack(self, tensor: Tensor) -> _Kept:
@@ -188,6 +190,6 @@ def measure(
         features=found["features"],
         edges=found["edges"],
         tables=found["tables"] + found["send"],
-        activations=None if saved is None else saved.get("activations", 0),
-        halo=found["halo"] + (0 if saved is None else saved.get("halo", 0)),
+        activations=None if saved is None else saved["activations"],
+        halo=found["halo"] + (0 if saved is None else saved["halo"]),
     )

@@ -25,6 +25,8 @@ AWAY: Final = (40, 12, 25, 70, 15, 90, 30)
 """Edges each way to vertices of other pieces."""
 POOL: Final = (6, 50, 200, 14, 30, 25, 90)
 """Of how many vertices these are drawn: few make many edges to few halo rows."""
+ALONE: Final = 5
+"""How many pieces are enough where there is no halo."""
 LOOPS: Final = (3, 0, 5, 1, 2, 4, 0)
 """Edges from a vertex to itself."""
 
@@ -39,7 +41,7 @@ def made_pieces(part: Partition, *, several: bool, loops: bool, seed: int) -> li
         seed: Of all that is drawn.
 
     Returns:
-        The pieces, in the order of :data:`ROWS`. Every edge has its reverse.
+        Seven pieces, or five where none reads another's rows. Every edge has its reverse.
     """
     generator = torch.Generator().manual_seed(seed)
     starts = [sum(ROWS[:k]) for k in range(len(ROWS) + 1)]
@@ -51,7 +53,7 @@ def made_pieces(part: Partition, *, several: bool, loops: bool, seed: int) -> li
         pieces = [extract(graph, owner, k, len(ROWS)) for k in range(len(ROWS))]
     else:
         pieces = []
-        for k, count in enumerate(ROWS):
+        for k, count in enumerate(ROWS[:ALONE]):
             graph = Data(edge_index=inside[k] - starts[k], num_nodes=count)
             pieces.append(extract(graph, torch.zeros(count, dtype=torch.int64), 0, 1))
     return [

@@ -41,8 +41,7 @@ def original_order(rows: Tensor, part: Partition, channel: Channel, action: str)
 def outcome(
     records: Sequence[EpochRecord],
     spans: Spans,
-    peak: int,
-    memory: Mapping[str, Any],
+    memory: tuple[int, dict[str, Any]],
     channel: Channel,
     meta: Meta,
     facts: Mapping[str, Any],
@@ -52,13 +51,12 @@ def outcome(
     Args:
         records: All epochs.
         spans: Of this rank.
-        peak: Peak memory of this rank, bytes.
-        memory: What this rank holds, predicted and measured.
+        memory: Peak memory of this rank, bytes; what it holds, predicted and measured.
         channel: All ranks.
         meta: Of the whole graph.
         facts: What every rank knows by itself: the other arguments of :func:`kagome.report.summary.summary`.
     """
-    gathered: Any = channel.gather_objects((peak, dict(memory), spans.as_list(), spans.seconds()), "reports")
+    gathered: Any = channel.gather_objects((*memory, spans.as_list(), spans.seconds()), "reports")
     peaks, held, all_spans, phases = (list(column) for column in zip(*gathered, strict=True))
     values = summary(
         records=records,

@@ -33,7 +33,7 @@ from kagome.report.meters import EpochRecord, Memory
 from kagome.report.progress import Progress
 from kagome.report.spans import Spans
 from kagome.run import checkpoint, source, task
-from kagome.run.accounts import Accounts, peak_bytes
+from kagome.run.accounts import Accounts
 from kagome.run.best import Best
 from kagome.run.check import check_on_first
 from kagome.run.costs import Costs
@@ -365,7 +365,6 @@ class Trainer:
 
     def _finish(self, set_up: float) -> dict[str, Any]:
         found = self._scores()
-        peak = peak_bytes(AFTER_IMPORTS, self.mesh.device)
         facts: dict[str, Any] = {
             "test_metric": found["test"],
             "val_metric": found["val"],
@@ -379,8 +378,8 @@ class Trainer:
             "threads": self.mesh.threads,
             "notes": self.notes,
         }
-        held = self.accounts.told(self._best.weights, peak)
-        values, spans = outcome(self.records, self.spans, peak, held, self.channel, self.meta, facts)
+        memory = self.accounts.told(self._best.weights, AFTER_IMPORTS)
+        values, spans = outcome(self.records, self.spans, memory, self.channel, self.meta, facts)
         if self.writer is not None:
             scores = self.predict()
             target = original_order(self.engine.scope.inputs["y"], self.part, self.channel, "labels")

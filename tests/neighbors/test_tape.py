@@ -1,0 +1,123 @@
+"""A channel that notes what comes and gives it again: in order, to the same questions, sending nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kagome.errors import ModelError
+from kagome.neighbors.rows import UnderWay
+from kagome.neighbors.tape import Tape, Taped
+
+
+class Come:
+    """Rows that have come; it counts the waits."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.waits = rows, 0
+
+    def wait(self) -> Tensor:
+        self.waits += 1
+        return self.rows
+
+
+class Peers:
+    """A channel of two ranks that gives a new number at each call."""
+
+    rank, size = 1, 2
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.begun: list[Come] = []
+
+    def _next(self, action: str) -> Tensor:
+        self.asked.append(action)
+        return torch.full((2, 1), float(len(self.asked)))
+
+    def exchange(self, rows, send_counts, recv_counts, *, action, kind="halo", header=None) -> Tensor:
+        return self._next(action)
+
+    def start_exchange(self, rows, send_counts, recv_counts, *, action, kind="halo", header=None) -> UnderWay:
+        self.begun.append(Come(self._next(action)))
+        return self.begun[-1]
+
+    def all_reduce(self, tensor, op="sum", *, action, kind="statistics") -> Tensor:
+        return self._next(action)
+
+
+def rows(taped: Taped, action: str) -> float:
+    return float(taped.exchange(torch.zeros(1, 1), [0, 1], [0, 2], action=action)[0])
+
+
+def begun(taped: Taped, action: str) -> UnderWay:
+    return taped.start_exchange(torch.zeros(1, 1), [0, 1], [0, 2], action=action)
+
+
+def test_what_came_comes_again_in_order() -> None:
+    peers, tape = Peers(), Tape()
+    taped = Taped(peers)
+    assert (taped.rank, taped.size, taped.runs) == (1, 2, False)
+    assert rows(taped, "before") == 1
+    with taped.writing(tape):
+        assert taped.runs
+        first = [rows(taped, "a"), float(begun(taped, "b").wait()[0]), rows(taped, "a")]
+        total = taped.all_reduce(torch.zeros(2, 1), action="c")
+        total.zero_()  # who asked may write to a sum
+        assert not taped.same("d", False)
+    assert first == [2, 3, 4]
+    asked = list(peers.asked)
+    for _ in range(2):
+        with taped.reading(tape):
+            again = [rows(taped, "a"), float(begun(taped, "b").wait()[0]), rows(taped, "a")]
+            assert again == first
+            assert float(taped.all_reduce(torch.zeros(2, 1), action="c")[0]) == 5
+            assert not taped.same("d", True)
+    assert peers.asked == asked
+    assert peers.begun[0].waits == 1
+    assert rows(taped, "after") == 6
+
+
+def test_rows_may_come_late() -> None:
+    taped, tape = Taped(Peers()), Tape()
+    with taped.writing(tape):
+        coming = begun(taped, "a")
+        assert rows(taped, "b") == 2
+        assert float(coming.wait()[0]) == 1
+    with taped.reading(tape):
+        assert float(begun(taped, "a").wait()[0]) == 1
+
+
+def test_another_question_is_refused() -> None:
+    taped, tape = Taped(Peers()), Tape()
+    with taped.writing(tape):
+        rows(taped, "a")
+        assert taped.same("kept", True)
+    with taped.reading(tape), pytest.raises(ModelError, match="comes to b, but the first time it came to a"):
+        rows(taped, "b")
+    with taped.reading(tape):
+        rows(taped, "a")
+        with pytest.raises(ModelError, match="what was kept is gone"):
+            taped.same("kept", False)
+        with pytest.raises(ModelError, match="came to nothing"):
+            rows(taped, "a")
+    assert not taped.runs
+
+
+def test_what_is_kept_for_ever_is_asked_for_aside() -> None:
+    peers, tape = Peers(), Tape()
+    taped = Taped(peers)
+    with taped.writing(tape):
+        rows(taped, "a")
+        with taped.aside():
+            assert rows(taped, "degrees") == 2
+        assert rows(taped, "b") == 3
+    assert [what for what, _ in tape] == ["a", "b"]
+    with taped.reading(tape):
+        assert rows(taped, "a") == 1
+        with taped.aside(), pytest.raises(ModelError, match="degrees"):
+            rows(taped, "degrees")  # it was to be found, and nobody answers now
+        assert rows(taped, "b") == 3
+    with taped.aside():
+        assert rows(taped, "c") == 4
+    assert peers.asked == ["a", "degrees", "b", "c"]
