@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome.neighbors import attention
+from kagome.neighbors import attention, dense
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.ends import each, joined, message_of, put_off, source_rows, with_rows
 from kagome.neighbors.lazy import Lazy, now
@@ -170,7 +170,7 @@ def _linear(
 
 
 def _mapped(weight: Tensor, rows: Tensor) -> Tensor:
-    return torch.nn.functional.linear(rows, weight)
+    return dense.linear(rows, weight)
 
 
 def _narrowed(total: Total, weight: Tensor, bias: Tensor | None) -> Any:
@@ -179,7 +179,7 @@ def _narrowed(total: Total, weight: Tensor, bias: Tensor | None) -> Any:
     if weight.size(0) >= weight.size(1) or m.source is None:
         return NotImplemented
     m.check()
-    rows = torch.nn.functional.linear(now(m.source.rows), weight)
+    rows = dense.linear(now(m.source.rows), weight)
     out = Total(with_rows(m, None, rows), total.how).compute()
     return m.edges.rows(out if bias is None else out + bias)
 

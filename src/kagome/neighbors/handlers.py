@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kagome.errors import ModelError
+from kagome.neighbors import dense
 from kagome.neighbors.algebra import all_computed
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.lazy import Lazy, now
@@ -25,6 +26,7 @@ from kagome.neighbors.view import View
 class Reader(Protocol):
     """What a handler asks of the running interception."""
 
+    fast: bool
     marks: Marks
     views: list[View]
     inputs: dict[str, Tensor]
@@ -202,12 +204,18 @@ def _reduced(
 
 
 def _linear(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.linear`` of rows inside a layer that aggregates them: the sum over neighbours may come first."""
+    """``F.linear`` of rows: put off where neighbours may be summed first, else by the fastest product."""
     weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
     bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
-    if not args or not isinstance(weight, Tensor) or bias is not None or not scope.sums_late(args[0], weight):
+    if not args or not isinstance(weight, Tensor) or isinstance(args[0], Lazy):
         return NotImplemented
-    return scope.marks.put(Lazy(Linear(args[0], weight)), Mark(Kind.ROWS))
+    if bias is None and scope.sums_late(args[0], weight):
+        return scope.marks.put(Lazy(Linear(args[0], weight)), Mark(Kind.ROWS))
+    mark = scope.marks.get(args[0])
+    known = mark is not None and mark.kind in ALIGNED and mark.axis == 0 and scope.marks.get(weight) is None
+    if not known or not scope.fast or torch.is_autocast_enabled("cpu") or not dense.suits(args[0], weight):
+        return NotImplemented
+    return scope.marks.put(dense.linear(args[0], weight, bias), mark)
 
 
 def _pooled_extreme(

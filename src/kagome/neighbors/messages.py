@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kagome.kernels.structure import Structure
-from kagome.neighbors import aggregate, attention
+from kagome.neighbors import aggregate, attention, dense
 from kagome.neighbors.lazy import EscapeError, now
 from kagome.neighbors.marks import Kind, Mark
 from kagome.neighbors.rows import NeighborRows, Turn
@@ -121,7 +121,7 @@ class Linear:
 
     def compute(self) -> Tensor:
         """The tensor."""
-        return torch.nn.functional.linear(self.x, self.weight)
+        return dense.linear(self.x, self.weight)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kagome.neighbors import aggregate, attention
+from kagome.neighbors import aggregate, attention, dense
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.messages import EdgeSet, Linear, Message, Share, Shared, flat
 
@@ -100,7 +100,7 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
         narrow = linear.weight.size(1) < linear.weight.size(0)
         if narrow or (scope.lasting(linear.x) and scope.lasting(message.weight)):
             first = replace(message, source=replace(source, rows=linear.x), roots=())
-            return torch.nn.functional.linear(_linear_sum(first, how), linear.weight)
+            return dense.linear(_linear_sum(first, how), linear.weight)
     rows = now(rows)
     if not (scope.lasting(rows) and scope.lasting(message.weight)):
         return _sum(message, rows, how)
