@@ -178,7 +178,7 @@ def test_one_that_begins_to_be_visited_twice_is_refused(ranks):
     """Its sum would be on its way with half of it."""
     for text in ranks(2, refused, spoils=True):
         assert "it came twice to one of shape [3" in text
-        assert "use_reentrant=False" in text
+        assert "--model.recompute" in text
 
 
 def trained(channel: Channel, size: int, vertices: int) -> dict[str, Any]:

@@ -306,6 +306,7 @@ class _PreActivation(nn.Module):
         )
 
     def make_conv(self, hidden: int) -> nn.Module:
+        """The layer inside each block: every model of this kind has its own."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ class Gradients:
                     raise ModelError(
                         "backward comes to each parameter once, as it did in the first epoch",
                         f"it came twice to one of shape {list(self.parameters[place].shape)}",
-                        hint="torch.utils.checkpoint with use_reentrant=False",
+                        hint="no torch.utils.checkpoint in the model; --model.recompute does it by layer",
                     )
                 return
             self._seen.add(place)
