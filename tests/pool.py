@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from kagome.comm.channel import Channel
+from kagome.comm.shelf import open_shelf
 from kagome.errors import CommError
 
 LARGEST = 4
@@ -166,7 +167,7 @@ def _work(rank: int, port: int, connection: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    joined = 0
+    joined, shelf = 0, None
     while True:
         try:
             path, call = pickle.loads(connection.recv_bytes())
@@ -178,16 +179,27 @@ def _work(rank: int, port: int, connection: Connection) -> None:
         world, generation, task = pickle.loads(call)
         channel = None
         try:
-            if generation != joined:
+            new = generation != joined
+            if new:
                 joined = generation
+                if shelf is not None:
+                    shelf.close()
+                    shelf = None
                 _join(dist.PrefixStore(f"pool-{generation}", store), rank, world)
             torch.manual_seed(0)
             channel = Channel(dist.group.WORLD if world > 1 else None, "cpu", timeout=CHANNEL_SECONDS)
+            if new:
+                shelf = open_shelf(channel)
+                channel.take_traffic()
+            channel.lay_on(shelf)
             function, args = pickle.loads(task)
             answer = pickle.dumps((True, function(channel, *args)))
         except BaseException as error:
             if channel is not None:
                 channel.close()
+            if shelf is not None:
+                shelf.close()
+                shelf = None
             _leave()  # closes the connections: the peers' waits end at once
             answer = _failure(error)
         connection.send_bytes(answer)

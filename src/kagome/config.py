@@ -75,6 +75,8 @@ class Parallel:
     reuse: bool = True
     """Keep partitions in the user's cache, and use them again while data, partitioner, seed and parts are the
     same."""
+    shared_memory: bool = True
+    """Ranks of one host hand each other large messages in memory that both see, not through a socket."""
 
     def __post_init__(self) -> None:
         if self.graph is not None and self.graph < 1:

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from kagome.comm import faults
 from kagome.comm.pending import Pending, PendingSum, start_sum
+from kagome.comm.shelf import Shelf
 from kagome.comm.traffic import KINDS, Kind, Traffic
 from kagome.comm.watch import Watch
+from kagome.comm.wire import Wire, Work
 from kagome.errors import CommError
 
 __all__ = ["KINDS", "Channel", "Kind", "Op", "Pending", "PendingSum"]
@@ -42,6 +44,7 @@ class Channel:
         watch: Who knows what the peers do; None leaves that out of the errors.
         lane: Messages of one lane never meet those of another.
         traffic: Where to count; its own if None.
+        shelf: Memory that ranks of this host read: with gloo, what is large goes to them by it.
     """
 
     def __init__(
@@ -53,15 +56,16 @@ class Channel:
         watch: Watch | None = None,
         lane: Literal[0, 1] = 0,
         traffic: Traffic | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         self.device, self.timeout, self.watch = torch.device(device), timeout, watch
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.names = [0] if group is None else dist.get_process_group_ranks(group)
         self._group = group
-        self._gloo = group is not None and dist.get_backend(group) == "gloo"
+        self._wire = None if group is None else Wire(group, lane, shelf)
+        self._gloo = self._wire is not None and self._wire.gloo
         # gloo's point-to-point knows host memory only.
         self.wire = torch.device("cpu") if self._gloo else self.device
-        self._count, self._lane = 0, lane
         self.timer: Callable[[str], AbstractContextManager[object]] | None = None
         """Called with ``exchange`` around each of them but sums of weights: where its time is to be noted."""
         self.traffic = Traffic() if traffic is None else traffic
@@ -73,17 +77,34 @@ class Channel:
         :attr:`lanes` says so.
         """
         return Channel(
-            self._group, self.device, timeout=self.timeout, watch=self.watch, lane=1, traffic=self.traffic
+            self._group,
+            self.device,
+            timeout=self.timeout,
+            watch=self.watch,
+            lane=1,
+            traffic=self.traffic,
+            shelf=None if self._wire is None else self._wire.shelf,
         )
+
+    def lay_on(self, shelf: Shelf | None) -> None:
+        """Let what is large go to ranks of this host by a shelf; all ranks do it at the same point."""
+        if self._wire is not None:
+            self._wire.shelf = shelf
 
     @property
     def lanes(self) -> bool:
         """Whether lanes are apart, by gloo's tags; nccl has one order of collectives for all ranks."""
         return self._gloo
 
-    def close(self) -> None:
-        """Let go of the group: gloo closes its connections only when nobody holds it any more."""
-        self._group = None
+    def close(self, patience: float = 0.0) -> None:
+        """Let go of the group and the shelf; gloo closes its connections only when nobody holds it any more.
+
+        Args:
+            patience: Seconds that peers have to take what is still theirs.
+        """
+        if self._wire is not None and self._wire.shelf is not None:
+            self._wire.shelf.close(patience)
+        self._group = self._wire = None
 
     def take_bytes(self) -> dict[str, int]:
         """Bytes this rank has sent since the last call, by kind."""
@@ -121,8 +142,8 @@ class Channel:
 
         Args:
             rows: Rows for rank 0, then for rank 1, and so on; not to be changed before the wait ends.
-            send_counts: Rows for each rank, the own one included.
-            recv_counts: Rows from each rank, the own one included.
+            send_counts: Rows for each rank, this one too.
+            recv_counts: Rows from each rank.
             action: What this is, for errors: ``halo forward of conv1.x, epoch 3``.
             kind: What its bytes count as.
             header: Up to five numbers (direction, epoch, step, site, width) that must be the same on both
@@ -181,7 +202,7 @@ class Channel:
         assert self._group is not None
         self._add(kind, 2 * (self.size - 1) * values.nbytes // self.size)
         reduce = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-        work = self._group.allreduce([values], reduce, self._limit())
+        work = self._group.allreduce([values], reduce, timedelta(seconds=self.timeout))
         return Pending(values, self, action, kind, [(None, work)])
 
     def start_all_reduce(self, tensor: Tensor, *, action: str, kind: Kind = "weights") -> PendingSum:
@@ -214,7 +235,9 @@ class Channel:
         if self.rank == src:
             self._add(kind, (self.size - 1) * result.nbytes)
         pending = Pending(result, self, action, kind)
-        pending.works.append((None, self._group.broadcast(_as_bytes(result), src, self._limit())))
+        pending.works.append(
+            (None, self._group.broadcast(_as_bytes(result), src, timedelta(seconds=self.timeout)))
+        )
         return pending.arrived()
 
     def gather_rows(
@@ -272,36 +295,19 @@ class Channel:
         slots[self.rank].copy_(parts[self.rank])
         pending = Pending(received, self, action, kind, kept=parts)
         self._add(kind, sum(part.nbytes for peer, part in enumerate(parts) if peer != self.rank))
-        sent = [_as_bytes(part) for part in parts]
-        come = [_as_bytes(slot) for slot in slots]
-        sent[self.rank], come[self.rank] = sent[self.rank][:0], come[self.rank][:0]
-        assert self._group is not None
-        if not self._gloo:
-            pending.works = [(None, self._group.alltoall(come, sent))]
-            return pending
-        self._count += 1
-        # Receives first, so that what arrives finds its place; each rank begins at another peer.
+        sent, come = [_as_bytes(part) for part in parts], [_as_bytes(slot) for slot in slots]
+        assert self._wire is not None
         try:
-            for peer in self._ring(-1):
-                if come[peer].numel():
-                    pending.works.append((peer, self._group.recv([come[peer]], peer, self._tag(come[peer]))))
-            for peer in self._ring(1):
-                if sent[peer].numel():
-                    pending.works.append((peer, self._group.send([sent[peer]], peer, self._tag(sent[peer]))))
+            for peer, begin in self._wire.post(sent, come):
+                work = begin()
+                if work is not None:
+                    pending.works.append((peer, work))
         except RuntimeError as error:
             pending.works.clear()
-            fault = self._fault(error, [peer], action, collective=False)
+            fault = self._fault(error, [] if peer is None else [peer], action, collective=peer is None)
             raise fault from error.with_traceback(None)
         pending.begun = time.monotonic()  # posting hid nothing
         return pending
-
-    def _ring(self, step: int) -> list[int]:
-        return [(self.rank + step * hop) % self.size for hop in range(1, self.size)]
-
-    def _tag(self, message: Tensor) -> int:
-        # Order (7 bits), lane (1) and size (23, hashed): messages that do not belong together never meet, and
-        # the wait for the right one ends in an error that can be caught, not in gloo's abort.
-        return (self._count % 128) << 24 | self._lane << 23 | (message.nbytes * 2654435761 % 2**32) >> 9
 
     def _compare(
         self, fields: tuple[int, ...], sends: Sequence[int], comes: Sequence[int], action: str
@@ -319,9 +325,6 @@ class Channel:
     def timed(self, kind: Kind) -> AbstractContextManager[object]:
         """The phase in which an exchange of a kind is noted."""
         return nullcontext() if self.timer is None or kind in ("weights", "other") else self.timer("exchange")
-
-    def _limit(self) -> timedelta:
-        return timedelta(seconds=self.timeout)
 
     def _add(self, kind: Kind, count: int) -> None:
         self.traffic.bytes[kind] += count
@@ -352,7 +355,7 @@ class Channel:
         self.traffic.waited[pending.kind] += ended - begun
         self.traffic.under_way[pending.kind] += ended - pending.begun
 
-    def _wait(self, work: dist.Work, begun: float, *, collective: bool) -> None:
+    def _wait(self, work: Work, begun: float, *, collective: bool) -> None:
         if not self._gloo:
             work.wait()  # with a limit, nccl would block the host instead of the stream
             return
@@ -368,7 +371,8 @@ class Channel:
             elsewhere = [peer for peer in peers if self._elsewhere(action, peer)]
             blamed = (elsewhere or peers) if collective else [peers[0], *elsewhere]
         else:
-            blamed = (self._dead(peers) or peers) if collective else peers[:1]
+            dead = self._wire.dead(peers) if self._wire is not None and collective else []
+            blamed = (dead or peers) if collective else peers[:1]
         names = [self.names[peer] for peer in dict.fromkeys(blamed)]
         described = [f"rank {name}" if self.watch is None else self.watch.describe(name) for name in names]
         return faults.broken_wait(
@@ -377,20 +381,6 @@ class Channel:
 
     def _elsewhere(self, action: str, peer: int) -> bool:
         return self.watch is not None and bool(self.watch.late(action, [self.names[peer]]))
-
-    def _dead(self, peers: list[int]) -> list[int]:
-        """Those whose connection is closed: a collective's error does not say whose."""
-        if self._group is None or not self._gloo:
-            return []
-        closed: list[int] = []
-        for peer in peers:
-            try:
-                probe = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1)
-                probe.wait(timedelta(seconds=0.05))
-            except RuntimeError as error:
-                if not faults.is_late(error):
-                    closed.append(peer)
-        return closed
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -22,11 +22,15 @@ from torch.distributed.rendezvous import rendezvous
 
 from kagome.allocator import keep_freed_memory
 from kagome.comm.channel import Channel
+from kagome.comm.shelf import open_shelf
 from kagome.comm.watch import Watch
 from kagome.config import Parallel
 from kagome.errors import CommError
 from kagome.ranks import Ranks, environment
 from kagome.threads import seat, threads
+
+TAKEN_WITHIN = 10.0
+"""Seconds that a rank stays at the end for its peers to take what lies on its shelf."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ def open_mesh(
     elif ranks.size > 1 or always_group:
         store = _join(ranks, device, timeout)
     watch = channel = weights = None
+    patience = 0.0
     stack = ExitStack()
     try:
         if store is not None and ranks.size > 1:
@@ -108,18 +113,20 @@ def open_mesh(
         channel = Channel(
             dist.group.WORLD if dist.is_initialized() else None, device, timeout=timeout, watch=watch
         )
+        channel.lay_on(open_shelf(channel, wanted=fitted.shared_memory))
         weights = channel.beside()
         keep_freed_memory()
         counts = stack.enter_context(_fitting_threads(channel))
         axes = {"graph": fitted.graph or ranks.size}
         yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, channel, weights, counts, watch)
+        patience = TAKEN_WITHIN  # nobody waits for peers after an error
     finally:
         stack.close()
         if watch is not None:
             watch.close()
         for each in (channel, weights):
             if each is not None:
-                each.close()
+                each.close(patience)
         if not given and dist.is_initialized():
             dist.destroy_process_group()  # gloo aborts the process at its exit otherwise
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from kagome.comm.traffic import Kind
 
 if TYPE_CHECKING:
     from kagome.comm.channel import Channel
+    from kagome.comm.wire import Work
 
 ONE_ROUND_BYTES: Final = 2**20
 """A sum of more than two ranks goes in one round up to so many bytes of all ranks together."""
@@ -40,7 +40,7 @@ class Pending:
     channel: Channel
     action: str
     kind: Kind
-    works: list[tuple[int | None, dist.Work]] = field(default_factory=list)
+    works: list[tuple[int | None, Work]] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     begun: float = field(default_factory=time.monotonic)
 

@@ -5,7 +5,6 @@ Where it sits: ``prepare`` and ``run.source`` turn the name ``auto`` into a part
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 from torch import Tensor
@@ -21,8 +20,6 @@ EDGE_BYTES: Final = 8
 VERTEX_BYTES: Final = 100
 #: What of the available memory a cut may take.
 SHARE: Final = 0.9
-
-_CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def metis_bytes(num_nodes: int, num_edges: int, neighbours: int) -> int:
@@ -69,62 +66,3 @@ def choose(
         f"METIS would need about {need / 2**30:.2g} GiB and {max(available, 0) / 2**30:.2g} GiB are "
         "available: the streaming partitioner cuts the graph (--parallel.partitioner metis to insist).",
     )
-
-
-def available_bytes() -> int | None:
-    """Memory that this process may still take: the machine's, or less where a control group limits it.
-
-    Returns:
-        The bytes; None where the system does not say.
-    """
-    found = [_machine(), _group()]
-    return min((amount for amount in found if amount is not None), default=None)
-
-
-def _machine() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
-        return None
-
-
-def _group() -> int | None:
-    """What the control groups above this process leave, in either version; file cache counts as free."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    left: list[int] = []
-    for line in lines:
-        _, kinds, name = line.split(":", 2)
-        if kinds == "":
-            base, limit, used, cache = _CGROUPS, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in kinds.split(","):
-            base, limit, used, cache = (
-                _CGROUPS / "memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
-        else:
-            continue
-        own = base / name.lstrip("/")
-        # In a container the name is often the host's: then its own limit stands at the top.
-        for folder in (own, *own.parents):
-            if not folder.is_relative_to(base):
-                break
-            left += _left(folder, limit, used, cache)
-    return min(left, default=None)
-
-
-def _left(folder: Path, limit: str, used: str, cache: str) -> list[int]:
-    try:
-        most = int((folder / limit).read_text())  # "max" where there is none
-        free = most - int((folder / used).read_text())
-        for line in (folder / "memory.stat").read_text().splitlines():
-            if line.startswith(f"{cache} "):
-                free += int(line.split()[1])
-    except (OSError, ValueError):
-        return []
-    return [max(free, 0)]

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from kagome import config
+from kagome.available import available_bytes
 from kagome.errors import KagomeError, PartitionError
 from kagome.graph import cache, store
 from kagome.graph.attributes import split_attributes
 from kagome.graph.cache import Cache
-from kagome.graph.choice import available_bytes, choose
+from kagome.graph.choice import choose
 from kagome.graph.data import load_data
 from kagome.graph.partition import each_part, fingerprint
 from kagome.graph.partitioners import assign

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kagome.kernels import ops
 from kagome.kernels.structure import Structure
-from kagome.neighbors.rows import Road
+from kagome.neighbors.rows import Road, Turn
 
 
 def neighbor_sum(
@@ -35,6 +35,7 @@ def neighbor_sum(
     weight: Tensor | None = None,
     scale: Tensor | None = None,
     road: Road | None = None,
+    turn: Turn | None = None,
 ) -> Tensor:
     """The sum over each row's in-edges of its neighbours' rows, each times its edge's weight.
 
@@ -44,6 +45,7 @@ def neighbor_sum(
         weight: One an edge, or one an edge and head.
         scale: A factor a result row (a mean's).
         road: The way to the halo rows: see [Note: overlap].
+        turn: With a road, the turn whose token goes along.
 
     Shapes:
         rows ``[own or whole, F]`` and weight ``[E]``, or rows ``[.., H, C]`` and weight ``[E, H]``; scale
@@ -53,13 +55,13 @@ def neighbor_sum(
         Keeps ``weight``, and where it has a gradient the rows too. Sends what ``road`` says.
     """
     out: Tensor
-    if road is None:
+    if road is None or turn is None:
         out = _Sum.apply(rows, weight, scale, edges)  # type: ignore[no-untyped-call]
         return out
-    token = road.turn.token
-    out, token = _SumOverRoad.apply(rows, weight, scale, token, edges, road)  # type: ignore[no-untyped-call]
-    if road.follows:
-        road.turn.token = token
+    given = turn.token
+    out, token = _SumOverRoad.apply(rows, weight, scale, given, edges, road)  # type: ignore[no-untyped-call]
+    if road.site.grad:
+        turn.token = token
     return out
 
 

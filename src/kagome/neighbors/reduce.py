@@ -132,7 +132,9 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
             road = edges.plan.road(rows, edges.scope.turn, message.source.site)
         else:
             shaped = whole.reshape(whole.size(0), *shaped.shape[1:])
-    out = aggregate.neighbor_sum(shaped.contiguous(), s, weight=weight, scale=scale, road=road)
+    out = aggregate.neighbor_sum(
+        shaped.contiguous(), s, weight=weight, scale=scale, road=road, turn=edges.scope.turn
+    )
     return out.reshape(s.own, *trailing)
 
 

@@ -197,8 +197,7 @@ class NeighborRows:
 
     def road(self, rows: Tensor, turn: Turn, name: str) -> Road:
         """The same as :meth:`extend` for a caller that reduces own and halo rows apart."""
-        site = turn.begin(name, grad=rows.requires_grad)
-        return Road(self, turn, site, rows.requires_grad and turn.follows())
+        return Road(self, turn.begin(name, grad=rows.requires_grad))
 
     def forth(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Fetch the halo rows; no gradient."""
@@ -229,17 +228,16 @@ class NeighborRows:
 class Road:
     """One exchange and the one back, each begun and ended apart: what lies between them hides them.
 
+    A node of autograd keeps one until its turn's graph is gone. So it knows nothing of the turn: that has the
+    token, the token has the node, and such a circle is never freed.
+
     Args:
         plan: The lists.
-        turn: The turn whose token goes along.
         site: What it is for.
-        follows: Whether backward comes back along it.
     """
 
     plan: NeighborRows
-    turn: Turn
     site: Site
-    follows: bool
 
     def fetch(self, rows: Tensor) -> Callable[[], Tensor]:
         """Begin to fetch the halo rows of own rows ``[n, ...]``; the call gives them, ``[H, W]``."""

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from torch_geometric.data import Data
 
 from kagome import config
+from kagome.available import available_bytes
 from kagome.comm.channel import Channel
-from kagome.graph.choice import available_bytes, choose
+from kagome.graph.choice import choose
 from kagome.graph.partition import Partition
 from kagome.graph.partitioners import assign
 from kagome.report.holdings import Holdings, fullest, side_by_side

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kagome import config, errors
+from kagome.available import available_bytes
 from kagome.errors import KagomeError, PartitionError
 from kagome.graph import cache
 from kagome.graph.cache import Cache
-from kagome.graph.choice import AUTO, SHARE, available_bytes, metis_bytes
+from kagome.graph.choice import AUTO, SHARE, metis_bytes
 from kagome.graph.data import raw_files
 from kagome.graph.store import PAGE, Meta, load_meta
 

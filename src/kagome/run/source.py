@@ -17,10 +17,11 @@ import torch
 from torch_geometric.data import Data
 
 from kagome import config
+from kagome.available import available_bytes
 from kagome.comm.channel import Channel
 from kagome.errors import PartitionError
 from kagome.graph import cache, store
-from kagome.graph.choice import AUTO, available_bytes, choose
+from kagome.graph.choice import AUTO, choose
 from kagome.graph.data import load_data
 from kagome.graph.partition import Partition, extract, fingerprint
 from kagome.graph.prepare import owners, prepare

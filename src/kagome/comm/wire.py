@@ -1,0 +1,167 @@
+"""Wire: how one message a peer goes over and comes in, by gloo, by a shelf, or by one grouped nccl call.
+
+Where it sits: ``channel`` says what is sent to whom, counts it and waits; this file knows tags and order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kagome.comm import faults
+from kagome.comm.shelf import NOWHERE, Shelf
+
+Begin = Callable[[], "Work | None"]
+NO_LIMIT = timedelta(days=1)
+
+
+class Work(Protocol):
+    """Something under way."""
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> object:
+        """Return when it is done; a RuntimeError if it was late or its peer is gone."""
+
+
+class Wire:
+    """The messages of one lane of one group, in their order.
+
+    Args:
+        group: The process group.
+        lane: Messages of one lane never meet those of another.
+        shelf: Memory that peers on this host read; None if there is none.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, lane: Literal[0, 1], shelf: Shelf | None) -> None:
+        self.group, self.lane, self.shelf = group, lane, shelf
+        self.rank, self.size, self.names = group.rank(), group.size(), dist.get_process_group_ranks(group)
+        self.gloo = dist.get_backend(group) == "gloo"
+        self._count = 0
+
+    def post(self, sent: Sequence[Tensor], come: Sequence[Tensor]) -> Iterator[tuple[int | None, Begin]]:
+        """What begins each message, with its peer (None: all at once); the own message is left out.
+
+        Args:
+            sent: Bytes for each peer.
+            come: Room for each peer's bytes.
+        """
+        if not self.gloo:
+            mine = self.rank
+            give, take = list(sent), list(come)
+            give[mine], take[mine] = give[mine][:0], take[mine][:0]
+            yield None, lambda: self.group.alltoall(take, give)
+            return
+        count = self._next()
+        # Receives first, so that what arrives finds its place; each rank begins at another peer.
+        for peer in self._ring(-1):
+            if come[peer].numel():
+                yield peer, partial(self._receive, peer, come[peer], count)
+        laid = self._laid(sent)
+        for peer in self._ring(1):
+            if sent[peer].numel():
+                yield peer, partial(self._send, peer, sent[peer], count, laid.get(peer))
+
+    def near(self, peer: int) -> bool:
+        """Whether a peer reads this rank's shelf, and this rank its."""
+        return self.shelf is not None and self.names[peer] in self.shelf.peers
+
+    def dead(self, peers: Sequence[int]) -> list[int]:
+        """Those whose connection is closed: a collective's error does not say whose."""
+        if not self.gloo:
+            return []
+        closed: list[int] = []
+        for peer in peers:
+            try:
+                probe = self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1)
+                probe.wait(timedelta(seconds=0.05))
+            except RuntimeError as error:
+                if not faults.is_late(error):
+                    closed.append(peer)
+        return closed
+
+    def by_gloo(self, peer: int, message: Tensor, count: int, *, send: bool) -> Work:
+        """Begin a message through a socket."""
+        # Order (7 bits), lane (1) and size (23, hashed): messages that do not belong together never meet, and
+        # the wait for the right one ends in an error that can be caught, not in gloo's abort.
+        tag = (count % 128) << 24 | self.lane << 23 | (message.numel() * 2654435761 % 2**32) >> 9
+        begin = self.group.send if send else self.group.recv
+        work: Work = begin([message], peer, tag)
+        return work
+
+    def _receive(self, peer: int, place: Tensor, count: int) -> Work:
+        if self.near(peer):
+            return _Coming(self, peer, place, count)
+        return self.by_gloo(peer, place, count, send=False)
+
+    def _send(self, peer: int, message: Tensor, count: int, token: tuple[int, ...] | None) -> Work | None:
+        if token is None or self.shelf is None:
+            return self.by_gloo(peer, message, count, send=True)
+        sent = self.by_gloo(peer, message, count, send=True) if token == NOWHERE else None
+        lies = self.shelf.box.put(self.names[peer], self.lane, count, message.numel(), token)
+        return sent if lies else _Leaving(self, peer, count, sent)
+
+    def _laid(self, sent: Sequence[Tensor]) -> dict[int, tuple[int, ...]]:
+        """The token for each peer that reads this rank's shelf."""
+        near = {
+            peer: part
+            for peer, part in enumerate(sent)
+            if peer != self.rank and part.numel() and self.near(peer)
+        }
+        if not near or self.shelf is None:
+            return {}
+        tokens = self.shelf.lay({self.names[peer]: part for peer, part in near.items()})
+        return {peer: tokens[self.names[peer]] for peer in near}
+
+    def _ring(self, step: int) -> list[int]:
+        return [(self.rank + step * hop) % self.size for hop in range(1, self.size)]
+
+    def _next(self) -> int:
+        """The number of the next message: the box's, where there is one, as it outlives this wire."""
+        self._count += 1
+        return self._count if self.shelf is None else self.shelf.box.count(self.lane)
+
+
+class _Coming:
+    """A message whose token comes first: its bytes lie on the peer's shelf, or come by the wire."""
+
+    def __init__(self, wire: Wire, peer: int, place: Tensor, count: int) -> None:
+        self.wire, self.peer, self.place, self.count = wire, peer, place, count
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> None:
+        """Wait for the token, then take the bytes."""
+        begun = time.monotonic()
+        shelf, name, lane = self.wire.shelf, self.wire.names[self.peer], self.wire.lane
+        assert shelf is not None
+        token = shelf.box.wait(name, lane, self.count, self.place.numel(), timeout)
+        if not shelf.take(name, token, self.place):
+            left = timeout - timedelta(seconds=time.monotonic() - begun)
+            work = self.wire.by_gloo(self.peer, self.place, self.count, send=False)
+            work.wait(max(left, timedelta(seconds=0.01)))
+        shelf.box.read(name, lane, self.count)
+
+
+class _Leaving:
+    """A message whose token was put off: it is far ahead of what its peer has read."""
+
+    def __init__(self, wire: Wire, peer: int, count: int, sent: Work | None) -> None:
+        self.wire, self.peer, self.count, self.sent = wire, peer, count, sent
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> None:
+        """Return when the token lies there, and its bytes have gone."""
+        limit, name = time.monotonic() + timeout.total_seconds(), self.wire.names[self.peer]
+        assert self.wire.shelf is not None
+        box = self.wire.shelf.box
+        while not box.lies(name, self.wire.lane, self.count):
+            if time.monotonic() > limit:
+                raise RuntimeError(f"timed out: rank {name} reads no token")
+            if not box.alive(name):
+                raise RuntimeError(f"connection closed: rank {name} is gone")
+            time.sleep(1e-3)
+        if self.sent is not None:
+            self.sent.wait(max(timedelta(seconds=limit - time.monotonic()), timedelta(seconds=0.01)))
