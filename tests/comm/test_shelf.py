@@ -1,0 +1,248 @@
+"""Shelf and box: what one rank lays, another takes, once, whole and in any order; nobody waits for room."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kagome.comm.box import Box, memory_file
+from kagome.comm.channel import Channel
+from kagome.comm.mesh import open_mesh
+from kagome.comm.shelf import NOWHERE, Shelf, open_shelf
+from kagome.config import Parallel
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
+
+SHORT = timedelta(seconds=0.2)
+
+
+@contextmanager
+def shelves(size: int = 2, most: int = 2**24) -> Iterator[list[Shelf]]:
+    """The shelves of several ranks, all in this process."""
+    boxes = [Box(rank, size) for rank in range(size)]
+    for mine in boxes:
+        for peer, theirs in enumerate(boxes):
+            assert peer == mine.rank or mine.open(peer, theirs.offer)
+    everyone = frozenset(range(size))
+    found = [Shelf(box, everyone - {box.rank}, most=most) for box in boxes]
+    try:
+        yield found
+    finally:
+        for shelf in found:
+            shelf.close()
+
+
+def some(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 70_000), min_size=2, max_size=2), min_size=1, max_size=6))
+def test_what_is_laid_is_what_is_taken(turns):
+    with shelves(3) as (giver, *takers):
+        for turn, counts in enumerate(turns):
+            parts = {peer: some(count, 10 * turn + peer) for peer, count in enumerate(counts, start=1)}
+            tokens = giver.lay(parts)
+            for taker in takers:
+                rank = taker.box.rank
+                into = torch.zeros(parts[rank].numel(), dtype=torch.uint8)
+                assert taker.take(0, tokens[rank], into)
+                assert torch.equal(into, parts[rank])
+
+
+def test_room_is_used_again_once_all_have_taken_and_not_before():
+    with shelves(3) as (giver, one, two):
+        into, part = torch.empty(5000, dtype=torch.uint8), some(5000)
+        first = giver.lay({1: part, 2: part})
+        assert first[1][:4] == first[2][:4], "the same bytes are laid once for all their readers"
+        assert one.take(0, first[1], into)
+        second = giver.lay({1: part, 2: part})
+        assert second[1][0] != first[1][0], "rank 2 has yet to take the first"
+        assert two.take(0, first[2], into)
+        third = giver.lay({1: part})
+        assert third[1][0] == first[1][0]
+        assert third[1][4] > first[1][4]
+
+
+def test_a_message_packed_into_its_room_is_not_copied():
+    with shelves() as (giver, taker):
+        room = giver.room(4096)
+        assert room is not None
+        room.copy_(some(4096))
+        token = giver.lay({1: room})[1]
+        into = torch.empty(4096, dtype=torch.uint8)
+        assert taker.take(0, token, into)
+        assert torch.equal(into, some(4096))
+        assert len(giver._own) == 1
+
+
+def test_without_room_a_message_goes_by_the_wire():
+    with shelves(most=20_000) as (giver, taker):
+        part, into = some(10_000), torch.empty(10_000, dtype=torch.uint8)
+        kept = giver.lay({1: part})[1]
+        assert giver.lay({1: part})[1] == NOWHERE
+        assert not taker.take(0, NOWHERE, into)
+        assert taker.take(0, kept, into)
+        assert giver.lay({1: part})[1] != NOWHERE
+
+
+def test_a_segment_of_a_rank_that_is_gone_cannot_be_opened_and_one_that_was_opened_stays():
+    with shelves() as (giver, taker):
+        part, into = some(10_000), torch.empty(10_000, dtype=torch.uint8)
+        known = giver.lay({1: part})[1]
+        assert taker.take(0, known, into)
+        again = giver.lay({1: part})[1]
+        unknown = giver.lay({1: some(10_000, 1)})[1]
+        giver.close()
+        assert taker.take(0, again, into)
+        with pytest.raises(RuntimeError, match="connection closed"):
+            taker.take(0, unknown, into)
+
+
+def test_closing_waits_for_what_peers_have_yet_to_take():
+    with shelves() as (giver, taker):
+        part, into = some(10_000), torch.empty(10_000, dtype=torch.uint8)
+        token = giver.lay({1: part})[1]
+        closing = threading.Thread(target=giver.close, args=(20.0,))
+        closing.start()
+        time.sleep(0.1)
+        assert closing.is_alive()
+        assert taker.take(0, token, into)
+        closing.join(10.0)
+        assert not closing.is_alive()
+
+
+def test_tokens_are_found_by_number_lane_and_size():
+    with shelves() as (giver, taker):
+        for count in (1, 2):
+            assert giver.box.put(1, 0, count, 100, (count,) * 5)
+        assert taker.box.find(0, 0, 2, 100) == (2,) * 5
+        assert taker.box.find(0, 0, 1, 100) == (1,) * 5
+        assert taker.box.find(0, 0, 1, 101) is None
+        assert taker.box.find(0, 1, 1, 100) is None
+        assert taker.box.find(0, 0, 3, 100) is None
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(129, 600), st.randoms(use_true_random=False))
+def test_tokens_far_ahead_of_the_reader_are_put_off_and_come_in_order(count, random):
+    with shelves() as (giver, taker):
+        for number in range(1, count + 1):
+            assert giver.box.put(1, 0, number, 8, (number,) * 5) == (number <= 128)
+        for number in range(1, count + 1):
+            if random.random() < 0.3 or taker.box.find(0, 0, number, 8) is None:
+                giver.box.lies(1, 0, count)
+            assert taker.box.find(0, 0, number, 8) == (number,) * 5
+            taker.box.read(0, 0, number)
+        assert giver.box.lies(1, 0, count)
+
+
+def test_a_wait_ends_at_its_limit_and_when_the_peer_is_gone():
+    with shelves() as (giver, taker):
+        with pytest.raises(RuntimeError, match="timed out"):
+            taker.box.wait(0, 0, 1, 8, SHORT)
+        giver.box.put(1, 0, 1, 8, (7,) * 5)
+        giver.close()
+        assert taker.box.wait(0, 0, 1, 8, SHORT) == (7,) * 5, "its last deed counts"
+        with pytest.raises(RuntimeError, match="connection closed"):
+            taker.box.wait(0, 0, 2, 8, timedelta(seconds=20))
+
+
+def test_a_box_opens_only_with_what_its_owner_wrote():
+    box, other = Box(0, 2), Box(1, 2)
+    process, descriptor, cookie = box.offer
+    assert other.open(0, box.offer)
+    assert not other.open(0, (process, descriptor, bytes(16)))
+    assert not other.open(0, (process, 10_000, cookie))
+    box.close()
+    assert not other.open(0, (process, descriptor, cookie))
+    assert not other.alive(0)
+    other.close()
+
+
+def test_memory_that_cannot_be_had_leaves_no_file_and_messages_go_by_the_wire(monkeypatch):
+    with shelves() as (giver, _):
+        before = len(os.listdir("/proc/self/fd"))
+
+        def refuse(*_: int) -> None:
+            raise OSError(28, "no space")
+
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(OSError, match="no space"):
+            memory_file("kagome-test", 4096)
+        assert giver.lay({1: some(100)})[1] == NOWHERE
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+# On ranks ----------------------------------------------------------------------------------------
+
+
+def swapped(channel: Channel, full: bool) -> list[Tensor]:
+    if full and channel.rank == 0:
+        assert channel._wire is not None
+        assert channel._wire.shelf is not None
+        channel._wire.shelf.most = 0
+        channel._wire.shelf._own = []
+    found = []
+    for turn in range(4):
+        width = 1000 * (turn + 1)
+        rows = torch.full((channel.size, width), float(10 * turn + channel.rank))
+        ones = [1] * channel.size
+        found.append(channel.exchange(rows, ones, ones, action=f"turn {turn}")[:, 0])
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("full", [False, True])
+def test_rows_come_by_shelf_and_by_wire_alike(ranks, world, full):
+    for found in ranks(world, swapped, full, spoils=True):
+        for turn, column in enumerate(found):
+            assert column.tolist() == [10.0 * turn + rank for rank in range(world)]
+
+
+def opened(channel: Channel, unwilling: int | None) -> list[int] | None:
+    shelf = open_shelf(channel, wanted=channel.rank != unwilling)
+    if shelf is None:
+        return None
+    peers = sorted(shelf.peers)
+    shelf.close()
+    return peers
+
+
+@pytest.mark.parametrize(
+    ("world", "unwilling", "expected"),
+    [
+        (1, None, [None]),
+        (2, None, [[1], [0]]),
+        (2, 1, [None, None]),
+        (3, 0, [None, [2], [1]]),
+        (4, None, [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]),
+    ],
+)
+def test_ranks_agree_who_reads_whose_memory(ranks, world, unwilling, expected):
+    assert ranks(world, opened, unwilling) == expected
+
+
+def turned_off(channel: Channel, shared: bool) -> tuple[bool, Tensor]:
+    with open_mesh(Parallel(shared_memory=shared)) as mesh:
+        wire = mesh.graph._wire
+        has = wire is not None and wire.shelf is not None
+        ones, rows = [1] * mesh.size, torch.full((mesh.size, 9), float(mesh.rank))
+        return has, mesh.graph.exchange(rows, ones, ones, action="a")[:, 0]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_shared_memory_can_be_turned_off(ranks, shared):
+    for has, column in ranks(2, turned_off, shared):
+        assert has == shared
+        assert column.tolist() == [0.0, 1.0]
