@@ -148,7 +148,7 @@ def phases(channel: Channel) -> list[str]:
 
 def test_begin_and_wait_are_noted_each_and_weights_are_not(ranks):
     once = ["+exchange", "-exchange"]
-    assert ranks(2, phases) == [[*once, *once, "computes", *once]] * 2
+    assert ranks(2, phases) == [[*once, *once, *once, "computes", *once]] * 2
 
 
 def too_late(channel: Channel) -> str:

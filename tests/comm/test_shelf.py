@@ -42,6 +42,14 @@ def shelves(size: int = 2, most: int = 2**24) -> Iterator[list[Shelf]]:
             shelf.close()
 
 
+def take(shelf: Shelf, peer: int, token: tuple[int, ...], into: Tensor) -> bool:
+    found = shelf.find(peer, token, into.numel())
+    if found is not None:
+        into.copy_(found)
+    shelf.taken(peer, token)
+    return found is not None
+
+
 def some(count: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
@@ -56,7 +64,7 @@ def test_what_is_laid_is_what_is_taken(turns):
             for taker in takers:
                 rank = taker.box.rank
                 into = torch.zeros(parts[rank].numel(), dtype=torch.uint8)
-                assert taker.take(0, tokens[rank], into)
+                assert take(taker, 0, tokens[rank], into)
                 assert torch.equal(into, parts[rank])
 
 
@@ -65,10 +73,10 @@ def test_room_is_used_again_once_all_have_taken_and_not_before():
         into, part = torch.empty(5000, dtype=torch.uint8), some(5000)
         first = giver.lay({1: part, 2: part})
         assert first[1][:4] == first[2][:4], "the same bytes are laid once for all their readers"
-        assert one.take(0, first[1], into)
+        assert take(one, 0, first[1], into)
         second = giver.lay({1: part, 2: part})
         assert second[1][0] != first[1][0], "rank 2 has yet to take the first"
-        assert two.take(0, first[2], into)
+        assert take(two, 0, first[2], into)
         third = giver.lay({1: part})
         assert third[1][0] == first[1][0]
         assert third[1][4] > first[1][4]
@@ -81,7 +89,7 @@ def test_a_message_packed_into_its_room_is_not_copied():
         room.copy_(some(4096))
         token = giver.lay({1: room})[1]
         into = torch.empty(4096, dtype=torch.uint8)
-        assert taker.take(0, token, into)
+        assert take(taker, 0, token, into)
         assert torch.equal(into, some(4096))
         assert len(giver._own) == 1
 
@@ -91,8 +99,8 @@ def test_without_room_a_message_goes_by_the_wire():
         part, into = some(10_000), torch.empty(10_000, dtype=torch.uint8)
         kept = giver.lay({1: part})[1]
         assert giver.lay({1: part})[1] == NOWHERE
-        assert not taker.take(0, NOWHERE, into)
-        assert taker.take(0, kept, into)
+        assert not take(taker, 0, NOWHERE, into)
+        assert take(taker, 0, kept, into)
         assert giver.lay({1: part})[1] != NOWHERE
 
 
@@ -100,13 +108,13 @@ def test_a_segment_of_a_rank_that_is_gone_cannot_be_opened_and_one_that_was_open
     with shelves() as (giver, taker):
         part, into = some(10_000), torch.empty(10_000, dtype=torch.uint8)
         known = giver.lay({1: part})[1]
-        assert taker.take(0, known, into)
+        assert take(taker, 0, known, into)
         again = giver.lay({1: part})[1]
         unknown = giver.lay({1: some(10_000, 1)})[1]
         giver.close()
-        assert taker.take(0, again, into)
+        assert take(taker, 0, again, into)
         with pytest.raises(RuntimeError, match="connection closed"):
-            taker.take(0, unknown, into)
+            take(taker, 0, unknown, into)
 
 
 def test_closing_waits_for_what_peers_have_yet_to_take():
@@ -117,7 +125,7 @@ def test_closing_waits_for_what_peers_have_yet_to_take():
         closing.start()
         time.sleep(0.1)
         assert closing.is_alive()
-        assert taker.take(0, token, into)
+        assert take(taker, 0, token, into)
         closing.join(10.0)
         assert not closing.is_alive()
 
@@ -208,6 +216,41 @@ def test_rows_come_by_shelf_and_by_wire_alike(ranks, world, full):
     for found in ranks(world, swapped, full, spoils=True):
         for turn, column in enumerate(found):
             assert column.tolist() == [10.0 * turn + rank for rank in range(world)]
+
+
+def picked(channel: Channel, lent: bool, turns: int = 5) -> int:
+    """Rows are packed as they are picked, and read in the peer's memory or in one's own."""
+    me, size = channel.rank, channel.size
+    for turn in range(turns):
+        rows = torch.arange(12.0).view(4, 3) + 100 * me + 1000 * turn
+        counts = [0 if peer == me else 2 for peer in range(size)]
+        pick = torch.tensor([3, 1] * (size - 1))
+        coming = channel.start_exchange(rows, counts, counts, action=f"turn {turn}", pick=pick)
+        expected = torch.cat(
+            [
+                (torch.arange(12.0).view(4, 3) + 100 * peer + 1000 * turn)[[3, 1]]
+                for peer in range(size)
+                if peer != me
+            ]
+        )
+        if lent:
+            with coming.lent() as found:
+                assert torch.equal(found, expected)
+        else:
+            assert torch.equal(coming.wait(), expected)
+    assert channel._wire is not None
+    assert channel._wire.shelf is not None
+    return len(channel._wire.shelf._own)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("lent", [True, False])
+def test_picked_rows_come_lent_or_copied(ranks, world, lent):
+    assert all(segments >= 1 for segments in ranks(world, picked, lent, spoils=True))
+
+
+def test_what_is_lent_is_given_back_and_its_memory_used_again(ranks):
+    assert max(ranks(2, picked, True, 50, spoils=True)) <= 3
 
 
 def opened(channel: Channel, unwilling: int | None) -> list[int] | None:

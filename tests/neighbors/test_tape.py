@@ -38,7 +38,9 @@ class Peers:
     def exchange(self, rows, send_counts, recv_counts, *, action, kind="halo", header=None) -> Tensor:
         return self._next(action)
 
-    def start_exchange(self, rows, send_counts, recv_counts, *, action, kind="halo", header=None) -> UnderWay:
+    def start_exchange(
+        self, rows, send_counts, recv_counts, *, action, kind="halo", header=None, pick=None
+    ) -> UnderWay:
         self.begun.append(Come(self._next(action)))
         return self.begun[-1]
 

@@ -125,8 +125,9 @@ class Channel:
         header: tuple[int, ...] | None = None,
     ) -> Tensor:
         """Send each peer its rows and receive theirs; :meth:`start_exchange` and its wait."""
-        with self.timed(kind):
-            return self._post(rows, send_counts, recv_counts, action, kind, header).arrived()
+        return self.start_exchange(
+            rows, send_counts, recv_counts, action=action, kind=kind, header=header
+        ).wait()
 
     def start_exchange(
         self,
@@ -137,6 +138,7 @@ class Channel:
         action: str,
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
+        pick: Tensor | None = None,
     ) -> Pending:
         """Begin to send each peer its rows and to receive theirs. Not differentiable.
 
@@ -148,6 +150,7 @@ class Channel:
             kind: What its bytes count as.
             header: Up to five numbers (direction, epoch, step, site, width) that must be the same on both
                 sides; they and the row counts are compared before any row is sent. All ranks or none give it.
+            pick: Send these of the rows, in this order; all if None.
 
         Returns:
             The exchange under way.
@@ -159,30 +162,32 @@ class Channel:
 
         Cost: the rows for other ranks; with a header, 64 bytes a peer more.
         """
-        with self.timed(kind):
-            return self._post(rows, send_counts, recv_counts, action, kind, header)
-
-    def _post(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        action: str,
-        kind: Kind,
-        header: tuple[int, ...] | None,
-    ) -> Pending:
         if len(send_counts) != self.size or len(recv_counts) != self.size:
             raise ValueError(
                 f"{self.size} counts each way are needed, one a rank: {send_counts}, {recv_counts}"
             )
-        if sum(send_counts) != rows.size(0) or send_counts[self.rank] != recv_counts[self.rank]:
-            raise ValueError(f"{rows.size(0)} rows cannot be sent as {send_counts} and come as {recv_counts}")
+        count = rows.size(0) if pick is None else pick.numel()
+        if sum(send_counts) != count or send_counts[self.rank] != recv_counts[self.rank]:
+            raise ValueError(f"{count} rows cannot be sent as {send_counts} and come as {recv_counts}")
         if self.size == 1:
-            return Pending(rows, self, action, kind)
-        if header is not None:
-            self._compare(header, send_counts, recv_counts, action)
-        rows = rows.detach().to(self.wire).contiguous()
-        return self.start_parts(list(torch.split(rows, list(send_counts))), recv_counts, action, kind)
+            return Pending(rows if pick is None else rows.index_select(0, pick), self, action, kind)
+        with self.timed(kind):
+            if header is not None:
+                self._compare(header, send_counts, recv_counts, action)
+            rows = rows.detach()
+            rows = rows if pick is None else self._picked(rows, pick, send_counts)
+            rows = rows.to(self.wire).contiguous()
+            return self.start_parts(list(torch.split(rows, list(send_counts))), recv_counts, action, kind)
+
+    def _picked(self, rows: Tensor, pick: Tensor, send_counts: Sequence[int]) -> Tensor:
+        """Rows packed for sending: into memory that peers read, where there is some."""
+        room, size = None, rows[:1].nbytes * pick.numel()
+        if self._wire is not None and rows.device.type == "cpu" and size:
+            room = self._wire.room(size, send_counts)
+        if room is None:
+            return rows.index_select(0, pick)
+        packed = room.view(rows.dtype).view(pick.numel(), *rows.shape[1:])
+        return torch.index_select(rows, 0, pick, out=packed)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, action: str, kind: Kind = "statistics") -> Tensor:
         """Sum, maximum or minimum over the ranks: a new tensor, the same bits on every rank.

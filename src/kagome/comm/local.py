@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -81,6 +82,10 @@ class _Come:
         """The rows."""
         return self.rows
 
+    def lent(self) -> AbstractContextManager[Tensor]:
+        """The rows."""
+        return nullcontext(self.rows)
+
 
 class LocalChannel:
     """One thread's end of a :class:`LocalGroup`; see :class:`kagome.comm.channel.Channel` for each method."""
@@ -135,8 +140,10 @@ class LocalChannel:
         action: str,
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
+        pick: Tensor | None = None,
     ) -> _Come:
         """The same; threads of one process have nothing to wait for."""
+        rows = rows.detach() if pick is None else rows.detach().index_select(0, pick)
         return _Come(self.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header))
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, action: str, kind: Kind = "statistics") -> Tensor:

@@ -6,6 +6,8 @@ Where it sits: ``channel`` makes them; who began one computes something else bef
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -13,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kagome.comm.traffic import Kind
+from kagome.comm.wire import Coming, Work
 
 if TYPE_CHECKING:
     from kagome.comm.channel import Channel
-    from kagome.comm.wire import Work
 
 ONE_ROUND_BYTES: Final = 2**20
 """A sum of more than two ranks goes in one round up to so many bytes of all ranks together."""
@@ -57,6 +59,32 @@ class Pending:
             return self.arrived()
         with self.channel.timed(self.kind):
             return self.arrived()
+
+    @contextmanager
+    def lent(self) -> Iterator[Tensor]:
+        """The rows for a block, instead of :meth:`wait`: neither to be kept nor written to.
+
+        Where they all come from one rank of this host they are read in that rank's memory.
+
+        Yields:
+            The received rows.
+
+        Raises:
+            CommError: If a peer was late or lost.
+        """
+        comings = [work for _, work in self.works if isinstance(work, Coming)]
+        whole = [coming for coming in comings if coming.place.numel() == self.rows.nbytes]
+        if not whole or self.channel.device.type != "cpu":
+            yield self.wait()
+            return
+        (coming,) = whole
+        coming.lends = True
+        rows = self.wait()
+        self.rows = rows[:0]  # never filled, if what was lent was
+        try:
+            yield rows if coming.lying is None else coming.lying.view(rows.dtype).view(rows.shape)
+        finally:
+            coming.give_back()
 
     def arrived(self) -> Tensor:
         """The same inside a phase that is timed already."""

@@ -125,18 +125,17 @@ class Shelf:
             segment.lent = False
         return {peer: self._token(peer, found[peer], holder) for peer, holder in held.items()}
 
-    def take(self, peer: int, token: tuple[int, ...], into: Tensor) -> bool:
-        """Copy what a peer's token tells of, and mark it as taken.
+    def find(self, peer: int, token: tuple[int, ...], count: int) -> Tensor | None:
+        """The bytes that a peer's token tells of, where the peer laid them; None if they come by the wire.
 
-        Returns:
-            Whether it lay on the peer's shelf; if not it comes by the wire.
+        They stay as they are until :meth:`taken` says that they were read.
 
         Raises:
             RuntimeError: If the peer is gone.
         """
-        number, descriptor, size, place, turn = token
+        number, descriptor, size, place, _ = token
         if number < 0:
-            return False
+            return None
         if (peer, number) not in self._theirs:
             try:
                 file = self.box.open_file(peer, descriptor)
@@ -144,10 +143,12 @@ class Shelf:
                 raise RuntimeError(f"connection closed: rank {peer}'s memory is gone ({error})") from None
             self._theirs[peer, number] = Segment(number, file, size, self.box.size)
             os.close(file)
-        segment = self._theirs[peer, number]
-        into.copy_(segment.bytes[place : place + into.numel()])
-        segment.taken[self.box.rank] = turn
-        return True
+        return self._theirs[peer, number].bytes[place : place + count]
+
+    def taken(self, peer: int, token: tuple[int, ...]) -> None:
+        """Let the peer use the memory of a token again."""
+        if token[0] >= 0:
+            self._theirs[peer, token[0]].taken[self.box.rank] = token[-1]
 
     def close(self, patience: float = 0.0) -> None:
         """Give the memory back; before, wait up to some seconds until the peers have taken what is theirs."""

@@ -71,6 +71,11 @@ class Wire:
         """Whether a peer reads this rank's shelf, and this rank its."""
         return self.shelf is not None and self.names[peer] in self.shelf.peers
 
+    def room(self, count: int, counts: Sequence[int]) -> Tensor | None:
+        """So many bytes on the shelf for a message to all, if a peer that gets rows reads them there."""
+        reads = any(rows and peer != self.rank and self.near(peer) for peer, rows in enumerate(counts))
+        return self.shelf.room(count) if self.shelf is not None and reads else None
+
     def dead(self, peers: Sequence[int]) -> list[int]:
         """Those whose connection is closed: a collective's error does not say whose."""
         if not self.gloo:
@@ -96,7 +101,7 @@ class Wire:
 
     def _receive(self, peer: int, place: Tensor, count: int) -> Work:
         if self.near(peer):
-            return _Coming(self, peer, place, count)
+            return Coming(self, peer, place, count)
         return self.by_gloo(peer, place, count, send=False)
 
     def _send(self, peer: int, message: Tensor, count: int, token: tuple[int, ...] | None) -> Work | None:
@@ -127,23 +132,45 @@ class Wire:
         return self._count if self.shelf is None else self.shelf.box.count(self.lane)
 
 
-class _Coming:
-    """A message whose token comes first: its bytes lie on the peer's shelf, or come by the wire."""
+class Coming:
+    """A message whose token comes first: its bytes lie on the peer's shelf, or come by the wire.
+
+    Args:
+        wire: The wire.
+        peer: Who sends it.
+        place: Where its bytes are to go.
+        count: Its number.
+    """
 
     def __init__(self, wire: Wire, peer: int, place: Tensor, count: int) -> None:
         self.wire, self.peer, self.place, self.count = wire, peer, place, count
+        self.lends = False
+        """Whether bytes on the shelf are to be left there, to be read in place."""
+        self.lying: Tensor | None = None
+        self._token: tuple[int, ...] = NOWHERE
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
         """Wait for the token, then take the bytes."""
         begun = time.monotonic()
         shelf, name, lane = self.wire.shelf, self.wire.names[self.peer], self.wire.lane
         assert shelf is not None
-        token = shelf.box.wait(name, lane, self.count, self.place.numel(), timeout)
-        if not shelf.take(name, token, self.place):
+        self._token = shelf.box.wait(name, lane, self.count, self.place.numel(), timeout)
+        self.lying = shelf.find(name, self._token, self.place.numel())
+        if self.lying is None:
             left = timeout - timedelta(seconds=time.monotonic() - begun)
             work = self.wire.by_gloo(self.peer, self.place, self.count, send=False)
             work.wait(max(left, timedelta(seconds=0.01)))
+        elif not self.lends:
+            self.place.copy_(self.lying)
         shelf.box.read(name, lane, self.count)
+        if not self.lends:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Let the peer use its memory again."""
+        if self.lying is not None and self.wire.shelf is not None:
+            self.wire.shelf.taken(self.wire.names[self.peer], self._token)
+        self.lying = None
 
 
 class _Leaving:

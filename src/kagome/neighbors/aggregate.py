@@ -18,6 +18,7 @@ leaves in backward before own rows are summed. Own and halo rows are never put i
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -151,10 +152,12 @@ class _SumOverRoad(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         coming = road.fetch(rows)
         out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
-        halo = coming().view(-1, *rows.shape[1:])
-        ops.sum_rows(edges.by_target, halo, weight, scale, span="halo", offset=edges.own, into=out)
-        ctx.edges, ctx.scale, ctx.road = edges, scale, road
         keep = ctx.needs_input_grad[1]
+        halo = coming.wait().view(-1, *rows.shape[1:]) if keep else None
+        with coming.lent() if halo is None else nullcontext(halo) as come:
+            come = come.view(-1, *rows.shape[1:])
+            ops.sum_rows(edges.by_target, come, weight, scale, span="halo", offset=edges.own, into=out)
+        ctx.edges, ctx.scale, ctx.road = edges, scale, road
         ctx.save_for_backward(weight, rows if keep else None, halo if keep else None)
         return out, torch.zeros_like(token)
 
@@ -175,7 +178,8 @@ class _SumOverRoad(torch.autograd.Function):
             ops.dot_edges(edges.by_target, g3, halo3, span="halo", offset=edges.own, into=g_weight)
             g_weight = g_weight.view_as(weight)
         if g_rows is not None:
-            road.add(coming(), g_rows)
+            with coming.lent() as come:
+                road.add(come, g_rows)
         return g_rows, g_weight, None, torch.zeros_like(grads[1]), None, None
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,6 +37,9 @@ class UnderWay(Protocol):
 
     def wait(self) -> Tensor:
         """The rows, once they have come."""
+
+    def lent(self) -> AbstractContextManager[Tensor]:
+        """The same for a block that neither keeps nor changes them."""
 
 
 class Carrier(Protocol):
@@ -70,8 +74,9 @@ class Carrier(Protocol):
         action: str,
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
+        pick: Tensor | None = None,
     ) -> UnderWay:
-        """The same, begun; its wait gives the rows."""
+        """The same, of those rows that ``pick`` names; begun, its wait gives what comes."""
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, action: str, kind: Kind = "statistics") -> Tensor:
         """The sum, maximum or minimum over all ranks."""
@@ -202,26 +207,29 @@ class NeighborRows:
     def forth(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Fetch the halo rows; no gradient."""
         words = "halo forward" if direction == 0 else "halo backward"
-        halo = self.channel.exchange(
-            rows.index_select(0, self.send),
+        coming = self.channel.start_exchange(
+            rows,
             self.send_counts,
             self.recv_counts,
             action=site.action(words),
             header=site.header(direction, rows.size(1)),
+            pick=self.send,
         )
-        return torch.cat([rows, halo])
+        with coming.lent() as halo:
+            return torch.cat([rows, halo])
 
     def back(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Send what lies on halo rows to their owners, who add it; no gradient."""
         words = "halo sums forward" if direction == 0 else "halo backward"
-        back = self.channel.exchange(
+        coming = self.channel.start_exchange(
             rows[self.own :].contiguous(),
             self.recv_counts,
             self.send_counts,
             action=site.action(words),
             header=site.header(direction + 2, rows.size(1)),
         )
-        return rows[: self.own].index_add(0, self.send, back)
+        with coming.lent() as back:
+            return rows[: self.own].index_add(0, self.send, back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,28 +247,28 @@ class Road:
     plan: NeighborRows
     site: Site
 
-    def fetch(self, rows: Tensor) -> Callable[[], Tensor]:
-        """Begin to fetch the halo rows of own rows ``[n, ...]``; the call gives them, ``[H, W]``."""
+    def fetch(self, rows: Tensor) -> UnderWay:
+        """Begin to fetch the halo rows of own rows ``[n, ...]``: ``[H, W]``."""
         flat = rows.detach().reshape(rows.size(0), _columns(rows))
-        return self._start("halo forward", 0, flat.index_select(0, self.plan.send), True).wait
+        return self._start("halo forward", 0, flat, self.plan.send)
 
-    def give(self, away: Tensor) -> Callable[[], Tensor]:
-        """Begin to send gradients on halo rows ``[H, ...]`` to their owners; the call gives what came."""
+    def give(self, away: Tensor) -> UnderWay:
+        """Begin to send gradients on halo rows ``[H, ...]`` to their owners, and to get one's own back."""
         flat = away.reshape(away.size(0), _columns(away)).contiguous()
-        return self._start("halo backward", 3, flat, False).wait
+        return self._start("halo backward", 3, flat, None)
 
     def add(self, come: Tensor, own: Tensor) -> Tensor:
         """Add in place what came to the own rows that were sent."""
         own.view(own.size(0), come.size(1)).index_add_(0, self.plan.send, come)
         return own
 
-    def _start(self, words: str, direction: int, flat: Tensor, there: bool) -> UnderWay:
+    def _start(self, words: str, direction: int, flat: Tensor, pick: Tensor | None) -> UnderWay:
         sends, comes = self.plan.send_counts, self.plan.recv_counts
-        if not there:
+        if pick is None:
             sends, comes = comes, sends
         header = self.site.header(direction, flat.size(1))
         return self.plan.channel.start_exchange(
-            flat, sends, comes, action=self.site.action(words), header=header
+            flat, sends, comes, action=self.site.action(words), header=header, pick=pick
         )
 
 

@@ -13,7 +13,7 @@ when it reads one. Otherwise all passes through.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -118,12 +118,13 @@ class Taped:
         action: str,
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
+        pick: Tensor | None = None,
     ) -> UnderWay:
         """The same, begun; its wait gives the rows."""
 
         def ask() -> UnderWay:
             begun = self.channel.start_exchange(
-                rows, send_counts, recv_counts, action=action, kind=kind, header=header
+                rows, send_counts, recv_counts, action=action, kind=kind, header=header, pick=pick
             )
             return begun if self._tape is None else _Rows(begun)
 
@@ -178,6 +179,10 @@ class _Rows:
             self._rows, self._begun = self._begun.wait(), None
         assert self._rows is not None
         return self._rows
+
+    def lent(self) -> AbstractContextManager[Tensor]:
+        """The same."""
+        return nullcontext(self.wait())
 
 
 def tensors_of(tape: Tape) -> Iterator[Tensor]:
