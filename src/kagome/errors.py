@@ -58,6 +58,10 @@ class CommError(KagomeError):
     """Ranks disagree about what crosses between them, or one waited too long."""
 
 
+class ScheduleError(KagomeError):
+    """A program of actions that cannot be run, or a text that is none."""
+
+
 class CheckpointError(KagomeError):
     """A checkpoint cannot be written, read, or does not fit this run."""
 

@@ -77,3 +77,12 @@ def test_a_model_that_cannot_be_followed_runs_without_them_and_says_so(
     assert fast == pytest.approx(slow, rel=1e-12)
     assert [note for note in notes if "without fast paths" in note]
     assert not [note for note in quiet if "without fast paths" in note]
+
+
+def test_bf16_on_a_cpu_says_what_it_costs() -> None:
+    for amp, fast, says in [("bf16", True, True), ("bf16", False, False), ("none", True, False)]:
+        with Trainer(
+            pyg.GCNConv(FEATURES, CLASSES), graph(), train=settings(amp=amp), report=QUIET, fast=fast
+        ) as trainer:
+            notes = trainer.fit(1)["notes"]
+        assert any("bf16 has no compiled kernels" in note for note in notes) == says

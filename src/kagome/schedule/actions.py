@@ -1,0 +1,188 @@
+"""Actions: what one stage does at one moment, with a text form; a program is a tuple of them a stage.
+
+Where it sits: ``schedules`` generates programs, ``simulate`` runs them on imaginary devices, ``run`` on real
+ones; the text is what a user reads and what golden files hold.
+
+::
+
+    2F0        stage 2 computes chunk 0 forward          2F0.1   piece 1 of stage 2's layers alone
+    1B3        stage 1 computes chunk 3 backward
+    0SEND_F2   stage 0 sends its output of chunk 2 on    0SEND_F2>3  to stage 3, which is not the next
+    1RECV_F2   stage 1 waits for it                      3RECV_F2<0  from stage 0
+    1SEND_B3   stage 1 sends the gradient of chunk 3's input back;   0RECV_B3 waits for it
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kagome.errors import ScheduleError
+
+
+class Kind(Enum):
+    """What an action does; the value is its text."""
+
+    F = "F"
+    B = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+    @property
+    def computes(self) -> bool:
+        """Whether it computes; else it sends or receives."""
+        return self in (Kind.F, Kind.B)
+
+    @property
+    def sends(self) -> bool:
+        """Whether it sends."""
+        return self in (Kind.SEND_F, Kind.SEND_B)
+
+    @property
+    def receives(self) -> bool:
+        """Whether it waits for what another stage sends."""
+        return self in (Kind.RECV_F, Kind.RECV_B)
+
+    @property
+    def forward(self) -> bool:
+        """Whether it belongs to the forward pass."""
+        return self in (Kind.F, Kind.SEND_F, Kind.RECV_F)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of one stage.
+
+    Args:
+        stage: Whose.
+        kind: What.
+        chunk: Of which chunk.
+        piece: For F and B, which piece of the stage's layers; None for all of them.
+        peer: For SEND and RECV, the other stage; None for the neighbour in the direction of the pass.
+    """
+
+    stage: int
+    kind: Kind
+    chunk: int
+    piece: int | None = None
+    peer: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.peer is not None and self.peer == self._next:
+            object.__setattr__(self, "peer", None)  # one form for one action
+
+    @property
+    def other(self) -> int:
+        """The stage that a SEND goes to or a RECV comes from."""
+        return self._next if self.peer is None else self.peer
+
+    @property
+    def _next(self) -> int:
+        return self.stage + (1 if self.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
+
+    @property
+    def answer(self) -> Action:
+        """The action at the other end of a SEND or RECV."""
+        kinds = {
+            Kind.SEND_F: Kind.RECV_F,
+            Kind.RECV_F: Kind.SEND_F,
+            Kind.SEND_B: Kind.RECV_B,
+            Kind.RECV_B: Kind.SEND_B,
+        }
+        return Action(self.other, kinds[self.kind], self.chunk, None, self.stage)
+
+    def __str__(self) -> str:
+        text = f"{self.stage}{self.kind.value}{self.chunk}"
+        if self.piece is not None:
+            text += f".{self.piece}"
+        if self.peer is not None:
+            text += f"{'>' if self.kind.sends else '<'}{self.peer}"
+        return text
+
+
+Program = tuple[Action, ...]
+"""What one stage does, in order."""
+Programs = tuple[Program, ...]
+"""A program a stage."""
+
+_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B)(\d+)(?:\.(\d+)|([<>])(\d+))?")
+
+
+def parse(text: str) -> Action:
+    """The action that a text names.
+
+    Raises:
+        ScheduleError: If it names none.
+    """
+    found = _TEXT.fullmatch(text)
+    if found is None:
+        raise ScheduleError(
+            "an action is written as 2F0, 1B3, 0SEND_F2, 1RECV_F2 or 2F0.1", f"found {text!r}"
+        )
+    stage, kind, chunk, piece, arrow, peer = found.groups()
+    action = Action(int(stage), Kind(kind), int(chunk), _number(piece), _number(peer))
+    wrong_piece = piece is not None and not action.kind.computes
+    wrong_peer = arrow is not None and arrow != {True: ">", False: "<"}[action.kind.sends]
+    if wrong_piece or wrong_peer or (peer is not None and action.kind.computes):
+        raise ScheduleError("a piece belongs to F and B, >stage to SEND, <stage to RECV", f"found {text!r}")
+    return action
+
+
+def to_text(programs: Sequence[Sequence[Action]]) -> str:
+    """Programs as text: a line a stage."""
+    return "".join(" ".join(map(str, program)) + "\n" for program in programs)
+
+
+def from_text(text: str) -> Programs:
+    """The programs that a text holds.
+
+    Raises:
+        ScheduleError: If it holds none, or a line has another stage's action.
+    """
+    programs = tuple(tuple(map(parse, line.split())) for line in text.splitlines())
+    for stage, program in enumerate(programs):
+        for action in program:
+            if action.stage != stage:
+                raise ScheduleError(
+                    f"line {stage + 1} is the program of stage {stage}",
+                    f"it has {action}",
+                    where=f"stage {stage}",
+                )
+    return programs
+
+
+def pointed(program: Sequence[Action], at: int, *, around: int = 4) -> str:
+    """A program's actions around one of them, with an arrow under it: for the errors of a failing rank."""
+    first, last = max(0, at - around), min(len(program), at + around + 1)
+    words = [str(action) for action in program[first:last]]
+    before = " ".join(["...", *words[: at - first]] if first else words[: at - first])
+    line = " ".join([*(["..."] if first else []), *words, *(["..."] if last < len(program) else [])])
+    return f"{line}\n{' ' * (len(before) + bool(before))}^"
+
+
+def pairs(programs: Mapping[int, Program] | Sequence[Program]) -> None:
+    """Check that each SEND has its RECV and the reverse.
+
+    Raises:
+        ScheduleError: If one is alone, or is there twice.
+    """
+    each = programs.values() if isinstance(programs, Mapping) else programs
+    seen: set[Action] = set()
+    for program in each:
+        for action in program:
+            if action in seen:
+                raise ScheduleError("an action stands once in a program", f"{action} is there twice")
+            seen.add(action)
+    for action in sorted(seen, key=str):
+        if not action.kind.computes and action.answer not in seen:
+            raise ScheduleError(
+                f"{action} needs {action.answer}", "that is in no program", where=f"stage {action.stage}"
+            )
+
+
+def _number(text: str | None) -> int | None:
+    return None if text is None else int(text)

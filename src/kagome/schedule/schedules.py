@@ -1,0 +1,181 @@
+"""Schedules: generators of programs - fill-drain, 1F1B, kFkB, and the exact order layer by layer.
+
+Where it sits: pure functions; ``run`` asks for one by name, ``planner`` tries them all in ``simulate``.
+
+::
+
+    fill-drain, 2 stages, chunks in the order 1 0      stage 1 starts when stage 0 has done one chunk,
+      0: 1 0 . . 0 1                                   backward takes the chunks in reverse: what was
+      1: . 1 0 0 1 .                                   fresh in forward is known in backward
+
+    1F1B                                               at most S - s chunks are held by stage s
+      0: 0 1 . 0 2 1 3 2 . 3
+      1: . 0 0 1 1 2 2 3 3 .
+
+    exact                                              all chunks pass a piece of the layers before any
+      0: 0.0 1.0 0.1 1.1 ...                           passes the next: every neighbour's row is fresh
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kagome.errors import ScheduleError
+from kagome.schedule.actions import Action, Kind, Programs
+
+Link = tuple[int, int]
+"""A stage whose output another one reads, and that one."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a schedule is made for.
+
+    Args:
+        stages: Number of stages.
+        order: The chunks in the order in which they are processed.
+        links: Which stages read which others' output; by default each the one before.
+
+    Raises:
+        ScheduleError: If there is no stage or no chunk, a chunk is named twice, or a link leads back.
+    """
+
+    stages: int
+    order: tuple[int, ...]
+    links: tuple[Link, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.stages < 1 or not self.order:
+            raise ScheduleError(
+                "a pipeline has a stage and a chunk", f"found {self.stages} stages, {len(self.order)} chunks"
+            )
+        if len(set(self.order)) != len(self.order) or min(self.order) < 0:
+            raise ScheduleError("each chunk is processed once", f"the order is {self.order}")
+        for one, other in self.all_links:
+            if not 0 <= one < other < self.stages:
+                raise ScheduleError(
+                    f"a link leads from a stage to a later one of {self.stages}", f"found {one} -> {other}"
+                )
+
+    @property
+    def all_links(self) -> tuple[Link, ...]:
+        """The links, in order."""
+        if self.links is None:
+            return tuple((stage, stage + 1) for stage in range(self.stages - 1))
+        return tuple(sorted(set(self.links)))
+
+    def sources(self, stage: int) -> list[int]:
+        """The stages whose output a stage reads."""
+        return [one for one, other in self.all_links if other == stage]
+
+    def readers(self, stage: int) -> list[int]:
+        """The stages that read a stage's output."""
+        return [other for one, other in self.all_links if one == stage]
+
+
+def fill_drain(shape: Shape) -> Programs:
+    """All chunks forward, then all backward in exactly the reverse order.
+
+    Source: GNNPipe, where rows of chunks processed before are fresh and the others historical.
+    """
+
+    def program(stage: int) -> Iterator[Action]:
+        for chunk in shape.order:
+            yield from _forward(shape, stage, chunk)
+        for chunk in reversed(shape.order):
+            yield from _backward(shape, stage, chunk)
+
+    return _programs(shape, program)
+
+
+def k_forward_k_backward(shape: Shape, k: int = 1) -> Programs:
+    """After a warm-up, k chunks forward and k backward in turn; with k = 1 it is 1F1B.
+
+    For independent work only: backward takes the chunks in the order of forward.
+
+    Args:
+        shape: Stages and chunks.
+        k: Chunks a turn.
+
+    Cost: stage s holds at most ``k * (depth below it + 1)`` chunks: ``S - s`` in a chain with k = 1.
+    """
+    if k < 1:
+        raise ScheduleError("kFkB takes a k from 1 up", f"it is {k}")
+    below = _depths(shape)
+
+    def program(stage: int) -> Iterator[Action]:
+        count, ahead = len(shape.order), min(len(shape.order), k * below[stage])
+        forward, backward = iter(shape.order), iter(shape.order)
+        for _ in range(ahead):
+            yield from _forward(shape, stage, next(forward))
+        done, begun = 0, ahead
+        while done < count:
+            for _ in range(min(k, count - done)):
+                yield from _backward(shape, stage, next(backward))
+                done += 1
+            for _ in range(min(k, count - begun)):
+                yield from _forward(shape, stage, next(forward))
+                begun += 1
+
+    return _programs(shape, program)
+
+
+def exact(shape: Shape, pieces: Sequence[int]) -> Programs:
+    """Piece by piece: all chunks pass a piece of a stage before any passes the next, and so backward.
+
+    Nothing is dropped and nothing is old. A stage's last piece begins only when all chunks have passed those
+    before, so stages overlap by one piece each: that is its price.
+
+    Args:
+        shape: Stages and chunks.
+        pieces: Pieces of each stage: reads of neighbours' rows, and what follows each.
+
+    Raises:
+        ScheduleError: If a stage has no piece.
+    """
+    if len(pieces) != shape.stages or min(pieces) < 1:
+        raise ScheduleError(f"{shape.stages} stages have a piece each at least", f"found {tuple(pieces)}")
+
+    def program(stage: int) -> Iterator[Action]:
+        last = pieces[stage] - 1
+        for piece in range(last + 1):
+            for chunk in shape.order:
+                yield from _forward(shape, stage, chunk, piece, first=piece == 0, last=piece == last)
+        for piece in range(last, -1, -1):
+            for chunk in reversed(shape.order):
+                yield from _backward(shape, stage, chunk, piece, first=piece == last, last=piece == 0)
+
+    return _programs(shape, program)
+
+
+def _forward(
+    shape: Shape, stage: int, chunk: int, piece: int | None = None, *, first: bool = True, last: bool = True
+) -> Iterator[Action]:
+    for one in shape.sources(stage) if first else ():
+        yield Action(stage, Kind.RECV_F, chunk, None, one)
+    yield Action(stage, Kind.F, chunk, piece)
+    for other in shape.readers(stage) if last else ():
+        yield Action(stage, Kind.SEND_F, chunk, None, other)
+
+
+def _backward(
+    shape: Shape, stage: int, chunk: int, piece: int | None = None, *, first: bool = True, last: bool = True
+) -> Iterator[Action]:
+    for other in reversed(shape.readers(stage)) if first else ():
+        yield Action(stage, Kind.RECV_B, chunk, None, other)
+    yield Action(stage, Kind.B, chunk, piece)
+    for one in reversed(shape.sources(stage)) if last else ():
+        yield Action(stage, Kind.SEND_B, chunk, None, one)
+
+
+def _depths(shape: Shape) -> list[int]:
+    """Stages on the longest way from each to an end, itself included."""
+    found = [1] * shape.stages
+    for stage in range(shape.stages - 1, -1, -1):
+        found[stage] = 1 + max((found[reader] for reader in shape.readers(stage)), default=0)
+    return found
+
+
+def _programs(shape: Shape, program: Callable[[int], Iterator[Action]]) -> Programs:
+    return tuple(tuple(program(stage)) for stage in range(shape.stages))

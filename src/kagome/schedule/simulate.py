@@ -1,0 +1,150 @@
+"""Simulate: run programs on imaginary devices, and find time, bubble, memory and deadlock.
+
+Where it sits: ``planner`` tries schedules with it; the report draws its spans beside the measured ones.
+
+A stage does its actions one after the other. A SEND takes no time of its stage: its message waits until the
+link from that stage to the other is free, then occupies it. A RECV waits until its message has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kagome.errors import ScheduleError
+from kagome.schedule.actions import Action, Kind, Program, pairs, pointed
+
+Seconds = Callable[[Action], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An action with its begin and end, in seconds."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a simulation found.
+
+    Args:
+        spans: Each stage's F, B and RECV, in order; a RECV's span is the wait.
+        transfers: Each message on its link.
+        held: The most that each stage held at once, in the unit of ``size``.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    transfers: tuple[Span, ...]
+    held: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """When the last stage ends."""
+        return max((span.end for spans in self.spans for span in spans), default=0.0)
+
+    def busy(self, stage: int) -> float:
+        """Seconds that a stage computes."""
+        return sum(span.end - span.begin for span in self.spans[stage] if span.action.kind.computes)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all stages' time, from the first begin to the last end, without computing."""
+        whole = self.seconds * len(self.spans)
+        return 1 - sum(map(self.busy, range(len(self.spans)))) / whole if whole else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest stage's computing over the mean, less 1."""
+        each = [self.busy(stage) for stage in range(len(self.spans))]
+        mean = sum(each) / len(each)
+        return max(each) / mean - 1 if mean else 0.0
+
+
+def simulate(
+    programs: Sequence[Program],
+    compute: Seconds,
+    *,
+    transfer: Seconds | None = None,
+    size: Callable[[Action], float] | None = None,
+) -> Run:
+    """Run programs on imaginary devices.
+
+    Args:
+        programs: One a stage.
+        compute: Seconds of an F or a B.
+        transfer: Seconds of a SEND on its link; 0 if None.
+        size: What a stage holds from a chunk's first F to its last B, asked with its F; 1 if None.
+
+    Returns:
+        The spans, and what was held.
+
+    Raises:
+        ScheduleError: If a SEND has no RECV, or stages wait for each other for ever: each stage's program is
+            shown, with an arrow at the action that waits.
+
+    Cost: one step an action.
+    """
+    pairs(programs)
+    clocks = [0.0] * len(programs)
+    places = [0] * len(programs)
+    spans: list[list[Span]] = [[] for _ in programs]
+    arrived: dict[Action, float] = {}
+    transfers: list[Span] = []
+    links: dict[tuple[int, int], float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for stage, program in enumerate(programs):
+            while places[stage] < len(program):
+                action, now = program[places[stage]], clocks[stage]
+                if action.kind.receives:
+                    come = arrived.get(action.answer)
+                    if come is None:
+                        break
+                    clocks[stage] = max(now, come)
+                    spans[stage].append(Span(action, now, clocks[stage]))
+                elif action.kind.sends:
+                    link = (action.stage, action.other)
+                    begin = max(now, links.get(link, 0.0))
+                    links[link] = arrived[action] = begin + (
+                        transfer(action) if transfer is not None else 0.0
+                    )
+                    transfers.append(Span(action, begin, arrived[action]))
+                else:
+                    clocks[stage] = now + compute(action)
+                    spans[stage].append(Span(action, now, clocks[stage]))
+                places[stage] += 1
+                moved = True
+    stuck = [stage for stage, program in enumerate(programs) if places[stage] < len(program)]
+    if stuck:
+        shown = "\n".join(
+            f"stage {stage} waits at {programs[stage][places[stage]]}:\n"
+            f"{pointed(programs[stage], places[stage])}"
+            for stage in stuck
+        )
+        raise ScheduleError("every stage comes to its program's end", f"{len(stuck)} wait for ever\n{shown}")
+    kept = tuple(_most(program, size) for program in programs)
+    return Run(tuple(map(tuple, spans)), tuple(transfers), kept)
+
+
+def _most(program: Program, size: Callable[[Action], float] | None) -> float:
+    """The most that a program holds at once: a chunk counts from its first F to its last B."""
+    first: dict[int, Action] = {}
+    last: dict[int, Action] = {}
+    for action in program:
+        if action.kind is Kind.F:
+            first.setdefault(action.chunk, action)
+        elif action.kind is Kind.B:
+            last[action.chunk] = action
+    begins, ends = set(first.values()), set(last.values())
+    now = most = 0.0
+    for action in program:
+        if action in begins:
+            now += 1 if size is None else size(action)
+            most = max(most, now)
+        elif action in ends:
+            now -= 1 if size is None else size(first[action.chunk])
+    return most

@@ -1,0 +1,125 @@
+"""Schedules: golden programs; every generated one runs to its end, holds what it may, and takes its time."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kagome.errors import ScheduleError
+from kagome.schedule.actions import Kind, Programs, from_text, to_text
+from kagome.schedule.schedules import Shape, exact, fill_drain, k_forward_k_backward
+from kagome.schedule.simulate import simulate
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = {
+    "fill_drain_3x4_order_2031": fill_drain(Shape(3, (2, 0, 3, 1))),
+    "fill_drain_4x2_skip": fill_drain(Shape(4, (0, 1), ((0, 1), (1, 2), (2, 3), (0, 3)))),
+    "1f1b_3x5": k_forward_k_backward(Shape(3, (0, 1, 2, 3, 4))),
+    "2f2b_3x5": k_forward_k_backward(Shape(3, (0, 1, 2, 3, 4)), 2),
+    "1f1b_dag": k_forward_k_backward(Shape(4, (0, 1, 2), ((0, 2), (1, 2), (2, 3)))),
+    "exact_2x3": exact(Shape(2, (0, 1, 2)), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden_programs(name):
+    assert to_text(CASES[name]) == (GOLDEN / f"{name}.txt").read_text()
+    assert from_text((GOLDEN / f"{name}.txt").read_text()) == CASES[name]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    stages, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    order = tuple(draw(st.permutations(range(chunks))))
+    every = list(itertools.combinations(range(stages), 2))
+    links = tuple(draw(st.lists(st.sampled_from(every), max_size=6))) if every else ()
+    return Shape(stages, order, draw(st.sampled_from([None, links])))
+
+
+def computed(programs: Programs) -> dict[str, int]:
+    return {kind.value: sum(a.kind is kind for p in programs for a in p) for kind in Kind}
+
+
+@given(shapes(), st.integers(1, 4), st.lists(st.integers(1, 4), min_size=5, max_size=5))
+def test_every_program_ends_and_does_all_once(shape, k, pieces):
+    made = {
+        "fill-drain": fill_drain(shape),
+        "kfkb": k_forward_k_backward(shape, k),
+        "exact": exact(shape, pieces[: shape.stages]),
+    }
+    for name, programs in made.items():
+        run = simulate(programs, lambda action: 1.0, transfer=lambda action: 0.5)
+        times = pieces[: shape.stages] if name == "exact" else [1] * shape.stages
+        counts, moved = computed(programs), len(shape.order) * len(shape.all_links)
+        assert counts["F"] == counts["B"] == len(shape.order) * sum(times)
+        assert counts["SEND_F"] == counts["RECV_F"] == counts["SEND_B"] == counts["RECV_B"] == moved
+        assert run.seconds >= 2 * len(shape.order) * max(times)
+        assert 0 <= run.bubble < 1
+
+
+@given(shapes())
+def test_backward_is_the_reverse_of_forward(shape):
+    for program in fill_drain(shape):
+        forward = [a.chunk for a in program if a.kind is Kind.F]
+        assert [a.chunk for a in program if a.kind is Kind.B] == forward[::-1]
+    for program in exact(shape, [3] * shape.stages):
+        forward = [(a.chunk, a.piece) for a in program if a.kind is Kind.F]
+        assert [(a.chunk, a.piece) for a in program if a.kind is Kind.B] == forward[::-1]
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
+def test_what_a_chain_holds_and_how_long_it_takes(stages, chunks, k):
+    shape = Shape(stages, tuple(range(chunks)))
+    filled = simulate(fill_drain(shape), lambda action: 1.0)
+    assert filled.held == (chunks,) * stages
+    assert filled.seconds == 2 * (chunks + stages - 1)
+    assert filled.bubble == pytest.approx((stages - 1) / (chunks + stages - 1))
+    turned = simulate(k_forward_k_backward(shape, k), lambda action: 1.0)
+    assert turned.held == tuple(min(chunks, k * (stages - stage)) for stage in range(stages))
+    assert turned.seconds >= filled.seconds or k > 1
+    if k == 1:
+        assert turned.seconds == filled.seconds
+
+
+def test_six_stages_hold_six_to_one_in_a_chain_and_at_most_three_as_a_dag():
+    order = tuple(range(12))
+    chain = simulate(k_forward_k_backward(Shape(6, order)), lambda action: 1.0)
+    assert chain.held == (6, 5, 4, 3, 2, 1)
+    links = ((0, 4), (1, 4), (2, 4), (3, 4), (4, 5))
+    dag = simulate(k_forward_k_backward(Shape(6, order, links)), lambda action: 1.0)
+    assert dag.held == (3, 3, 3, 3, 2, 1)
+    assert dag.seconds < chain.seconds
+
+
+def test_all_chunks_pass_a_piece_before_any_passes_the_next():
+    for program in exact(Shape(3, (2, 0, 1)), (2, 1, 3)):
+        pieces = [a.piece for a in program if a.kind is Kind.F]
+        assert pieces == sorted(pieces)
+
+
+@pytest.mark.parametrize(
+    ("stages", "order", "links"),
+    [
+        (0, (0,), None),
+        (2, (), None),
+        (2, (0, 0), None),
+        (2, (-1,), None),
+        (2, (0,), ((1, 0),)),
+        (2, (0,), ((0, 2),)),
+    ],
+)
+def test_impossible_shapes_are_refused(stages, order, links):
+    with pytest.raises(ScheduleError, match=r"found|order"):
+        Shape(stages, order, links)
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ScheduleError, match="it is 0"):
+        k_forward_k_backward(Shape(2, (0,)), 0)
+    for pieces in [(1,), (1, 0), (1, 1, 1)]:
+        with pytest.raises(ScheduleError, match="piece each"):
+            exact(Shape(2, (0,)), pieces)
