@@ -124,8 +124,8 @@ class Engine:
         self._notes: list[str] = []
         if fast and settings.amp == "bf16" and channel.device.type == "cpu":
             self._notes.append(
-                "bf16 has no compiled kernels on a CPU: messages are computed edge by edge, which takes more time "
-                "and memory than float32 does with them."
+                "bf16 has no compiled kernels on a CPU: messages are computed edge by edge, in more time and "
+                "memory than float32 takes with them."
             )
         self.recompute = recompute
         self._call = Call(model, set(self.scope.inputs))
