@@ -134,3 +134,11 @@ def test_a_trial_is_ended_before_it_takes_all_memory(monkeypatch: pytest.MonkeyP
     assert reason is not None
     assert reason.startswith("out of memory")
     assert process.exitcode == -9
+
+
+@pytest.mark.slow
+def test_exact_dropout_is_measured_beside_pytorchs(tmp_path: Path) -> None:
+    run(SINGLE / "exactness.py", tmp_path, "--threads", "1")
+    (row,) = read(tmp_path / "results_exactness.json")["rows"]
+    assert set(row["ms"]) == {"PyTorch", "Kagome"}
+    assert "| dropout |" in (tmp_path / "results_exactness.md").read_text()

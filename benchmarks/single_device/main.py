@@ -95,6 +95,7 @@ def main() -> None:
         "epochs": options.epochs,
         "seconds": options.seconds,
     }
+    told = beside_others(told, options)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.json").write_text(json.dumps({"facts": facts, "rows": told}, indent=1) + "\n")
     (options.out / "results.md").write_text(tables(told))
@@ -125,6 +126,14 @@ def arguments() -> argparse.Namespace:
         options.group = ["headline"] if options.group == list(GROUPS) else options.group
         options.only = options.only or ["gcn"]
     return options
+
+
+def beside_others(told: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows, with those that an earlier call measured and this one did not, in the order of groups."""
+    earlier = options.out / "results.json"
+    then = json.loads(earlier.read_text())["rows"] if earlier.exists() and not options.smoke else []
+    rows_by_name = {(row["group"], row["graph"], row["model"]): row for row in [*then, *told]}
+    return sorted(rows_by_name.values(), key=lambda row: list(GROUPS).index(row["group"]))
 
 
 def told_of(row: Row, found: Sequence[Sequence[Result]]) -> dict[str, Any]:
