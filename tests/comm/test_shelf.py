@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -274,6 +275,32 @@ def opened(channel: Channel, unwilling: int | None) -> list[int] | None:
 )
 def test_ranks_agree_who_reads_whose_memory(ranks, world, unwilling, expected):
     assert ranks(world, opened, unwilling) == expected
+
+
+def mixed(channel: Channel, unwilling: int) -> list[list[float]]:
+    """As on two hosts: some ranks share memory, one has only its socket."""
+    beside = Channel(dist.group.WORLD, "cpu", timeout=10.0)
+    for turn in range(3):  # numbered before there is a shelf
+        beside.barrier(f"before, {turn}")
+        beside.gather_objects(turn, f"before, {turn}")
+    shelf = open_shelf(beside, wanted=channel.rank != unwilling)
+    beside.lay_on(shelf)
+    ones = [1] * channel.size
+    found = [
+        beside.exchange(
+            torch.full((channel.size, 50), 10.0 * turn + channel.rank), ones, ones, action=f"{turn}"
+        )
+        for turn in range(3)
+    ]
+    if shelf is not None:
+        shelf.close(5.0)
+    return [each[:, 0].tolist() for each in found]
+
+
+@pytest.mark.parametrize("unwilling", [0, 1, 2])
+def test_ranks_with_and_without_shared_memory_meet(ranks, unwilling):
+    expected = [[10.0 * turn + rank for rank in range(3)] for turn in range(3)]
+    assert ranks(3, mixed, unwilling, spoils=True) == [expected] * 3
 
 
 def turned_off(channel: Channel, shared: bool) -> tuple[bool, Tensor]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,18 @@ class Work(Protocol):
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> object:
         """Return when it is done; a RuntimeError if it was late or its peer is gone."""
+
+
+class Mark(NamedTuple):
+    """The numbers of a message, the same at both its ends.
+
+    Args:
+        message: How many were begun on this wire; all ranks of its group count alike, shelf or not.
+        token: How many on its lane of the box, which outlives a wire; ranks without a shelf have none.
+    """
+
+    message: int
+    token: int
 
 
 class Wire:
@@ -57,15 +69,16 @@ class Wire:
             give[mine], take[mine] = give[mine][:0], take[mine][:0]
             yield None, lambda: self.group.alltoall(take, give)
             return
-        count = self._next()
+        self._count += 1
+        mark = Mark(self._count, 0 if self.shelf is None else self.shelf.box.count(self.lane))
         # Receives first, so that what arrives finds its place; each rank begins at another peer.
         for peer in self._ring(-1):
             if come[peer].numel():
-                yield peer, partial(self._receive, peer, come[peer], count)
+                yield peer, partial(self._receive, peer, come[peer], mark)
         laid = self._laid(sent)
         for peer in self._ring(1):
             if sent[peer].numel():
-                yield peer, partial(self._send, peer, sent[peer], count, laid.get(peer))
+                yield peer, partial(self._send, peer, sent[peer], mark, laid.get(peer))
 
     def near(self, peer: int) -> bool:
         """Whether a peer reads this rank's shelf, and this rank its."""
@@ -90,26 +103,26 @@ class Wire:
                     closed.append(peer)
         return closed
 
-    def by_gloo(self, peer: int, message: Tensor, count: int, *, send: bool) -> Work:
+    def by_gloo(self, peer: int, message: Tensor, mark: Mark, *, send: bool) -> Work:
         """Begin a message through a socket."""
         # Order (7 bits), lane (1) and size (23, hashed): messages that do not belong together never meet, and
         # the wait for the right one ends in an error that can be caught, not in gloo's abort.
-        tag = (count % 128) << 24 | self.lane << 23 | (message.numel() * 2654435761 % 2**32) >> 9
+        tag = (mark.message % 128) << 24 | self.lane << 23 | (message.numel() * 2654435761 % 2**32) >> 9
         begin = self.group.send if send else self.group.recv
         work: Work = begin([message], peer, tag)
         return work
 
-    def _receive(self, peer: int, place: Tensor, count: int) -> Work:
+    def _receive(self, peer: int, place: Tensor, mark: Mark) -> Work:
         if self.near(peer):
-            return Coming(self, peer, place, count)
-        return self.by_gloo(peer, place, count, send=False)
+            return Coming(self, peer, place, mark)
+        return self.by_gloo(peer, place, mark, send=False)
 
-    def _send(self, peer: int, message: Tensor, count: int, token: tuple[int, ...] | None) -> Work | None:
+    def _send(self, peer: int, message: Tensor, mark: Mark, token: tuple[int, ...] | None) -> Work | None:
         if token is None or self.shelf is None:
-            return self.by_gloo(peer, message, count, send=True)
-        sent = self.by_gloo(peer, message, count, send=True) if token == NOWHERE else None
-        lies = self.shelf.box.put(self.names[peer], self.lane, count, message.numel(), token)
-        return sent if lies else _Leaving(self, peer, count, sent)
+            return self.by_gloo(peer, message, mark, send=True)
+        sent = self.by_gloo(peer, message, mark, send=True) if token == NOWHERE else None
+        lies = self.shelf.box.put(self.names[peer], self.lane, mark.token, message.numel(), token)
+        return sent if lies else _Leaving(self, peer, mark.token, sent)
 
     def _laid(self, sent: Sequence[Tensor]) -> dict[int, tuple[int, ...]]:
         """The token for each peer that reads this rank's shelf."""
@@ -126,11 +139,6 @@ class Wire:
     def _ring(self, step: int) -> list[int]:
         return [(self.rank + step * hop) % self.size for hop in range(1, self.size)]
 
-    def _next(self) -> int:
-        """The number of the next message: the box's, where there is one, as it outlives this wire."""
-        self._count += 1
-        return self._count if self.shelf is None else self.shelf.box.count(self.lane)
-
 
 class Coming:
     """A message whose token comes first: its bytes lie on the peer's shelf, or come by the wire.
@@ -139,11 +147,11 @@ class Coming:
         wire: The wire.
         peer: Who sends it.
         place: Where its bytes are to go.
-        count: Its number.
+        mark: Its numbers.
     """
 
-    def __init__(self, wire: Wire, peer: int, place: Tensor, count: int) -> None:
-        self.wire, self.peer, self.place, self.count = wire, peer, place, count
+    def __init__(self, wire: Wire, peer: int, place: Tensor, mark: Mark) -> None:
+        self.wire, self.peer, self.place, self.mark = wire, peer, place, mark
         self.lends = False
         """Whether bytes on the shelf are to be left there, to be read in place."""
         self.lying: Tensor | None = None
@@ -154,15 +162,15 @@ class Coming:
         begun = time.monotonic()
         shelf, name, lane = self.wire.shelf, self.wire.names[self.peer], self.wire.lane
         assert shelf is not None
-        self._token = shelf.box.wait(name, lane, self.count, self.place.numel(), timeout)
+        self._token = shelf.box.wait(name, lane, self.mark.token, self.place.numel(), timeout)
         self.lying = shelf.find(name, self._token, self.place.numel())
         if self.lying is None:
             left = timeout - timedelta(seconds=time.monotonic() - begun)
-            work = self.wire.by_gloo(self.peer, self.place, self.count, send=False)
+            work = self.wire.by_gloo(self.peer, self.place, self.mark, send=False)
             work.wait(max(left, timedelta(seconds=0.01)))
         elif not self.lends:
             self.place.copy_(self.lying)
-        shelf.box.read(name, lane, self.count)
+        shelf.box.read(name, lane, self.mark.token)
         if not self.lends:
             self.give_back()
 
