@@ -11,12 +11,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 DEFINED := pyproject.toml constraints.txt
 
-.PHONY: help train test lint table clean
+.PHONY: help train test coverage lint table clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   train on the built-in data set with 2 local ranks (FLAGS=... adds flags)"
-	@echo "make test    lint, types, and all tests with coverage"
+	@echo "make test    lint, types, and all tests"
+	@echo "make coverage  all tests again, and which lines they run"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make table   write docs/convolutions.md anew"
 	@echo "make clean   remove the environment and what tools left behind"
@@ -26,6 +27,10 @@ train: $(VENV)/.ready-train
 
 test: lint
 	@echo "== tests"
+	@$(BIN)/python -m pytest
+
+# Half as long again as the tests alone: processes that tests start are counted too.
+coverage: $(VENV)/.ready-test
 	@rm -f .coverage .coverage.*
 	@COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml COVERAGE_FILE=$(CURDIR)/.coverage \
 		$(BIN)/python -m coverage run -m pytest
