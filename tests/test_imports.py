@@ -31,7 +31,7 @@ MAY = {
     "model": {"model", "kernels"},
     "comm": {"comm"},
     "neighbors": {"neighbors", "comm", "graph", "kernels"},
-    "report": {"report"},
+    "report": {"report", "schedule"},
     "schedule": {"schedule"},
     "planner": {"planner", "schedule"},
     "run": {"run", "graph", "model", "comm", "neighbors", "report", "schedule", "planner"},

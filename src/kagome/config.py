@@ -16,6 +16,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from kagome.errors import ConfigError
 
 Partitioner = Literal["auto", "metis", "streaming", "contiguous", "random"]
+CrossChunk = Literal["history", "drop", "exact"]
+Schedule = Literal["auto", "fill-drain", "1f1b", "kfkb"]
 Metric = Literal["auto", "accuracy", "roc_auc", "f1_micro"]
 
 
@@ -69,7 +71,28 @@ class Parallel:
     """How to split. Every field has the value that changes nothing as its default."""
 
     graph: int | None = None
-    """Parts the graph is cut into; by default as many as there are ranks."""
+    """Parts the graph is cut into; by default as many as there are ranks for each stage."""
+    pipe: int = 1
+    """Stages that the model's layers are cut into."""
+    chunks: int | None = None
+    """Chunks of each part that pass the stages one after the other; by default 4 a stage, else 1."""
+    cross_chunk: CrossChunk = "history"
+    """Neighbours in other chunks: their last known rows, nothing (``drop``), or ``exact`` rows, layer by
+    layer."""
+    history_epochs: int = 20
+    """Epochs for which historical rows are kept before they are taken anew."""
+    cross_chunk_scale: float = 2.0
+    """Factor of gradients that pass from one chunk to an earlier one: half of them are lost."""
+    shuffle_chunks: bool = True
+    """Take the chunks in another order each epoch."""
+    stale_gradients: bool = False
+    """Let historical rows pass on the gradients of the epoch before (an ablation; without the factor)."""
+    guard: bool = True
+    """Watch what history costs, and take rows anew sooner, or run exact epochs, before accuracy is lost."""
+    schedule: Schedule = "auto"
+    """In which order chunks pass: ``auto`` takes fill-drain, and 1F1B where chunks are independent."""
+    layers: tuple[str, ...] = ()
+    """Names of modules that follow each other, for a model whose forward cannot be traced."""
     partitioner: Partitioner = "auto"
     """How vertices are given to parts; ``auto`` takes METIS where it fits into memory, else streaming."""
     reuse: bool = True
@@ -81,10 +104,22 @@ class Parallel:
     def __post_init__(self) -> None:
         if self.graph is not None and self.graph < 1:
             raise ConfigError("Parallel(graph=...) takes a number of parts from 1 up", f"it is {self.graph}")
-        if self.partitioner not in get_args(Partitioner):
+        _at_least("parallel", self, pipe=1, chunks=1, history_epochs=1, cross_chunk_scale=0)
+        for name, kinds in (
+            ("partitioner", Partitioner),
+            ("cross_chunk", CrossChunk),
+            ("schedule", Schedule),
+        ):
+            if getattr(self, name) not in get_args(kinds):
+                raise ConfigError(
+                    f"Parallel({name}=...) takes one of {', '.join(get_args(kinds))}",
+                    f"it is {getattr(self, name)!r}",
+                )
+        if self.schedule in ("1f1b", "kfkb") and self.cross_chunk != "drop":
             raise ConfigError(
-                f"Parallel(partitioner=...) takes one of {', '.join(get_args(Partitioner))}",
-                f"it is {self.partitioner!r}",
+                f"schedule={self.schedule!r} takes chunks that know nothing of each other",
+                f"cross_chunk={self.cross_chunk!r} lets them read each other's rows",
+                hint="schedule='fill-drain', or cross_chunk='drop', which loses edges",
             )
 
     def fit(self, world_size: int) -> Parallel:
@@ -93,14 +128,22 @@ class Parallel:
         Raises:
             ConfigError: If the cut needs another number of ranks.
         """
-        parts = world_size if self.graph is None else self.graph
-        if parts != world_size:
+        parts = world_size // self.pipe if self.graph is None else self.graph
+        need = max(parts, 1) * self.pipe
+        if need != world_size:
+            mesh = f"pipe={self.pipe} x graph={max(parts, 1)}" if self.pipe > 1 else f"graph={parts}"
             raise ConfigError(
-                f"the mesh graph={parts} needs {parts} ranks",
+                f"the mesh {mesh} needs {need} ranks",
                 f"there are {world_size}",
-                hint=f"start {parts} ranks (--nproc {parts}), or leave --parallel.graph out",
+                hint=f"start {need} ranks (--nproc {need}), or leave --parallel.graph out",
             )
-        return dataclasses.replace(self, graph=parts)
+        chunks = self.chunks or (4 * self.pipe if self.pipe > 1 else 1)
+        return dataclasses.replace(self, graph=parts, chunks=chunks)
+
+    @property
+    def product(self) -> int | None:
+        """Ranks that the mesh takes; None where that is left open."""
+        return None if self.graph is None and self.pipe == 1 else (self.graph or 1) * self.pipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +238,7 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, str):
         # JSON's escapes are TOML's, but for one character that only TOML forbids.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
-    return repr(value)
+    return repr(list(value) if isinstance(value, tuple) else value)
 
 
 def from_toml(path: str | Path) -> Run:
@@ -239,6 +282,10 @@ def from_dict(table: dict[str, Any], *, where: str = "") -> Run:
 
 def _typed(name: str, value: Any, hint: Any, where: str) -> Any:
     """The value, if it is of the field's type; a whole number serves where any number does."""
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise ConfigError(f"{name} takes a list of texts", f"it is {value!r}", where=where)
+        return tuple(value)
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     kinds = tuple(type(get_args(kind)[0]) if get_origin(kind) is Literal else kind for kind in kinds)
     if float in kinds and type(value) is int:

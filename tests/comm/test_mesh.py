@@ -24,8 +24,10 @@ def alone(monkeypatch):
 def test_one_rank_needs_no_group():
     with open_mesh() as mesh:
         assert not dist.is_initialized()
-        assert (mesh.size, mesh.rank, dict(mesh.axes)) == (1, 0, {"graph": 1})
+        assert (mesh.size, mesh.rank, dict(mesh.axes)) == (1, 0, {"pipe": 1, "graph": 1})
         assert mesh.watch is None
+        assert mesh.graph is mesh.world
+        assert (mesh.stage, mesh.part, mesh.pipe.size, mesh.pipe.names) == (0, 0, 1, [0])
         mesh.doing("nothing")
         rows = torch.ones(2, 3, device=mesh.device)
         assert mesh.graph.exchange(rows, [2], [2], action="a") is rows
@@ -79,4 +81,114 @@ def join() -> tuple[int, float, dict[str, int]]:
 
 
 def test_started_ranks_meet():
-    assert start_local(3, join) == (0, 3.0, {"graph": 3})
+    assert start_local(3, join) == (0, 3.0, {"pipe": 1, "graph": 3})
+
+
+# Two axes ----------------------------------------------------------------------------------------
+
+
+def placed(channel: Channel, pipe: int, shared: bool) -> dict[str, object]:
+    with open_mesh(Parallel(pipe=pipe, shared_memory=shared), timeout=20) as mesh:
+        mine = torch.tensor([10.0**mesh.rank])
+        found = {
+            "axes": dict(mesh.axes),
+            "place": (mesh.stage, mesh.part, mesh.rank),
+            "graph": list(mesh.graph.names),
+            "pipe": list(mesh.pipe.names),
+            "same": (mesh.graph is mesh.world, mesh.pipe is mesh.world),
+            "sums": [
+                int(each.all_reduce(mine, action="sum").item())
+                for each in (mesh.world, mesh.graph, mesh.weights, mesh.pipe)
+            ],
+            "later": int(mesh.weights.start_all_reduce(mine, action="sum").wait().item()),
+            "groups": len(dist.distributed_c10d._world.pg_map),
+        }
+        for each in (mesh.world, mesh.graph, mesh.pipe):
+            assert each.traffic is mesh.world.traffic
+            shelf = each.shelf
+            assert (shelf is not None) == (shared and each.size > 1)
+            assert shelf is None or mesh.world.shelf is not None
+            assert shelf is None or shelf.allowance is mesh.world.shelf.allowance
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+    return found
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("size", "pipe"), [(2, 1), (2, 2), (3, 3), (4, 2), (4, 4)])
+def test_ranks_stand_along_two_axes(ranks, size, pipe, shared):
+    graph = size // pipe
+    for rank, found in enumerate(ranks(size, placed, pipe, shared)):
+        stage, part = divmod(rank, graph)
+        here = [stage * graph + p for p in range(graph)]
+        column = [s * graph + part for s in range(pipe)]
+        assert found["axes"] == {"pipe": pipe, "graph": graph}
+        assert found["place"] == (stage, part, rank)
+        assert (found["graph"], found["pipe"]) == (here, column)
+        assert found["same"] == (pipe == 1, graph == 1)
+        everyone, mine, other = (sum(10**r for r in each) for each in (range(size), here, column))
+        assert found["sums"] == [everyone, mine, mine, other]
+        assert found["later"] == mine
+        assert found["groups"] == (3 if pipe > 1 and graph > 1 else 1)
+
+
+def counted(channel: Channel) -> dict[str, int]:
+    with open_mesh(Parallel(pipe=2), timeout=20) as mesh:
+        mesh.world.take_traffic()
+        ones, rows = [1, 1], torch.zeros(2, 3)
+        mesh.graph.exchange(rows, ones, ones, action="halo")
+        mesh.weights.start_all_reduce(torch.zeros(5), action="sum").wait()
+        if mesh.stage == 0:
+            mesh.pipe.start_send(rows, 1, action="rows").wait()
+        else:
+            mesh.pipe.start_receive((2, 3), torch.float32, 0, action="rows").wait()
+        mesh.world.exchange(torch.zeros(4, 1), [1] * 4, [1] * 4, action="all", kind="transpose")
+        taken = mesh.world.take_traffic().bytes
+        assert not any(each.take_traffic().bytes["halo"] for each in (mesh.graph, mesh.pipe))
+        return taken
+
+
+def test_what_any_channel_sends_is_counted_once(ranks):
+    for rank, taken in enumerate(ranks(4, counted)):
+        assert taken["halo"] == 12
+        assert taken["weights"] == 20
+        assert taken["stage"] == (24 if rank < 2 else 0)
+        assert taken["transpose"] == 12
+        assert sum(taken.values()) == 12 + 20 + taken["stage"] + 12
+
+
+def refused(channel: Channel) -> None:
+    with open_mesh(Parallel(graph=2, pipe=2)):
+        pass
+
+
+def test_a_mesh_whose_product_is_not_the_ranks_is_refused(ranks):
+    with pytest.raises(ConfigError, match="pipe=2 x graph=2 needs 4 ranks"):
+        ranks(3, refused)
+
+
+def loses(channel: Channel) -> str:
+    with open_mesh(Parallel(pipe=2), timeout=2) as mesh:
+        try:
+            if mesh.rank == 0:
+                mesh.graph.exchange(torch.zeros(2, 1), [1, 1], [1, 1], action="halo")
+            elif mesh.rank == 3:
+                mesh.pipe.start_receive((2,), torch.float32, 0, action="rows").wait()
+        except CommError as error:
+            return str(error)
+        return ""
+
+
+def test_peers_of_a_stage_are_named_as_ranks_of_the_world(ranks):
+    texts = ranks(4, loses, spoils=True)
+    assert texts[0].startswith("rank 0 waited in 'halo' for rank 1")
+    assert texts[3].startswith("rank 3 waited in 'rows' for rank 1")
+
+
+def join_both() -> tuple[int, int, float]:
+    with open_mesh(Parallel(pipe=2), timeout=20) as mesh:
+        total = mesh.pipe.all_reduce(torch.tensor(float(mesh.rank)), action="total").item()
+        return mesh.stage, mesh.part, total
+
+
+def test_started_ranks_meet_along_two_axes():
+    assert start_local(4, join_both) == (0, 0, 2.0)

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kagome.comm.box import Box, memory_file
+from kagome.comm.box import FORWARD, Box, memory_file
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import open_mesh
-from kagome.comm.shelf import NOWHERE, Shelf, open_shelf
+from kagome.comm.shelf import NOWHERE, Allowance, Shelf, open_shelf
 from kagome.config import Parallel
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
@@ -35,7 +35,7 @@ def shelves(size: int = 2, most: int = 2**24) -> Iterator[list[Shelf]]:
         for peer, theirs in enumerate(boxes):
             assert peer == mine.rank or mine.open(peer, theirs.offer)
     everyone = frozenset(range(size))
-    found = [Shelf(box, everyone - {box.rank}, most=most) for box in boxes]
+    found = [Shelf(box, everyone - {box.rank}, Allowance(most)) for box in boxes]
     try:
         yield found
     finally:
@@ -156,6 +156,36 @@ def test_tokens_far_ahead_of_the_reader_are_put_off_and_come_in_order(count, ran
         assert giver.box.lies(1, 0, count)
 
 
+def test_what_one_box_has_put_off_comes_while_its_rank_waits_at_another():
+    with shelves() as (giver, taker):
+        other, theirs = Box(0, 2, giver.box), Box(1, 2, taker.box)
+        other.open(1, theirs.offer)
+        for number in range(1, 131):
+            giver.box.put(1, FORWARD, number, 8, (number,) * 5)
+        for number in range(1, 3):
+            taker.box.read(0, FORWARD, number)
+        assert taker.box.find(0, FORWARD, 129, 8) is None
+        with pytest.raises(RuntimeError, match="timed out"):
+            other.wait(1, 0, 1, 8, SHORT)
+        assert taker.box.find(0, FORWARD, 129, 8) == (129,) * 5
+        assert taker.box.find(0, FORWARD, 130, 8) == (130,) * 5
+        other.close()
+        theirs.close()
+
+
+def test_shelves_of_one_rank_share_what_they_may_take():
+    boxes = [Box(0, 2), Box(0, 2)]
+    allowance = Allowance(60_000)
+    one, two = (Shelf(box, frozenset({1}), allowance) for box in boxes)
+    assert allowance.held == 0
+    assert one.room(30_000) is not None
+    assert two.room(30_000) is None
+    assert two.room(10_000) is not None
+    assert allowance.held <= allowance.most
+    one.close()
+    two.close()
+
+
 def test_a_wait_ends_at_its_limit_and_when_the_peer_is_gone():
     with shelves() as (giver, taker):
         with pytest.raises(RuntimeError, match="timed out"):
@@ -200,7 +230,7 @@ def swapped(channel: Channel, full: bool) -> list[Tensor]:
     if full and channel.rank == 0:
         assert channel._wire is not None
         assert channel._wire.shelf is not None
-        channel._wire.shelf.most = 0
+        channel._wire.shelf.allowance.most = 0
         channel._wire.shelf._own = []
     found = []
     for turn in range(4):

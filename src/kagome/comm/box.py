@@ -9,7 +9,8 @@ through a socket waits for the scheduler once at each end.
     own box:   [lane][reader][count mod SLOTS] -> number, read, size, then five fields
                the writer writes all but `read`, `number` last; the reader writes `read`
 
-A rank looks for a token by the message's count, so messages may be waited for in any order.
+A rank looks for a token by the message's count, so messages may be waited for in any order. Messages to all
+ranks are counted a lane; those between two ranks have lanes of their own, each counted a peer and direction.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Final
 
-LANES: Final = 2
+ALL_LANES: Final = 2
+"""Lanes of messages from all ranks to all."""
+FORWARD, BACKWARD = ALL_LANES, ALL_LANES + 1
+"""Lanes of messages from one rank to one."""
+LANES: Final = ALL_LANES + 2
 FIELDS: Final = 5
 _SLOTS, _WIDTH, _HEAD = 128, 8, 4096
 _COOKIE: Final = 16
@@ -38,17 +43,18 @@ class Box:
     """The tokens of one rank, and those of the peers that it has opened.
 
     Args:
-        rank: This rank in the world.
-        size: Ranks in the world.
+        rank: This rank in the group that the box serves.
+        size: Ranks in that group.
+        beside: Another box of this process: what it has put off is tried again wherever this rank waits.
 
     Raises:
         OSError: If the system gives no such memory.
 
     Cost:
-        16 KiB for each rank of the world.
+        32 KiB for each rank of the group.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, beside: Box | None = None) -> None:
         self.rank, self.size = rank, size
         self.cookie = secrets.token_bytes(_COOKIE)
         self.descriptor = memory_file("kagome-box", self._bytes)
@@ -56,9 +62,12 @@ class Box:
         os.pwrite(self.descriptor, self.cookie, 0)
         self._theirs: dict[int, memoryview] = {}
         self._offers: dict[int, tuple[int, int, bytes]] = {}
-        self._counts = [0] * LANES
+        self._counts = [0] * ALL_LANES
+        self._points: dict[tuple[int, int, bool], int] = {}
         self._put_off: dict[int, list[tuple[int, int, Sequence[int]]]] = {}
         self._lock = threading.Lock()
+        self._all: list[Box] = [] if beside is None else beside._all
+        self._all.append(self)
 
     @property
     def offer(self) -> tuple[int, int, bytes]:
@@ -91,22 +100,39 @@ class Box:
         self._counts[lane] += 1
         return self._counts[lane]
 
+    def count_point(self, peer: int, lane: int, *, sent: bool) -> int:
+        """Number the next message that goes to a peer, or comes from it."""
+        key = (peer, lane, sent)
+        self._points[key] = self._points.get(key, 0) + 1
+        return self._points[key]
+
     def put(self, peer: int, lane: int, count: int, size: int, fields: Sequence[int]) -> bool:
         """Leave a token; False if that is put off until the peer has read one from far before."""
         at = self._at(lane, peer, count)
+        if self._put_off:
+            self.press()
         if at in self._put_off or not self._write(at, count, size, fields):
             self._put_off.setdefault(at, []).append((count, size, fields))
             return False
         return True
 
     def lies(self, peer: int, lane: int, count: int) -> bool:
-        """Whether a token was left by now; those put off are tried again, each place's in their order."""
+        """Whether a token was left by now; those put off are tried again."""
+        self.press_all()
+        return all(number != count for number, *_ in self._put_off.get(self._at(lane, peer, count), ()))
+
+    def press_all(self) -> None:
+        """Try again what any box of this rank has put off: the peer that it waits for may wait for that."""
+        for box in self._all:
+            box.press()
+
+    def press(self) -> None:
+        """Try again what was put off, each place's in its order."""
         for at, tokens in list(self._put_off.items()):
             while tokens and self._write(at, *tokens[0]):
                 tokens.pop(0)
             if not tokens:
                 del self._put_off[at]
-        return all(number != count for number, *_ in self._put_off.get(self._at(lane, peer, count), ()))
 
     def _write(self, at: int, count: int, size: int, fields: Sequence[int]) -> bool:
         """Write a token into its place, if the one before was read."""
@@ -142,16 +168,16 @@ class Box:
             looks += 1
             if looks < _LOOKS:
                 continue
-            self.lies(peer, lane, count)
+            self.press_all()
             time.sleep(nap)
             nap, now = min(1.2 * nap, _LONGEST), time.monotonic()
             if now > asked + _ALIVE_EVERY:
                 asked = now
                 # It may have left the token as its last deed.
                 if not self.alive(peer) and self.find(peer, lane, count, size) is None:
-                    raise RuntimeError(f"connection closed: rank {peer} is gone")
+                    raise RuntimeError(f"connection closed: rank {peer} of the group is gone")
             if now > limit:
-                raise RuntimeError(f"timed out: no token of rank {peer}")
+                raise RuntimeError(f"timed out: no token of rank {peer} of the group")
         return found
 
     def alive(self, peer: int) -> bool:
@@ -174,6 +200,7 @@ class Box:
         """Let the peers find that this rank is gone."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
+            self._all.remove(self)
         self.descriptor = -1
 
     @property

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -17,64 +16,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kagome.comm import faults
-from kagome.comm.pending import Pending, PendingSum, start_sum
-from kagome.comm.shelf import Shelf
-from kagome.comm.traffic import KINDS, Kind, Traffic
-from kagome.comm.watch import Watch
-from kagome.comm.wire import Wire, Work
-from kagome.errors import CommError
+from kagome.comm.end import End
+from kagome.comm.pending import Pending, PendingSum, Sending, start_sum
+from kagome.comm.traffic import KINDS, Kind
+from kagome.comm.wire import Wire
 
-__all__ = ["KINDS", "Channel", "Kind", "Op", "Pending", "PendingSum"]
+__all__ = ["KINDS", "Channel", "Kind", "Op", "Pending", "PendingSum", "Sending"]
 
 Op = Literal["sum", "max", "min"]
 
 
-class Channel:
+class Channel(End):
     """One rank's end of a group; with one rank everything is the identity and needs no process group.
 
     On gloo an exchange is one send and one receive a peer, not ``all_to_all_single``: as fast there, it names
     the peer that is late, and sizes that differ never meet (the tag holds them), where a collective would
     kill the process. On nccl it is one grouped all-to-all on the device's stream: waits are ordered on the
     stream, and nccl's own watchdog (the process group's timeout) holds the limit.
-
-    Args:
-        group: The process group; None for one rank.
-        device: Where this rank's tensors live.
-        timeout: Seconds after which a wait is given up.
-        watch: Who knows what the peers do; None leaves that out of the errors.
-        lane: Messages of one lane never meet those of another.
-        traffic: Where to count; its own if None.
-        shelf: Memory that ranks of this host read: with gloo, what is large goes to them by it.
     """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device | str,
-        *,
-        timeout: float = 300.0,
-        watch: Watch | None = None,
-        lane: Literal[0, 1] = 0,
-        traffic: Traffic | None = None,
-        shelf: Shelf | None = None,
-    ) -> None:
-        self.device, self.timeout, self.watch = torch.device(device), timeout, watch
-        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
-        self.names = [0] if group is None else dist.get_process_group_ranks(group)
-        self._group = group
-        self._wire = None if group is None else Wire(group, lane, shelf)
-        self._gloo = self._wire is not None and self._wire.gloo
-        # gloo's point-to-point knows host memory only.
-        self.wire = torch.device("cpu") if self._gloo else self.device
-        self.timer: Callable[[str], AbstractContextManager[object]] | None = None
-        """Called with ``exchange`` around each of them but sums of weights: where its time is to be noted."""
-        self.traffic = Traffic() if traffic is None else traffic
 
     def beside(self) -> Channel:
         """A channel of the same ranks and counters, on a lane of its own.
 
         What it sends may come in another order among this one's messages on one rank than on another, where
-        :attr:`lanes` says so.
+        :attr:`lanes` says so. Messages from one rank to one go by this channel, not by that.
         """
         return Channel(
             self._group,
@@ -83,36 +48,8 @@ class Channel:
             watch=self.watch,
             lane=1,
             traffic=self.traffic,
-            shelf=None if self._wire is None else self._wire.shelf,
+            shelf=self.shelf,
         )
-
-    def lay_on(self, shelf: Shelf | None) -> None:
-        """Let what is large go to ranks of this host by a shelf; all ranks do it at the same point."""
-        if self._wire is not None:
-            self._wire.shelf = shelf
-
-    @property
-    def lanes(self) -> bool:
-        """Whether lanes are apart, by gloo's tags; nccl has one order of collectives for all ranks."""
-        return self._gloo
-
-    def close(self, patience: float = 0.0) -> None:
-        """Let go of the group and the shelf; gloo closes its connections only when nobody holds it any more.
-
-        Args:
-            patience: Seconds that peers have to take what is still theirs.
-        """
-        if self._wire is not None and self._wire.shelf is not None:
-            self._wire.shelf.close(patience)
-        self._group = self._wire = None
-
-    def take_bytes(self) -> dict[str, int]:
-        """Bytes this rank has sent since the last call, by kind."""
-        return self.take_traffic().bytes
-
-    def take_traffic(self) -> Traffic:
-        """What this rank has sent and waited since the last call, by kind."""
-        return self.traffic.take()
 
     def exchange(
         self,
@@ -189,8 +126,101 @@ class Channel:
         packed = room.view(rows.dtype).view(pick.numel(), *rows.shape[1:])
         return torch.index_select(rows, 0, pick, out=packed)
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, action: str, kind: Kind = "statistics") -> Tensor:
+    def start_send(
+        self, rows: Tensor, peer: int, *, action: str, kind: Kind = "stage", backward: bool = False
+    ) -> Sending:
+        """Begin to send rows to one rank, which calls :meth:`start_receive`; nobody is waited for here.
+
+        What goes from one rank to one in one pass arrives in the order in which it was sent. It never meets
+        what goes the other way, in the other pass, or to all ranks, whatever comes first on either rank.
+
+        Args:
+            rows: What to send; not to be changed before the wait ends. Nothing is sent if it is empty.
+            peer: The rank of this group that gets it.
+            action: What this is, for errors: ``rows of stage 1, chunk 3``.
+            kind: What its bytes count as.
+            backward: Whether it belongs to the backward pass.
+
+        Returns:
+            The message under way, to be kept and waited for: what is dropped before may never arrive.
+
+        Raises:
+            CommError: If the peer was lost.
+
+        Shapes: any of any type, which the peer must know.
+
+        Cost: the tensor's bytes.
+        """
+        wire = self._one_to_one(peer)
+        with self.timed(kind):
+            rows = rows.detach().to(self.wire).contiguous()
+            pending = Pending(rows.new_empty(0), self, action, kind, kept=[rows])
+            self._add(kind, rows.nbytes)
+            try:
+                work = wire.send(peer, _as_bytes(rows), backward=backward)
+            except RuntimeError as error:
+                raise self._fault(error, [peer], action, collective=False) from error.with_traceback(None)
+        if work is None:
+            pending.kept = []
+        else:
+            pending.works, pending.begun = [(peer, work)], time.monotonic()
+        return Sending(pending)
+
+    def start_receive(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        peer: int,
+        *,
+        action: str,
+        kind: Kind = "stage",
+        backward: bool = False,
+    ) -> Pending:
+        """Begin to receive what a rank's :meth:`start_send` of the same pass sends.
+
+        Args:
+            shape: Of what comes. One of another size than was sent never arrives.
+            dtype: Its type.
+            peer: The rank of this group that sends it.
+            action: What this is, for errors.
+            kind: What its time counts as.
+            backward: Whether it belongs to the backward pass.
+
+        Returns:
+            The message under way; its ``wait`` gives the tensor.
+
+        Raises:
+            CommError: If the peer was lost.
+        """
+        wire = self._one_to_one(peer)
+        pending = Pending(torch.empty(tuple(shape), dtype=dtype, device=self.wire), self, action, kind)
+        try:
+            work = wire.receive(peer, _as_bytes(pending.rows), backward=backward)
+        except RuntimeError as error:
+            raise self._fault(error, [peer], action, collective=False) from error.with_traceback(None)
+        if work is not None:
+            pending.works.append((peer, work))
+        return pending
+
+    def _one_to_one(self, peer: int) -> Wire:
+        if self._wire is None or not 0 <= peer < self.size or peer == self.rank:
+            raise ValueError(f"rank {self.rank} of {self.size} has no peer {peer}")
+        if self.lane:
+            raise ValueError("what goes to one rank goes by the channel itself, not by the one beside it")
+        return self._wire
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: Op = "sum",
+        *,
+        action: str,
+        kind: Kind = "statistics",
+        key: Hashable = None,
+    ) -> Tensor:
         """Sum, maximum or minimum over the ranks: a new tensor, the same bits on every rank.
+
+        ``key`` names the sum for carriers that keep what came; nothing is kept here.
 
         Shapes: any -> the same.
 
@@ -326,66 +356,6 @@ class Channel:
         texts = faults.disagreements(ours, theirs, self.names)
         if texts:
             raise faults.disagree(self.names[self.rank], action, texts)
-
-    def timed(self, kind: Kind) -> AbstractContextManager[object]:
-        """The phase in which an exchange of a kind is noted."""
-        return nullcontext() if self.timer is None or kind in ("weights", "other") else self.timer("exchange")
-
-    def _add(self, kind: Kind, count: int) -> None:
-        self.traffic.bytes[kind] += count
-
-    def finish(self, pending: Pending) -> None:
-        """Wait for all that a pending exchange still misses.
-
-        Raises:
-            CommError: If a peer was late or lost.
-        """
-        works, action, begun = pending.works, pending.action, time.monotonic()
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        awaited = sorted({peer for peer, _ in works if peer is not None}) or others
-        names = [self.names[peer] for peer in awaited]
-        with nullcontext() if self.watch is None else self.watch.waiting(action, names):
-            for place, (peer, work) in enumerate(works):
-                try:
-                    self._wait(work, begun, collective=peer is None)
-                except RuntimeError as error:
-                    left = [p for p, _ in works[place:] if p is not None]
-                    fault = self._fault(error, left or others, action, collective=peer is None)
-                    # A work holds its connections open. Dropped with the frames that know it, they close as
-                    # soon as the group is destroyed, and the peers' waits end too, not only at their limits.
-                    works.clear()
-                    del work
-                    raise fault from error.with_traceback(None)
-        ended = time.monotonic()
-        self.traffic.waited[pending.kind] += ended - begun
-        self.traffic.under_way[pending.kind] += ended - pending.begun
-
-    def _wait(self, work: Work, begun: float, *, collective: bool) -> None:
-        if not self._gloo:
-            work.wait()  # with a limit, nccl would block the host instead of the stream
-            return
-        # A collective ends itself at its limit; were it left running, destroying the group would hang on it.
-        limit = self.timeout + 5 if collective else self.timeout
-        left = max(begun + limit - time.monotonic(), 0.01)  # 0 would mean no limit
-        work.wait(timedelta(seconds=left))
-
-    def _fault(self, error: RuntimeError, peers: list[int], action: str, *, collective: bool) -> CommError:
-        """The error for a failed wait; ``peers`` are those still awaited, the one that failed first."""
-        late = faults.is_late(error)
-        if late:
-            elsewhere = [peer for peer in peers if self._elsewhere(action, peer)]
-            blamed = (elsewhere or peers) if collective else [peers[0], *elsewhere]
-        else:
-            dead = self._wire.dead(peers) if self._wire is not None and collective else []
-            blamed = (dead or peers) if collective else peers[:1]
-        names = [self.names[peer] for peer in dict.fromkeys(blamed)]
-        described = [f"rank {name}" if self.watch is None else self.watch.describe(name) for name in names]
-        return faults.broken_wait(
-            self.names[self.rank], action, described, late=self.timeout if late else None
-        )
-
-    def _elsewhere(self, action: str, peer: int) -> bool:
-        return self.watch is not None and bool(self.watch.late(action, [self.names[peer]]))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

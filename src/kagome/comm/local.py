@@ -7,7 +7,8 @@ below real processes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,9 +35,12 @@ class LocalGroup:
     """
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
-        self.size = size
+        self.size, self.timeout = size, timeout
         self.slots: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=timeout)
+        self.arrived = threading.Condition()
+        self.letters: dict[tuple[int, int, bool, int], Tensor] = {}
+        """What one rank sent to one, by sender, receiver, pass and number."""
 
     def run(self, work: Callable[[LocalChannel], T]) -> list[T]:
         """Run ``work`` on every rank, each in a thread; the first error of any ends all and is raised.
@@ -53,6 +57,8 @@ class LocalGroup:
             except BaseException as error:
                 errors.insert(0, error)
                 self.barrier.abort()
+                with self.arrived:
+                    self.arrived.notify_all()
 
         threads = [threading.Thread(target=body, args=(rank,)) for rank in range(self.size)]
         for thread in threads:
@@ -87,6 +93,56 @@ class _Come:
         return nullcontext(self.rows)
 
 
+@dataclass(frozen=True)
+class _Gone:
+    """A message that has gone."""
+
+    def wait(self) -> None:
+        """Nothing is left to be done."""
+
+
+@dataclass
+class _Letter:
+    """A message from one rank that is to come."""
+
+    group: LocalGroup
+    key: tuple[int, int, bool, int]
+    empty: Tensor
+    action: str
+    found: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The rows, once they are there."""
+        if not self.empty.numel():
+            return self.empty
+        if self.found is None:
+            self.found = self._taken()
+        return self.found
+
+    def lent(self) -> AbstractContextManager[Tensor]:
+        """The rows."""
+        return nullcontext(self.wait())
+
+    def _taken(self) -> Tensor:
+        group, (peer, rank, *_) = self.group, self.key
+        with group.arrived:
+            group.arrived.wait_for(lambda: self.key in group.letters or group.barrier.broken, group.timeout)
+            found = group.letters.pop(self.key, None)
+        if found is None and group.barrier.broken:
+            raise _EchoError(f"rank {rank} waits in {self.action!r} for rank {peer}", "another rank stopped")
+        if found is None:
+            raise CommError(
+                f"rank {rank} waited in {self.action!r} for rank {peer}",
+                f"nothing came within {group.timeout:g} s",
+            )
+        if found.shape != self.empty.shape or found.dtype != self.empty.dtype:
+            raise CommError(
+                f"rank {rank} expects {list(self.empty.shape)} {self.empty.dtype} in {self.action!r}",
+                f"{list(found.shape)} {found.dtype} came from rank {peer}",
+            )
+        return found
+
+
 class LocalChannel:
     """One thread's end of a :class:`LocalGroup`; see :class:`kagome.comm.channel.Channel` for each method."""
 
@@ -94,6 +150,7 @@ class LocalChannel:
         self.group, self.rank, self.size = group, rank, group.size
         self.device = torch.device("cpu")
         self.bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._counts: Counter[tuple[int, int, bool]] = Counter()
 
     def _share(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
@@ -146,7 +203,46 @@ class LocalChannel:
         rows = rows.detach() if pick is None else rows.detach().index_select(0, pick)
         return _Come(self.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header))
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, action: str, kind: Kind = "statistics") -> Tensor:
+    def start_send(
+        self, rows: Tensor, peer: int, *, action: str, kind: Kind = "stage", backward: bool = False
+    ) -> _Gone:
+        """Leave rows for one rank."""
+        key = self._next(self.rank, peer, backward)
+        if rows.numel():
+            with self.group.arrived:
+                self.group.letters[key] = rows.detach().clone()
+                self.group.arrived.notify_all()
+        return _Gone()
+
+    def start_receive(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        peer: int,
+        *,
+        action: str,
+        kind: Kind = "stage",
+        backward: bool = False,
+    ) -> _Letter:
+        """What one rank leaves for this one."""
+        key = self._next(peer, self.rank, backward)
+        return _Letter(self.group, key, torch.empty(tuple(shape), dtype=dtype), action)
+
+    def _next(self, sender: int, receiver: int, backward: bool) -> tuple[int, int, bool, int]:
+        if sender == receiver or not 0 <= sender + receiver - self.rank < self.size:
+            raise ValueError(f"rank {self.rank} of {self.size} has no peer {sender + receiver - self.rank}")
+        self._counts[sender, receiver, backward] += 1
+        return sender, receiver, backward, self._counts[sender, receiver, backward]
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: Op = "sum",
+        *,
+        action: str,
+        kind: Kind = "statistics",
+        key: Hashable = None,
+    ) -> Tensor:
         """Sum, maximum or minimum over the threads."""
         offers = self._share((action, tensor.detach()))
         if len({(doing, value.shape) for doing, value in offers}) > 1:

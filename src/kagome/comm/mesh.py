@@ -2,13 +2,21 @@
 
 Where it sits: ``run`` opens it first of all; everything else is given its channel.
 
-It does not build on torch's ``DeviceMesh``: with one axis there is nothing to cut, and a DeviceMesh takes no
+::
+
+    world rank = stage * parts + part         part 0   part 1   part 2
+                                   stage 0      0        1        2      ─ graph: the ranks of one stage
+                                   stage 1      3        4        5
+                                                │ pipe: the ranks of one part
+
+It does not build on torch's ``DeviceMesh``: with two axes there is little to cut, and a DeviceMesh takes no
 time limit, sets the CUDA device by itself, and needs a process group, which a single rank can do without.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from kagome.allocator import keep_freed_memory
 from kagome.comm.channel import Channel
-from kagome.comm.shelf import open_shelf
+from kagome.comm.groups import Groups
 from kagome.comm.watch import Watch
 from kagome.config import Parallel
 from kagome.errors import CommError
@@ -40,11 +48,13 @@ class Mesh:
     Args:
         size: Ranks in the world.
         rank: This rank.
-        axes: Ranks along each axis; their product is ``size``.
+        axes: Ranks along each axis, ``pipe`` and ``graph``; their product is ``size``.
         local_rank: This rank among those of its host.
         device: Where its tensors live.
-        graph: The channel of the ranks that hold the other parts of the graph.
+        world: The channel of all ranks. What any channel sends counts into the traffic of all.
+        graph: The channel of the ranks that hold the other parts of the graph, in this rank's stage.
         weights: The same ranks on a lane of their own: sums of gradients travel while halos do.
+        pipe: The channel of the ranks that hold this rank's part, in the order of their stages.
         threads: Threads of each rank for computing.
         watch: What the ranks are doing; None with one rank.
     """
@@ -54,10 +64,22 @@ class Mesh:
     axes: Mapping[str, int]
     local_rank: int
     device: torch.device
+    world: Channel
     graph: Channel
     weights: Channel
+    pipe: Channel
     threads: tuple[int, ...]
     watch: Watch | None
+
+    @property
+    def stage(self) -> int:
+        """Which piece of the model is this rank's."""
+        return self.pipe.rank
+
+    @property
+    def part(self) -> int:
+        """Which piece of the graph is this rank's."""
+        return self.graph.rank
 
     def doing(self, action: str) -> None:
         """Tell the others what this rank computes from now on, such as ``epoch 2: optimizer``."""
@@ -104,29 +126,40 @@ def open_mesh(
         store = _given_store()
     elif ranks.size > 1 or always_group:
         store = _join(ranks, device, timeout)
-    watch = channel = weights = None
+    watch: Watch | None = None
+    channels: list[Channel] = []
+    groups = Groups(ranks.rank, fitted.pipe, ranks.size // fitted.pipe, device, timeout)
     patience = 0.0
     stack = ExitStack()
     try:
         if store is not None and ranks.size > 1:
             watch = Watch(store, ranks.rank, ranks.size, say=say)
-        channel = Channel(
-            dist.group.WORLD if dist.is_initialized() else None, device, timeout=timeout, watch=watch
-        )
-        channel.lay_on(open_shelf(channel, wanted=fitted.shared_memory))
-        weights = channel.beside()
+        world, graph, pipe = groups.open(channels, watch, shared_memory=fitted.shared_memory)
+        channels.append(weights := graph.beside())
         keep_freed_memory()
-        counts = stack.enter_context(_fitting_threads(channel))
-        axes = {"graph": fitted.graph or ranks.size}
-        yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, channel, weights, counts, watch)
+        counts = stack.enter_context(_fitting_threads(world))
+        yield Mesh(
+            ranks.size,
+            ranks.rank,
+            {"pipe": fitted.pipe, "graph": groups.parts},
+            ranks.local_rank,
+            device,
+            world,
+            graph,
+            weights,
+            pipe,
+            counts,
+            watch,
+        )
         patience = TAKEN_WITHIN  # nobody waits for peers after an error
     finally:
         stack.close()
         if watch is not None:
             watch.close()
-        for each in (channel, weights):
-            if each is not None:
-                each.close(patience)
+        limit = time.monotonic() + patience
+        for each in reversed(channels):
+            each.close(max(0.0, limit - time.monotonic()))
+        groups.close()
         if not given and dist.is_initialized():
             dist.destroy_process_group()  # gloo aborts the process at its exit otherwise
 

@@ -1,4 +1,4 @@
-"""Pending: what was begun on a channel and will be waited for - rows of an exchange, a sum over all ranks.
+"""Pending: what was begun on a channel and will be waited for - rows that come or go, a sum over all ranks.
 
 Where it sits: ``channel`` makes them; who began one computes something else before it waits.
 """
@@ -92,6 +92,25 @@ class Pending:
             self.channel.finish(self)
             self.works, self.kept = [], []
         return self.rows.to(self.channel.device)
+
+
+@dataclass
+class Sending:
+    """A message to one rank under way; it holds what is sent until it has gone.
+
+    Args:
+        pending: What is still to be done.
+    """
+
+    pending: Pending
+
+    def wait(self) -> None:
+        """Return when the message has gone: what was sent may be changed; a second call returns at once.
+
+        Raises:
+            CommError: If the peer was late or lost.
+        """
+        self.pending.wait()
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Shelf: memory of one rank that other ranks of its host read, so that rows need not go through a socket.
 
-Where it sits: ``mesh`` opens one for all channels of a rank; ``wire`` lays on it what goes to a rank of the
+Where it sits: ``mesh`` opens one for each group of ranks; ``wire`` lays on it what goes to a rank of the
 same host, and leaves a token in ``box`` that says where it lies.
 
 ::
@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -48,7 +49,7 @@ class Segment:
         number: Its number on the shelf.
         descriptor: Its file.
         size: Bytes of it all.
-        ranks: Ranks of the world, one mark each.
+        ranks: Ranks of the group, one mark each.
     """
 
     def __init__(self, number: int, descriptor: int, size: int, ranks: int) -> None:
@@ -73,23 +74,35 @@ class Segment:
         return place if 0 <= place <= self.bytes.numel() - part.numel() else None
 
 
+@dataclass
+class Allowance:
+    """What all shelves of a rank together may take, and have taken.
+
+    Args:
+        most: Bytes of all segments.
+        held: Bytes of those there are.
+    """
+
+    most: int
+    held: int = 0
+
+
 class Shelf:
-    """One rank's segments, and those of its peers that it has opened.
+    """One rank's segments for one group, and those of its peers that it has opened.
 
     Args:
         box: Where its tokens lie, with the boxes of the peers that can read this rank's memory.
-        peers: Those peers, by rank of the world.
-        most: Bytes that all segments together may take.
+        peers: Those peers, by rank of the group.
+        allowance: Bytes that all segments together may take, with those of the rank's other shelves.
 
     Cost:
         Segments stay until the end: as many as messages are under way at once, each up to 4 times too large.
     """
 
-    def __init__(self, box: Box, peers: frozenset[int], *, most: int) -> None:
-        self.box, self.peers, self.most = box, peers, most
+    def __init__(self, box: Box, peers: frozenset[int], allowance: Allowance) -> None:
+        self.box, self.peers, self.allowance = box, peers, allowance
         self._own: list[Segment] = []
         self._theirs: dict[tuple[int, int], Segment] = {}
-        self._held = 0
 
     def room(self, count: int) -> Tensor | None:
         """So many bytes to write into, to be sent next and not to be used after the wait for it; or None."""
@@ -140,7 +153,8 @@ class Shelf:
             try:
                 file = self.box.open_file(peer, descriptor)
             except OSError as error:
-                raise RuntimeError(f"connection closed: rank {peer}'s memory is gone ({error})") from None
+                text = f"connection closed: memory of rank {peer} of the group is gone ({error})"
+                raise RuntimeError(text) from None
             self._theirs[peer, number] = Segment(number, file, size, self.box.size)
             os.close(file)
         return self._theirs[peer, number].bytes[place : place + count]
@@ -154,6 +168,7 @@ class Shelf:
         """Give the memory back; before, wait up to some seconds until the peers have taken what is theirs."""
         limit = time.monotonic() + patience
         while time.monotonic() < limit and not all(segment.free for segment in self._own):
+            self.box.press()
             time.sleep(1e-3)
         for segment in self._own:
             os.close(segment.descriptor)
@@ -176,7 +191,7 @@ class Shelf:
         return _round_up(whole, max(_PAGE, 1 << (whole.bit_length() - 4)))
 
     def _made(self, size: int) -> Segment | None:
-        if self._held + size > self.most:
+        if self.allowance.held + size > self.allowance.most:
             return None
         try:
             descriptor = memory_file("kagome-shelf", size)
@@ -186,19 +201,20 @@ class Shelf:
                 os.close(descriptor)
                 raise
         except OSError:
-            self.most = self._held
+            self.allowance.most = self.allowance.held
             return None
         self._own.append(segment)
-        self._held += size
+        self.allowance.held += size
         return segment
 
 
-def open_shelf(channel: Channel, *, wanted: bool = True) -> Shelf | None:
-    """Find out which ranks can read each other's memory; all ranks of the world call this.
+def open_shelf(channel: Channel, *, wanted: bool = True, beside: Shelf | None = None) -> Shelf | None:
+    """Find out which ranks can read each other's memory; all ranks of the group call this.
 
     Args:
-        channel: The channel of the world.
+        channel: The channel of the group.
         wanted: Whether this rank takes part.
+        beside: A shelf that this rank has for a larger group: both together take what one would.
 
     Returns:
         The shelf; None if no other rank can read it.
@@ -208,7 +224,7 @@ def open_shelf(channel: Channel, *, wanted: bool = True) -> Shelf | None:
     box: Box | None = None
     if wanted and channel.wire.type == "cpu":
         with suppress(OSError):
-            box = Box(channel.rank, channel.size)
+            box = Box(channel.rank, channel.size, None if beside is None else beside.box)
     offers: list[Any] = channel.gather_objects(box and box.offer, "show memory to the ranks of this host")
     seen = [
         box is not None and offer is not None and rank != channel.rank and box.open(rank, offer)
@@ -221,8 +237,10 @@ def open_shelf(channel: Channel, *, wanted: bool = True) -> Shelf | None:
             box.close()
         return None
     box.keep(tuple(peers))
+    if beside is not None:
+        return Shelf(box, peers, beside.allowance)
     free = available_bytes()
-    return Shelf(box, peers, most=2**28 if free is None else int(SHARE * free / (len(peers) + 1)))
+    return Shelf(box, peers, Allowance(2**28 if free is None else int(SHARE * free / (len(peers) + 1))))
 
 
 def marks(ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""Wire: how one message a peer goes over and comes in, by gloo, by a shelf, or by one grouped nccl call.
+"""Wire: how a message to each peer, or to one, goes over and comes in: by gloo, by a shelf, or by nccl.
 
 Where it sits: ``channel`` says what is sent to whom, counts it and waits; this file knows tags and order.
 """
@@ -6,7 +6,7 @@ Where it sits: ``channel`` says what is sent to whom, counts it and waits; this 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Literal, NamedTuple, Protocol
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kagome.comm import faults
+from kagome.comm.box import BACKWARD, FORWARD, Box
 from kagome.comm.shelf import NOWHERE, Shelf
 
 Begin = Callable[[], "Work | None"]
@@ -33,28 +34,40 @@ class Mark(NamedTuple):
     """The numbers of a message, the same at both its ends.
 
     Args:
-        message: How many were begun on this wire; all ranks of its group count alike, shelf or not.
-        token: How many on its lane of the box, which outlives a wire; ranks without a shelf have none.
+        lane: Messages of one lane never meet those of another.
+        message: How many were begun on this lane of the wire, for a message between two ranks between those
+            two in this direction; both ends count alike, shelf or not.
+        token: How many in the box, which outlives a wire; ranks without a shelf have none.
     """
 
+    lane: int
     message: int
     token: int
 
 
 class Wire:
-    """The messages of one lane of one group, in their order.
+    """The messages of one lane of one group, in their order, and those between two of its ranks.
 
     Args:
         group: The process group.
         lane: Messages of one lane never meet those of another.
         shelf: Memory that peers on this host read; None if there is none.
+        back: With nccl a group of the same ranks for what goes back from one rank to one: on one stream what
+            comes late would hold up what goes the other way, and both ranks would wait.
     """
 
-    def __init__(self, group: dist.ProcessGroup, lane: Literal[0, 1], shelf: Shelf | None) -> None:
-        self.group, self.lane, self.shelf = group, lane, shelf
-        self.rank, self.size, self.names = group.rank(), group.size(), dist.get_process_group_ranks(group)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        lane: Literal[0, 1],
+        shelf: Shelf | None,
+        back: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.group, self.lane, self.shelf, self.back = group, lane, shelf, back
+        self.rank, self.size = group.rank(), group.size()
         self.gloo = dist.get_backend(group) == "gloo"
         self._count = 0
+        self._points: dict[tuple[int, int, bool], int] = {}
 
     def post(self, sent: Sequence[Tensor], come: Sequence[Tensor]) -> Iterator[tuple[int | None, Begin]]:
         """What begins each message, with its peer (None: all at once); the own message is left out.
@@ -70,19 +83,43 @@ class Wire:
             yield None, lambda: self.group.alltoall(take, give)
             return
         self._count += 1
-        mark = Mark(self._count, 0 if self.shelf is None else self.shelf.box.count(self.lane))
+        mark = Mark(self.lane, self._count, 0 if self.shelf is None else self.shelf.box.count(self.lane))
         # Receives first, so that what arrives finds its place; each rank begins at another peer.
         for peer in self._ring(-1):
             if come[peer].numel():
                 yield peer, partial(self._receive, peer, come[peer], mark)
-        laid = self._laid(sent)
+        laid = self._laid(dict(enumerate(sent)))
         for peer in self._ring(1):
             if sent[peer].numel():
                 yield peer, partial(self._send, peer, sent[peer], mark, laid.get(peer))
 
+    def send(self, peer: int, message: Tensor, *, backward: bool) -> Work | None:
+        """Begin a message to one peer, in the order of those that go there in the same pass.
+
+        Returns:
+            What is under way; None if it has gone.
+        """
+        mark = self._mark(peer, backward, sent=True)
+        if not message.numel():
+            return None
+        if not self.gloo:
+            work: Work = self._one_way(backward).send([message], peer, 0)
+            return work
+        return self._send(peer, message, mark, self._laid({peer: message}).get(peer))
+
+    def receive(self, peer: int, place: Tensor, *, backward: bool) -> Work | None:
+        """Begin to receive what a peer's :meth:`send` of the same pass and number sends."""
+        mark = self._mark(peer, backward, sent=False)
+        if not place.numel():
+            return None
+        if not self.gloo:
+            work: Work = self._one_way(backward).recv([place], peer, 0)
+            return work
+        return self._receive(peer, place, mark)
+
     def near(self, peer: int) -> bool:
         """Whether a peer reads this rank's shelf, and this rank its."""
-        return self.shelf is not None and self.names[peer] in self.shelf.peers
+        return self.shelf is not None and peer in self.shelf.peers
 
     def room(self, count: int, counts: Sequence[int]) -> Tensor | None:
         """So many bytes on the shelf for a message to all, if a peer that gets rows reads them there."""
@@ -105,12 +142,24 @@ class Wire:
 
     def by_gloo(self, peer: int, message: Tensor, mark: Mark, *, send: bool) -> Work:
         """Begin a message through a socket."""
-        # Order (7 bits), lane (1) and size (23, hashed): messages that do not belong together never meet, and
+        # Order (7 bits), lane (2) and size (22, hashed): messages that do not belong together never meet, and
         # the wait for the right one ends in an error that can be caught, not in gloo's abort.
-        tag = (mark.message % 128) << 24 | self.lane << 23 | (message.numel() * 2654435761 % 2**32) >> 9
+        tag = (mark.message % 128) << 24 | mark.lane << 22 | (message.numel() * 2654435761 % 2**32) >> 10
         begin = self.group.send if send else self.group.recv
         work: Work = begin([message], peer, tag)
         return work
+
+    def _one_way(self, backward: bool) -> dist.ProcessGroup:
+        return self.back if backward and self.back is not None else self.group
+
+    def _mark(self, peer: int, backward: bool, *, sent: bool) -> Mark:
+        """Number a message between two ranks, an empty one too."""
+        key = (peer, BACKWARD if backward else FORWARD, sent)
+        self._points[key] = self._points.get(key, 0) + 1
+        token = 0
+        if self.shelf is not None and self.near(peer):
+            token = self.shelf.box.count_point(*key[:2], sent=sent)
+        return Mark(key[1], self._points[key], token)
 
     def _receive(self, peer: int, place: Tensor, mark: Mark) -> Work:
         if self.near(peer):
@@ -121,20 +170,17 @@ class Wire:
         if token is None or self.shelf is None:
             return self.by_gloo(peer, message, mark, send=True)
         sent = self.by_gloo(peer, message, mark, send=True) if token == NOWHERE else None
-        lies = self.shelf.box.put(self.names[peer], self.lane, mark.token, message.numel(), token)
-        return sent if lies else _Leaving(self, peer, mark.token, sent)
+        lies = self.shelf.box.put(peer, mark.lane, mark.token, message.numel(), token)
+        return sent if lies else _Leaving(self.shelf.box, peer, mark, sent)
 
-    def _laid(self, sent: Sequence[Tensor]) -> dict[int, tuple[int, ...]]:
+    def _laid(self, sent: Mapping[int, Tensor]) -> dict[int, tuple[int, ...]]:
         """The token for each peer that reads this rank's shelf."""
         near = {
             peer: part
-            for peer, part in enumerate(sent)
+            for peer, part in sent.items()
             if peer != self.rank and part.numel() and self.near(peer)
         }
-        if not near or self.shelf is None:
-            return {}
-        tokens = self.shelf.lay({self.names[peer]: part for peer, part in near.items()})
-        return {peer: tokens[self.names[peer]] for peer in near}
+        return self.shelf.lay(near) if near and self.shelf is not None else {}
 
     def _ring(self, step: int) -> list[int]:
         return [(self.rank + step * hop) % self.size for hop in range(1, self.size)]
@@ -160,43 +206,41 @@ class Coming:
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
         """Wait for the token, then take the bytes."""
         begun = time.monotonic()
-        shelf, name, lane = self.wire.shelf, self.wire.names[self.peer], self.wire.lane
+        shelf, peer, (lane, _, number) = self.wire.shelf, self.peer, self.mark
         assert shelf is not None
-        self._token = shelf.box.wait(name, lane, self.mark.token, self.place.numel(), timeout)
-        self.lying = shelf.find(name, self._token, self.place.numel())
+        self._token = shelf.box.wait(peer, lane, number, self.place.numel(), timeout)
+        self.lying = shelf.find(peer, self._token, self.place.numel())
         if self.lying is None:
             left = timeout - timedelta(seconds=time.monotonic() - begun)
             work = self.wire.by_gloo(self.peer, self.place, self.mark, send=False)
             work.wait(max(left, timedelta(seconds=0.01)))
         elif not self.lends:
             self.place.copy_(self.lying)
-        shelf.box.read(name, lane, self.mark.token)
+        shelf.box.read(peer, lane, number)
         if not self.lends:
             self.give_back()
 
     def give_back(self) -> None:
         """Let the peer use its memory again."""
         if self.lying is not None and self.wire.shelf is not None:
-            self.wire.shelf.taken(self.wire.names[self.peer], self._token)
+            self.wire.shelf.taken(self.peer, self._token)
         self.lying = None
 
 
 class _Leaving:
     """A message whose token was put off: it is far ahead of what its peer has read."""
 
-    def __init__(self, wire: Wire, peer: int, count: int, sent: Work | None) -> None:
-        self.wire, self.peer, self.count, self.sent = wire, peer, count, sent
+    def __init__(self, box: Box, peer: int, mark: Mark, sent: Work | None) -> None:
+        self.box, self.peer, self.mark, self.sent = box, peer, mark, sent
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
         """Return when the token lies there, and its bytes have gone."""
-        limit, name = time.monotonic() + timeout.total_seconds(), self.wire.names[self.peer]
-        assert self.wire.shelf is not None
-        box = self.wire.shelf.box
-        while not box.lies(name, self.wire.lane, self.count):
+        limit = time.monotonic() + timeout.total_seconds()
+        while not self.box.lies(self.peer, self.mark.lane, self.mark.token):
             if time.monotonic() > limit:
-                raise RuntimeError(f"timed out: rank {name} reads no token")
-            if not box.alive(name):
-                raise RuntimeError(f"connection closed: rank {name} is gone")
+                raise RuntimeError(f"timed out: rank {self.peer} of the group reads no token")
+            if not self.box.alive(self.peer):
+                raise RuntimeError(f"connection closed: rank {self.peer} of the group is gone")
             time.sleep(1e-3)
         if self.sent is not None:
             self.sent.wait(max(timedelta(seconds=limit - time.monotonic()), timedelta(seconds=0.01)))

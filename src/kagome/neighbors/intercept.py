@@ -11,7 +11,7 @@ there is one, and its number in this forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -45,6 +45,7 @@ class Interception(Late, TorchFunctionMode):
         seed: The run's seed, for draws.
         handlers: Torch calls by name that ``model.exact`` answers.
         fast: Whether messages are put off and reduced by kernels; else all runs as PyG runs it.
+        rows: Who supplies the halo rows, if not the other parts by the part's own lists.
     """
 
     def __init__(
@@ -56,13 +57,14 @@ class Interception(Late, TorchFunctionMode):
         seed: int = 0,
         handlers: Mapping[str, Handler] | None = None,
         fast: bool = True,
+        rows: NeighborRows | None = None,
     ) -> None:
         TorchFunctionMode.__init__(self)
         Late.__init__(self, fast)
         self.part, self.channel, self.seed = part, Taped(channel), seed
         self.device = torch.device(device)
         self.marks = Marks()
-        self.views: list[View] = [in_view(part, self.channel, self.device)]
+        self.views: list[View] = [in_view(part, self.channel, self.device, rows)]
         self.turn = Turn(0, checked=False, device=self.device, grad=False)
         self.path: list[str] = []
         self.arguments: list[dict[str, Any]] = []
@@ -113,17 +115,18 @@ class Interception(Late, TorchFunctionMode):
     # Turns ---------------------------------------------------------------------------------------
 
     @contextmanager
-    def running(self, epoch: int, *, training: bool, checked: bool = False) -> Iterator[Turn]:
+    def running(self, epoch: int, *, training: bool, checked: bool = False, draws: int = 0) -> Iterator[Turn]:
         """One forward: sites are numbered anew, draws too.
 
         Args:
             epoch: For draws, headers and messages.
             training: Whether a backward will follow.
             checked: Compare headers with the peers at every collective.
+            draws: How many the model has made before what runs here.
         """
         grad = training and torch.is_grad_enabled()
         self.turn = Turn(epoch, checked=checked, device=self.device, grad=grad)
-        self.path, self.arguments, self.draws, self.training, self.layers = [], [], 0, training, 0
+        self.path, self.arguments, self.draws, self.training, self.layers = [], [], draws, training, 0
         with self:
             yield self.turn
         self.turn.over = True
@@ -216,7 +219,8 @@ class Interception(Late, TorchFunctionMode):
             return part
         site = self.turn.begin(self.where())
         agree(self.channel, site, part)
-        return self.channel.all_reduce(part.detach(), "max", action=site.action("greatest"))
+        action, key = site.action("greatest"), (site.key, "greatest")
+        return self.channel.all_reduce(part.detach(), "max", action=action, key=key)
 
     def number_of(self, kind: Kind, count: int) -> int:
         """How many vertices, or edges of which this rank has ``count``, the whole graph has."""
@@ -304,7 +308,8 @@ class Interception(Late, TorchFunctionMode):
             return known[2]  # type: ignore[index, no-any-return]
         front = rows.movedim(axis, 0)
         flat = front.reshape(front.size(0), _width(front))
-        whole = plan.extend(flat, self.turn, site or self.site(rows))
+        with self.turn.apart() if constant else nullcontext():
+            whole = plan.extend(flat, self.turn, site or self.site(rows))
         out = whole.reshape(whole.size(0), *front.shape[1:]).movedim(0, axis)
         if constant:
             self._constants[rows] = (rows._version, mark.view, known[2] if known and there else out)

@@ -20,6 +20,7 @@ from kagome.neighbors import algebra, messages, reduce
 from kagome.neighbors.lasting import Lasting
 from kagome.neighbors.lazy import Lazy, supports
 from kagome.neighbors.marks import Kind, Mark, Marks
+from kagome.neighbors.rows import Turn
 from kagome.neighbors.tape import Taped
 from kagome.neighbors.view import View
 
@@ -34,6 +35,7 @@ class Late:
     marks: Marks
     views: list[View]
     channel: Taped
+    turn: Turn
 
     def __init__(self, fast: bool) -> None:
         self.fast = fast
@@ -83,7 +85,7 @@ class Late:
     @contextmanager
     def once(self) -> Iterator[None]:
         """Around the computation of what is kept: it has no gradient, and no second pass asks for it."""
-        with torch.no_grad(), self.channel.aside():
+        with torch.no_grad(), self.channel.aside(), self.turn.apart():
             yield
 
     def spread(self, value: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ waiting or, where sizes agree, mixes data silently.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from kagome.comm.channel import Kind, Op
 from kagome.errors import ModelError
 
 Way = Callable[[Tensor], Tensor]
+SiteKey = tuple[str, int]
 _NO_CHECKPOINT = "leave torch.utils.checkpoint out of the model, and let --model.recompute do the same"
 
 
@@ -78,8 +80,16 @@ class Carrier(Protocol):
     ) -> UnderWay:
         """The same, of those rows that ``pick`` names; begun, its wait gives what comes."""
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, action: str, kind: Kind = "statistics") -> Tensor:
-        """The sum, maximum or minimum over all ranks."""
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: Op = "sum",
+        *,
+        action: str,
+        kind: Kind = "statistics",
+        key: Hashable = None,
+    ) -> Tensor:
+        """The sum, maximum or minimum over all ranks; ``key`` names it the same way in every epoch."""
 
 
 class Turn:
@@ -97,6 +107,9 @@ class Turn:
         self.token = torch.zeros((), device=device, requires_grad=grad)
         self.collectives = 0
         self.over = False
+        self.aside = False
+        """Whether what runs is kept for all forwards: such a read is no site of later ones."""
+        self._named: Counter[str] = Counter()
         self.pardoned: Any = None  # the hook by which ``recompute`` lets a layer run again
 
     def refuse_again(self, where: str) -> None:
@@ -123,7 +136,19 @@ class Turn:
                 hint=_NO_CHECKPOINT,
             )
         self.collectives += 1
-        return Site(site, self.collectives, self.epoch, self.checked, grad and self.follows())
+        name = f"{site} (kept)" if self.aside else site
+        self._named[name] += 1
+        key = (name, self._named[name])
+        return Site(site, self.collectives, self.epoch, self.checked, grad and self.follows(), key)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Around what is kept for all forwards: later ones do not come to its reads."""
+        before, self.aside = self.aside, True
+        try:
+            yield
+        finally:
+            self.aside = before
 
     def follows(self) -> bool:
         """Whether backward will come back to what is done now: not under ``no_grad``, nor in evaluation."""
@@ -143,13 +168,17 @@ def _in_checkpoint() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One collective of one forward: its name, its number, and whether peers compare headers."""
+    """One collective of one forward: its name, its number, and whether peers compare headers.
+
+    ``key`` is the same in every forward of every chunk: what lasts longer than a forward goes by it.
+    """
 
     name: str
     number: int
     epoch: int
     checked: bool
     grad: bool
+    key: SiteKey
 
     def action(self, direction: str) -> str:
         """What a rank that waits here says it does."""
@@ -158,6 +187,10 @@ class Site:
     def header(self, direction: int, width: int) -> tuple[int, ...] | None:
         """(direction, epoch, site, width, grad): what ranks agree on before rows of a size travel."""
         return (direction, self.epoch, self.number, width, int(self.grad)) if self.checked else None
+
+    def sum(self, channel: Carrier, part: Tensor, words: str) -> Tensor:
+        """The sum of a part over the channel's ranks."""
+        return channel.all_reduce(part, "sum", action=self.action(words), key=(self.key, words))
 
 
 @dataclass(frozen=True)
@@ -207,7 +240,18 @@ class NeighborRows:
     def forth(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Fetch the halo rows; no gradient."""
         words = "halo forward" if direction == 0 else "halo backward"
-        coming = self.channel.start_exchange(
+        with self.fetch(rows, site, words, direction).lent() as halo:
+            return torch.cat([rows, halo])
+
+    def back(self, rows: Tensor, site: Site, direction: int) -> Tensor:
+        """Send what lies on halo rows to their owners, who add it; no gradient."""
+        words = "halo sums forward" if direction == 0 else "halo backward"
+        with self.give(rows[self.own :].contiguous(), site, words, direction + 2).lent() as come:
+            return self.add(come, rows[: self.own].clone())
+
+    def fetch(self, rows: Tensor, site: Site, words: str, direction: int) -> UnderWay:
+        """Begin to fetch the halo rows ``[H, W]`` of own rows ``[n, W]``."""
+        return self.channel.start_exchange(
             rows,
             self.send_counts,
             self.recv_counts,
@@ -215,21 +259,20 @@ class NeighborRows:
             header=site.header(direction, rows.size(1)),
             pick=self.send,
         )
-        with coming.lent() as halo:
-            return torch.cat([rows, halo])
 
-    def back(self, rows: Tensor, site: Site, direction: int) -> Tensor:
-        """Send what lies on halo rows to their owners, who add it; no gradient."""
-        words = "halo sums forward" if direction == 0 else "halo backward"
-        coming = self.channel.start_exchange(
-            rows[self.own :].contiguous(),
+    def give(self, away: Tensor, site: Site, words: str, direction: int) -> UnderWay:
+        """Begin to send what lies on halo rows ``[H, W]`` to their owners; what comes is for :meth:`add`."""
+        return self.channel.start_exchange(
+            away,
             self.recv_counts,
             self.send_counts,
             action=site.action(words),
-            header=site.header(direction + 2, rows.size(1)),
+            header=site.header(direction, away.size(1)),
         )
-        with coming.lent() as back:
-            return rows[: self.own].index_add(0, self.send, back)
+
+    def add(self, come: Tensor, own: Tensor) -> Tensor:
+        """Add in place what came for own rows."""
+        return own.index_add_(0, self.send, come)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,26 +293,17 @@ class Road:
     def fetch(self, rows: Tensor) -> UnderWay:
         """Begin to fetch the halo rows of own rows ``[n, ...]``: ``[H, W]``."""
         flat = rows.detach().reshape(rows.size(0), _columns(rows))
-        return self._start("halo forward", 0, flat, self.plan.send)
+        return self.plan.fetch(flat, self.site, "halo forward", 0)
 
     def give(self, away: Tensor) -> UnderWay:
         """Begin to send gradients on halo rows ``[H, ...]`` to their owners, and to get one's own back."""
         flat = away.reshape(away.size(0), _columns(away)).contiguous()
-        return self._start("halo backward", 3, flat, None)
+        return self.plan.give(flat, self.site, "halo backward", 3)
 
     def add(self, come: Tensor, own: Tensor) -> Tensor:
         """Add in place what came to the own rows that were sent."""
-        own.view(own.size(0), come.size(1)).index_add_(0, self.plan.send, come)
+        self.plan.add(come, own.view(own.size(0), come.size(1)))
         return own
-
-    def _start(self, words: str, direction: int, flat: Tensor, pick: Tensor | None) -> UnderWay:
-        sends, comes = self.plan.send_counts, self.plan.recv_counts
-        if pick is None:
-            sends, comes = comes, sends
-        header = self.site.header(direction, flat.size(1))
-        return self.plan.channel.start_exchange(
-            flat, sends, comes, action=self.site.action(words), header=header, pick=pick
-        )
 
 
 def _columns(rows: Tensor) -> int:
@@ -313,7 +347,7 @@ def total(part: Tensor, turn: Turn, channel: Carrier, name: str) -> Tensor:
     agree(channel, site, part)
 
     def summed(words: str) -> Way:
-        return lambda t: channel.all_reduce(t, "sum", action=site.action(words))
+        return lambda t: site.sum(channel, t, words)
 
     return _through(part, turn, summed("total forward"), summed("total backward"))
 
@@ -348,7 +382,7 @@ def summing(
     agree(channel, site, first[:0])
 
     def sum_of(words: str) -> Sum:
-        return lambda t: channel.all_reduce(t, "sum", action=site.action(words))
+        return lambda t: site.sum(channel, t, words)
 
     if not turn.follows():
         return there(sum_of("statistics forward"), *inputs)[0]

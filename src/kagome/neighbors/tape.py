@@ -12,7 +12,7 @@ when it reads one. Otherwise all passes through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -130,9 +130,21 @@ class Taped:
 
         return self._once(action, ask)
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, action: str, kind: Kind = "statistics") -> Tensor:
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: Op = "sum",
+        *,
+        action: str,
+        kind: Kind = "statistics",
+        key: Hashable = None,
+    ) -> Tensor:
         """The sum, maximum or minimum over all ranks."""
-        found = self._once(action, lambda: self.channel.all_reduce(tensor, op, action=action, kind=kind))
+
+        def ask() -> Tensor:
+            return self.channel.all_reduce(tensor, op, action=action, kind=kind, key=key)
+
+        found = self._once(action, ask)
         return found if self._tape is None else found.clone()  # a statistic may be written to
 
     def same(self, what: str, found: bool) -> bool:

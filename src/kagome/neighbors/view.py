@@ -40,9 +40,11 @@ class View:
     attributes: dict[str, Tensor] = field(default_factory=dict)
 
 
-def in_view(part: Partition, channel: Carrier, device: torch.device) -> View:
-    """The in-edges of a part's own vertices, as the partition holds them."""
-    rows = NeighborRows(
+def in_view(
+    part: Partition, channel: Carrier, device: torch.device, rows: NeighborRows | None = None
+) -> View:
+    """The in-edges of a part's own vertices, as the partition holds them; ``rows`` if others supply them."""
+    rows = rows or NeighborRows(
         part.own.numel(), part.halo.numel(), part.send.to(device), part.send_counts, part.recv_counts, channel
     )
     edge_index = part.edge_index.to(device)

@@ -43,6 +43,7 @@ def page_html(run: RunFolder) -> str:
         sections.learning(run),
         sections.time(run),
         sections.timeline(run),
+        sections.pipeline(run),
         sections.beside(sections.traffic(run), sections.memory(run)),
         sections.partition(run),
         sections.notes(run),

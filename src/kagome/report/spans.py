@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from statistics import median_low
 from types import TracebackType
 from typing import NamedTuple
+
+from kagome.errors import ScheduleError
+from kagome.schedule.actions import Action, Kind, parse
 
 SET_UP = ("partition", "load", "check")
 COMPUTE = ("forward", "backward", "optimizer")
@@ -32,6 +37,67 @@ class Span(NamedTuple):
     """Seconds, those of inner phases included."""
     epoch: int | None
     """The epoch it belongs to; None before and after training."""
+
+
+@lru_cache(maxsize=1 << 16)
+def action_of(name: str) -> Action | None:
+    """The action that a span is named after, or None."""
+    if not name[:1].isdigit():
+        return None
+    try:
+        return parse(name)
+    except ScheduleError:
+        return None
+
+
+def phase_of(name: str) -> str:
+    """The phase that a span counts for: forward, backward or exchange for an action, else its own name."""
+    action = action_of(name)
+    if action is None:
+        return name
+    return {Kind.F: "forward", Kind.B: "backward"}.get(action.kind, "exchange")
+
+
+def by_phase(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase, those of actions added to their phases."""
+    found: dict[str, float] = {}
+    for name, value in seconds.items():
+        found[phase_of(name)] = found.get(phase_of(name), 0.0) + value
+    return found
+
+
+def training(spans: Sequence[Span]) -> Iterator[Span]:
+    """The spans of a rank's epochs, less evaluation and checkpoints and what happens inside them."""
+    closed_until = float("-inf")
+    for span in sorted(spans, key=lambda span: (span.start, -span.duration)):
+        if span.name in OPAQUE:
+            closed_until = max(closed_until, span.start + span.duration)
+        elif span.epoch is not None and span.start >= closed_until:
+            yield span
+
+
+def common_epochs(spans_by_rank: Sequence[Sequence[Span]]) -> list[int]:
+    """The epochs of which every rank has spans, in order, less the first of them if there are more."""
+    by_rank = [{span.epoch for span in spans} for spans in spans_by_rank]
+    common = sorted(epoch for epoch in set.intersection(*by_rank) if epoch is not None) if by_rank else []
+    # The first epoch warms caches up: it stands for none but itself.
+    return common[1:] or common
+
+
+def median_epoch(spans_by_rank: Sequence[Sequence[Span]]) -> int | None:
+    """The epoch of median length among :func:`common_epochs`; None where there is none."""
+    common = common_epochs(spans_by_rank)
+    if not common:
+        return None
+    ends: dict[int, tuple[float, float]] = {}
+    for spans in spans_by_rank:
+        for span in spans:
+            if span.epoch is not None:
+                low, high = ends.get(span.epoch, (span.start, span.start))
+                ends[span.epoch] = min(low, span.start), max(high, span.start + span.duration)
+    lengths = {epoch: ends[epoch][1] - ends[epoch][0] for epoch in common}
+    middle = median_low(lengths.values())
+    return next(epoch for epoch in common if lengths[epoch] == middle)
 
 
 class Spans:

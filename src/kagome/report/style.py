@@ -8,7 +8,7 @@ from __future__ import annotations
 _INKS = {
     # Cool colours compute, warm colours move data, grey is neither.
     "forward": "blue", "backward": "teal", "optimizer": "violet",
-    "exchange": "orange", "weights": "amber",
+    "exchange": "orange", "weights": "amber", "sending": "orange",
     "evaluate": "grey", "checkpoint": "dim",
     "partition": "dim", "load": "grey", "check": "violet",
     # Kinds of bytes: the same thing has the same colour.
@@ -97,7 +97,10 @@ polyline { fill: none; stroke-width: 2; stroke-linejoin: round; vector-effect: n
 .bar { width: 100%; height: 20px; display: block; border-radius: 3px; background: var(--track); }
 .many .bars { gap: 2px 12px; font-size: 12px; line-height: 1.2; } .many .bar { height: 10px; }
 .gantt { width: 100%; padding-left: 64px; overflow: visible; display: block; }
-.gantt text { font-size: 12px; fill: var(--soft); } .track { fill: var(--track); }
+.gantt text { font-size: 12px; fill: var(--soft); } .lanes { min-width: 960px; }
+.gantt text.chunk { font-size: 11px; fill: var(--card); pointer-events: none; }
+.gantt text.part { font-weight: 600; } .gantt rect.wait { fill: var(--dim); stroke: none; }
+.track { fill: var(--track); }
 rect { stroke: var(--card); stroke-width: 0.5; }
 .scroll { overflow-x: auto; margin-top: 12px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }

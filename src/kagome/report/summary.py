@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kagome.report import holdings
 from kagome.report.files import write_json
 from kagome.report.meters import EpochRecord, by_kind, hidden_shares
+from kagome.report.spans import by_phase
 from kagome.report.units import bytes_text, metric_text, seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def summary(
     partition: Mapping[str, Any] | None = None,
     threads: Sequence[int] = (),
     memory: Sequence[Mapping[str, Any]] = (),
+    pipeline: Mapping[str, float | None] | None = None,
 ) -> dict[str, Any]:
     """Build what ``summary.json`` holds.
 
@@ -62,10 +64,11 @@ def summary(
         seconds_total: Wall-clock seconds of the run, set-up and evaluation included.
         set_up_seconds: Seconds before the first epoch.
         notes: Sentences that the reader of the page must know.
-        phases: One a rank: seconds by phase (:meth:`Spans.seconds`).
+        phases: One a rank: seconds by phase (:meth:`Spans.seconds`); actions count for the phase they are in.
         partition: ``rows`` (one a part: part, vertices, edges, halo), ``advice`` (sentences), other facts.
         threads: One a rank: threads that it computed with.
         memory: One a rank: what it holds by kind, ``predicted`` and ``measured`` (``holdings``).
+        pipeline: What ``pipeline_summary`` gave; None where there is no pipeline.
 
     Returns:
         Plain values in the order of the file.
@@ -99,7 +102,8 @@ def summary(
         "seconds_total": seconds_total,
         "set_up_seconds": set_up_seconds,
         "notes": list(notes),
-        "phases": [dict(phase) for phase in phases],
+        "phases": [by_phase(phase) for phase in phases],
+        "pipeline": None if pipeline is None else dict(pipeline),
         "partition": None if partition is None else dict(partition),
     }
     return result | {key: value for key, value in extra.items() if value not in (None, [], {})}
@@ -171,6 +175,11 @@ def headline(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(held)
     if values.get("seconds_total") is not None:
         rows.append(("whole run", seconds_text(values["seconds_total"])))
+    pipeline = values.get("pipeline") or {}
+    if pipeline.get("bubble") is not None:
+        expected = pipeline.get("predicted_bubble")
+        beside = "" if expected is None else f" (predicted {share_text(expected)})"
+        rows.append(("bubble", share_text(pipeline["bubble"]) + beside))
     counts = values.get("threads") or []
     if counts:
         rows.append(("threads a rank", threads_text(counts)))

@@ -6,21 +6,35 @@ Where it sits: rank 0 writes it from the spans that all ranks gathered; ``page``
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from statistics import median_low
 from typing import Any
 
 from kagome.errors import ConfigError
 from kagome.report.files import write_json
-from kagome.report.spans import COMPUTE, MOVE, OPAQUE, PHASES, SET_UP, Span
+from kagome.report.spans import (
+    COMPUTE,
+    MOVE,
+    PHASES,
+    SET_UP,
+    Span,
+    action_of,
+    median_epoch,
+    phase_of,
+    training,
+)
 from kagome.report.style import ink
 from kagome.report.svg import legend, nice_ticks, short
 from kagome.report.units import seconds_text
+from kagome.schedule.actions import Action
 
 MOST_RECTS = 2000
 MOST_RANKS = 64
+
+_CNAMES = {"F": "rail_response", "B": "rail_load", "SEND": "rail_idle", "RECV": "generic_work"}
+"""Colours that chrome://tracing has by name. Perfetto colours a slice by its name without numbers, so each
+kind of action has its own colour there already."""
 
 
 def write_trace(path: str | Path, spans_by_rank: Sequence[Sequence[Span]]) -> Path:
@@ -46,18 +60,21 @@ def write_trace(path: str | Path, spans_by_rank: Sequence[Sequence[Span]]) -> Pa
             # Whole nanoseconds, of both ends: rounding a duration by itself could let an inner span end after
             # its outer one, and Perfetto drops such.
             start, end = (round((t - zero) * 1e9) for t in (span.start, span.start + span.duration))
-            events.append(
-                {
-                    "name": span.name,
-                    "cat": _category(span.name),
-                    "ph": "X",
-                    "pid": rank,
-                    "tid": 0,
-                    "ts": start / 1e3,
-                    "dur": (end - start) / 1e3,
-                    "args": {} if span.epoch is None else {"epoch": span.epoch},
-                }
-            )
+            action = action_of(span.name)
+            event: dict[str, Any] = {
+                "name": span.name,
+                "cat": _category(span.name) if action is None else "pipeline",
+                "ph": "X",
+                "pid": rank,
+                "tid": 0,
+                "ts": start / 1e3,
+                "dur": (end - start) / 1e3,
+                "args": {} if span.epoch is None else {"epoch": span.epoch},
+            }
+            if action is not None:
+                event["args"] |= _arguments(action)
+                event["cname"] = _CNAMES[action.kind.value.split("_")[0]]
+            events.append(event)
     return write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"}, indent=None)
 
 
@@ -88,21 +105,7 @@ def read_trace(path: str | Path) -> list[list[Span]]:
 
 def representative_epoch(spans_by_rank: Sequence[Sequence[Span]]) -> int | None:
     """The epoch of median length among those that every rank kept, less the first if there are more."""
-    by_rank = [{span.epoch for span in _training(spans)} for spans in spans_by_rank]
-    common = sorted(epoch for epoch in set.intersection(*by_rank) if epoch is not None) if by_rank else []
-    if not common:
-        return None
-    # The first epoch warms caches up: it stands for none but itself.
-    common = common[1:] or common
-    ends: dict[int, tuple[float, float]] = {}
-    for spans in spans_by_rank:
-        for span in _training(spans):
-            if span.epoch is not None:
-                low, high = ends.get(span.epoch, (span.start, span.start))
-                ends[span.epoch] = min(low, span.start), max(high, span.start + span.duration)
-    lengths = {epoch: ends[epoch][1] - ends[epoch][0] for epoch in common}
-    middle = median_low(lengths.values())
-    return next(epoch for epoch in common if lengths[epoch] == middle)
+    return median_epoch([list(training(spans)) for spans in spans_by_rank])
 
 
 def gantt_svg(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None) -> str:
@@ -118,9 +121,7 @@ def gantt_svg(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None)
         A legend and an inline SVG that stretches to its column, or nothing where no epoch was kept.
     """
     epoch = representative_epoch(spans_by_rank) if epoch is None else epoch
-    rows = [
-        [span for span in _training(spans) if span.epoch == epoch] for spans in spans_by_rank[:MOST_RANKS]
-    ]
+    rows = [[span for span in training(spans) if span.epoch == epoch] for spans in spans_by_rank[:MOST_RANKS]]
     if epoch is None or not any(rows):
         return ""
     zero = min(span.start for spans in rows for span in spans)
@@ -128,23 +129,24 @@ def gantt_svg(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None)
     height, step = (20, 26) if len(rows) <= 16 else (8, 11)
     most = max(MOST_RECTS // len(rows), 8)
     bottom = len(rows) * step
-    drawn = _axis(length, bottom)
+    drawn = axis(length, bottom)
     for rank, spans in enumerate(rows):
         top = rank * step
         label_at = top + height / 2 + 4
         if len(rows) <= 16 or rank % 4 == 0:
             drawn.append(f'<text x="-8" y="{label_at:g}" text-anchor="end">rank {rank}</text>')
         drawn.append(f'<rect class="track" y="{top}" width="100%" height="{height}"/>')
+        # An action of a pipeline has the colour of the phase that it is part of.
         longest = sorted(spans, key=lambda span: -span.duration)[:most]
         # Inner phases are drawn after, so over, the phase around them.
         for span in sorted(longest, key=lambda span: (span.start, -span.duration)):
             x, width = 100 * (span.start - zero) / length, 100 * span.duration / length
             tip = escape(f"rank {rank}, {span.name}: {seconds_text(span.duration)}")
             drawn.append(
-                f'<rect class="{ink(span.name)}" x="{x:.3f}%" y="{top}" width="{width:.3f}%" '
+                f'<rect class="{ink(phase_of(span.name))}" x="{x:.3f}%" y="{top}" width="{width:.3f}%" '
                 f'height="{height}"><title>{tip}</title></rect>'
             )
-    seen = {span.name for spans in rows for span in spans}
+    seen = {phase_of(span.name) for spans in rows for span in spans}
     names = [name for name in PHASES if name in seen] + sorted(seen - set(PHASES))
     return (
         f"{legend([(ink(name), name) for name in names])}"
@@ -153,18 +155,8 @@ def gantt_svg(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None)
     )
 
 
-def _training(spans: Sequence[Span]) -> Iterable[Span]:
-    """The spans of a rank's epochs, less evaluation and checkpoints and what happens inside them."""
-    closed_until = float("-inf")
-    for span in sorted(spans, key=lambda span: (span.start, -span.duration)):
-        if span.name in OPAQUE:
-            closed_until = max(closed_until, span.start + span.duration)
-        elif span.epoch is not None and span.start >= closed_until:
-            yield span
-
-
-def _axis(length: float, bottom: float) -> list[str]:
-    """Lines and times below and behind the bars."""
+def axis(length: float, bottom: float) -> list[str]:
+    """Lines and times below and behind the bars of a chart that is as wide as ``length`` seconds."""
     drawn = []
     for tick in nice_ticks(0.0, length, most=5):
         if tick <= length:
@@ -174,6 +166,18 @@ def _axis(length: float, bottom: float) -> list[str]:
             drawn.append(f'<line class="grid" x1="{at:.2f}%" x2="{at:.2f}%" y2="{bottom + 3}"/>')
             drawn.append(f'<text x="{at:.2f}%" y="{bottom + 15}" text-anchor="{side}">{text}</text>')
     return drawn
+
+
+def _arguments(action: Action) -> dict[str, Any]:
+    """What a trace says of an action; piece and peer only where it has one."""
+    found = {
+        "stage": action.stage,
+        "chunk": action.chunk,
+        "kind": action.kind.value,
+        "piece": action.piece,
+        "peer": None if action.kind.computes else action.other,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _category(name: str) -> str:

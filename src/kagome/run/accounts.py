@@ -27,6 +27,7 @@ from kagome.report.meters import Memory
 from kagome.report.units import bytes_text
 from kagome.run.counts import Counts, counts_of, split_counts
 from kagome.run.engine import Engine, materialise
+from kagome.run.pipeline import Pipeline
 from kagome.run.forecast import Rates, Way, rates_of
 from kagome.run.holdings import measure
 
@@ -51,7 +52,7 @@ class Accounts:
         settings: Of the run.
     """
 
-    engine: Engine
+    engine: Engine | Pipeline
     optimizer: Optimizer
     settings: config.Run
     predicted: Holdings | None = None
@@ -66,6 +67,8 @@ class Accounts:
             On rank 0 that of :func:`kagome.run.forecast.rates_of`; some numbers from every rank.
         """
         train, engine = self.settings.train, self.engine
+        if isinstance(engine, Pipeline):
+            return ()  # a stage's share is not known from the whole model's rates
         rates = None
         if channel.rank == 0:
             way = Way(
@@ -94,8 +97,10 @@ class Accounts:
             best: The best epoch's weights.
             memory: Of this process.
         """
-        engine, device = self.engine, self.engine.scope.device
+        engine, device = self.engine, self.engine.channel.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.peak()
+        if isinstance(engine, Pipeline):
+            return peak, side_by_side(None, engine.held(self.optimizer).beside(peak))
         held = measure(
             engine.scope,
             engine.model,

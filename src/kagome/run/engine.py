@@ -141,6 +141,22 @@ class Engine:
         self.saved: Mapping[str, int] | None = None
         assert "edge_index" in inputs
 
+    @property
+    def inputs(self) -> Mapping[str, Tensor]:
+        """What the model is given of own rows and edges."""
+        return self.scope.inputs
+
+    def join_weights(self) -> None:
+        """Give this rank's model all weights: it has them."""
+
+    @contextmanager
+    def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """Weights, the optimizer's state and the best weights whole, for a block: they are."""
+        yield
+
+    def resumed(self, optimizer: Optimizer) -> None:
+        """Weights and the optimizer's state were read from a checkpoint."""
+
     def _put_on(self) -> None:
         self._unrule = apply_rules(self.model, self.scope)  # refuses before it touches the model
         self._uninstall = install(self.model, self.scope)

@@ -20,6 +20,7 @@ from kagome.neighbors.holding import holding
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.tape import tensors_of
 from kagome.report.holdings import Holdings
+from kagome.run.chunking import Chunking
 
 
 class Ledger:
@@ -192,4 +193,25 @@ def measure(
         tables=found["tables"] + found["send"],
         activations=None if saved is None else saved["activations"],
         halo=found["halo"] + (0 if saved is None else saved["halo"]),
+    )
+
+
+def held_by_chunks(chunks: Chunking, model: nn.Module, optimizer: Optimizer) -> Holdings:
+    """What a rank with chunks holds between epochs: all chunks together, and the tables between them."""
+    found: dict[str, int] = defaultdict(int)
+    for scope in dict.fromkeys((*chunks.scopes, *chunks.apart)):
+        for kind, count in ledger_of(scope, nn.Module()).bytes.items():
+            found[kind] += count
+    tables = () if chunks.tables is None else chunks.tables.sites.values()
+    halo = sum(t.rows.nbytes + (0 if t.gradients is None else t.gradients.nbytes) for t in tables)
+    state = [t for values in optimizer.state.values() for t in _tensors(values.values())]
+    return Holdings(
+        weights=sum(t.nbytes for t in (*model.parameters(), *model.buffers())),
+        gradients=sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
+        optimizer=sum(t.nbytes for t in state),
+        features=found["features"],
+        edges=found["edges"],
+        tables=found["tables"] + found["send"],
+        activations=None,
+        halo=found["halo"] + halo,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from torch_geometric.data import Data
 from kagome import config
 from kagome.available import available_bytes
 from kagome.comm.channel import Channel
-from kagome.errors import PartitionError
+from kagome.comm.mesh import Mesh
+from kagome.errors import KagomeError, PartitionError
 from kagome.graph import cache, store
 from kagome.graph.choice import AUTO, choose
 from kagome.graph.data import load_data
@@ -29,7 +30,31 @@ from kagome.graph.store import Meta
 from kagome.graph.validate import validate
 from kagome.run.parts import Look, Offer, Parts
 
-__all__ = ["degree_histogram", "from_data", "from_folder", "from_settings", "prepare"]
+__all__ = ["degree_histogram", "for_all_stages", "from_data", "from_folder", "from_settings", "prepare"]
+
+
+def for_all_stages(take: Callable[[Channel], tuple[Partition, Meta]], mesh: Mesh) -> tuple[Partition, Meta]:
+    """The part of this rank; the first stage's ranks take theirs and give them to the other stages.
+
+    Raises:
+        KagomeError: What taking raised, on every rank.
+
+    Cost:
+        A part to each other stage's rank.
+    """
+    if mesh.pipe.size == 1:
+        return take(mesh.graph)
+    found: object = None
+    if mesh.stage == 0:
+        try:
+            found = take(mesh.graph)
+        except KagomeError as error:
+            found = error
+    found = mesh.pipe.gather_objects(found, "the part, for all stages")[0]
+    if isinstance(found, KagomeError):
+        raise found
+    part: tuple[Partition, Meta] = found  # type: ignore[assignment]
+    return part
 
 
 def from_data(

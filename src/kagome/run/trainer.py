@@ -37,7 +37,8 @@ from kagome.run.accounts import Accounts
 from kagome.run.best import Best
 from kagome.run.check import check_on_first
 from kagome.run.costs import Costs
-from kagome.run.engine import Engine, broadcast_weights, materialise
+from kagome.run.engine import broadcast_weights, materialise
+from kagome.run.engines import engine_for
 from kagome.run.folder import RunWriter
 from kagome.run.learning import loss_of, optimizer_of, scheduler_of, set_rates, step_scheduler
 from kagome.run.outcome import original_order, outcome
@@ -141,21 +142,21 @@ class Trainer:
         try:
             mesh = open_mesh(settings.parallel, timeout=self.train.timeout, say=self._warn)
             self.mesh = self._stack.enter_context(mesh)
-            self.channel = self.mesh.graph
+            self.channel, self.world = self.mesh.graph, self.mesh.world
             self.channel.timer = self.spans.phase
             self.spans.align()
             self.notes: list[str] = []
             with self.spans.phase("load"):
-                self.part, self.meta = take(self.channel)
+                self.part, self.meta = source.for_all_stages(take, self.mesh)
             self._say_all(self.meta.notes)
             torch.manual_seed(self.train.seed)
             self.model = build(self.part, self.meta, self.channel).to(self.mesh.device)
             with self.spans.phase("load"):
                 materialise(self.model, self.part, self.mesh.device)
-                broadcast_weights(self.model, self.channel)
+                broadcast_weights(self.model, self.world)
             self._learn(loss, optimizer, scheduler)
             chosen = (out() if self.mesh.rank == 0 else None) if callable(out) else out
-            folder = self.channel.gather_objects(chosen, "the run's folder")[0]
+            folder = self.world.gather_objects(chosen, "the run's folder")[0]
             self.writer = None if folder is None else RunWriter(str(folder), settings, self.mesh.rank)
         except BaseException:
             self.close()
@@ -175,17 +176,9 @@ class Trainer:
         self.optimizer = optimizer_of(self.model, self.train, optimizer)
         self._default_optimizer = optimizer is None and scheduler is None
         self.scheduler = scheduler_of(self.optimizer, scheduler)
-        self.costs = Costs(self.channel)
-        self.engine = Engine(
-            self.model,
-            self.part,
-            self.channel,
-            weights=self.mesh.weights,
-            settings=self.train,
-            loss=self.loss,
-            phases=self.spans,
-            fast=self.settings.model.fast,
-            recompute=self.settings.model.recompute,
+        self.costs = Costs(self.world)
+        self.engine = engine_for(
+            self.model, self.part, self.mesh, settings=self.settings, loss=self.loss, phases=self.spans
         )
         self.accounts = Accounts(self.engine, self.optimizer, self.settings)
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
@@ -224,6 +217,7 @@ class Trainer:
                 if self.train.check:
                     self._say_all(check_on_first(self.model, self.part, self.channel, seed=self.train.seed))
                 self._say_all(self.accounts.foresee(self.part, self.channel))
+            self._say_all(self.engine.take_notes())
         self._was_checked = True
         set_up = time.perf_counter() - self._begun
         self._open_files()
@@ -253,6 +247,7 @@ class Trainer:
         if self.writer is not None and self.epoch:
             self._save()
         self._last = self._best.restore(self.model)
+        self.engine.join_weights()
         return self._finish(set_up)
 
     def evaluate(self, split: str = "test") -> float | None:
@@ -276,7 +271,7 @@ class Trainer:
         """
         own = self.engine.evaluate(self.epoch)
         joined = original_order(own, self.part, self.channel, "predictions")
-        return own if joined is None else joined
+        return own if joined is None or self.mesh.rank else joined
 
     def close(self) -> None:
         """Leave the model and the ranks; called at exit by itself."""
@@ -320,7 +315,7 @@ class Trainer:
     def _scores(self, out: Tensor | None = None) -> dict[str, float | None]:
         """The metric by split, with the weights as they are; ``out`` are their scores, if known."""
         out = self.engine.evaluate(self.epoch) if out is None else out
-        inputs = self.engine.scope.inputs
+        inputs = self.engine.inputs
         masks, action = {s: inputs[f"{s}_mask"] for s in SPLITS}, f"evaluation, epoch {self.epoch}"
         return task.scores(self.metric_name, out, inputs["y"], masks, self.channel, action)
 
@@ -329,11 +324,14 @@ class Trainer:
     def _save(self) -> None:
         if self.writer is None:
             return
-        with self.spans.phase("checkpoint", self.epoch):
+        with (
+            self.spans.phase("checkpoint", self.epoch),
+            self.engine.joined(self.optimizer, self._best.weights),
+        ):
             checkpoint.save(
                 self.writer.checkpoints,
                 self._best.place(self.epoch, self.train.seed, self.mesh.size, self.meta.fingerprint),
-                self.channel,
+                self.world,
                 model=self.model,
                 optimizer=self.optimizer,
                 scheduler=self.scheduler,
@@ -351,6 +349,7 @@ class Trainer:
         )
         if self._default_optimizer:
             set_rates(self.optimizer, self.train)
+        self.engine.resumed(self.optimizer)
         self.epoch, self._best = place.epoch, Best.at(place, best)
         self._say(f"resumed after epoch {place.epoch}, written by {place.world_size} ranks, in {folder}")
 
@@ -360,7 +359,7 @@ class Trainer:
         """Begin ``metrics.jsonl`` or go on with it; all ranks know the epochs before a resume."""
         if self.writer is None:
             return
-        before: Any = self.channel.gather_objects(self.writer.open(after=self.epoch), "earlier epochs")[0]
+        before: Any = self.world.gather_objects(self.writer.open(after=self.epoch), "earlier epochs")[0]
         self.records = before or self.records[: self.epoch]
 
     def _finish(self, set_up: float) -> dict[str, Any]:
@@ -379,11 +378,11 @@ class Trainer:
             "notes": self.notes,
         }
         memory = self.accounts.told(self._best.weights, AFTER_IMPORTS)
-        values, spans = outcome(self.records, self.spans, memory, self.channel, self.meta, facts)
+        values, spans = outcome(self.records, self.spans, memory, self.world, self.meta, facts)
         if self.writer is not None:
             scores = self.predict()
-            target = original_order(self.engine.scope.inputs["y"], self.part, self.channel, "labels")
-            if target is not None:
+            target = original_order(self.engine.inputs["y"], self.part, self.channel, "labels")
+            if target is not None and self.mesh.rank == 0:
                 self.writer.finish(values, spans, scores, target, self.model)
         return values
 

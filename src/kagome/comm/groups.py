@@ -1,0 +1,90 @@
+"""Groups: the process groups along a mesh's axes, each with its channel and its shelf.
+
+Where it sits: ``mesh`` opens them once the ranks have met, and closes them before the ranks part.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from kagome.comm.channel import Channel
+from kagome.comm.shelf import open_shelf
+from kagome.comm.watch import Watch
+
+
+class Groups:
+    """The process groups of a mesh.
+
+    Args:
+        rank: This rank.
+        stages: Ranks along the pipe axis.
+        parts: Ranks along the graph axis.
+        device: Where tensors live.
+        timeout: Seconds after which a wait is given up.
+    """
+
+    def __init__(self, rank: int, stages: int, parts: int, device: torch.device, timeout: float) -> None:
+        self.rank, self.stages, self.parts = rank, stages, parts
+        self._device, self._timeout = device, timeout
+        self._made: list[dist.ProcessGroup] = []
+
+    def open(
+        self, channels: list[Channel], watch: Watch | None, *, shared_memory: bool
+    ) -> tuple[Channel, Channel, Channel]:
+        """Make what is missing; all ranks do, in one order.
+
+        Args:
+            channels: Where each is put as soon as it is there, so that an error leaves none open.
+            watch: Who knows what the peers do.
+            shared_memory: Whether ranks of one host may use it.
+
+        Returns:
+            The channels of the world, of this rank's stage, and of its part.
+        """
+        everyone = dist.group.WORLD if dist.is_initialized() else None
+        stage, part = divmod(self.rank, self.parts)
+        rows = [list(range(s * self.parts, (s + 1) * self.parts)) for s in range(self.stages)]
+        columns = [[s * self.parts + p for s in range(self.stages)] for p in range(self.parts)]
+        split = self.stages > 1 and self.parts > 1
+        in_stage = self._own(rows) if split else None
+        in_part = self._own(columns) if split else None
+        back = self._own(columns) if self.stages > 1 and self._device.type == "cuda" else None
+        world: Channel | None = None
+
+        def channel(group: dist.ProcessGroup | None, back: dist.ProcessGroup | None = None) -> Channel:
+            made = Channel(
+                group,
+                self._device,
+                timeout=self._timeout,
+                watch=watch,
+                traffic=None if world is None else world.traffic,
+                back=back,
+                name=self.rank,
+            )
+            channels.append(made)
+            shelf = open_shelf(made, wanted=shared_memory, beside=None if world is None else world.shelf)
+            made.lay_on(shelf)
+            return made
+
+        world = channel(everyone, None if split else back)
+        graph = world if self.stages == 1 else channel(in_stage)
+        pipe = world if self.parts == 1 and self.stages > 1 else channel(in_part, back)
+        assert (graph.rank, pipe.rank) == (part, stage)
+        return world, graph, pipe
+
+    def close(self) -> None:
+        """Leave the groups that were made; no channel may hold one any more."""
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
+
+    def _own(self, members: list[list[int]]) -> dist.ProcessGroup:
+        """Make several groups, all ranks in one order, and give the one that this rank is in."""
+        (mine,) = [each for each in members if self.rank in each]
+        for each in members:
+            group = dist.new_group(each, timeout=timedelta(seconds=self._timeout))
+            if each == mine:
+                self._made.append(group)
+        return self._made[-1]

@@ -1,0 +1,82 @@
+"""Calling: how a user's forward is called, by the names it asks for or with one ``Data`` object.
+
+Where it sits: ``tracing`` calls the model so; whoever runs a model whole can call it the same way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch_geometric.data import Data
+
+from kagome.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Calling:
+    """How one module's forward is called.
+
+    Args:
+        by_data: Whether it takes one ``Data`` object.
+        places: Inputs given by place.
+        named: Inputs given by name.
+    """
+
+    by_data: bool
+    places: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(model: nn.Module, names: Collection[str]) -> Calling:
+        """How a model is called.
+
+        Args:
+            model: The user's module.
+            names: Inputs that there are.
+
+        Raises:
+            ModelError: If forward asks for something that the data does not have.
+        """
+        plain = (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.KEYWORD_ONLY,
+        )
+        parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in plain]
+        needed = [p for p in parameters if p.default is p.empty]
+        if len(needed) == 1 and needed[0].name not in names:
+            return Calling(by_data=True)
+        places: list[str] = []
+        named: list[str] = []
+        for place, parameter in enumerate(parameters):
+            # The first two are x and edge_index whatever they are called.
+            name = parameter.name if parameter.name in names else {0: "x", 1: "edge_index"}.get(place, "")
+            if place < 2 and parameter.kind is not parameter.KEYWORD_ONLY and name in names:
+                places.append(name)
+            elif parameter.name in names:
+                named.append(parameter.name)
+            elif parameter.default is parameter.empty:
+                raise ModelError(
+                    f"forward({', '.join(p.name for p in parameters)}) asks for {parameter.name!r}",
+                    f"the data has {', '.join(sorted(names))}",
+                    hint=f"give the Data an attribute {parameter.name!r} with a row a vertex or an edge",
+                )
+        return Calling(False, tuple(places), tuple(named))
+
+    def call(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """Call a model with its inputs, or with what stands for them."""
+        if self.by_data:
+            return model(_Inputs(**inputs))
+        return model(*(inputs[name] for name in self.places), **{name: inputs[name] for name in self.named})
+
+
+class _Inputs(Data):  # type: ignore[misc]
+    """A ``Data`` object that counts its vertices by the rows of x, whatever stands for x."""
+
+    @property
+    def num_nodes(self) -> Any:
+        return self.x.size(0) if "x" in self else super().num_nodes

@@ -1,0 +1,152 @@
+"""Layers: a module's forward as a graph of steps, traced, or named layer by layer; and what each step gives.
+
+Where it sits: ``stages`` cuts such a graph into the stages of a pipeline; ``run`` runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kagome.model.calling import Calling
+from kagome.model.chains import chain
+from kagome.model.notes import both_modes, steps_of
+from kagome.model.steps import Flag, LayerGraph, Ref, Step
+from kagome.model.tracing import FaultError, Tracer
+
+__all__ = ["Flag", "LayerGraph", "Ref", "Step", "Survey", "Value", "chain", "survey", "trace"]
+
+ValueKind = Literal["rows", "edges", "fixed", "none"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a step gives.
+
+    Args:
+        kind: A row a vertex, a row an edge, a tensor with neither, or no tensor.
+        shape: Without axis 0 for ``rows`` and ``edges``; empty for ``none``.
+        dtype: None for ``none``.
+        grad: Whether it needs a gradient.
+    """
+
+    kind: ValueKind
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    grad: bool = False
+
+    def bytes(self, vertices: int, edges: int) -> int:
+        """Bytes of the value for so many rows."""
+        if self.dtype is None:
+            return 0
+        size = self.dtype.itemsize * torch.Size(self.shape).numel()
+        return size * {"rows": vertices, "edges": edges, "fixed": 1}[self.kind]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What all steps of a graph gave once.
+
+    Args:
+        values: By step.
+        draws: The counter of draws before each step.
+    """
+
+    values: Mapping[str, Value]
+    draws: Mapping[str, int]
+
+
+def trace(model: nn.Module, names: Sequence[str]) -> LayerGraph:
+    """The steps of a model's forward, the same for training and evaluation but for the training flag.
+
+    A submodule that cannot be traced becomes one step. No other thread may run a model meanwhile.
+
+    Args:
+        model: The user's module; its modes are left as they are.
+        names: Inputs that the data has.
+
+    Raises:
+        ModelError: If the model's own forward cannot be traced, does other things in training than in
+            evaluation, or returns no single value; or if it asks for an input that there is not.
+    """
+    form = Calling.of(model, names)
+    whole: set[str] = set()
+    while True:
+        try:
+            with _modes_kept(model):
+                train, eval_ = (
+                    steps_of(model.train(mode), Tracer(model, form, names, whole).noted())
+                    for mode in (True, False)
+                )
+        except FaultError as fault:
+            if not fault.path:
+                raise fault.told() from fault.cause
+            whole.add(fault.path)
+            continue
+        steps, blamed = both_modes(train, eval_)
+        if blamed is None:
+            return replace(train, steps=steps)
+        whole.add(blamed)
+
+
+def survey(
+    graph: LayerGraph,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    look: Callable[[Any], str],
+    draws: Callable[[], int],
+) -> Survey:
+    """Run all steps once in training mode and note what each gives.
+
+    Modes and buffers of the model are as they were afterwards; what layers cache is not.
+
+    Args:
+        graph: Of the model.
+        model: The user's module.
+        inputs: A small sample's inputs by name.
+        look: ``rows``, ``edges``, ``fixed`` or ``none`` for a step's value.
+        draws: The counter of draws as it stands.
+
+    Cost:
+        One forward; gradients are prepared for and not computed.
+    """
+    values: dict[str, Value] = {}
+    counts: dict[str, int] = {}
+
+    def before(step: Step) -> None:
+        counts[step.name] = draws()
+
+    def after(step: Step, value: Any) -> None:
+        kind = look(value) if isinstance(value, Tensor) else "none"
+        if kind in ("rows", "edges", "fixed"):
+            shape = tuple(value.shape) if kind == "fixed" else tuple(value.shape[1:])
+            values[step.name] = Value(kind, shape, value.dtype, value.requires_grad)  # type: ignore[arg-type]
+        else:
+            values[step.name] = Value("none")
+
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with _modes_kept(model), torch.enable_grad():
+            graph.run(model.train(), inputs, training=True, before=before, after=after)
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers and buffers[name].shape == buffer.shape:
+                    buffer.copy_(buffers[name])
+    return Survey(values, counts)
+
+
+@contextmanager
+def _modes_kept(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,190 @@
+"""Notes: what a tracer has noted as steps, and the steps of both modes as one list.
+
+Where it sits: ``layers.trace`` gives it what ``tracing`` has found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from torch import fx, nn
+from torch_geometric.nn import MessagePassing
+
+from kagome.errors import ModelError
+from kagome.model.steps import Flag, LayerGraph, Ref, Step, StepKind, attribute_of, mapped, refs
+from kagome.model.tracing import HINT
+
+
+def steps_of(model: nn.Module, notes: fx.Graph) -> LayerGraph:
+    """The calls of one mode as steps.
+
+    Raises:
+        ModelError: If the forward returns no single value.
+    """
+    kinds: dict[str, StepKind] = {
+        "call_module": "module",
+        "call_function": "function",
+        "call_method": "method",
+        "get_attr": "attribute",
+    }
+    names: dict[fx.Node, str] = {}
+    canonical = weight_names(model)
+    weights: dict[str, tuple[str, ...]] = {}
+    steps: list[Step] = []
+    inputs: list[str] = []
+
+    def plain(item: Any) -> Any:
+        return Ref(names[item]) if isinstance(item, fx.Node) else item
+
+    for node in notes.nodes:
+        if node.op == "output":
+            returned = node.args[0]
+            if not isinstance(returned, fx.Node):
+                raise ModelError(
+                    "a pipeline's last stage gives what forward returns, one tensor with a row a vertex",
+                    f"it returns a value of type {type(returned).__name__}",
+                    hint="return the scores alone",
+                )
+            return graph_of(model, steps, names[returned], inputs)
+        names[node] = node.target if node.op == "placeholder" else node.name
+        if node.op == "placeholder":
+            inputs.append(node.target)
+            continue
+        # Lists and dicts of torch.fx cannot be changed, and tell that to whoever is given them.
+        args, kwargs = mapped(tuple(node.args), plain), mapped(dict(node.kwargs), plain)
+        step = step_of(model, canonical, node.name, kinds[node.op], node.target, args, kwargs)
+        own = {name: None for read in step.reads for name in weights.get(read, ())}
+        if step.kind == "attribute":
+            weights[step.name] = step.parameters
+        meta = {key: node.meta[key] for key in ("within", "line", "grad")}
+        steps.append(replace(step, parameters=tuple({**own, **dict.fromkeys(step.parameters)}), **meta))
+    raise AssertionError("a graph without an output")
+
+
+def weight_names(model: nn.Module) -> dict[int, str]:
+    """Full names of weights by their id; one under several names goes by the first."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def graph_of(model: nn.Module, steps: Sequence[Step], output: str, inputs: Sequence[str]) -> LayerGraph:
+    """A graph of steps, with those of the inputs that they read."""
+    read = {name for step in steps for name in step.reads} | {output}
+    parameters = tuple(name for name, _ in model.named_parameters())
+    return LayerGraph(tuple(steps), tuple(n for n in inputs if n in read), output, parameters)
+
+
+def step_of(
+    model: nn.Module,
+    weights: Mapping[int, str],
+    name: str,
+    kind: StepKind,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Step:
+    """A step, with what it reads, uses and changes.
+
+    Args:
+        model: The user's module.
+        weights: What :func:`weight_names` gives for it.
+        name: Of the step.
+        kind: What is called.
+        target: A path, a function or a method's name.
+        args: Arguments by place.
+        kwargs: Arguments by name.
+    """
+    used: tuple[str, ...] = ()
+    layer = in_place = False
+    if kind == "module":
+        module = model.get_submodule(target)
+        used = tuple(weights[id(parameter)] for parameter in module.parameters())
+        stateful = next(module.buffers(), None) is not None
+        layer = bool(used) or stateful or any(isinstance(m, MessagePassing) for m in module.modules())
+        in_place = getattr(module, "inplace", False) is True
+    elif kind == "attribute":
+        found = attribute_of(model, target)
+        owned = list(found.parameters()) if isinstance(found, nn.Module) else [found]
+        used = tuple(weights[id(value)] for value in owned if id(value) in weights)
+    else:
+        called = target if kind == "method" else getattr(target, "__name__", "")
+        in_place = kwargs.get("inplace") is True or (called.endswith("_") and not called.endswith("__"))
+    changed = [*(list(refs(args))[:1] if in_place else ()), *refs(kwargs.get("out"))]
+    return Step(
+        name,
+        kind,
+        target,
+        args,
+        kwargs,
+        path=target if kind == "module" else "",
+        parameters=used,
+        reads=tuple(refs((args, kwargs))),
+        layer=layer,
+        changes=tuple(changed),
+    )
+
+
+class _DifferError(Exception):
+    """Two arguments differ by more than the training flag."""
+
+
+def _both(train: Any, eval_: Any) -> Any:
+    """An argument of both modes, with the flag where it is a truth value that follows the mode."""
+    if type(train) is not type(eval_):
+        raise _DifferError
+    if isinstance(train, bool):
+        return train if train == eval_ else Flag(train)
+    if isinstance(train, tuple | list) and len(train) == len(eval_):
+        parts = [_both(a, b) for a, b in zip(train, eval_, strict=True)]
+        return type(train)(*parts) if hasattr(train, "_fields") else type(train)(parts)
+    if isinstance(train, dict) and train.keys() == eval_.keys():
+        return {key: _both(value, eval_[key]) for key, value in train.items()}
+    if isinstance(train, slice):
+        mine, its = (train.start, train.stop, train.step), (eval_.start, eval_.stop, eval_.step)
+        return slice(*_both(mine, its))
+    if train is eval_ or train == eval_:
+        return train
+    raise _DifferError
+
+
+def both_modes(train: LayerGraph, eval_: LayerGraph) -> tuple[tuple[Step, ...], str | None]:
+    """The steps of both modes, or the submodule to blame.
+
+    Raises:
+        ModelError: If the model's own forward is to blame.
+    """
+    steps: list[Step] = []
+    for place in range(max(len(train.steps), len(eval_.steps))):
+        mine, its = (g.steps[place] if place < len(g.steps) else None for g in (train, eval_))
+        try:
+            if mine is None or its is None:
+                raise _DifferError
+            if (mine.name, mine.kind, mine.grad) != (its.name, its.kind, its.grad):
+                raise _DifferError
+            if mine.target != its.target or mine.within != its.within:
+                raise _DifferError
+            steps.append(
+                replace(mine, args=_both(mine.args, its.args), kwargs=_both(mine.kwargs, its.kwargs))
+            )
+        except _DifferError:
+            places = [step.within for step in (mine, its) if step is not None]
+            deepest = max(places, key=lambda path: (bool(path), path.count(".")))
+            if deepest:
+                return (), deepest
+            _refuse(mine, its)
+    if train.output != eval_.output:
+        _refuse(train.steps[-1], eval_.steps[-1])
+    return tuple(steps), None
+
+
+def _refuse(train: Step | None, eval_: Step | None) -> NoReturn:
+    def told(step: Step | None) -> str:
+        return f"{step.name} (at {step.line})" if step is not None else "nothing more"
+
+    raise ModelError(
+        "a pipeline's forward does the same in training and in evaluation, but for a training=self.training",
+        f"in training it calls {told(train)}, in evaluation {told(eval_)}",
+        where=next((step.line for step in (train, eval_) if step is not None), ""),
+        hint="put what differs into a module of its own, as torch.nn.Dropout does; or " + HINT,
+    )

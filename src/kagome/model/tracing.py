@@ -1,0 +1,304 @@
+"""Tracing: the calls of a forward in both modes, found by running it once on values that only take notes.
+
+Where it sits: ``layers.trace`` calls it. torch.fx patches ``torch.nn.Module`` while it traces, and so does
+this file with torch and PyG: no other thread may run a model meanwhile.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch_geometric
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+from torch_geometric.nn import Aggregation, MessagePassing
+from torch_geometric.nn.models import MLP, JumpingKnowledge
+
+from kagome.errors import ModelError
+from kagome.model import calling as calling_file
+from kagome.model.calling import Calling
+from kagome.model.steps import Constant
+
+HINT = "name the layers that follow each other: --parallel.layers conv1 conv2 ..."
+
+_LOOKED_INTO = ("torch_geometric.nn.models", "torch_geometric.nn.sequential")
+_FUNCTIONS = (torch_geometric.utils, torch_geometric.nn.pool, torch_geometric.nn.functional)
+_MAKERS = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace", "tensor")
+_DRAWS = ("rand", "randn", "randint", "randperm", "normal")
+_DEVICES = ("cpu", "cuda")
+
+
+class UntraceableError(Exception):
+    """A forward does what steps run one by one would not do."""
+
+
+class FaultError(Exception):
+    """Tracing ended early.
+
+    Args:
+        path: The module in whose forward it ended; empty for the model's own.
+        cause: What ended it.
+    """
+
+    def __init__(self, path: str, cause: Exception) -> None:
+        super().__init__(path)
+        self.path, self.cause = path, cause
+
+    def told(self) -> ModelError:
+        """The same for the user, with the line of the forward."""
+        lines = _frames_of(self.cause.__traceback__)
+        text = str(self.cause).strip().split("\n")[0] or type(self.cause).__name__
+        found = f"this stops it: {text}"
+        where = ""
+        if lines:
+            name, number = lines
+            where = f"{name}:{number}"
+            code = linecache.getline(name, number).strip()
+            found = f"{code!r} stops it: {text}" if code else found
+        return ModelError("a pipeline follows forward from layer to layer", found, where=where, hint=HINT)
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Whether a module is one step, and not looked into."""
+    home = type(module).__module__
+    if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        return False
+    if home.startswith(("torch.nn", "torch.ao.nn")) or isinstance(module, torch.jit.ScriptModule):
+        return True
+    if isinstance(module, MessagePassing | MLP | JumpingKnowledge):
+        return True
+    return home.startswith("torch_geometric.nn.") and not home.startswith(_LOOKED_INTO)
+
+
+class _Weight(fx.Proxy):
+    """Stands for a weight or a buffer: its shape is known, and forward may branch on it."""
+
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, value: Tensor) -> None:
+        super().__init__(node, tracer)
+        self._value = value
+
+    def size(self, dim: int | None = None) -> Any:
+        """As a tensor's."""
+        return self._value.size() if dim is None else self._value.size(dim)
+
+    def dim(self) -> int:
+        """As a tensor's."""
+        return self._value.dim()
+
+    def numel(self) -> int:
+        """As a tensor's."""
+        return self._value.numel()
+
+    @property
+    def shape(self) -> torch.Size:
+        """As a tensor's."""
+        return self._value.shape
+
+
+class Tracer(fx.Tracer):
+    """Takes notes of one forward.
+
+    Args:
+        model: The user's module, in one mode.
+        calling: How it is called.
+        names: Inputs that the data has.
+        whole: Paths of modules not to look into, beside those that never are.
+    """
+
+    proxy_buffer_attributes = True
+
+    def __init__(
+        self, model: nn.Module, calling: Calling, names: Collection[str], whole: Collection[str]
+    ) -> None:
+        super().__init__()
+        self._model, self._calling, self._whole = model, calling, whole
+        self._names = list(names) if calling.by_data else [*calling.places, *calling.named]
+        self._stack: list[str] = []
+        self._fault: str | None = None
+        self._autocast = _autocast()
+        self._paths: dict[int, str] = {}
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    self._paths[id(value)] = f"{path}.{name}" if path else name
+        self._paths |= {id(value): name for name, value in model.named_buffers()}
+        self._paths |= {id(value): name for name, value in model.named_parameters()}
+
+    def noted(self) -> fx.Graph:
+        """The graph of calls.
+
+        Raises:
+            FaultError: If some forward cannot be traced.
+        """
+        try:
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                return self.trace(self._model)
+        except Exception as error:
+            raise FaultError(self._fault or "", error) from error
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """The call of the model on its inputs, named as the data names them."""
+        inputs = {name: self.create_proxy("placeholder", name, (), {}) for name in self._names}
+
+        def root() -> Any:
+            with self._patched():
+                return self._calling.call(self._model, inputs)
+
+        return root, []
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a module is one step."""
+        return is_whole(m) or module_qualified_name in self._whole
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Note or look into a module's call; remember the innermost one that fails."""
+        path = self.path_of_module(m)
+        if self.is_leaf_module(m, path):
+            return super().call_module(m, forward, args, kwargs)
+        self._stack.append(path)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            if self._fault is None:
+                self._fault = path
+            raise
+        finally:
+            self._stack.pop()
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Node:
+        """Note a call, where it stands and whether it gives gradients."""
+        if self._stack and (_autocast() != self._autocast or torch.is_inference_mode_enabled()):
+            raise UntraceableError("it calls under torch.autocast or torch.inference_mode of its own")
+        node = super().create_node(kind, target, args, kwargs, *rest, **more)
+        line = _line_of(sys._getframe()) if self._stack else None
+        node.meta["within"] = self._stack[-1] if self._stack else ""
+        node.meta["line"] = f"{line[0]}:{line[1]}" if line else ""
+        node.meta["grad"] = torch.is_grad_enabled()
+        return node
+
+    def create_arg(self, a: Any) -> Any:
+        """An argument as a note; tensors by their path, or as constants that the model does not hold."""
+        if isinstance(a, Tensor):
+            path = self._paths.get(id(a))
+            if path is not None:
+                return self.create_node("get_attr", path, (), {})
+            return self.create_node("call_function", Constant(a), (), {}, name="constant")
+        return super().create_arg(a)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """A weight or buffer that a forward reads: noted, once."""
+        path = self._paths.get(id(attr_val)) if isinstance(attr_val, Tensor) else None
+        if path is None:
+            return attr_val
+        if path not in parameter_proxy_cache:
+            node = self.create_node("get_attr", path, (), {})
+            parameter_proxy_cache[path] = _Weight(node, self, attr_val)
+        return parameter_proxy_cache[path]
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        """Calls that notes must not run into, noted as one each; everything as it was at the end."""
+        undo: list[Callable[[], None]] = []
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            undo.append(partial(setattr, owner, name, vars(owner)[name]))
+            setattr(owner, name, value)
+
+        def refuse(module: nn.Module, name: str, value: Any) -> None:
+            raise UntraceableError(f"it sets {name!r} on a module of type {type(module).__name__}")
+
+        def aggregate(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return nn.Module.__call__(module, *args, **kwargs)
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._noting(inner.__get__(None, cls), always=False)(*args, **kwargs)
+
+        inner = vars(torch.autograd.Function)["apply"]
+        wrappers = self._wrappers()
+        tables = [vars(torch), vars(torch_geometric.nn), *(vars(module) for module in _FUNCTIONS)]
+        users: list[dict[str, Any]] = []
+        for module in self._model.modules():
+            if not is_whole(module):
+                users.append(getattr(module.forward, "__globals__", {}))
+                users.append(vars(sys.modules.get(type(module).__module__, torch)))
+        try:
+            put(nn.Module, "__setattr__", refuse)
+            put(Aggregation, "__call__", aggregate)
+            put(torch.autograd.Function, "apply", classmethod(apply))
+            for table in {id(table): table for table in (*tables, *users)}.values():
+                old = {name: value for name, value in table.items() if id(value) in wrappers}
+                undo.append(partial(table.update, old))
+                table.update({name: wrappers[id(value)] for name, value in old.items()})
+            for table in {id(table): table for table in users if "len" not in table}.values():
+                undo.append(partial(table.pop, "len"))
+                table["len"] = self._noting(len, always=False)
+            yield
+        finally:
+            for take_back in reversed(undo):
+                take_back()
+
+    def _wrappers(self) -> dict[int, Callable[..., Any]]:
+        """What stands in for a function while tracing, by the function's id."""
+        functions = [
+            value
+            for module in _FUNCTIONS
+            for name, value in vars(module).items()
+            if not name.startswith("_") and callable(value) and not isinstance(value, type)
+        ]
+        functions += [getattr(torch, name) for name in _MAKERS]
+        wrappers = {id(function): self._noting(function, always=False) for function in functions}
+        # A draw that reads no value would be made now, once and for all.
+        return wrappers | {id(f): self._noting(f, always=True) for f in (getattr(torch, n) for n in _DRAWS)}
+
+    def _noting(self, function: Callable[..., Any], *, always: bool) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if always or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
+                return self.create_proxy("call_function", function, args, kwargs)
+            return function(*args, **kwargs)
+
+        return noted
+
+
+def _autocast() -> tuple[bool, ...]:
+    return tuple(torch.is_autocast_enabled(device) for device in _DEVICES)
+
+
+def _chosen(lines: list[tuple[str, int]]) -> tuple[str, int] | None:
+    """The innermost line of the user's; else of PyG's; lines come innermost first."""
+    torch_home = torch.__path__[0]
+    pyg_home = torch_geometric.__path__[0]
+    ours = (__file__, calling_file.__file__)
+    others = [line for line in lines if not line[0].startswith(torch_home + "/") and line[0] not in ours]
+    users = [line for line in others if not line[0].startswith(pyg_home)]
+    return next(iter(users or others), None)
+
+
+def _line_of(frame: FrameType | None) -> tuple[str, int] | None:
+    lines = []
+    while frame is not None and frame.f_code.co_filename != calling_file.__file__:
+        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return _chosen(lines)
+
+
+def _frames_of(trace: TracebackType | None) -> tuple[str, int] | None:
+    lines: list[tuple[str, int]] = []
+    inside = False
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        inside = inside or name == calling_file.__file__
+        if inside:
+            lines.insert(0, (name, trace.tb_lineno))
+        trace = trace.tb_next
+    return _chosen(lines)

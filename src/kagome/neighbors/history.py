@@ -1,0 +1,238 @@
+"""History: who supplies the rows of other chunks - those last known, or all chunks in lockstep.
+
+Where it sits: ``run`` gives ``tables`` one of these for an epoch; chunks' reads and sums come here.
+
+::
+
+    forward, step i    write own rows; exchange this step's rows with the peers; gather: fresh or historical
+    backward           add gradients of fresh rows (an earlier step's times the scale); exchange back;
+                       own gradient = incoming + what lies on own rows
+
+Source: GNNPipe's historical embeddings and gradient scaling, with a halo between parts besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from kagome.comm.channel import Kind, Op
+from kagome.errors import ModelError
+from kagome.graph.chunks import Chunk, Step
+from kagome.kernels import ops
+from kagome.neighbors.lockstep import Lockstep
+from kagome.neighbors.rows import Site, UnderWay
+from kagome.neighbors.tables import Later, SiteTable, Tables
+
+
+class History:
+    """One chunk after the other: rows of later chunks, and their gradients, are those last known, or none.
+
+    Args:
+        tables: Of this rank.
+        steps: Of this epoch, by chunk.
+        stale: Historical rows pass on the gradients of the epoch before (an ablation).
+    """
+
+    def __init__(self, tables: Tables, steps: Sequence[Step], *, stale: bool = False) -> None:
+        self.tables, self.stale = tables, stale
+        self.steps = {step.chunk: step for step in steps}
+        # The half of this epoch may be the second one of the table.
+        places, device = tables.places, tables.device
+        self.sources = {
+            step.chunk: ((step.source + tables.now * places) % (2 * places)).to(device) for step in steps
+        }
+        self._scaled: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> UnderWay:
+        """Write own rows, exchange this step's, gather fresh and historical ones."""
+        tables, step = self.tables, self.steps[chunk.number]
+        table = tables.table(site, rows)
+        current = tables.current(table)
+        current.narrow(0, chunk.first, chunk.own).copy_(rows)
+        coming = self._exchange(current, step.send, step.send_counts, step.recv_counts, site, words, 0)
+
+        def gather() -> Tensor:
+            if coming is not None:
+                with coming.lent() as halo:
+                    current.index_copy_(0, step.recv.to(tables.device), halo)
+            return ops.gather(self.sources[chunk.number], table.rows)
+
+        return Later(gather)
+
+    def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> UnderWay:
+        """Add gradients of fresh rows, send those of this step's halo rows back."""
+        tables, step = self.tables, self.steps[chunk.number]
+        table = tables.sites[site.key]
+        gradients = tables.gradients(table)
+        fresh, reads = step.fresh.to(tables.device), tables.reads[chunk.number]
+        key = chunk.number, away.dtype
+        if key not in self._scaled:
+            self._scaled[key] = step.scale.to(tables.device, away.dtype).unsqueeze(1)
+        if self.stale:
+            self._pass_on(table, gradients, chunk, away)
+        else:
+            gradients.index_add_(0, reads[fresh], away.index_select(0, fresh) * self._scaled[key])
+        recv = step.recv
+        coming = self._exchange(gradients, recv, step.recv_counts, step.send_counts, site, words, 3)
+
+        def add() -> Tensor:
+            if coming is not None:
+                with coming.lent() as come:
+                    gradients.index_add_(0, step.send.to(tables.device), come)
+            return gradients.narrow(0, chunk.first, chunk.own)
+
+        return Later(add)
+
+    def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
+        """What all gave together in the last epoch: a constant, so nothing comes back in backward."""
+        if "backward" in str(key):
+            return torch.zeros_like(part)
+        tables = self.tables
+        key = tables.call(chunk, key)
+        before = tables.gathered.get(key)
+        tables.gathered[key] = op, part.clone() if before is None else _join(op, before[1], part)
+        known = tables.statistics.get(key)
+        if known is None:
+            raise ModelError(
+                "under chunks a sum over all vertices is the last epoch's",
+                f"the last epoch had none ({action})",
+                hint="a forward that does the same in every epoch, or cross_chunk='exact'",
+            )
+        return known.clone()
+
+    def _exchange(
+        self,
+        rows: Tensor,
+        pick: Tensor,
+        sends: tuple[int, ...],
+        comes: tuple[int, ...],
+        site: Site,
+        words: str,
+        direction: int,
+    ) -> UnderWay | None:
+        if self.tables.channel.size == 1:
+            return None
+        return self.tables.channel.start_exchange(
+            rows,
+            sends,
+            comes,
+            action=site.action(words),
+            header=site.header(direction, rows.size(1)),
+            pick=pick.to(self.tables.device),
+        )
+
+    def _pass_on(self, table: SiteTable, gradients: Tensor, chunk: Chunk, away: Tensor) -> None:
+        """Without GNNPipe's third technique: a later reader's gradient is this epoch's, any other's the last.
+
+        A step finds what earlier backwards of this epoch added; readers that come after it in backward have
+        left theirs in the epoch before.
+        """
+        reads, step = self.tables.reads[chunk.number], self.steps[chunk.number]
+        fresh = step.fresh.to(self.tables.device)
+        gradients.index_add_(0, reads[fresh], away.index_select(0, fresh))
+        table.stale[chunk.number] = away.detach().clone()
+
+    def begin_backward(self) -> None:
+        """With stale gradients: put those of the last epoch where this one will bring none in time."""
+        if not self.stale:
+            return
+        for table in self.tables.sites.values():
+            gradients = self.tables.gradients(table)
+            for number, away in table.stale.items():
+                old = torch.ones(away.size(0), dtype=torch.bool)
+                old[self.steps[number].fresh] = False
+                ids = old.nonzero().view(-1).to(self.tables.device)
+                gradients.index_add_(0, self.tables.reads[number][ids], away.index_select(0, ids))
+
+
+class Exact:
+    """All chunks in lockstep: every row is of this forward.
+
+    Args:
+        tables: Of this rank.
+        lockstep: The works that meet here; set before each pass.
+    """
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self.lockstep: Lockstep | None = None
+        self._reduced: dict[Hashable, Tensor] = {}
+
+    def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> UnderWay:
+        """Write own rows; when all chunks have, exchange the part's and gather."""
+        tables = self.tables
+        table = tables.table(site, rows)
+        current = tables.current(table)
+        current.narrow(0, chunk.first, chunk.own).copy_(rows)
+
+        def settle() -> None:
+            plan, size = tables.chunks, tables.channel.size
+            if size > 1:
+                with tables.channel.start_exchange(
+                    current,
+                    plan.send_counts,
+                    plan.recv_counts,
+                    action=site.action(words),
+                    header=site.header(0, rows.size(1)),
+                    pick=tables.send,
+                ).lent() as halo:
+                    current[plan.own :].copy_(halo)
+
+        def gather() -> Tensor:
+            self._meet(settle)
+            return ops.gather(tables.reads[chunk.number], current)
+
+        return Later(gather)
+
+    def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> UnderWay:
+        """Add gradients; when all chunks have, send the halo's back."""
+        tables = self.tables
+        gradients = tables.gradients(tables.sites[site.key])
+        gradients.index_add_(0, tables.reads[chunk.number], away)
+
+        def settle() -> None:
+            plan, size = tables.chunks, tables.channel.size
+            if size > 1:
+                with tables.channel.start_exchange(
+                    gradients[plan.own :],
+                    plan.recv_counts,
+                    plan.send_counts,
+                    action=site.action(words),
+                    header=site.header(3, away.size(1)),
+                ).lent() as come:
+                    gradients.index_add_(0, tables.send, come)
+
+        def add() -> Tensor:
+            self._meet(settle)
+            return gradients.narrow(0, chunk.first, chunk.own)
+
+        return Later(add)
+
+    def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
+        """Over the chunks here, then over the parts."""
+        tables, call = self.tables, self.tables.call(chunk, key)
+        before = self._reduced.get(call)
+        self._reduced[call] = part if before is None else _join(op, before, part)
+
+        def settle() -> None:
+            found = tables.channel.all_reduce(self._reduced[call], op, action=action, kind=kind, key=key)
+            self._reduced[call] = found
+            if "backward" not in str(key):
+                tables.statistics[call] = found
+
+        self._meet(settle)
+        found: Tensor = self._reduced[call]
+        return found.clone()
+
+    def _meet(self, settle: Callable[[], None]) -> None:
+        assert self.lockstep is not None
+        self.lockstep.meet(settle)
+
+
+def _join(op: Op, one: Tensor, other: Tensor) -> Tensor:
+    if op == "sum":
+        return one + other
+    return torch.maximum(one, other) if op == "max" else torch.minimum(one, other)

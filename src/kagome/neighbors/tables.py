@@ -1,0 +1,279 @@
+"""Tables: what a rank remembers of its part's rows between chunks and between epochs, site by site.
+
+Where it sits: ``run`` makes one :class:`Tables` a rank and a :class:`ChunkRows` a chunk, and says before each
+epoch which supplier of ``history`` answers. ``intercept`` sees a ``NeighborRows`` and a channel as ever.
+
+::
+
+    a site's table     [ rows of this epoch | rows of the last one that was kept ]      2 x (own + halo) rows
+    a site's gradients [ what readers send back ]                                           own + halo rows
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kagome.comm.channel import Kind, Op
+from kagome.errors import ModelError
+from kagome.graph.chunks import Chunk, Chunks
+from kagome.neighbors.rows import Carrier, NeighborRows, Site, SiteKey, UnderWay
+
+
+@dataclass
+class SiteTable:
+    """The rows of one site, of this epoch and of the last one that was kept, and their gradients.
+
+    Args:
+        rows: Both, one after the other.
+        gradients: What readers sent back in this epoch.
+        stale: What each chunk sent back in the last epoch, for the ablation with stale gradients.
+
+    Shapes:
+        ``rows [2 T, W]``, ``gradients [T, W]`` with T own and halo rows of the part.
+    """
+
+    rows: Tensor
+    gradients: Tensor | None = None
+    stale: dict[int, Tensor] = field(default_factory=dict)
+    zeroed: int = -1
+
+
+@dataclass
+class Later:
+    """Rows that are there once something was done."""
+
+    done: Callable[[], Tensor]
+    rows: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The rows."""
+        if self.rows is None:
+            self.rows = self.done()
+        return self.rows
+
+    @contextmanager
+    def lent(self) -> Iterator[Tensor]:
+        """The rows."""
+        yield self.wait()
+
+
+class Supplier(Protocol):
+    """What answers a chunk's reads in an epoch."""
+
+    def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> UnderWay:
+        """The rows that a chunk reads elsewhere, of its own rows."""
+
+    def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> UnderWay:
+        """Take the gradients of what a chunk read; what comes is for its own rows."""
+
+    def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
+        """A sum or an extreme over all chunks of all parts."""
+
+
+class Tables:
+    """All that outlives a chunk: rows, gradients and statistics of every site of a rank's stage.
+
+    Args:
+        chunks: Of this rank's part.
+        channel: The way to the other parts.
+        device: Where the model runs.
+
+    Cost:
+        Three tables a site: ``3 (own + halo) W`` values.
+    """
+
+    def __init__(self, chunks: Chunks, channel: Carrier, device: torch.device) -> None:
+        self.chunks, self.channel, self.device = chunks, channel, device
+        self.sites: dict[SiteKey, SiteTable] = {}
+        self.statistics: dict[Hashable, Tensor] = {}
+        self.gathered: dict[Hashable, tuple[Op, Tensor]] = {}
+        self.now = 0
+        """Which half of a site's rows is this epoch's."""
+        self.epoch = self.passes = 0
+        self.supplier: Supplier | None = None
+        self._calls: dict[int, Counter[Hashable]] = {}
+        self.send = chunks.send.to(device)
+        self.reads = [piece.reads.to(device) for piece in chunks.pieces]
+        self.halo_chunk, self.sent_read_by = self._ask_peers()
+
+    def _ask_peers(self) -> tuple[Tensor, Tensor]:
+        """Each halo row's chunk at its owner, and which of its reader's chunks read each sent row."""
+        chunks, channel = self.chunks, self.channel
+        if channel.size == 1:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, len(chunks.pieces), dtype=torch.bool)
+        mine = chunks.chunk_of[chunks.send].unsqueeze(1).to(self.device)
+        there, back = (chunks.send_counts, chunks.recv_counts), (chunks.recv_counts, chunks.send_counts)
+        halo_chunk = channel.exchange(mine, *there, action="chunks of the halo", kind="other")
+        readers = chunks.read_by.to(torch.uint8).to(self.device)
+        sent = channel.exchange(readers, *back, action="readers of what is sent", kind="other")
+        return halo_chunk.squeeze(1).cpu(), sent.cpu().bool()
+
+    @property
+    def places(self) -> int:
+        """Rows of a table."""
+        return self.chunks.table
+
+    def begin(self, epoch: int, supplier: Supplier) -> None:
+        """An epoch, or an evaluation, begins."""
+        self.epoch, self.supplier = epoch, supplier
+        self.passes += 1
+        self.gathered = {}
+        self._calls = {}
+
+    def table(self, site: Site, rows: Tensor) -> SiteTable:
+        """The table of a site whose rows look like these."""
+        found = self.sites.get(site.key)
+        if found is None or found.rows.shape[1] != rows.size(1) or found.rows.dtype != rows.dtype:
+            found = SiteTable(rows.new_zeros(2 * self.places, rows.size(1)))
+            self.sites[site.key] = found
+        return found
+
+    def current(self, table: SiteTable) -> Tensor:
+        """The half of this epoch."""
+        return table.rows.narrow(0, self.now * self.places, self.places)
+
+    def last(self, table: SiteTable) -> Tensor:
+        """The half that was kept."""
+        return table.rows.narrow(0, (1 - self.now) * self.places, self.places)
+
+    def gradients(self, table: SiteTable) -> Tensor:
+        """The gradients of this epoch: zeros at first."""
+        if table.gradients is None:
+            table.gradients = table.rows.new_zeros(self.places, table.rows.size(1))
+        elif table.zeroed != self.passes:
+            table.gradients.zero_()
+        table.zeroed = self.passes
+        return table.gradients
+
+    def keep(self) -> None:
+        """The rows of this epoch become the last known ones."""
+        self.now = 1 - self.now
+
+    def call(self, chunk: Chunk, key: Hashable) -> Hashable:
+        """A key of this call: a chunk may come to the same key several times."""
+        counts = self._calls.setdefault(chunk.number, Counter())
+        counts[key] += 1
+        return key, counts[key]
+
+    def end(self) -> None:
+        """Sum over the parts what chunks have given to statistics: the next epoch's. All ranks call it.
+
+        Cost:
+            One all-reduce an operation, of all statistics together.
+        """
+        for op in ("sum", "max", "min"):
+            keys = sorted((key for key, (how, _) in self.gathered.items() if how == op), key=repr)
+            if not keys:
+                continue
+            parts = [self.gathered[key][1] for key in keys]
+            flat = torch.cat([part.reshape(-1).double() for part in parts])
+            summed = self.channel.all_reduce(flat, op, action=f"statistics, epoch {self.epoch}")
+            for key, part, values in zip(
+                keys, parts, summed.split([part.numel() for part in parts]), strict=True
+            ):
+                self.statistics[key] = values.view(part.shape).to(part.dtype)
+        self.gathered = {}
+
+
+@dataclass(frozen=True)
+class ChunkRows(NeighborRows):
+    """A chunk's rows: its halo is what its edges read in other chunks and in other parts."""
+
+    chunk: Chunk | None = None
+    tables: Tables | None = None
+
+    def fetch(self, rows: Tensor, site: Site, words: str, direction: int) -> UnderWay:
+        """The rows that this chunk reads elsewhere."""
+        chunk, tables = self._known()
+        assert tables.supplier is not None
+        return tables.supplier.fetch(chunk, rows.detach(), site, words)
+
+    def give(self, away: Tensor, site: Site, words: str, direction: int) -> UnderWay:
+        """Take gradients of what was read."""
+        chunk, tables = self._known()
+        if direction == 2:
+            raise ModelError(
+                "chunks read their neighbours' rows",
+                "a layer adds to its neighbours' rows (messages from target to source)",
+                where=site.name,
+                hint="chunks=1, or the edges turned round before training",
+            )
+        assert tables.supplier is not None
+        return tables.supplier.give(chunk, away, site, words)
+
+    def add(self, come: Tensor, own: Tensor) -> Tensor:
+        """What lies on own rows."""
+        return own.add_(come)
+
+    def _known(self) -> tuple[Chunk, Tables]:
+        assert self.chunk is not None
+        assert self.tables is not None
+        return self.chunk, self.tables
+
+
+class ChunkChannel:
+    """A chunk's end of all chunks of all parts: what an interception takes for its channel.
+
+    Args:
+        chunk: The chunk.
+        tables: Of its rank.
+    """
+
+    def __init__(self, chunk: Chunk, tables: Tables) -> None:
+        self.chunk, self.tables = chunk, tables
+        count = len(tables.chunks.pieces)
+        self.rank, self.size = tables.channel.rank * count + chunk.number, tables.channel.size * count
+
+    def exchange(
+        self,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        action: str,
+        kind: Kind = "halo",
+        header: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """Refused, but where nothing is sent."""
+        if not any(send_counts):
+            return rows[:0]
+        raise ModelError(
+            "chunks read their neighbours' rows by the edges into them",
+            f"a layer asks for more: {action}",
+            hint="chunks=1, or another layer",
+        )
+
+    def start_exchange(
+        self,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        action: str,
+        kind: Kind = "halo",
+        header: tuple[int, ...] | None = None,
+        pick: Tensor | None = None,
+    ) -> UnderWay:
+        """As :meth:`exchange`."""
+        found = self.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header)
+        return Later(lambda: found)
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: Op = "sum",
+        *,
+        action: str,
+        kind: Kind = "statistics",
+        key: Hashable = None,
+    ) -> Tensor:
+        """The sum, maximum or minimum over all chunks of all parts, or the last one known."""
+        assert self.tables.supplier is not None
+        return self.tables.supplier.reduce(self.chunk, tensor.detach(), op, action, kind, key)

@@ -1,0 +1,131 @@
+"""Chunking: a rank's part in chunks, each with its interception, and how an epoch's reads are answered.
+
+Where it sits: ``pipeline`` makes one; it holds all that depends on ``cross_chunk``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kagome.comm.channel import Channel
+from kagome.config import Parallel
+from kagome.graph.chunks import Chunks, alone, cut_part, order_of, plan_steps
+from kagome.graph.partition import Partition
+from kagome.model.exact import HANDLERS
+from kagome.neighbors.history import Exact, History
+from kagome.neighbors.intercept import Interception
+from kagome.neighbors.tables import ChunkChannel, ChunkRows, Tables
+
+LARGE = 20_000_000
+"""Edges of a part above which ``auto`` streams its vertices into chunks."""
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """A rank's part in chunks.
+
+    Args:
+        scopes: One interception a chunk, exact ones; the part's own where it is one chunk.
+        apart: For ``cross_chunk="drop"``, one a chunk without the edges from elsewhere; else the same.
+        tables: What lasts between chunks; None where the part is one chunk.
+        rows: The part's row at each place of the chunks laid end to end.
+        settings: How to split.
+        seed: Of the run.
+    """
+
+    scopes: tuple[Interception, ...]
+    apart: tuple[Interception, ...]
+    tables: Tables | None
+    rows: Tensor
+    settings: Parallel
+    seed: int
+
+    @property
+    def count(self) -> int:
+        """Chunks."""
+        return len(self.scopes)
+
+    def order(self, epoch: int, part: int) -> tuple[int, ...]:
+        """The chunks of a part in the order of an epoch."""
+        shuffle = self.settings.shuffle_chunks
+        return order_of(self.count, seed=self.seed, epoch=epoch, part=part, shuffle=shuffle)
+
+    def history(self, epoch: int, *, refresh: bool) -> History:
+        """What answers reads in an epoch with history."""
+        tables, settings = self.tables, self.settings
+        assert tables is not None
+        parts = tables.channel.size
+        orders = [self.order(epoch, part) for part in range(parts)]
+        steps = plan_steps(
+            tables.chunks,
+            orders[tables.channel.rank],
+            orders,
+            tables.halo_chunk,
+            tables.sent_read_by,
+            scale=1.0 if settings.stale_gradients else settings.cross_chunk_scale,
+            refresh=refresh,
+        )
+        return History(tables, steps, stale=settings.stale_gradients)
+
+    def exact(self) -> Exact:
+        """What answers reads where all chunks go in lockstep."""
+        assert self.tables is not None
+        return Exact(self.tables)
+
+    def joined(self, rows: Sequence[Tensor]) -> Tensor:
+        """Rows of all chunks, by number, as the part has them."""
+        laid = torch.cat(list(rows))
+        out = torch.empty_like(laid)
+        out[self.rows.to(laid.device)] = laid
+        return out
+
+
+def chunked(
+    part: Partition,
+    channel: Channel,
+    settings: Parallel,
+    *,
+    device: torch.device,
+    seed: int,
+    fast: bool,
+) -> Chunking:
+    """Cut a part into chunks. All ranks of a graph group call it.
+
+    Args:
+        part: This rank's part.
+        channel: The other parts.
+        settings: How to split, with nothing left open.
+        device: Where the model runs.
+        seed: Of the run.
+        fast: Whether messages are reduced by kernels.
+
+    Cost:
+        A copy of the part, or two with ``cross_chunk="drop"``.
+    """
+
+    def scope(piece: Partition, way: Channel | ChunkChannel, rows: ChunkRows | None) -> Interception:
+        return Interception(piece, way, device=device, seed=seed, handlers=HANDLERS, fast=fast, rows=rows)
+
+    count = settings.chunks or 1
+    if count == 1:
+        whole = scope(part, channel, None)
+        return Chunking((whole,), (whole,), None, torch.arange(part.own.numel()), settings, seed)
+    method: str = settings.partitioner
+    if method == "auto":
+        method = "metis" if part.edge_index.size(1) <= LARGE else "streaming"
+    chunks: Chunks = cut_part(part, count, method=method, seed=seed)
+    tables = Tables(chunks, channel, device)
+    scopes = []
+    for piece in chunks.pieces:
+        end = ChunkChannel(piece, tables)
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        rows = ChunkRows(piece.own, piece.reads.numel(), none, (), (), end, piece, tables)
+        scopes.append(scope(piece.part, end, rows))
+    apart = scopes
+    if settings.cross_chunk == "drop":
+        apart = [scope(alone(piece), Channel(None, device), None) for piece in chunks.pieces]
+    return Chunking(tuple(scopes), tuple(apart), tables, chunks.rows, settings, seed)

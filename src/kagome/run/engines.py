@@ -1,0 +1,56 @@
+"""Engines: which one runs a rank - the whole model on its part at once, or stages and chunks.
+
+Where it sits: ``trainer`` asks for one; both have the same face.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from kagome import config
+from kagome.comm.mesh import Mesh
+from kagome.errors import ConfigError
+from kagome.graph.partition import Partition
+from kagome.run.engine import Engine, Phases
+from kagome.run.pipeline import Pipeline
+from kagome.run.task import Loss
+
+
+def engine_for(
+    model: nn.Module, part: Partition, mesh: Mesh, *, settings: config.Run, loss: Loss, phases: Phases
+) -> Engine | Pipeline:
+    """The engine that a mesh and its chunks need.
+
+    Raises:
+        ConfigError: If settings clash.
+        ModelError: If the model cannot be run so.
+    """
+    parallel = settings.parallel.fit(mesh.size)
+    if parallel.pipe == 1 and parallel.chunks == 1:
+        return Engine(
+            model,
+            part,
+            mesh.graph,
+            weights=mesh.weights,
+            settings=settings.train,
+            loss=loss,
+            phases=phases,
+            fast=settings.model.fast,
+            recompute=settings.model.recompute,
+        )
+    if settings.model.recompute:
+        raise ConfigError(
+            "model.recompute runs each layer again in backward",
+            f"with pipe={parallel.pipe}, chunks={parallel.chunks} a layer's rows have gone on by then",
+            hint="leave --model.recompute out, or --parallel.graph alone",
+        )
+    return Pipeline(
+        model,
+        part,
+        mesh,
+        parallel=parallel,
+        settings=settings.train,
+        loss=loss,
+        phases=phases,
+        fast=settings.model.fast,
+    )

@@ -1,0 +1,136 @@
+"""Owners: which stage holds which weight, and how the others come by it.
+
+Where it sits: ``pipeline`` trains a stage's own weights on its ranks alone; before weights are saved, kept as
+the best or given back to the user, every rank is given every stage's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kagome.comm.channel import Channel
+from kagome.model.stages import Stage, shared_parameters
+
+
+class Owners:
+    """Who holds what.
+
+    Args:
+        model: The user's module.
+        stages: All stages.
+        pipe: The ranks that hold this part, one a stage.
+    """
+
+    def __init__(self, model: nn.Module, stages: Sequence[Stage], pipe: Channel) -> None:
+        self.model, self.pipe, self.mine = model, pipe, pipe.rank
+        self.shared = shared_parameters(stages)
+        self.of: dict[str, int] = {}
+        """The stage of each parameter and buffer; of shared ones the first that uses it."""
+        for stage in reversed(stages):
+            self.of.update(dict.fromkeys(stage.parameters, stage.number))
+            paths = {path for step in stage.steps for path in (step.path, step.within) if path}
+            for name, _ in model.named_buffers():
+                if name.rpartition(".")[0] in paths or any(name.startswith(f"{path}.") for path in paths):
+                    self.of[name] = stage.number
+        parameters = dict(model.named_parameters())
+        self.parameters = [
+            parameters[name] for name in stages[self.mine].parameters if parameters[name].requires_grad
+        ]
+        self.buffers = [b for name, b in model.named_buffers() if self.of.get(name, 0) == self.mine]
+
+    def sum_shared(self) -> None:
+        """Sum gradients of weights that several stages use; the others keep none. All stages call it."""
+        parameters = dict(self.model.named_parameters())
+        for name in sorted(self.shared):
+            parameter = parameters[name]
+            grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            found = self.pipe.all_reduce(grad, action=f"shared weights {name}", kind="weights")
+            parameter.grad = found if self.mine in self.shared[name] else None
+
+    def squares(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The sum of squares of all stages' gradients: shared weights count once."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        own = [p.grad for p in parameters if p.grad is not None and self.of[names[id(p)]] == self.mine]
+        mine = sum((g.double().square().sum() for g in own), torch.zeros((), dtype=torch.float64))
+        return self.pipe.all_reduce(torch.as_tensor(mine), action="norm of gradients", kind="weights")
+
+    def share(self, state: Mapping[str, Tensor], action: str) -> None:
+        """Give every stage what each owns of a state dict, in place. All stages call it.
+
+        Cost:
+            The weights' bytes, from each stage to the others.
+        """
+        if self.pipe.size == 1:
+            return
+        with torch.no_grad():
+            for stage in range(self.pipe.size):
+                held = [tensor for name, tensor in state.items() if self.of.get(name, 0) == stage]
+                for tensor, came in zip(held, self._broadcast(held, stage, action), strict=True):
+                    if stage != self.mine:
+                        tensor.copy_(came)
+
+    def _broadcast(self, tensors: Sequence[Tensor], stage: int, action: str) -> list[Tensor]:
+        if not tensors:
+            return []
+        flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+        came = self.pipe.broadcast(flat, stage, action=action)
+        parts = came.split([tensor.nbytes for tensor in tensors])
+        return [
+            part.clone().view(tensor.dtype).view(tensor.shape)
+            for part, tensor in zip(parts, tensors, strict=True)
+        ]
+
+    def share_optimizer(self, optimizer: Optimizer) -> None:
+        """Give every stage the optimizer's state of each: to save it. All stages call it."""
+        if self.pipe.size == 1:
+            return
+        named = dict(self.model.named_parameters())
+        for stage in range(self.pipe.size):
+            names = sorted(name for name in named if self.of.get(name, 0) == stage)
+            facts: list[tuple[str, dict[str, Any]]] = []
+            if stage == self.mine:
+                facts = [
+                    (name, _facts(optimizer.state[named[name]]))
+                    for name in names
+                    if named[name] in optimizer.state
+                ]
+            told: Any = self.pipe.gather_objects(facts, "optimizer state")[stage]
+            tensors = [
+                optimizer.state[named[name]][key]
+                if stage == self.mine
+                else torch.empty(fact[0], dtype=fact[1], device=self.pipe.device if fact[2] else "cpu")
+                for name, entries in told
+                for key, fact in entries.items()
+                if isinstance(fact, tuple)
+            ]
+            came = iter(self._broadcast([t.to(self.pipe.device) for t in tensors], stage, "optimizer state"))
+            if stage == self.mine:
+                continue
+            for name, entries in told:
+                optimizer.state[named[name]] = {
+                    key: next(came).to(self.pipe.device if fact[2] else "cpu")
+                    if isinstance(fact, tuple)
+                    else fact
+                    for key, fact in entries.items()
+                }
+
+    def forget_others(self, optimizer: Optimizer) -> None:
+        """Drop the optimizer's state of weights that this rank does not train."""
+        mine = {id(parameter) for parameter in self.parameters}
+        for parameter in [p for p in optimizer.state if id(p) not in mine]:
+            del optimizer.state[parameter]
+
+
+def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer keeps of one weight: shape, type and whether it lies on the device; else itself."""
+    return {
+        key: (tuple(value.shape), value.dtype, value.device.type != "cpu")
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }

@@ -1,0 +1,475 @@
+"""Pipeline: one rank's stage of a model over its part's chunks, action by action of a program.
+
+Where it sits: ``trainer`` drives it like ``engine.Engine`` where the mesh has stages, or parts have chunks.
+
+::
+
+    history   0F2 0SEND_F2 0F0 0SEND_F0 ... 0RECV_B0 0B0 0RECV_B2 0B2     fill and drain, chunk after chunk
+    exact     0F0.0 0F1.0 0F0.1 0F1.1 ...                                 all chunks pass a read of neighbours
+    drop      0F0 0F1 0B0 0F2 0B1 ...                                     chunks know nothing of each other
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kagome.comm.mesh import Mesh
+from kagome.config import Parallel, Train
+from kagome.errors import ModelError
+from kagome.graph.partition import Partition
+from kagome.model.rules import apply_rules
+from kagome.model.stages import describe, links
+from kagome.neighbors.current import Current
+from kagome.neighbors.install import install
+from kagome.neighbors.lockstep import Lockstep
+from kagome.report.holdings import Holdings
+from kagome.run.ahead import Ahead
+from kagome.run.chunking import chunked
+from kagome.run.engine import Phases
+from kagome.run.gradients import Gradients
+from kagome.run.holdings import held_by_chunks
+from kagome.run.job import Job, StageCode
+from kagome.run.messages import Messages
+from kagome.run.owners import Owners
+from kagome.run.staging import stage_model
+from kagome.run.task import Loss, checked_loss, row_sum
+from kagome.schedule.actions import Action, Kind, Program, pointed
+from kagome.schedule.schedules import Shape, fill_drain, k_forward_k_backward
+
+
+class Pipeline:
+    """One rank's stage over its part's chunks.
+
+    Args:
+        model: The user's module, already on the device, the same weights on all ranks.
+        part: This rank's part.
+        mesh: All ranks.
+        parallel: How to split, with nothing left open.
+        settings: Seed, clipping, mixed precision.
+        loss: Gives a value a row.
+        phases: Where the time of each action goes.
+        fast: Whether messages are put off and reduced by kernels.
+
+    Raises:
+        ModelError: If the model cannot be traced, or not be cut into so many stages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        part: Partition,
+        mesh: Mesh,
+        *,
+        parallel: Parallel,
+        settings: Train,
+        loss: Loss,
+        phases: Phases,
+        fast: bool = True,
+    ) -> None:
+        self.model, self.mesh, self.parallel, self.settings = model, mesh, parallel, settings
+        self.loss, self.phases, self.channel = loss, phases, mesh.graph
+        device = mesh.device
+        self.staging = stage_model(model, part, mesh.world, parallel, settings, device)
+        self.stage = self.staging.stages[mesh.stage]
+        self.chunks = chunked(part, mesh.graph, parallel, device=device, seed=settings.seed, fast=fast)
+        self.current = Current([*self.chunks.scopes, *self.chunks.apart])
+        self.code = StageCode(
+            model, self.staging.graph, self.staging.survey, self.stage, self.current, self._cast
+        )
+        self.inputs = {name: value.to(device) for name, value in part.nodes.items()}
+        self.owners = Owners(model, self.staging.stages, mesh.pipe)
+        self.gradients = Gradients(self.owners.parameters, mesh.weights)
+        self.gradients.overlaps = False  # they are whole after the last chunk
+        found = torch.tensor([int(self.inputs["train_mask"].sum())], device=device)
+        self.train_count = int(mesh.graph.all_reduce(found, action="count training vertices", kind="other"))
+        self.links = links(self.staging.stages)
+        self.exact_next = parallel.cross_chunk == "history"
+        self.since_kept = 0
+        self._checked = False
+        self.ahead = Ahead(model)
+        self._notes = [self._said()]
+        self._put_on()
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank's stage gives the model's output."""
+        return self.mesh.stage == self.parallel.pipe - 1
+
+    def _said(self) -> str:
+        words = f"pipeline: {self.parallel.pipe} stages x {self.chunks.count} chunks"
+        return f"{words}\n{describe(self.staging.stages, self.staging.survey)}".rstrip()
+
+    def _put_on(self) -> None:
+        self._unrule = apply_rules(self.model, self.current.scope)
+        self._uninstall = install(self.model, self.current.scope)
+
+    def close(self) -> None:
+        """Leave the model as it was given."""
+        self._uninstall()
+        self._unrule()
+
+    @contextmanager
+    def taken_off(self) -> Iterator[None]:
+        """The model as it was given, for a while: to copy it."""
+        self.close()
+        try:
+            yield
+        finally:
+            self._put_on()
+
+    def join_weights(self) -> None:
+        """Give this rank's model the weights of all stages. All ranks call it."""
+        self.owners.share(self.model.state_dict(), "weights of all stages")
+
+    @contextmanager
+    def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """Weights, the optimizer's state and the best weights of all stages, for a block."""
+        self.join_weights()
+        if best is not None:
+            self.owners.share(best, "best weights of all stages")
+        self.owners.share_optimizer(optimizer)
+        yield
+        self.owners.forget_others(optimizer)
+
+    def resumed(self, optimizer: Optimizer) -> None:
+        """Weights and the optimizer's state were read: rows are to be computed anew."""
+        self.owners.forget_others(optimizer)
+        self.exact_next = self.parallel.cross_chunk == "history"
+
+    def take_notes(self) -> tuple[str, ...]:
+        """What there is to say since the last call."""
+        taken, self._notes = tuple(self._notes), []
+        return taken
+
+    def held(self, optimizer: Optimizer) -> Holdings:
+        """What this rank holds between epochs; what autograd keeps of an epoch is not known."""
+        return held_by_chunks(self.chunks, self.model, optimizer)
+
+    # Epochs --------------------------------------------------------------------------------------
+
+    def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:
+        """One weight update: all chunks forward and backward, the sum of gradients, clipping, step.
+
+        Args:
+            epoch: Counted from 1.
+            optimizer: Over the model's parameters; those of other stages have no gradient here.
+            stop: Whether this rank was asked to stop.
+
+        Returns:
+            The mean loss over all training vertices before the update; whether any rank was asked to stop.
+
+        Raises:
+            ModelError: If the loss is not finite.
+        """
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.model.train(True)
+        with self._draws_of(epoch), self.gradients.during((), f"sum of gradients, epoch {epoch}"):
+            jobs = self._trained(epoch)
+        lost = sum((job.lost for job in jobs.values()), 0.0)
+        self._checked = True
+        with self.phases.phase("weights", epoch):
+            self.gradients.finish()
+            self.owners.sum_shared()
+            mine = torch.tensor([lost, float(stop)], dtype=torch.float64, device=self.mesh.device)
+            value, stops = self.mesh.world.all_reduce(
+                mine, action=f"loss, epoch {epoch}", kind="weights"
+            ).tolist()
+        if value != value or value in (float("inf"), float("-inf")):
+            raise ModelError(
+                "training goes on with a finite loss",
+                f"the loss is {value}",
+                where=f"epoch {epoch}",
+                hint="a lower --train.lr, --train.clip 1.0, or a look at the features' scale",
+            )
+        with self.phases.phase("optimizer", epoch):
+            if self.settings.clip is not None:
+                self._clip(self.settings.clip)
+            optimizer.step()
+        return value, stops > 0
+
+    def _trained(self, epoch: int) -> dict[int, Job]:
+        """All chunks forward and backward."""
+        kind = self.parallel.cross_chunk
+        if self.chunks.count == 1:
+            return self._one_by_one(epoch, None)
+        if kind == "drop":
+            return self._one_by_one(epoch, None)
+        if kind == "exact" or self.exact_next:
+            jobs = self._in_lockstep(epoch, training=True)
+            self._keep()
+            return jobs
+        tables = self.chunks.tables
+        assert tables is not None
+        refresh = self.since_kept + 1 >= self.parallel.history_epochs
+        supplier = self.chunks.history(epoch, refresh=refresh)
+        tables.begin(epoch, supplier)
+        jobs = self._one_by_one(epoch, supplier)
+        with self.phases.phase("history", epoch):
+            tables.end()
+        self.since_kept += 1
+        if refresh:
+            self._keep()
+        return jobs
+
+    def _keep(self) -> None:
+        """Make this epoch's rows the last known ones."""
+        assert self.chunks.tables is not None
+        self.chunks.tables.keep()
+        self.since_kept, self.exact_next = 0, False
+
+    def _one_by_one(self, epoch: int, history: Any) -> dict[int, Job]:
+        """One chunk after the other, by a program that is known beforehand."""
+        jobs = self._jobs(self.chunks.apart, epoch, training=True)
+        program = self.program(epoch)
+        messages = Messages(self.code, self.mesh.pipe, jobs, epoch)
+        messages.post(program)
+        begun = False
+        # Chunks that know nothing of each other note their own statistics, as micro-batches do.
+        alike = history is not None
+
+        def compute(action: Action) -> None:
+            nonlocal begun
+            job = jobs[action.chunk]
+            if action.kind is Kind.F:
+                with self._noting(action.chunk == program_first or not alike):
+                    job.forward()
+                self._lose(job)
+                return
+            if not begun and history is not None:
+                history.begin_backward()
+            begun = True
+            job.backward()
+
+        program_first = next(action.chunk for action in program if action.kind is Kind.F)
+        self._run(program, jobs, messages, compute, epoch)
+        messages.end()
+        return jobs
+
+    def program(self, epoch: int) -> Program:
+        """What this rank's stage does in an epoch, chunk after chunk."""
+        shape = Shape(self.parallel.pipe, self.chunks.order(epoch, self.mesh.part), self.links)
+        name = self.parallel.schedule
+        if name == "auto":
+            name = "1f1b" if self.parallel.cross_chunk == "drop" else "fill-drain"
+        if name == "fill-drain":
+            return self._needed(fill_drain(shape)[self.mesh.stage])
+        k = 1 if name == "1f1b" else self.parallel.pipe
+        return self._needed(k_forward_k_backward(shape, k)[self.mesh.stage])
+
+    def _needed(self, program: Iterable[Action]) -> Program:
+        """Without messages that have nothing to carry: gradients of values that have none."""
+        names = Messages(self.code, self.mesh.pipe, {}, 0).names
+        return tuple(action for action in program if action.kind.computes or names(action))
+
+    def _in_lockstep(self, epoch: int, *, training: bool) -> dict[int, Job]:
+        """All chunks piece by piece: a program that ends where the model has no more reads."""
+        tables = self.chunks.tables
+        assert tables is not None
+        jobs = self._jobs(self.chunks.scopes, epoch, training=training)
+        order = tuple(range(self.chunks.count))
+        supplier = self.chunks.exact()
+        tables.begin(epoch, supplier)
+        messages = Messages(self.code, self.mesh.pipe, jobs, epoch)
+        passes = (True, False) if training else (True,)
+        for forward in passes:
+            messages.post(
+                a for chunk in (order if forward else order[::-1]) for a in self._ends(chunk, forward)[0]
+            )
+        for forward in passes:
+            works = [job.forward if forward else job.backward for job in jobs.values()]
+            lockstep = supplier.lockstep = Lockstep(works)
+            ended: set[int] = set()
+
+            def compute(action: Action, lockstep: Lockstep = lockstep, ended: set[int] = ended) -> None:
+                job = jobs[action.chunk]
+                with self._noting(action.chunk == 0):
+                    done = lockstep.advance(action.chunk)
+                if done:
+                    ended.add(action.chunk)
+                    if action.kind is Kind.F and training:
+                        self._lose(job)
+
+            try:
+                with _calling_thread():
+                    self._run(self._rounds(order, ended, forward), jobs, messages, compute, epoch)
+            finally:
+                lockstep.close()
+        messages.end()
+        return jobs
+
+    def _rounds(self, order: Sequence[int], ended: set[int], forward: bool) -> Iterator[Action]:
+        """Each round a piece of every chunk; receives before the first, sends after the last."""
+        stage = self.mesh.stage
+        kind = Kind.F if forward else Kind.B
+        for piece in count():
+            for chunk in order if forward else order[::-1]:
+                receives, sends = self._ends(chunk, forward)
+                if piece == 0:
+                    yield from receives
+                yield Action(stage, kind, chunk, piece)
+                if chunk in ended:
+                    yield from sends
+            if len(ended) == len(order):
+                return
+
+    def _ends(self, chunk: int, forward: bool) -> tuple[list[Action], list[Action]]:
+        """The receives before a chunk's first piece and the sends after its last."""
+        stage = self.mesh.stage
+        before = [one for one, other in self.links if other == stage]
+        after = [other for one, other in self.links if one == stage]
+        come, go = (before, after) if forward else (after[::-1], before[::-1])
+        take, give = (Kind.RECV_F, Kind.SEND_F) if forward else (Kind.RECV_B, Kind.SEND_B)
+        receives = self._needed(Action(stage, take, chunk, None, other) for other in come)
+        sends = self._needed(Action(stage, give, chunk, None, other) for other in go)
+        return list(receives), list(sends)
+
+    # Actions -------------------------------------------------------------------------------------
+
+    def _jobs(self, scopes: Sequence[Any], epoch: int, *, training: bool) -> dict[int, Job]:
+        checked = training and not self._checked
+        return {
+            number: Job(self.code, scope, epoch, training, checked) for number, scope in enumerate(scopes)
+        }
+
+    def _run(
+        self, program: Iterable[Action], jobs: Mapping[int, Job], messages: Messages, compute: Any, epoch: int
+    ) -> None:
+        done: list[Action] = []
+        try:
+            for action in program:
+                done.append(action)
+                self.mesh.doing(f"epoch {epoch}: {action}")
+                with self.phases.phase(str(action), epoch):
+                    if action.kind.computes:
+                        compute(action)
+                    elif action.kind.sends:
+                        messages.send(action)
+                    else:
+                        self._received(action, jobs[action.chunk], messages)
+        except BaseException:
+            known = program if isinstance(program, tuple) else done
+            print(
+                f"kagome: rank {self.mesh.rank} stopped here:\n{pointed(known, len(done) - 1)}",
+                file=sys.stderr,
+            )
+            raise
+
+    def _received(self, action: Action, job: Job, messages: Messages) -> None:
+        for name, value in messages.receive(action):
+            if action.kind.forward:
+                job.take(name, value)
+            else:
+                job.gradients[name] = value
+
+    def _lose(self, job: Job) -> None:
+        """At the end of a chunk's forward: its loss, where this stage gives the output."""
+        out = self._out(job)
+        if out is None:
+            return
+        rows = job.scope.inputs["train_mask"].nonzero().view(-1)
+        if not rows.numel():
+            return
+        y = job.scope.inputs["y"][rows]
+        if not self._checked and rows.numel() > 1:
+            checked_loss(self.loss, out[rows].detach(), y)
+        lost = row_sum(self.loss(out[rows], y)) / max(self.train_count, 1)
+        job.lost = float(lost.detach())
+        job.roots.append((lost, None))
+
+    def _out(self, job: Job) -> Tensor | None:
+        """The model's output for a chunk, where this stage gives it."""
+        if self.stage.output is None:
+            return None
+        out: Any = job.outs[self.stage.output]
+        if not isinstance(out, Tensor) or out.dim() == 0 or out.size(0) != job.scope.own:
+            found = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            raise ModelError(
+                f"the model gives a row of scores for each of the chunk's {job.scope.own} vertices",
+                f"it gave {found}",
+                where=f"rank {self.mesh.rank}",
+                hint="return one tensor with a row a vertex",
+            )
+        return out.float() if self.settings.amp == "bf16" else out
+
+    @contextmanager
+    def _noting(self, notes: bool) -> Iterator[None]:
+        """Buffers are moved once an epoch, not by every chunk."""
+        before = [] if notes else [(buffer, buffer.clone()) for buffer in self.owners.buffers]
+        yield
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+    def _cast(self) -> AbstractContextManager[object]:
+        amp = self.settings.amp == "bf16"
+        return torch.autocast(self.mesh.device.type, torch.bfloat16) if amp else nullcontext()
+
+    @contextmanager
+    def _draws_of(self, epoch: int) -> Iterator[None]:
+        """What a layer still draws from torch's own generator repeats with the epoch."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed((self.settings.seed * 1_000_003 + epoch) % 2**63)
+            yield
+
+    def _clip(self, most: float) -> None:
+        norm = float(self.owners.squares(self.gradients.parameters)) ** 0.5
+        factor = most / (norm + 1e-6)
+        if factor < 1.0:
+            for parameter in self.gradients.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    # Evaluation ----------------------------------------------------------------------------------
+
+    def look_ahead(self, epoch: int) -> Tensor | None:
+        """Nothing: chunks of the coming epoch read what this one kept."""
+        return None
+
+    @torch.no_grad()
+    def evaluate(self, epoch: int) -> Tensor:
+        """Scores of the part's own rows with dropout off: exact, through the same stages.
+
+        Shapes:
+            ``[n, C]``; a model that gives ``[n]`` has one column.
+
+        Cost:
+            The scores, from the last stage to the others.
+        """
+        self.model.train(False)
+        if self.chunks.count > 1:
+            jobs = self._in_lockstep(epoch, training=False)
+        else:
+            jobs = self._jobs(self.chunks.scopes, epoch, training=False)
+            messages = Messages(self.code, self.mesh.pipe, jobs, epoch)
+            receives, sends = self._ends(0, True)
+            program = (*receives, Action(self.mesh.stage, Kind.F, 0), *sends)
+            messages.post(program)
+            self._run(program, jobs, messages, lambda action: jobs[0].forward(), epoch)
+            messages.end()
+        found = [self._out(job) for job in jobs.values()]
+        rows = [out for out in found if out is not None]
+        value = self.staging.survey.values[self.staging.graph.output]
+        if rows:
+            out = self.chunks.joined(rows)
+        else:
+            own = sum(scope.own for scope in self.chunks.scopes)
+            kind = torch.float32 if self.settings.amp == "bf16" else value.dtype
+            out = torch.empty(own, *value.shape, dtype=kind, device=self.mesh.device)
+        out = self.mesh.pipe.broadcast(out, self.parallel.pipe - 1, action=f"scores, epoch {epoch}")
+        return out if out.dim() > 1 else out.unsqueeze(1)
+
+
+@contextmanager
+def _calling_thread() -> Iterator[None]:
+    """Backward runs in the thread that calls it, on a device too: chunks in lockstep wait inside."""
+    with torch.autograd.set_multithreading_enabled(False):
+        yield

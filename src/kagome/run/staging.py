@@ -1,0 +1,176 @@
+"""Staging: a user's model traced, looked at on a small sample, timed, and cut into the stages of a mesh.
+
+Where it sits: ``pipeline`` asks for it once; rank 0 looks and times, all ranks cut alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from kagome.comm.channel import Channel
+from kagome.config import Parallel, Train
+from kagome.errors import ModelError
+from kagome.graph.partition import Partition, partition
+from kagome.model.exact import HANDLERS
+from kagome.model.layers import Survey, chain, survey, trace
+from kagome.model.rules import apply_rules
+from kagome.model.stages import Stage, cut
+from kagome.model.steps import LayerGraph, Step
+from kagome.neighbors import algebra
+from kagome.neighbors.install import install
+from kagome.neighbors.intercept import Interception
+from kagome.neighbors.marks import Kind
+from kagome.run.sample import take_sample
+
+SAMPLE: Final = 48
+"""Vertices of the sample on which values are looked at."""
+TIMED: Final = 20_000
+"""Most vertices of the sample on which steps are timed."""
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A model cut into stages.
+
+    Args:
+        graph: Its steps.
+        survey: What each step's value looks like.
+        stages: The stages, in order.
+        seconds: What each step took on a sample, forward and backward.
+    """
+
+    graph: LayerGraph
+    survey: Survey
+    stages: tuple[Stage, ...]
+    seconds: Mapping[str, float]
+
+
+def stage_model(
+    model: nn.Module, part: Partition, world: Channel, parallel: Parallel, train: Train, device: torch.device
+) -> Staging:
+    """Trace, look, time, cut. All ranks call it.
+
+    Args:
+        model: The user's module, as it was given.
+        part: This rank's part.
+        world: All ranks.
+        parallel: How many stages; the names of layers, if the user gave them.
+        train: Seed and mixed precision.
+        device: Where the model runs.
+
+    Raises:
+        ModelError: If the model cannot be traced, or not be cut into so many stages.
+
+    Cost:
+        On rank 0 some forwards and backwards of a sample of at most :data:`TIMED` vertices.
+    """
+    names = ["edge_index", *part.nodes, *part.edges]
+    graph = chain(model, parallel.layers, names) if parallel.layers else trace(model, names)
+    found: Any = None
+    if world.rank == 0:
+        found = _looked_at(model, graph, part, train, device)
+        if isinstance(found, tuple):
+            found = (*found, _timed(model, graph, found[0], part, train, device))
+    found = world.gather_objects(found, "look at the model's steps")[0]
+    if isinstance(found, ModelError):
+        raise found
+    seen, seconds = found
+    return Staging(graph, seen, cut(graph, seen, parallel.pipe, seconds), seconds)
+
+
+def _sample_scope(part: Partition, vertices: int, train: Train, device: torch.device) -> Interception:
+    sample = take_sample(part, vertices, train.seed)
+    whole = partition(sample, parts=1, method="contiguous")[0]
+    solo = Channel(None, device)
+    return Interception(whole, solo, device=device, seed=train.seed, handlers=HANDLERS, fast=False)
+
+
+def _looked_at(
+    model: nn.Module, graph: LayerGraph, part: Partition, train: Train, device: torch.device
+) -> tuple[Survey] | ModelError:
+    scope = _sample_scope(part, SAMPLE, train, device)
+
+    def look(value: Any) -> str:
+        if not isinstance(value, Tensor):
+            return "none"
+        mark = scope.marks.get(value)
+        if mark is None:
+            return "fixed"
+        if mark.kind in (Kind.ROWS, Kind.PAIRS):
+            return {Kind.ROWS: "rows", Kind.PAIRS: "edges"}[mark.kind] if mark.axis == 0 else "none"
+        return "none"
+
+    try:
+        with _On(model, scope, train):
+            return (survey(graph, model, scope.inputs, look=look, draws=lambda: scope.draws),)
+    except ModelError as error:
+        return error
+
+
+class _On(ExitStack):
+    """A model with an interception's hooks, in training, for a block; afterwards it is as it was."""
+
+    def __init__(self, model: nn.Module, scope: Interception, train: Train) -> None:
+        super().__init__()
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        modes = [(module, module.training) for module in model.modules()]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            for module, mode in modes:
+                module.training = mode
+
+        self.callback(restore)
+        self.callback(apply_rules(model, scope))
+        self.callback(install(model, scope))
+        self.enter_context(torch.random.fork_rng(devices=[]))
+        model.train()
+        self.enter_context(scope.running(0, training=True))
+        device = scope.device.type
+        self.enter_context(torch.autocast(device, torch.bfloat16) if train.amp == "bf16" else nullcontext())
+
+
+def _timed(
+    model: nn.Module, graph: LayerGraph, seen: Survey, part: Partition, train: Train, device: torch.device
+) -> dict[str, float]:
+    """Seconds of each step, forward and backward, on a sample; the second of two runs."""
+    scope = _sample_scope(part, TIMED, train, device)
+    scope.fast = True
+    seconds: dict[str, float] = {}
+    for _ in range(2):
+        with _On(model, scope, train):
+            values: dict[str, Any] = dict(scope.inputs)
+            for step in graph.steps:
+                seconds[step.name] = _one(step, model, values, scope)
+    return seconds
+
+
+def _one(step: Step, model: nn.Module, values: dict[str, Any], scope: Interception) -> float:
+    _wait(scope.device)
+    begun = time.perf_counter()
+    out = step.call(model, values, training=True)
+    plain = algebra.computed(out) if isinstance(out, Tensor) else out
+    if isinstance(plain, Tensor) and plain.requires_grad and plain.is_floating_point():
+        torch.autograd.backward([plain], [torch.ones_like(plain)])
+        leaf = plain.detach().requires_grad_()
+        mark = scope.marks.get(plain)
+        plain = leaf if mark is None else scope.mark(leaf, mark)
+    _wait(scope.device)
+    values[step.name] = plain
+    for parameter in model.parameters():
+        parameter.grad = None
+    return time.perf_counter() - begun
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,160 @@
+"""An emulated cluster refuses with a reason, or is as asked and leaves nothing behind; rows are judged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import cluster as emulated  # noqa: E402
+from pipeline import probe, quotas, tables  # noqa: E402
+
+NAME = "kagome-test"
+
+
+def need_cluster() -> None:
+    """Skip where no cluster can be made."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    for name in ("ip", "tc"):
+        if shutil.which(name) is None:
+            pytest.skip(f"there is no {name}")
+    try:
+        with emulated.Cluster(1, 100, name=NAME):
+            pass
+    except emulated.NotPermittedError as error:
+        pytest.skip(str(error))
+
+
+def left() -> list[str]:
+    """Namespaces and cgroups of this test's name."""
+    spaces = [line.split()[0] for line in emulated.tool("ip", "netns", "list").splitlines() if line.strip()]
+    found = [space for space in spaces if space.startswith(NAME)]
+    return found + [str(parent / NAME) for _, parent in quotas.parents() if (parent / NAME).exists()]
+
+
+def outside() -> list[str]:
+    """Links of this machine itself."""
+    return [line.split()[0] for line in emulated.tool("ip", "-brief", "link").splitlines()]
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit) as ended:
+        emulated.main(["--hosts", "2"])
+    assert ended.value.code == 2
+    assert "needs root" in capsys.readouterr().err
+
+
+def test_without_its_programs_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(emulated.NotPermittedError, match="ip and tc"):
+        emulated.Cluster(2, 100).__enter__()
+
+
+@pytest.mark.slow
+def test_links_and_shares_are_as_asked_and_nothing_is_left() -> None:
+    need_cluster()
+    before = outside()
+    with emulated.Cluster(2, 200, 0.3, name=NAME) as cluster:
+        assert len(cluster.addresses) == 2
+        found = probe.link(cluster, 0, 1)
+        for seconds in found["seconds"].values():
+            assert 130 < probe.rate(seconds) < 215
+        cluster.shape(400)
+        assert 260 < probe.rate(probe.link(cluster, 0, 1)["seconds"]["there"]) < 430
+        if cluster.quota != quotas.NONE:
+            # A machine with other work gives less, never more.
+            assert all(one["cores"] < 0.33 for one in probe.spin(cluster, 2))
+        lingering = cluster.run(1, ["sleep", "600"])
+        assert left()
+    assert lingering.wait(10) != 0
+    assert left() == []
+    assert outside() == before
+
+
+@pytest.mark.slow
+def test_ranks_are_set_as_by_torchrun_and_end_together() -> None:
+    need_cluster()
+    told = "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $GLOO_SOCKET_IFNAME $OWN"
+    fails = "test $RANK = 0 && { echo broken >&2; exit 3; }; sleep 600"
+    with emulated.Cluster(2, 100, name=NAME) as cluster:
+        done = cluster.launch(["sh", "-c", told], env={"OWN": "mine"})
+        assert [one.stdout.split() for one in done] == [
+            [str(rank), "2", "0", "1", cluster.addresses[0], "eth0", "mine"] for rank in range(2)
+        ]
+        first, second = cluster.launch(["sh", "-c", fails], seconds=60)
+        assert (first.returncode, first.stderr, second.returncode) == (3, "broken\n", -9)
+        with pytest.raises(subprocess.TimeoutExpired):
+            cluster.launch(["sleep", "600"], seconds=0.5)
+    assert left() == []
+
+
+@pytest.mark.slow
+def test_errors_and_crashes_leave_nothing() -> None:
+    need_cluster()
+
+    def fail() -> None:
+        with emulated.Cluster(2, 100, name=NAME):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert left() == []
+    crash = f"""
+import os, cluster
+with cluster.Cluster(2, 100, name={NAME!r}) as cluster:
+    cluster.run(0, ["sleep", "600"])
+    os._exit(9)
+"""
+    subprocess.run([sys.executable, "-c", crash], cwd=BENCHMARKS, check=False)
+    assert left()
+    with emulated.Cluster(1, 100, name=NAME), pytest.raises(emulated.NotPermittedError, match="another"):
+        emulated.Cluster(1, 100, name=NAME).__enter__()
+    assert left() == []
+
+
+def test_speed_ups_are_taken_where_graph_parallelism_is_exposed_for_so_long() -> None:
+    rows = [
+        {
+            "key": f"{mesh}/{rate}",
+            "graph": "g",
+            "model": "m",
+            "mesh": mesh,
+            "rate": rate,
+            "epoch_seconds": seconds,
+            "exposed_share": share,
+            "bytes_per_epoch": {"total": 1e6},
+        }
+        for rate, mesh, seconds, share in (
+            (1000.0, "graph", 1.0, 0.6),
+            (1000.0, "pipe", 2.0, 0.1),
+            (100.0, "graph", 4.0, 0.8),
+            (100.0, "pipe", 2.0, 0.1),
+        )
+    ]
+    found = tables.conclusions([*rows, {**rows[0], "rate": 10.0, "error": "no"}])
+    (case,) = found["cases"]
+    assert case["rate"] == pytest.approx(10**2.5)
+    assert case["speedup"]["pipe"] == pytest.approx(1.0)
+    assert case["even_rate"]["pipe"] == pytest.approx(10**2.5)
+    assert found["average"]["pipe"]["geometric"] == pytest.approx(1.0)
+    facts = dict.fromkeys(("machine", "quota", "torch"), "") | {
+        "hosts": 2,
+        "cpu_share": 0.5,
+        "layers": 2,
+        "hidden": 4,
+        "epochs": 3,
+    }
+    free = {**rows[0], "rate": 10_000.0, "epoch_seconds": 0.5, "exposed_share": 0.4}
+    assert tables.of_links(tables.cases([*rows, free])["g", "m"], 1000.0) == pytest.approx(0.5)
+    page = tables.page(facts, rows, {"graph": "graph=2", "pipe": "pipe=2"})
+    assert "| g | m | 100 | 4.000 | 2.000 | 2.00 | 1.0 | 1.0 | 1.00 | 80% | 10% | - |" in page
