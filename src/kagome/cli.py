@@ -168,7 +168,7 @@ def _train(args: list[str]) -> int:
     out = command.out or (None if resume is None else str(_run_folder(resume)))
     if environment().source != "single":
         return train_rank(settings, out, resume)
-    nproc = command.nproc or command.parallel.graph or _parts(settings.data.partition)
+    nproc = command.nproc or _ranks(settings)
     nproc = nproc or (1 if args else DEFAULT_RANKS)
     settings.parallel.fit(nproc)
     if nproc == 1:
@@ -177,6 +177,13 @@ def _train(args: list[str]) -> int:
 
     start_local(nproc, train_rank, settings, out or _new_folder(settings), resume)
     return 0
+
+
+def _ranks(settings: config.Run) -> int | None:
+    """The product of the mesh, as far as it is said."""
+    parallel = settings.parallel
+    parts = parallel.graph or _parts(settings.data.partition)
+    return parts if parts is None and parallel.pipe == 1 else (parts or 1) * parallel.pipe
 
 
 def _parts(folder: str | None) -> int | None:

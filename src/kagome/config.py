@@ -140,11 +140,6 @@ class Parallel:
         chunks = self.chunks or (4 * self.pipe if self.pipe > 1 else 1)
         return dataclasses.replace(self, graph=parts, chunks=chunks)
 
-    @property
-    def product(self) -> int | None:
-        """Ranks that the mesh takes; None where that is left open."""
-        return None if self.graph is None and self.pipe == 1 else (self.graph or 1) * self.pipe
-
 
 @dataclass(frozen=True, kw_only=True)
 class Train:

@@ -1,4 +1,4 @@
-"""Layers: a traced model gives what the model gives, bit by bit; what cannot be traced is told with its line."""
+"""Layers: a traced model gives what the model gives, bit by bit; what cannot be traced is told by line."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_models_of_pyg(build: Any, jk: str | None):
 
 
 class ManyCalls(nn.Module):
-    """What else a forward calls: PyG's functions, sizes, new tensors, buffers, draws, code without gradient."""
+    """What else a forward calls: PyG's functions, sizes, new tensors, buffers, draws, no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,16 @@ def test_what_else_a_forward_calls():
     values = surveyed(graph, model, sample()).values
     assert not next(value.grad for name, value in values.items() if name.startswith("mean_"))
     names = {getattr(step.target, "__name__", step.target) for step in graph.steps}
-    assert {"dropout_edge", "add_self_loops", "softmax", "degree", "scatter", "len", "zeros", "randn"} <= names
+    assert {
+        "dropout_edge",
+        "add_self_loops",
+        "softmax",
+        "degree",
+        "scatter",
+        "len",
+        "zeros",
+        "randn",
+    } <= names
     matmul = next(step for step in graph.steps if "weight" in step.parameters and step.kind == "function")
     assert not matmul.layer
     assert matmul.parameters == ("weight",)
@@ -184,9 +193,7 @@ def test_what_else_a_forward_calls():
     torch.manual_seed(3)
     wanted = model.eval()(**sample())
     torch.manual_seed(3)
-    assert torch.equal(
-        graph.run(model, sample(), training=False, keep=[graph.output])[graph.output], wanted
-    )
+    assert torch.equal(graph.run(model, sample(), training=False, keep=[graph.output])[graph.output], wanted)
 
 
 class TakesData(nn.Module):
@@ -220,7 +227,11 @@ class OtherNames(nn.Module):
 
 def test_inputs_by_other_names_and_defaults():
     assert equal_in_both_modes(OtherNames(), sample()).inputs == ("x", "edge_index")
-    assert equal_in_both_modes(OtherNames(), sample(weights=True)).inputs == ("x", "edge_index", "edge_weight")
+    assert equal_in_both_modes(OtherNames(), sample(weights=True)).inputs == (
+        "x",
+        "edge_index",
+        "edge_weight",
+    )
 
 
 class NeedsMore(nn.Module):
@@ -350,7 +361,12 @@ def test_a_submodule_that_cannot_be_traced_is_one_step(build: type[nn.Module]):
 
 def test_a_submodule_that_can_is_looked_into():
     graph = equal_in_both_modes(Inside(ByHand()), sample())
-    assert [step.path for step in graph.steps if step.layer] == ["first", "inner.first", "inner.second", "last"]
+    assert [step.path for step in graph.steps if step.layer] == [
+        "first",
+        "inner.first",
+        "inner.second",
+        "last",
+    ]
     assert {step.within for step in graph.steps} == {"", "inner"}
 
 
@@ -381,7 +397,11 @@ def test_a_gradient_of_the_users_own_stays():
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.conv, self.back = nn.Linear(F_IN, F_IN), pyg.GCNConv(F_IN, F_IN), nn.Linear(F_IN, F_IN)
+        self.embed, self.conv, self.back = (
+            nn.Linear(F_IN, F_IN),
+            pyg.GCNConv(F_IN, F_IN),
+            nn.Linear(F_IN, F_IN),
+        )
         self.back.weight = self.embed.weight
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ from kagome.report.meters import Memory
 from kagome.report.units import bytes_text
 from kagome.run.counts import Counts, counts_of, split_counts
 from kagome.run.engine import Engine, materialise
-from kagome.run.pipeline import Pipeline
 from kagome.run.forecast import Rates, Way, rates_of
 from kagome.run.holdings import measure
+from kagome.run.pipeline import Pipeline
 
 
 class Offer(NamedTuple):

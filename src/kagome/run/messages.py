@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kagome.comm.channel import Channel
@@ -33,6 +34,7 @@ class Messages:
 
     def post(self, actions: Iterable[Action]) -> None:
         """Begin the receives among these actions, in their order."""
+        values = self.code.survey.values
         for action in actions:
             if action.kind.receives:
                 scope = self.jobs[action.chunk].scope
@@ -41,7 +43,7 @@ class Messages:
                         name,
                         self.pipe.start_receive(
                             self.code.shape(name, scope),
-                            self.code.survey.values[name].dtype,
+                            values[name].dtype or torch.float32,
                             action.other,
                             action=self._words(action),
                             backward=not action.kind.forward,

@@ -15,6 +15,7 @@ from kagome.comm.channel import Channel
 from kagome.graph.partition import Partition
 from kagome.graph.store import Meta
 from kagome.report.meters import EpochRecord
+from kagome.report.pipeline import pipeline_summary
 from kagome.report.spans import Span, Spans
 from kagome.report.summary import summary
 
@@ -64,6 +65,7 @@ def outcome(
         memory=held,
         phases=phases,
         partition=_quality_rows(meta),
+        pipeline=pipeline_summary(all_spans),
         **facts,
     )
     return values, all_spans
