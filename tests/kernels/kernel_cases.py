@@ -210,6 +210,11 @@ def moves(way: ModuleType, case: Case) -> None:
     a, b, g = case.draw(s.own, h, c), case.draw(s.whole, h, c), case.draw(s.edges, h, c)
     for index in (s.source, s.source.int()):
         case.same(way.gather(index, b), times(case.from_source, b.double()))
+    table, which, scale = b.clone(), torch.arange(s.own).flip(0), case.draw(s.own)
+    place = torch.randperm(s.whole)[: s.own]
+    wanted = b.double().index_add(0, place, a.double()[which] * scale.double().view(-1, 1, 1))
+    way.add_rows(table, place, a, which, scale)
+    case.same(table, wanted)
     case.same(way.sum_edges(s.by_target, g), times(case.to_target, g.double()))
     case.same(way.sum_edges(s.by_source, g, slice(1, s.whole)), times(case.from_source.T, g.double())[1:])
     for slope in (None, 0.2):

@@ -22,6 +22,7 @@ from kagome.kernels import gpu_heads, gpu_rows
 from kagome.kernels.plain import (
     TINY,
     Span,
+    add_rows,
     count_of,
     extreme_edges_back,
     gather,
@@ -30,6 +31,7 @@ from kagome.kernels.plain import (
 from kagome.kernels.structure import Layout, Structure
 
 __all__ = [
+    "add_rows",
     "column_softmax",
     "column_softmax_back",
     "dot_edges",

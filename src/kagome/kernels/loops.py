@@ -14,12 +14,13 @@ from kagome.kernels.loops_columns import (
     extreme_edges_back,
     extreme_rows,
 )
-from kagome.kernels.loops_edges import gather, join_edges, join_edges_back, sum_edges
+from kagome.kernels.loops_edges import add_rows, gather, join_edges, join_edges_back, sum_edges
 from kagome.kernels.loops_leaky import leaky_dots, leaky_dots_back
 from kagome.kernels.loops_softmax import softmax_edges, softmax_edges_back, softmax_sum, softmax_sum_back
 from kagome.kernels.loops_sum import dot_edges, sum_rows
 
 __all__ = [
+    "add_rows",
     "column_softmax",
     "column_softmax_back",
     "dot_edges",

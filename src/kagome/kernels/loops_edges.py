@@ -27,6 +27,17 @@ def _gather(low: int, high: int, index: Any, ahead: int, x: Any, out: Any) -> No
 
 
 @compiled
+def _added(
+    low: int, high: int, place: Any, which: Any, scale: Any, ahead: int, rows: Any, table: Any
+) -> None:
+    for e in range(low, high):
+        fetch(table, place, e, ahead, 0)
+        row, other, factor = table[place[e]], rows[which[e]], scale[e]
+        for f in range(row.size):
+            row[f] += factor * other[f]
+
+
+@compiled
 def _gathered(
     low: int, high: int, begin: Any, end: Any, edge: Any, ahead: int, values: Any, out: Any
 ) -> None:
@@ -83,6 +94,17 @@ def gather(index: Tensor, x: Tensor) -> Tensor:
     ahead = ahead_of(values)
     spread(lambda low, high: _gather(low, high, ids, ahead, values, result), index.numel(), result.shape[1])
     return out
+
+
+def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: Tensor) -> None:
+    """See ``ops.add_rows``."""
+    ids, taken, factor, given, held = array(place), array(which), array(scale), flat(rows), flat(table)
+    ahead = ahead_of(held)
+    spread(
+        lambda low, high: _added(low, high, ids, taken, factor, ahead, given, held),
+        place.numel(),
+        2 * held.shape[1],
+    )
 
 
 def sum_edges(layout: Layout, values: Tensor, rows: slice | None = None) -> Tensor:

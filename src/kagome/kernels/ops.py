@@ -28,6 +28,7 @@ from kagome.kernels.structure import Layout, Structure
 
 __all__ = [
     "Span",
+    "add_rows",
     "column_softmax",
     "column_softmax_back",
     "dot_edges",
@@ -246,6 +247,16 @@ def gather(index: Tensor, x: Tensor) -> Tensor:
     """
     out: Tensor = _way(x).gather(index, x)
     return out
+
+
+def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: Tensor) -> None:
+    """``table[place[e]] += scale[e] * rows[which[e]]``, in place; no place comes twice.
+
+    Shapes:
+        ``table [T, ...]``, ``rows [*, ...]``, ``place [E]`` and ``which [E]`` integers, ``scale [E]`` of the
+        table's type.
+    """
+    _way(table).add_rows(table, place, rows, which, scale)
 
 
 def sum_edges(layout: Layout, values: Tensor, rows: slice | None = None) -> Tensor:

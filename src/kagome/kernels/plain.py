@@ -178,6 +178,11 @@ def gather(index: Tensor, x: Tensor) -> Tensor:
     return x.index_select(0, index)
 
 
+def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: Tensor) -> None:
+    """See ``ops.add_rows``."""
+    table.index_add_(0, place, rows.index_select(0, which) * scale.view(-1, *[1] * (rows.dim() - 1)))
+
+
 def sum_edges(layout: Layout, values: Tensor, rows: slice | None = None) -> Tensor:
     """See ``ops.sum_edges``."""
     row, _, edge = entries(layout, "all", rows)

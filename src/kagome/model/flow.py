@@ -35,6 +35,7 @@ class Flow:
             the output is read by the last one.
         firm: Values that cannot cross, and why.
         until: Value -> the last place that changes it in place: it crosses no sooner.
+        same_state: Step -> the last place that changes the same buffers, of a module called twice.
     """
 
     graph: LayerGraph
@@ -43,6 +44,7 @@ class Flow:
     readers: Mapping[str, tuple[int, ...]]
     firm: Mapping[str, str]
     until: Mapping[str, int]
+    same_state: Mapping[str, int]
 
     @staticmethod
     def of(graph: LayerGraph, survey: Survey) -> Flow:
@@ -76,7 +78,7 @@ class Flow:
             elif _of_shapes(step, again | free, survey):
                 again.add(step.name)
         body = tuple(step for step in graph.steps if step.name not in again)
-        flow = Flow(graph, body, frozenset(again), {}, {}, {})
+        flow = Flow(graph, body, frozenset(again), {}, {}, {}, {})
         readers: dict[str, list[int]] = {step.name: [] for step in body}
         for place, step in enumerate(body):
             for name in flow.needed(step.reads)[1]:
@@ -95,7 +97,15 @@ class Flow:
             for step in body
             if survey.values[step.name].kind == "none"
         }
-        return Flow(graph, body, flow.again, {k: tuple(v) for k, v in readers.items()}, firm, until)
+        state = [set(step.buffers) & survey.changed for step in body]
+        same_state = {
+            step.name: max((k for k in range(place, len(body)) if state[place] & state[k]), default=place)
+            for place, step in enumerate(body)
+            if state[place]
+        }
+        return Flow(
+            graph, body, flow.again, {k: tuple(v) for k, v in readers.items()}, firm, until, same_state
+        )
 
     def needed(self, names: Iterable[str]) -> tuple[set[str], set[str], set[str]]:
         """What values are made of: steps to compute again, values of the body, inputs."""
@@ -120,7 +130,7 @@ class Flow:
         """Whether there may be no cut before each step of the body."""
         out = [False] * len(self.body)
         for place, step in enumerate(self.body):
-            last = self.until.get(step.name, place)
+            last = max(self.until.get(step.name, place), self.same_state.get(step.name, place))
             if step.name in self.firm:
                 last = max((last, *self.readers[step.name]))
             for between in range(place + 1, last + 1):
@@ -135,6 +145,8 @@ class Flow:
                 return self.body[later[-1]], step.name, self.firm[step.name]
             if self.until.get(step.name, place) > place:
                 return self.body[self.until[step.name]], step.name, "is changed in place"
+            if self.same_state.get(step.name, place) > place:
+                return self.body[self.same_state[step.name]], step.name, "is the same module, with a state"
         return None
 
     def seconds(self, seconds: Mapping[str, float]) -> list[float]:

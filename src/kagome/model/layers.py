@@ -55,10 +55,12 @@ class Survey:
     Args:
         values: By step.
         draws: The counter of draws before each step.
+        changed: Full names of the buffers that a forward changes.
     """
 
     values: Mapping[str, Value]
     draws: Mapping[str, int]
+    changed: frozenset[str] = frozenset()
 
 
 def trace(model: nn.Module, names: Sequence[str]) -> LayerGraph:
@@ -135,11 +137,15 @@ def survey(
         with _modes_kept(model), torch.enable_grad():
             graph.run(model.train(), inputs, training=True, before=before, after=after)
     finally:
+        changed = set()
         with torch.no_grad():
             for name, buffer in model.named_buffers():
-                if name in buffers and buffers[name].shape == buffer.shape:
-                    buffer.copy_(buffers[name])
-    return Survey(values, counts)
+                old = buffers.get(name)
+                if old is None or old.shape != buffer.shape or not torch.equal(old, buffer):
+                    changed.add(name)
+                if old is not None and old.shape == buffer.shape:
+                    buffer.copy_(old)
+    return Survey(values, counts, frozenset(changed))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch_geometric.nn import MessagePassing
 
 from kagome.errors import ModelError
@@ -64,8 +64,9 @@ def steps_of(model: nn.Module, notes: fx.Graph) -> LayerGraph:
 
 
 def weight_names(model: nn.Module) -> dict[int, str]:
-    """Full names of weights by their id; one under several names goes by the first."""
-    return {id(parameter): name for name, parameter in model.named_parameters()}
+    """Full names of weights and buffers by their id; one under several names goes by the first."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {id(tensor): name for name, tensor in named}
 
 
 def graph_of(model: nn.Module, steps: Sequence[Step], output: str, inputs: Sequence[str]) -> LayerGraph:
@@ -95,21 +96,20 @@ def step_of(
         args: Arguments by place.
         kwargs: Arguments by name.
     """
-    used: tuple[str, ...] = ()
+    held: list[Tensor] = []
     layer = in_place = False
     if kind == "module":
         module = model.get_submodule(target)
-        used = tuple(weights[id(parameter)] for parameter in module.parameters())
-        stateful = next(module.buffers(), None) is not None
-        layer = bool(used) or stateful or any(isinstance(m, MessagePassing) for m in module.modules())
+        held = [*module.parameters(), *module.buffers()]
+        layer = bool(held) or any(isinstance(inner, MessagePassing) for inner in module.modules())
         in_place = getattr(module, "inplace", False) is True
     elif kind == "attribute":
         found = attribute_of(model, target)
-        owned = list(found.parameters()) if isinstance(found, nn.Module) else [found]
-        used = tuple(weights[id(value)] for value in owned if id(value) in weights)
+        held = [*found.parameters(), *found.buffers()] if isinstance(found, nn.Module) else [found]
     else:
         called = target if kind == "method" else getattr(target, "__name__", "")
         in_place = kwargs.get("inplace") is True or (called.endswith("_") and not called.endswith("__"))
+    named = [(isinstance(value, nn.Parameter), weights[id(value)]) for value in held if id(value) in weights]
     changed = [*(list(refs(args))[:1] if in_place else ()), *refs(kwargs.get("out"))]
     return Step(
         name,
@@ -118,7 +118,8 @@ def step_of(
         args,
         kwargs,
         path=target if kind == "module" else "",
-        parameters=used,
+        parameters=tuple(name for is_weight, name in named if is_weight),
+        buffers=tuple(name for is_weight, name in named if not is_weight),
         reads=tuple(refs((args, kwargs))),
         layer=layer,
         changes=tuple(changed),

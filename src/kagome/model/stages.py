@@ -29,6 +29,7 @@ class Stage:
         gives: Values it gives, by the later stage that takes them; some it has taken itself.
         inputs: Names of the data's inputs that it reads.
         parameters: Full names of the weights it has; one that several stages use belongs to each.
+        buffers: Full names of the buffers it uses; those that a forward changes belong to one stage alone.
         output: Name of the model's output in the last stage, else None.
     """
 
@@ -38,6 +39,7 @@ class Stage:
     gives: Mapping[int, tuple[str, ...]]
     inputs: tuple[str, ...]
     parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
     output: str | None
 
 
@@ -198,6 +200,7 @@ def _built(graph: LayerGraph, flow: Flow, cuts: Sequence[int]) -> tuple[Stage, .
             gives={other: tuple(names) for other, names in gives[number].items()},
             inputs=tuple(name for name in graph.inputs if name in inputs[number]),
             parameters=tuple(name for name in graph.parameters if name in used[number]),
+            buffers=tuple(dict.fromkeys(name for step in steps[number] for name in step.buffers)),
             output=graph.output if number == count - 1 else None,
         )
         for number in range(count)

@@ -76,6 +76,7 @@ class Step:
         within: Path of the module whose forward makes the call; empty for the model's own.
         line: ``file:line`` of that call, or empty.
         parameters: Full names of the weights it uses, its own or those it is given directly.
+        buffers: Full names of the buffers it uses.
         reads: Steps and inputs it reads.
         layer: Whether it is a module with weights, with a state, or one that passes messages.
         grad: Whether it is called with gradients on where the model is.
@@ -91,6 +92,7 @@ class Step:
     within: str = ""
     line: str = ""
     parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     layer: bool = False
     grad: bool = True

@@ -53,15 +53,11 @@ class FaultError(Exception):
 
     def told(self) -> ModelError:
         """The same for the user, with the line of the forward."""
-        lines = _frames_of(self.cause.__traceback__)
+        name, number = _frame_of(self.cause.__traceback__) or ("", 0)
         text = str(self.cause).strip().split("\n")[0] or type(self.cause).__name__
-        found = f"this stops it: {text}"
-        where = ""
-        if lines:
-            name, number = lines
-            where = f"{name}:{number}"
-            code = linecache.getline(name, number).strip()
-            found = f"{code!r} stops it: {text}" if code else found
+        code = linecache.getline(name, number).strip()
+        found = f"{code!r} stops it: {text}" if code else f"this stops it: {text}"
+        where = f"{name}:{number}" if name else ""
         return ModelError("a pipeline follows forward from layer to layer", found, where=where, hint=HINT)
 
 
@@ -292,7 +288,7 @@ def _line_of(frame: FrameType | None) -> tuple[str, int] | None:
     return _chosen(lines)
 
 
-def _frames_of(trace: TracebackType | None) -> tuple[str, int] | None:
+def _frame_of(trace: TracebackType | None) -> tuple[str, int] | None:
     lines: list[tuple[str, int]] = []
     inside = False
     while trace is not None:

@@ -24,7 +24,7 @@ from kagome.graph.chunks import Chunk, Step
 from kagome.kernels import ops
 from kagome.neighbors.lockstep import Lockstep
 from kagome.neighbors.rows import Site, UnderWay
-from kagome.neighbors.tables import Later, SiteTable, Tables
+from kagome.neighbors.tables import Later, Tables
 
 
 class History:
@@ -44,7 +44,7 @@ class History:
         self.sources = {
             step.chunk: ((step.source + tables.now * places) % (2 * places)).to(device) for step in steps
         }
-        self._scaled: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._kept: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 
     def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> UnderWay:
         """Write own rows, exchange this step's, gather fresh and historical ones."""
@@ -67,14 +67,10 @@ class History:
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.sites[site.key]
         gradients = tables.gradients(table)
-        fresh, reads = step.fresh.to(tables.device), tables.reads[chunk.number]
-        key = chunk.number, away.dtype
-        if key not in self._scaled:
-            self._scaled[key] = step.scale.to(tables.device, away.dtype).unsqueeze(1)
         if self.stale:
-            self._pass_on(table, gradients, chunk, away)
-        else:
-            gradients.index_add_(0, reads[fresh], away.index_select(0, fresh) * self._scaled[key])
+            table.stale[chunk.number] = away.clone()
+        place, fresh, scale = self._fresh(chunk.number, away.dtype)
+        ops.add_rows(gradients, place, away, fresh, scale)
         recv = step.recv
         coming = self._exchange(gradients, recv, step.recv_counts, step.send_counts, site, words, 3)
 
@@ -124,19 +120,21 @@ class History:
             pick=pick.to(self.tables.device),
         )
 
-    def _pass_on(self, table: SiteTable, gradients: Tensor, chunk: Chunk, away: Tensor) -> None:
-        """Without GNNPipe's third technique: a later reader's gradient is this epoch's, any other's the last.
-
-        A step finds what earlier backwards of this epoch added; readers that come after it in backward have
-        left theirs in the epoch before.
-        """
-        reads, step = self.tables.reads[chunk.number], self.steps[chunk.number]
-        fresh = step.fresh.to(self.tables.device)
-        gradients.index_add_(0, reads[fresh], away.index_select(0, fresh))
-        table.stale[chunk.number] = away.detach().clone()
+    def _fresh(self, chunk: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Places of a chunk's fresh rows, which they are, and the factors of their gradients."""
+        if (chunk, dtype) not in self._kept:
+            step, device = self.steps[chunk], self.tables.device
+            fresh = step.fresh.to(device)
+            kept = self.tables.reads[chunk][fresh], fresh, step.scale.to(device, dtype)
+            self._kept[chunk, dtype] = kept
+        return self._kept[chunk, dtype]
 
     def begin_backward(self) -> None:
-        """With stale gradients: put those of the last epoch where this one will bring none in time."""
+        """With stale gradients: put those of the last epoch where this one will bring none in time.
+
+        Without GNNPipe's third technique a step finds what later readers, which come before it in backward,
+        have added; any other's gradient is that of the epoch before.
+        """
         if not self.stale:
             return
         for table in self.tables.sites.values():
@@ -191,7 +189,9 @@ class Exact:
         """Add gradients; when all chunks have, send the halo's back."""
         tables = self.tables
         gradients = tables.gradients(tables.sites[site.key])
-        gradients.index_add_(0, tables.reads[chunk.number], away)
+        reads = tables.reads[chunk.number]
+        every, ones = torch.arange(reads.numel(), device=tables.device), away.new_ones(reads.numel())
+        ops.add_rows(gradients, reads, away, every, ones)
 
         def settle() -> None:
             plan, size = tables.chunks, tables.channel.size

@@ -65,7 +65,7 @@ class Lockstep:
         self._settled.discard(chunk)
         thread = self._threads[chunk]
         if thread is None:
-            state = torch.is_grad_enabled(), *_autocast_state()
+            state = _modes()
             thread = threading.Thread(target=self._body, args=(chunk, state), daemon=True)
             self._threads[chunk] = thread
             thread.start()
@@ -98,10 +98,14 @@ class Lockstep:
                 thread.join()
 
     def _body(self, chunk: int, state: tuple[Any, ...]) -> None:
-        grad, device, cast, dtype = state
+        grad, threads, device, cast, dtype = state
         self._local.chunk = chunk
         try:
-            with torch.set_grad_enabled(grad), torch.autocast(device, dtype, enabled=cast):
+            with (
+                torch.set_grad_enabled(grad),
+                torch.autograd.set_multithreading_enabled(threads),
+                torch.autocast(device, dtype, enabled=cast),
+            ):
                 self._works[chunk]()
         except _ClosedError:
             pass
@@ -115,6 +119,8 @@ class _ClosedError(BaseException):
     """What ends a work that nobody will resume."""
 
 
-def _autocast_state() -> tuple[str, bool, torch.dtype]:
+def _modes() -> tuple[Any, ...]:
+    """What torch keeps a thread: gradients, the threads of backward, mixed precision."""
     device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
-    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    cast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return torch.is_grad_enabled(), torch._C._is_multithreading_enabled(), *cast

@@ -43,6 +43,8 @@ class SiteTable:
     gradients: Tensor | None = None
     stale: dict[int, Tensor] = field(default_factory=dict)
     zeroed: int = -1
+    written: int = -1
+    known: bool = False
 
 
 @dataclass
@@ -133,6 +135,8 @@ class Tables:
         if found is None or found.rows.shape[1] != rows.size(1) or found.rows.dtype != rows.dtype:
             found = SiteTable(rows.new_zeros(2 * self.places, rows.size(1)))
             self.sites[site.key] = found
+        found.known = found.known or found.written not in (-1, self.passes)
+        found.written = self.passes
         return found
 
     def current(self, table: SiteTable) -> Tensor:
@@ -155,6 +159,17 @@ class Tables:
     def keep(self) -> None:
         """The rows of this epoch become the last known ones."""
         self.now = 1 - self.now
+
+    def drifts(self) -> list[float]:
+        """After an exact pass that was kept: how far each site's rows moved from those known before."""
+        found = []
+        for table in self.sites.values():
+            if table.written == self.passes and table.known:
+                new, old = self.last(table), self.current(table)
+                length = float(new.norm())
+                if length > 0:
+                    found.append(float((new - old).norm()) / length)
+        return found
 
     def call(self, chunk: Chunk, key: Hashable) -> Hashable:
         """A key of this call: a chunk may come to the same key several times."""

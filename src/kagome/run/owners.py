@@ -6,7 +6,7 @@ the best or given back to the user, every rank is given every stage's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,12 +52,26 @@ class Owners:
             found = self.pipe.all_reduce(grad, action=f"shared weights {name}", kind="weights")
             parameter.grad = found if self.mine in self.shared[name] else None
 
-    def squares(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The sum of squares of all stages' gradients: shared weights count once."""
+    def products(
+        self, parameters: Sequence[nn.Parameter], others: Sequence[Tensor | None] | None = None
+    ) -> tuple[float, float, float]:
+        """Over all stages' gradients: squares of theirs, of others, and products; shared weights count once.
+
+        Args:
+            parameters: This stage's.
+            others: Other gradients of them, one each; none count as zeros.
+        """
         names = {id(p): name for name, p in self.model.named_parameters()}
-        own = [p.grad for p in parameters if p.grad is not None and self.of[names[id(p)]] == self.mine]
-        mine = sum((g.double().square().sum() for g in own), torch.zeros((), dtype=torch.float64))
-        return self.pipe.all_reduce(torch.as_tensor(mine), action="norm of gradients", kind="weights")
+        found = torch.zeros(3, dtype=torch.float64)
+        for parameter, other in zip(parameters, others or [None] * len(parameters), strict=True):
+            if parameter.grad is None or self.of[names[id(parameter)]] != self.mine:
+                continue
+            mine = parameter.grad.double().view(-1)
+            its = torch.zeros_like(mine) if other is None else other.double().view(-1)
+            found += torch.stack([mine @ mine, its @ its, mine @ its]).cpu()
+        found = self.pipe.all_reduce(found.to(self.pipe.device), action="norm of gradients", kind="weights")
+        one, other_, both = found.tolist()
+        return one, other_, both
 
     def share(self, state: Mapping[str, Tensor], action: str) -> None:
         """Give every stage what each owns of a state dict, in place. All stages call it.

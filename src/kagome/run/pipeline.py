@@ -35,6 +35,7 @@ from kagome.run.ahead import Ahead
 from kagome.run.chunking import chunked
 from kagome.run.engine import Phases
 from kagome.run.gradients import Gradients
+from kagome.run.guard import Epoch, Guard, Measured
 from kagome.run.holdings import held_by_chunks
 from kagome.run.job import Job, StageCode
 from kagome.run.messages import Messages
@@ -91,8 +92,9 @@ class Pipeline:
         found = torch.tensor([int(self.inputs["train_mask"].sum())], device=device)
         self.train_count = int(mesh.graph.all_reduce(found, action="count training vertices", kind="other"))
         self.links = links(self.staging.stages)
-        self.exact_next = parallel.cross_chunk == "history"
-        self.since_kept = 0
+        self.guard: Guard | None = None
+        if parallel.cross_chunk == "history" and self.chunks.tables is not None:
+            self.guard = Guard(parallel.history_epochs, watch=parallel.guard)
         self._checked = False
         self.ahead = Ahead(model)
         self._notes = [self._said()]
@@ -142,7 +144,8 @@ class Pipeline:
     def resumed(self, optimizer: Optimizer) -> None:
         """Weights and the optimizer's state were read: rows are to be computed anew."""
         self.owners.forget_others(optimizer)
-        self.exact_next = self.parallel.cross_chunk == "history"
+        if self.guard is not None:
+            self.guard.begin_anew()
 
     def take_notes(self) -> tuple[str, ...]:
         """What there is to say since the last call."""
@@ -169,16 +172,19 @@ class Pipeline:
         Raises:
             ModelError: If the loss is not finite.
         """
-        for parameter in self.model.parameters():
-            parameter.grad = None
         self.model.train(True)
-        with self._draws_of(epoch), self.gradients.during((), f"sum of gradients, epoch {epoch}"):
-            jobs = self._trained(epoch)
-        lost = sum((job.lost for job in jobs.values()), 0.0)
+        kind = self._kind()
+        if kind == "probe":
+            self._gradient(epoch, "history")
+            guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
+            lost = self._gradient(epoch, "exact")
+            self._measure(epoch, guess)
+        else:
+            lost = self._gradient(epoch, kind)
+        if self.guard is not None:
+            self.guard.done(kind)
         self._checked = True
         with self.phases.phase("weights", epoch):
-            self.gradients.finish()
-            self.owners.sum_shared()
             mine = torch.tensor([lost, float(stop)], dtype=torch.float64, device=self.mesh.device)
             value, stops = self.mesh.world.all_reduce(
                 mine, action=f"loss, epoch {epoch}", kind="weights"
@@ -196,35 +202,54 @@ class Pipeline:
             optimizer.step()
         return value, stops > 0
 
-    def _trained(self, epoch: int) -> dict[int, Job]:
+    def _kind(self) -> Epoch:
+        """How an epoch runs."""
+        if self.guard is not None:
+            return self.guard.next()
+        return "exact" if self.parallel.cross_chunk == "exact" else "history"
+
+    def _gradient(self, epoch: int, kind: Epoch) -> float:
+        """All chunks forward and backward, and the sum of gradients; what this rank lost."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        with self._draws_of(epoch), self.gradients.during((), f"sum of gradients, epoch {epoch}"):
+            jobs = self._trained(epoch, kind)
+        with self.phases.phase("weights", epoch):
+            self.gradients.finish()
+            self.owners.sum_shared()
+        return sum(job.lost for job in jobs.values())
+
+    def _trained(self, epoch: int, kind: Epoch) -> dict[int, Job]:
         """All chunks forward and backward."""
-        kind = self.parallel.cross_chunk
-        if self.chunks.count == 1:
-            return self._one_by_one(epoch, None)
-        if kind == "drop":
-            return self._one_by_one(epoch, None)
-        if kind == "exact" or self.exact_next:
-            jobs = self._in_lockstep(epoch, training=True)
-            self._keep()
-            return jobs
         tables = self.chunks.tables
-        assert tables is not None
-        refresh = self.since_kept + 1 >= self.parallel.history_epochs
-        supplier = self.chunks.history(epoch, refresh=refresh)
-        tables.begin(epoch, supplier)
-        jobs = self._one_by_one(epoch, supplier)
-        with self.phases.phase("history", epoch):
-            tables.end()
-        self.since_kept += 1
-        if refresh:
-            self._keep()
+        if tables is None or self.parallel.cross_chunk == "drop":
+            return self._one_by_one(epoch, None)
+        if kind == "exact":
+            jobs = self._in_lockstep(epoch, training=True)
+        else:
+            supplier = self.chunks.history(epoch, refresh=kind == "refresh")
+            tables.begin(epoch, supplier)
+            jobs = self._one_by_one(epoch, supplier)
+            with self.phases.phase("history", epoch):
+                tables.end()
+        if kind in ("exact", "refresh"):
+            tables.keep()
         return jobs
 
-    def _keep(self) -> None:
-        """Make this epoch's rows the last known ones."""
-        assert self.chunks.tables is not None
-        self.chunks.tables.keep()
-        self.since_kept, self.exact_next = 0, False
+    def _measure(self, epoch: int, guess: Sequence[Tensor | None]) -> None:
+        """Compare the gradient with history with the exact one, and rows with those last known."""
+        tables, guard = self.chunks.tables, self.guard
+        assert tables is not None
+        assert guard is not None
+        one, other, both = self.owners.products(self.gradients.parameters, guess)
+        drifts = tables.drifts()
+        mine = torch.tensor([sum(drifts), float(len(drifts))], dtype=torch.float64, device=self.mesh.device)
+        drift, sites = self.mesh.world.all_reduce(mine, action="drift", kind="statistics").tolist()
+        cosine = both / max((one * other) ** 0.5, 1e-300)
+        ratio = (other / max(one, 1e-300)) ** 0.5
+        said = guard.see(Measured(epoch, cosine, ratio, drift / max(sites, 1), guard.age))
+        if said:
+            self._notes.append(said)
 
     def _one_by_one(self, epoch: int, history: Any) -> dict[int, Job]:
         """One chunk after the other, by a program that is known beforehand."""
@@ -421,7 +446,7 @@ class Pipeline:
             yield
 
     def _clip(self, most: float) -> None:
-        norm = float(self.owners.squares(self.gradients.parameters)) ** 0.5
+        norm = self.owners.products(self.gradients.parameters)[0] ** 0.5
         factor = most / (norm + 1e-6)
         if factor < 1.0:
             for parameter in self.gradients.parameters:

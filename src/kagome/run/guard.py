@@ -1,0 +1,127 @@
+"""Guard: which epochs may use history, by what history is measured to cost.
+
+Where it sits: ``pipeline`` asks it before each epoch. Deep models lose their accuracy where rows of other
+chunks are old while weights move fast; what tells it early is the gradient. So now and then an epoch computes
+its gradient twice, with history and exactly, at the same weights and with the same draws.
+
+::
+
+    exact | h | probe | h h | probe | h h h h | probe | ...     while gradients agree, the span doubles
+    probe: they do not | exact x 2 | probe | exact x 4 | ...     else exact epochs, ever more of them
+
+Source: none; GNNPipe has no such guard, and plain deep models fail there (papers.md, section 1.5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Epoch = Literal["history", "refresh", "exact", "probe"]
+
+GOOD: Final = 0.9
+"""Cosine of the two gradients from which on the next probe may come later."""
+FAIR: Final = 0.75
+"""Below it history is not trusted."""
+SPANS: Final = 4
+"""A probe comes after so many periods of frozen history at the latest."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one probe found.
+
+    Args:
+        epoch: When.
+        cosine: Between the gradient with history and the exact one.
+        ratio: Length of the one over the other's.
+        drift: How far rows had moved from those last known, over their length: the mean over sites.
+        age: Epochs since the last known rows were taken.
+    """
+
+    epoch: int
+    cosine: float
+    ratio: float
+    drift: float
+    age: int
+
+    def text(self) -> str:
+        """One phrase."""
+        return (
+            f"gradient with history {self.ratio:.2f} times as long, cosine {self.cosine:.2f}; rows "
+            f"{self.age} epochs old are {self.drift:.0%} away"
+        )
+
+
+class Guard:
+    """Says of each epoch how it is to run.
+
+    Args:
+        period: Epochs for which history may be frozen.
+        watch: Whether to measure; else rows are taken anew each period, and never computed exactly.
+    """
+
+    def __init__(self, period: int, *, watch: bool = True) -> None:
+        self.period, self.watch = period, watch
+        self.found: list[Measured] = []
+        self.exact_epochs = 0
+        """How many epochs were exact because history was not trusted."""
+        self._span, self._rest = 1, 1
+        self._exact_left = 1  # the first epoch fills the tables
+        self._since_probe = self._age = 0
+
+    def begin_anew(self) -> None:
+        """Nothing is known of other chunks' rows: a run begins, or goes on from a checkpoint."""
+        self._exact_left = max(self._exact_left, 1)
+
+    def next(self) -> Epoch:
+        """How the coming epoch is to run."""
+        if self._exact_left:
+            return "exact"
+        if self.watch and self._since_probe >= self._span:
+            return "probe"
+        return "refresh" if self._age + 1 >= self.period else "history"
+
+    @property
+    def age(self) -> int:
+        """Epochs since the last known rows were taken, in the coming epoch."""
+        return self._age + 1
+
+    def done(self, kind: Epoch) -> None:
+        """An epoch has run so."""
+        if kind == "exact":
+            self._exact_left -= 1
+        self._age = self._age + 1 if kind == "history" else 0
+        if kind == "probe":
+            self._since_probe = 0
+        elif kind == "exact" and not self._exact_left:
+            self._since_probe = self._span  # what is there now is to be tried first
+        else:
+            self._since_probe += 1
+
+    def see(self, found: Measured) -> str:
+        """Take what a probe measured.
+
+        Returns:
+            What to say, or nothing.
+        """
+        before, self._span = self._trusted, self._spanned(found.cosine)
+        self.found.append(found)
+        if found.cosine >= FAIR:
+            self._rest = 1
+            if not before:
+                return f"epoch {found.epoch}: history is used again ({found.text()})"
+            return ""
+        self._rest = min(2 * self._rest, self.period)
+        self._exact_left = self._rest
+        self.exact_epochs += self._rest
+        return f"epoch {found.epoch}: {self._rest} exact epochs come next ({found.text()})"
+
+    @property
+    def _trusted(self) -> bool:
+        return not self.found or self.found[-1].cosine >= FAIR
+
+    def _spanned(self, cosine: float) -> int:
+        if cosine >= GOOD:
+            return min(2 * self._span, SPANS * self.period)
+        return self._span if cosine >= FAIR else max(self._span // 2, 1)
