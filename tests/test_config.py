@@ -76,7 +76,7 @@ def test_the_round_trip_leaves_out_no_field(tmp_path):
     }
     full = config.Run(
         data=config.Data(partition="p", project=3),
-        parallel=config.Parallel(graph=2),
+        parallel=config.Parallel(graph=2, chunks=3, layers=("a", "b")),
         train=config.Train(patience=1, clip=1.0, save_every=2),
     )
     assert {section: set(values) for section, values in config.as_dict(full).items()} == written
@@ -110,6 +110,7 @@ def test_names_as_the_flags_have_them_and_whole_numbers_for_any_number():
         ({"train": {"amp": 16}}, "train.amp takes a text, but it is 16"),
         ({"train": {"clip": [1]}}, r"train.clip takes a number, but it is \[1\]"),
         ({"data": {"name": 7}}, "data.name takes a text, but it is 7"),
+        ({"parallel": {"layers": "conv1"}}, "parallel.layers takes a list of texts, but it is 'conv1'"),
         ({"parallel": {"graph": "two"}}, "parallel.graph takes a whole number, but it is 'two'"),
     ],
 )
@@ -140,6 +141,9 @@ NAN = float("nan")
         (config.Data, {"project": 0}, "data.project takes a number from 1 up"),
         (config.Data, {"split": -1}, "data.split takes a number from 0 up"),
         (config.Parallel, {"graph": 0}, "number of parts from 1 up, but it is 0"),
+        (config.Parallel, {"pipe": 0}, "parallel.pipe takes a number from 1 up, but it is 0"),
+        (config.Parallel, {"cross_chunk": "none"}, "history, drop, exact, but it is 'none'"),
+        (config.Parallel, {"schedule": "1f1b"}, "know nothing of each other, but cross_chunk='history'"),
         (
             config.Parallel,
             {"partitioner": "kahip"},
@@ -165,7 +169,10 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 def test_a_cut_fits_the_ranks_there_are():
-    assert config.Parallel().fit(3) == config.Parallel(graph=3)
+    assert config.Parallel().fit(3) == config.Parallel(graph=3, chunks=1)
+    assert config.Parallel(pipe=2).fit(6) == config.Parallel(pipe=2, graph=3, chunks=8)
+    with pytest.raises(ConfigError, match=r"pipe=4 x graph=1 needs 4 ranks, but there are 6"):
+        config.Parallel(pipe=4).fit(6)
     assert config.Parallel(graph=3, partitioner="random").fit(3).partitioner == "random"
     with pytest.raises(ConfigError, match=r"graph=3 needs 3 ranks, but there are 4(.|\n)*--nproc 3"):
         config.Parallel(graph=3).fit(4)

@@ -141,7 +141,7 @@ def test_the_zoo(name: str):
         assert not shared_parameters(stages)
 
 
-ODD_CUTS = {"unused_branch": 3, "shared_conv": 5, "both_ways": 5, "all_norms": 5, "residual_jump_lstm": 5}
+ODD_CUTS = {"unused_branch": 3, "shared_conv": 4, "both_ways": 5, "all_norms": 5, "residual_jump_lstm": 5}
 
 
 @pytest.mark.parametrize("name", sorted(set(ODD_MODELS) - {"edge_updates_dropout"}))
@@ -285,6 +285,18 @@ class Attention(nn.Module):
         out = self.first(x, edge_index, return_attention_weights=True)
         x = self.second(out[0], edge_index)
         return x + out[1][1].mean()
+
+
+def test_a_module_with_a_state_is_in_one_stage():
+    """Its running statistics are those of both calls."""
+    graph, found = surveyed(built(lambda: ODD_MODELS["shared_conv"](F_IN, F_OUT)))
+    names = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    assert found.changed == set(names)
+    stages = cut(graph, found, 4, {})
+    assert sorted(sum(step.path == "norm" for step in stage.steps) for stage in stages) == [0, 0, 0, 2]
+    assert [name for stage in stages for name in stage.buffers] == names
+    with pytest.raises(ModelError, match="no cut between norm and norm_1, as norm is the same module"):
+        cut(graph, found, 5, {})
 
 
 def test_no_cut_where_a_tuple_would_cross():

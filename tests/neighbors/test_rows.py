@@ -19,7 +19,8 @@ from kagome.graph.partition import extract
 from kagome.model.exact import HANDLERS
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
-from kagome.neighbors.rows import Turn, all_rows, total
+from kagome.neighbors.rows import all_rows, total
+from kagome.neighbors.turn import Turn
 from kagome.neighbors.view import in_view
 from kagome.run.check import check
 from odd_models import TwoLayers

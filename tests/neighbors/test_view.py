@@ -15,7 +15,7 @@ from torch_geometric.data import Data
 from convolutions import sample_graph
 from kagome.comm.channel import Channel
 from kagome.graph.partition import extract
-from kagome.neighbors.rows import Turn
+from kagome.neighbors.turn import Turn
 from kagome.neighbors.view import View, in_view, out_view, pair_ids
 from parity import alone, random_owner
 

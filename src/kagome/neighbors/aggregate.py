@@ -26,7 +26,8 @@ from torch import Tensor
 
 from kagome.kernels import ops
 from kagome.kernels.structure import Structure
-from kagome.neighbors.rows import Road, Turn
+from kagome.neighbors.rows import Road
+from kagome.neighbors.turn import Turn
 
 
 def neighbor_sum(

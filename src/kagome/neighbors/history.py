@@ -23,8 +23,9 @@ from kagome.errors import ModelError
 from kagome.graph.chunks import Chunk, Step
 from kagome.kernels import ops
 from kagome.neighbors.lockstep import Lockstep
-from kagome.neighbors.rows import Site, UnderWay
+from kagome.neighbors.rows import UnderWay
 from kagome.neighbors.tables import Later, Tables
+from kagome.neighbors.turn import Site
 
 
 class History:

@@ -30,8 +30,9 @@ from kagome.neighbors.handlers import HANDLERS, Handler
 from kagome.neighbors.late import Late
 from kagome.neighbors.lazy import refuse_in_function
 from kagome.neighbors.marks import ALIGNED, Kind, Mark, Marks
-from kagome.neighbors.rows import Carrier, NeighborRows, Turn, agree, all_rows, summing, total
+from kagome.neighbors.rows import Carrier, NeighborRows, agree, all_rows, summing, total
 from kagome.neighbors.tape import Taped
+from kagome.neighbors.turn import Turn
 from kagome.neighbors.view import View, in_view, out_view, pair_ids
 
 

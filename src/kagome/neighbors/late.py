@@ -20,8 +20,8 @@ from kagome.neighbors import algebra, messages, reduce
 from kagome.neighbors.lasting import Lasting
 from kagome.neighbors.lazy import Lazy, supports
 from kagome.neighbors.marks import Kind, Mark, Marks
-from kagome.neighbors.rows import Turn
 from kagome.neighbors.tape import Taped
+from kagome.neighbors.turn import Turn
 from kagome.neighbors.view import View
 
 

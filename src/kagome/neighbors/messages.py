@@ -25,7 +25,8 @@ from kagome.kernels.structure import Structure
 from kagome.neighbors import aggregate, attention, dense
 from kagome.neighbors.lazy import EscapeError, now
 from kagome.neighbors.marks import Kind, Mark
-from kagome.neighbors.rows import NeighborRows, Turn
+from kagome.neighbors.rows import NeighborRows
+from kagome.neighbors.turn import Turn
 
 Reduce = Literal["sum", "mean", "max", "min"]
 Form = Literal["sum", "product", "leaky"]

@@ -19,7 +19,7 @@ from torch_geometric.data import Data
 from kagome.errors import ModelError
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.marks import Mark
-from kagome.neighbors.rows import Turn
+from kagome.neighbors.turn import Turn
 
 _STATE = ("path", "arguments", "draws", "training", "fault", "layers", "fast")
 _NOTHING = object()

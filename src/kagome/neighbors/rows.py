@@ -16,10 +16,8 @@ waiting or, where sizes agree, mixes data silently.
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,11 +25,9 @@ import torch
 from torch import Tensor
 
 from kagome.comm.channel import Kind, Op
-from kagome.errors import ModelError
+from kagome.neighbors.turn import Site, Turn
 
 Way = Callable[[Tensor], Tensor]
-SiteKey = tuple[str, int]
-_NO_CHECKPOINT = "leave torch.utils.checkpoint out of the model, and let --model.recompute do the same"
 
 
 class UnderWay(Protocol):
@@ -90,107 +86,6 @@ class Carrier(Protocol):
         key: Hashable = None,
     ) -> Tensor:
         """The sum, maximum or minimum over all ranks; ``key`` names it the same way in every epoch."""
-
-
-class Turn:
-    """One forward of the whole model and the backward that belongs to it.
-
-    Args:
-        epoch: The epoch, for messages, headers and dropout.
-        checked: Compare headers with the peers before each exchange.
-        device: Where the token lives.
-        dtype: The token's type.
-    """
-
-    def __init__(self, epoch: int, *, checked: bool, device: torch.device, grad: bool) -> None:
-        self.epoch, self.checked, self.grad = epoch, checked, grad
-        self.token = torch.zeros((), device=device, requires_grad=grad)
-        self.collectives = 0
-        self.over = False
-        self.aside = False
-        """Whether what runs is kept for all forwards: such a read is no site of later ones."""
-        self._named: Counter[str] = Counter()
-        self.pardoned: Any = None  # the hook by which ``recompute`` lets a layer run again
-
-    def refuse_again(self, where: str) -> None:
-        """Refuse what runs after the forward has ended: backward recomputes it where nobody sees it."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) if self.grad else None
-        top = hooks[0] if hooks else None
-        if self.over or (top is not self.pardoned and "checkpoint" in getattr(top, "__qualname__", "")):
-            raise ModelError(
-                "each layer runs once in the forward pass",
-                "activation checkpointing runs one again during backward, with its exchange or its draws",
-                where=where,
-                hint=_NO_CHECKPOINT,
-            )
-
-    def begin(self, site: str, *, grad: bool = False) -> Site:
-        """Number the next collective of this forward; ``grad``: backward will come back to it."""
-        self.refuse_again(site)
-        if self.grad and not torch.is_grad_enabled() and _in_checkpoint():
-            # It would run the layer again in backward, in an autograd of its own that skips ours silently.
-            raise ModelError(
-                "training keeps the gradient of every read of neighbours",
-                "reentrant activation checkpointing switches gradients off around it",
-                where=site,
-                hint=_NO_CHECKPOINT,
-            )
-        self.collectives += 1
-        name = f"{site} (kept)" if self.aside else site
-        self._named[name] += 1
-        key = (name, self._named[name])
-        return Site(site, self.collectives, self.epoch, self.checked, grad and self.follows(), key)
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Around what is kept for all forwards: later ones do not come to its reads."""
-        before, self.aside = self.aside, True
-        try:
-            yield
-        finally:
-            self.aside = before
-
-    def follows(self) -> bool:
-        """Whether backward will come back to what is done now: not under ``no_grad``, nor in evaluation."""
-        return self.grad and torch.is_grad_enabled()
-
-
-def _in_checkpoint() -> bool:
-    """Whether this runs under reentrant checkpointing, which is an autograd function."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        code = frame.f_code
-        if code.co_name == "forward" and code.co_filename.endswith("torch/utils/checkpoint.py"):
-            return True
-    return False
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """One collective of one forward: its name, its number, and whether peers compare headers.
-
-    ``key`` is the same in every forward of every chunk: what lasts longer than a forward goes by it.
-    """
-
-    name: str
-    number: int
-    epoch: int
-    checked: bool
-    grad: bool
-    key: SiteKey
-
-    def action(self, direction: str) -> str:
-        """What a rank that waits here says it does."""
-        return f"{direction} of {self.name}, epoch {self.epoch}"
-
-    def header(self, direction: int, width: int) -> tuple[int, ...] | None:
-        """(direction, epoch, site, width, grad): what ranks agree on before rows of a size travel."""
-        return (direction, self.epoch, self.number, width, int(self.grad)) if self.checked else None
-
-    def sum(self, channel: Carrier, part: Tensor, words: str) -> Tensor:
-        """The sum of a part over the channel's ranks."""
-        return channel.all_reduce(part, "sum", action=self.action(words), key=(self.key, words))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from torch import Tensor
 from kagome.comm.channel import Kind, Op
 from kagome.errors import ModelError
 from kagome.graph.chunks import Chunk, Chunks
-from kagome.neighbors.rows import Carrier, NeighborRows, Site, SiteKey, UnderWay
+from kagome.neighbors.rows import Carrier, NeighborRows, UnderWay
+from kagome.neighbors.turn import Site, SiteKey
 
 
 @dataclass

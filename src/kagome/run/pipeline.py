@@ -11,10 +11,8 @@ Where it sits: ``trainer`` drives it like ``engine.Engine`` where the mesh has s
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import count
 from typing import Any
 
 import torch
@@ -29,7 +27,6 @@ from kagome.model.rules import apply_rules
 from kagome.model.stages import describe, links
 from kagome.neighbors.current import Current
 from kagome.neighbors.install import install
-from kagome.neighbors.lockstep import Lockstep
 from kagome.report.holdings import Holdings
 from kagome.run.ahead import Ahead
 from kagome.run.chunking import chunked
@@ -38,12 +35,10 @@ from kagome.run.gradients import Gradients
 from kagome.run.guard import Epoch, Guard, Measured
 from kagome.run.holdings import held_by_chunks
 from kagome.run.job import Job, StageCode
-from kagome.run.messages import Messages
 from kagome.run.owners import Owners
+from kagome.run.passes import Passes
 from kagome.run.staging import stage_model
 from kagome.run.task import Loss, checked_loss, row_sum
-from kagome.schedule.actions import Action, Kind, Program, pointed
-from kagome.schedule.schedules import Shape, fill_drain, k_forward_k_backward
 
 
 class Pipeline:
@@ -91,7 +86,8 @@ class Pipeline:
         self.gradients.overlaps = False  # they are whole after the last chunk
         found = torch.tensor([int(self.inputs["train_mask"].sum())], device=device)
         self.train_count = int(mesh.graph.all_reduce(found, action="count training vertices", kind="other"))
-        self.links = links(self.staging.stages)
+        ways = links(self.staging.stages)
+        self.passes = Passes(self.code, mesh, self.chunks, ways, phases, self.owners.buffers, self._lose)
         self.guard: Guard | None = None
         if parallel.cross_chunk == "history" and self.chunks.tables is not None:
             self.guard = Guard(parallel.history_epochs, watch=parallel.guard)
@@ -223,13 +219,13 @@ class Pipeline:
         """All chunks forward and backward."""
         tables = self.chunks.tables
         if tables is None or self.parallel.cross_chunk == "drop":
-            return self._one_by_one(epoch, None)
+            return self.passes.one_by_one(epoch, None, checked=not self._checked)
         if kind == "exact":
-            jobs = self._in_lockstep(epoch, training=True)
+            jobs = self.passes.in_lockstep(epoch, training=True, checked=not self._checked)
         else:
             supplier = self.chunks.history(epoch, refresh=kind == "refresh")
             tables.begin(epoch, supplier)
-            jobs = self._one_by_one(epoch, supplier)
+            jobs = self.passes.one_by_one(epoch, supplier, checked=not self._checked)
             with self.phases.phase("history", epoch):
                 tables.end()
         if kind in ("exact", "refresh"):
@@ -250,150 +246,6 @@ class Pipeline:
         said = guard.see(Measured(epoch, cosine, ratio, drift / max(sites, 1), guard.age))
         if said:
             self._notes.append(said)
-
-    def _one_by_one(self, epoch: int, history: Any) -> dict[int, Job]:
-        """One chunk after the other, by a program that is known beforehand."""
-        jobs = self._jobs(self.chunks.apart, epoch, training=True)
-        program = self.program(epoch)
-        messages = Messages(self.code, self.mesh.pipe, jobs, epoch)
-        messages.post(program)
-        begun = False
-        # Chunks that know nothing of each other note their own statistics, as micro-batches do.
-        alike = history is not None
-
-        def compute(action: Action) -> None:
-            nonlocal begun
-            job = jobs[action.chunk]
-            if action.kind is Kind.F:
-                with self._noting(action.chunk == program_first or not alike):
-                    job.forward()
-                self._lose(job)
-                return
-            if not begun and history is not None:
-                history.begin_backward()
-            begun = True
-            job.backward()
-
-        program_first = next(action.chunk for action in program if action.kind is Kind.F)
-        self._run(program, jobs, messages, compute, epoch)
-        messages.end()
-        return jobs
-
-    def program(self, epoch: int) -> Program:
-        """What this rank's stage does in an epoch, chunk after chunk."""
-        shape = Shape(self.parallel.pipe, self.chunks.order(epoch, self.mesh.part), self.links)
-        name = self.parallel.schedule
-        if name == "auto":
-            name = "1f1b" if self.parallel.cross_chunk == "drop" else "fill-drain"
-        if name == "fill-drain":
-            return self._needed(fill_drain(shape)[self.mesh.stage])
-        k = 1 if name == "1f1b" else self.parallel.pipe
-        return self._needed(k_forward_k_backward(shape, k)[self.mesh.stage])
-
-    def _needed(self, program: Iterable[Action]) -> Program:
-        """Without messages that have nothing to carry: gradients of values that have none."""
-        names = Messages(self.code, self.mesh.pipe, {}, 0).names
-        return tuple(action for action in program if action.kind.computes or names(action))
-
-    def _in_lockstep(self, epoch: int, *, training: bool) -> dict[int, Job]:
-        """All chunks piece by piece: a program that ends where the model has no more reads."""
-        tables = self.chunks.tables
-        assert tables is not None
-        jobs = self._jobs(self.chunks.scopes, epoch, training=training)
-        order = tuple(range(self.chunks.count))
-        supplier = self.chunks.exact()
-        tables.begin(epoch, supplier)
-        messages = Messages(self.code, self.mesh.pipe, jobs, epoch)
-        passes = (True, False) if training else (True,)
-        for forward in passes:
-            messages.post(
-                a for chunk in (order if forward else order[::-1]) for a in self._ends(chunk, forward)[0]
-            )
-        for forward in passes:
-            works = [job.forward if forward else job.backward for job in jobs.values()]
-            lockstep = supplier.lockstep = Lockstep(works)
-            ended: set[int] = set()
-
-            def compute(action: Action, lockstep: Lockstep = lockstep, ended: set[int] = ended) -> None:
-                job = jobs[action.chunk]
-                with self._noting(action.chunk == 0):
-                    done = lockstep.advance(action.chunk)
-                if done:
-                    ended.add(action.chunk)
-                    if action.kind is Kind.F and training:
-                        self._lose(job)
-
-            try:
-                with _calling_thread():
-                    self._run(self._rounds(order, ended, forward), jobs, messages, compute, epoch)
-            finally:
-                lockstep.close()
-        messages.end()
-        return jobs
-
-    def _rounds(self, order: Sequence[int], ended: set[int], forward: bool) -> Iterator[Action]:
-        """Each round a piece of every chunk; receives before the first, sends after the last."""
-        stage = self.mesh.stage
-        kind = Kind.F if forward else Kind.B
-        for piece in count():
-            for chunk in order if forward else order[::-1]:
-                receives, sends = self._ends(chunk, forward)
-                if piece == 0:
-                    yield from receives
-                yield Action(stage, kind, chunk, piece)
-                if chunk in ended:
-                    yield from sends
-            if len(ended) == len(order):
-                return
-
-    def _ends(self, chunk: int, forward: bool) -> tuple[list[Action], list[Action]]:
-        """The receives before a chunk's first piece and the sends after its last."""
-        stage = self.mesh.stage
-        before = [one for one, other in self.links if other == stage]
-        after = [other for one, other in self.links if one == stage]
-        come, go = (before, after) if forward else (after[::-1], before[::-1])
-        take, give = (Kind.RECV_F, Kind.SEND_F) if forward else (Kind.RECV_B, Kind.SEND_B)
-        receives = self._needed(Action(stage, take, chunk, None, other) for other in come)
-        sends = self._needed(Action(stage, give, chunk, None, other) for other in go)
-        return list(receives), list(sends)
-
-    # Actions -------------------------------------------------------------------------------------
-
-    def _jobs(self, scopes: Sequence[Any], epoch: int, *, training: bool) -> dict[int, Job]:
-        checked = training and not self._checked
-        return {
-            number: Job(self.code, scope, epoch, training, checked) for number, scope in enumerate(scopes)
-        }
-
-    def _run(
-        self, program: Iterable[Action], jobs: Mapping[int, Job], messages: Messages, compute: Any, epoch: int
-    ) -> None:
-        done: list[Action] = []
-        try:
-            for action in program:
-                done.append(action)
-                self.mesh.doing(f"epoch {epoch}: {action}")
-                with self.phases.phase(str(action), epoch):
-                    if action.kind.computes:
-                        compute(action)
-                    elif action.kind.sends:
-                        messages.send(action)
-                    else:
-                        self._received(action, jobs[action.chunk], messages)
-        except BaseException:
-            known = program if isinstance(program, tuple) else done
-            print(
-                f"kagome: rank {self.mesh.rank} stopped here:\n{pointed(known, len(done) - 1)}",
-                file=sys.stderr,
-            )
-            raise
-
-    def _received(self, action: Action, job: Job, messages: Messages) -> None:
-        for name, value in messages.receive(action):
-            if action.kind.forward:
-                job.take(name, value)
-            else:
-                job.gradients[name] = value
 
     def _lose(self, job: Job) -> None:
         """At the end of a chunk's forward: its loss, where this stage gives the output."""
@@ -424,15 +276,6 @@ class Pipeline:
                 hint="return one tensor with a row a vertex",
             )
         return out.float() if self.settings.amp == "bf16" else out
-
-    @contextmanager
-    def _noting(self, notes: bool) -> Iterator[None]:
-        """Buffers are moved once an epoch, not by every chunk."""
-        before = [] if notes else [(buffer, buffer.clone()) for buffer in self.owners.buffers]
-        yield
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
 
     def _cast(self) -> AbstractContextManager[object]:
         amp = self.settings.amp == "bf16"
@@ -471,15 +314,9 @@ class Pipeline:
         """
         self.model.train(False)
         if self.chunks.count > 1:
-            jobs = self._in_lockstep(epoch, training=False)
+            jobs = self.passes.in_lockstep(epoch, training=False)
         else:
-            jobs = self._jobs(self.chunks.scopes, epoch, training=False)
-            messages = Messages(self.code, self.mesh.pipe, jobs, epoch)
-            receives, sends = self._ends(0, True)
-            program = (*receives, Action(self.mesh.stage, Kind.F, 0), *sends)
-            messages.post(program)
-            self._run(program, jobs, messages, lambda action: jobs[0].forward(), epoch)
-            messages.end()
+            jobs = self.passes.forward(epoch)
         found = [self._out(job) for job in jobs.values()]
         rows = [out for out in found if out is not None]
         value = self.staging.survey.values[self.staging.graph.output]
@@ -491,10 +328,3 @@ class Pipeline:
             out = torch.empty(own, *value.shape, dtype=kind, device=self.mesh.device)
         out = self.mesh.pipe.broadcast(out, self.parallel.pipe - 1, action=f"scores, epoch {epoch}")
         return out if out.dim() > 1 else out.unsqueeze(1)
-
-
-@contextmanager
-def _calling_thread() -> Iterator[None]:
-    """Backward runs in the thread that calls it, on a device too: chunks in lockstep wait inside."""
-    with torch.autograd.set_multithreading_enabled(False):
-        yield

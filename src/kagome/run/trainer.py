@@ -47,9 +47,6 @@ from kagome.run.stop import asked_to_stop
 AFTER_IMPORTS: Final = Memory()
 """Resident size once everything is imported: what peaks are measured from."""
 
-MOST_SPANS: Final = 10_000
-"""Spans an epoch that are kept: a pipeline has one an action."""
-
 SPLITS: Final = ("train", "val", "test")
 
 Source = Callable[[Channel], tuple[Partition, Meta]]
@@ -138,7 +135,7 @@ class Trainer:
         scheduler: Callable[[Optimizer], Any] | None,
         out: Out,
     ) -> None:
-        self._begun, self.spans = time.perf_counter(), Spans(most=MOST_SPANS)
+        self._begun, self.spans = time.perf_counter(), Spans(most=10_000)  # a pipeline has one an action
         self._stack = ExitStack()
         self.settings, self.train = settings, settings.train
         atexit.register(self.close)
