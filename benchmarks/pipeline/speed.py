@@ -31,8 +31,8 @@ from cluster import Cluster, NotPermittedError, default_share, end_on_sigterm  #
 from pipeline import tables  # noqa: E402
 
 GRAPHS = {
-    "cornell5": ["--data.name", "cornell5"],
-    "squirrel": ["--data.name", "squirrel", "--data.self-loops"],
+    "cornell5": ["--data.name", "cornell5", "--data.project", "128"],
+    "squirrel": ["--data.name", "squirrel", "--data.undirected", "--data.self-loops"],
     "flickr": ["--data.name", "flickr-attributed"],
     "tolokers": ["--data.name", "Tolokers"],
     "digits": ["--data.name", "digits"],

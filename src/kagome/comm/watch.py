@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -136,10 +136,13 @@ class Watch:
         return [peer for peer in peers if not self._waits_in(action, peer)]
 
     def close(self) -> None:
-        """End the thread; may be called twice."""
+        """End the thread, and leave word of where this rank stopped; may be called twice."""
         self._closed.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(timeout=5.0)
+            if not self._thread.is_alive():
+                with suppress(RuntimeError):  # the store's host is gone
+                    self._publish()
 
     def _waits_in(self, action: str, peer: int) -> bool:
         seen = self.seen(peer)

@@ -152,11 +152,12 @@ class Exact:
 
     Args:
         tables: Of this rank.
+        stale: The next epoch's historical rows pass on this one's gradients.
         lockstep: The works that meet here; set before each pass.
     """
 
-    def __init__(self, tables: Tables) -> None:
-        self.tables = tables
+    def __init__(self, tables: Tables, *, stale: bool = False) -> None:
+        self.tables, self.stale = tables, stale
         self.lockstep: Lockstep | None = None
         self._reduced: dict[Hashable, Tensor] = {}
 
@@ -189,7 +190,10 @@ class Exact:
     def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> UnderWay:
         """Add gradients; when all chunks have, send the halo's back."""
         tables = self.tables
-        gradients = tables.gradients(tables.sites[site.key])
+        table = tables.sites[site.key]
+        if self.stale:
+            table.stale[chunk.number] = away.clone()
+        gradients = tables.gradients(table)
         reads = tables.reads[chunk.number]
         every, ones = torch.arange(reads.numel(), device=tables.device), away.new_ones(reads.numel())
         ops.add_rows(gradients, reads, away, every, ones)

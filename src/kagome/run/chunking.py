@@ -67,14 +67,15 @@ class Chunking:
             tables.halo_chunk,
             tables.sent_read_by,
             scale=1.0 if settings.stale_gradients else settings.cross_chunk_scale,
-            refresh=refresh,
+            # Stale gradients of a halo row go to its owner also where all its readers came before.
+            refresh=refresh or settings.stale_gradients,
         )
         return History(tables, steps, stale=settings.stale_gradients)
 
     def exact(self) -> Exact:
         """What answers reads where all chunks go in lockstep."""
         assert self.tables is not None
-        return Exact(self.tables)
+        return Exact(self.tables, stale=self.settings.stale_gradients)
 
     def joined(self, rows: Sequence[Tensor]) -> Tensor:
         """Rows of all chunks, by number, as the part has them."""

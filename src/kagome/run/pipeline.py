@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class Pipeline:
         device = mesh.device
         self.staging = stage_model(model, part, mesh.world, parallel, settings, device)
         self.stage = self.staging.stages[mesh.stage]
+        part = self._needed(part)
         self.chunks = chunked(part, mesh.graph, parallel, device=device, seed=settings.seed, fast=fast)
         self.current = Current([*self.chunks.scopes, *self.chunks.apart])
         self.code = StageCode(
@@ -96,10 +98,12 @@ class Pipeline:
         self._notes = [self._said()]
         self._put_on()
 
-    @property
-    def last(self) -> bool:
-        """Whether this rank's stage gives the model's output."""
-        return self.mesh.stage == self.parallel.pipe - 1
+    def _needed(self, part: Partition) -> Partition:
+        """What this stage and the loss read of the part: features lie with the stages that use them."""
+        names = {*self.stage.inputs, "y", *(name for name in part.nodes if name.endswith("_mask"))}
+        nodes = {name: value for name, value in part.nodes.items() if name in names}
+        edges = {name: value for name, value in part.edges.items() if name in names}
+        return replace(part, nodes=nodes, edges=edges)
 
     def _said(self) -> str:
         words = f"pipeline: {self.parallel.pipe} stages x {self.chunks.count} chunks"

@@ -363,7 +363,8 @@ class Trainer:
         self.records = before or self.records[: self.epoch]
 
     def _finish(self, set_up: float) -> dict[str, Any]:
-        found = self._scores()
+        with self.spans.phase("evaluate", self.epoch):
+            found = self._scores()
         facts: dict[str, Any] = {
             "test_metric": found["test"],
             "val_metric": found["val"],

@@ -1,0 +1,101 @@
+"""History on ranks gives what plain PyG gives where historical reads are constants, edge by edge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from history_reference import reference
+from pipelines import MODELS, SEED, data, model, trained, trained_plainly
+
+MESHES = [(1, 1), (1, 2), (2, 1), (2, 2)]
+HISTORY = {"cross_chunk": "history", "guard": False}
+
+
+def mesh(pipe: int, graph: int, chunks: int, **rest: Any) -> dict[str, Any]:
+    return {"pipe": pipe, "graph": graph, "chunks": chunks, **HISTORY, **rest}
+
+
+def compare(ranks: Any, name: str, parallel: dict[str, Any], epochs: int, atol: float, **rest: Any) -> None:
+    parts = parallel["graph"]
+    if rest.get("fast"):
+        found = ranks(parallel["pipe"] * parts, trained, name, parallel, epochs, 0.0, True)
+    else:
+        found = ranks(parallel["pipe"] * parts, trained_plainly, name, parallel, epochs)
+    for rank in found:
+        assert isinstance(rank, dict), rank
+    plain = model(name)
+    expected = reference(plain, data(), [rank["chunks"] for rank in found[:parts]], epochs, seed=SEED, **rest)
+    for rank in found:
+        torch.testing.assert_close(rank["losses"], expected, rtol=0, atol=atol)
+        torch.testing.assert_close(rank["weights"], dict(plain.state_dict()), rtol=0, atol=atol)
+        for key, value in rank["weights"].items():
+            assert torch.equal(value, found[0]["weights"][key]), f"{key} drifts apart"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("pipe", "graph"), MESHES)
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_the_gradient_after_the_first_epoch_with_history(ranks, name, pipe, graph, chunks):
+    compare(ranks, name, mesh(pipe, graph, chunks), 2, 1e-10)
+
+
+@pytest.mark.parametrize("name", ["gcn", "sage", "gcnii", "jumping", "gat"])
+@pytest.mark.parametrize(("pipe", "graph"), MESHES)
+def test_the_same_with_fast_paths(ranks, name, pipe, graph):
+    compare(ranks, name, mesh(pipe, graph, 3), 3, 1e-9, fast=True)
+
+
+@pytest.mark.parametrize("history_epochs", [1, 3])
+@pytest.mark.parametrize(("pipe", "graph"), MESHES)
+def test_rows_are_kept_each_so_many_epochs(ranks, pipe, graph, history_epochs):
+    parallel = mesh(pipe, graph, 3, history_epochs=history_epochs)
+    compare(ranks, "gcnii", parallel, 7, 1e-9, history_epochs=history_epochs)
+
+
+@pytest.mark.parametrize(("pipe", "graph"), MESHES)
+def test_chunks_in_their_own_order_and_gradients_as_they_are(ranks, pipe, graph):
+    parallel = mesh(pipe, graph, 3, shuffle_chunks=False, cross_chunk_scale=1.0)
+    compare(ranks, "sage", parallel, 3, 1e-9, shuffle=False, scale=1.0)
+
+
+@pytest.mark.parametrize(("pipe", "graph"), MESHES)
+def test_norms_go_by_the_last_epoch_s_statistics_and_note_them_once(ranks, pipe, graph):
+    compare(ranks, "normed", mesh(pipe, graph, 3, history_epochs=2), 5, 1e-8, history_epochs=2)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5])
+def test_any_scale(ranks, scale):
+    compare(ranks, "gcn", mesh(1, 2, 3, cross_chunk_scale=scale), 3, 1e-9, scale=scale)
+
+
+@pytest.mark.parametrize(("pipe", "graph"), MESHES)
+@pytest.mark.parametrize("history_epochs", [1, 20])
+def test_stale_gradients_are_those_of_the_epoch_before(ranks, pipe, graph, history_epochs):
+    """GNNPipe without its third technique: readers that come too late in backward left theirs before."""
+    parallel = mesh(pipe, graph, 3, stale_gradients=True, history_epochs=history_epochs)
+    compare(ranks, "gcn", parallel, 4, 1e-9, stale=True, history_epochs=history_epochs)
+
+
+def test_history_is_no_exact_training(ranks):
+    """Without this a history that is never read would pass where a reference is not looked at."""
+    exact = ranks(1, trained, "gcn", {"chunks": 4, "cross_chunk": "exact"}, 3, 0.0, True)[0]
+    found = ranks(1, trained, "gcn", mesh(1, 1, 4), 3, 0.0, True)[0]
+    assert found["losses"][0] == pytest.approx(exact["losses"][0], abs=1e-12)
+    assert abs(found["losses"][2] - exact["losses"][2]) > 1e-5
+
+
+@pytest.mark.parametrize("name", ["gcn", "normed", "gat"])
+@pytest.mark.parametrize(("pipe", "graph"), [(1, 1), (2, 2)])
+def test_evaluation_is_exact(ranks, name, pipe, graph):
+    found = ranks(pipe * graph, trained, name, mesh(pipe, graph, 4), 4, 0.4)
+    given = data()
+    plain = model(name)
+    plain.load_state_dict(found[0]["weights"])
+    with torch.no_grad():
+        scores = plain.eval()(given.x, given.edge_index)
+    torch.testing.assert_close(found[0]["scores"], scores, rtol=0, atol=1e-10)
+    right = (scores.argmax(1) == given.y)[given.test_mask].double().mean()
+    for rank in found:
+        assert rank["test"] == pytest.approx(float(right), abs=1e-12)
