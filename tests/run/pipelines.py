@@ -18,6 +18,7 @@ from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
 from kagome.errors import KagomeError
 from kagome.graph.chunks import cut_part
+from kagome.model.stages import links
 from kagome.report.spans import action_of, training
 
 HIDDEN = 8
@@ -147,7 +148,7 @@ def told(mine: nn.Module, given: Data, epochs: int, parallel: dict[str, Any], **
                 "bytes": [dict(record.bytes) for record in trainer.records],
                 "bytes_per_epoch": summary["bytes_per_epoch"],
                 "actions": spans,
-                "links": getattr(trainer.engine, "links", ()),
+                "links": links(trainer.engine.staging.stages) if hasattr(trainer.engine, "staging") else (),
                 "notes": trainer.notes,
                 "chunks": [piece.part.own for piece in cut_part(trainer.part, chunks, seed=SEED).pieces],
                 "part": trainer.part.part,

@@ -197,7 +197,7 @@ def armed(channel: Channel, failing: int, how: str, parallel: dict[str, Any]) ->
                 mine,
                 data(),
                 parallel=Parallel(**parallel),
-                train=settings(timeout=10.0),
+                train=settings(timeout=4.0),
                 report=QUIET,
                 optimizer=sgd,
             ) as trainer:
