@@ -32,7 +32,7 @@ from pipeline import tables  # noqa: E402
 
 GRAPHS = {
     "cornell5": ["--data.name", "cornell5", "--data.project", "128"],
-    "squirrel": ["--data.name", "squirrel", "--data.undirected", "--data.self-loops"],
+    "squirrel": ["--data.name", "squirrel", "--data.self-loops"],
     "flickr": ["--data.name", "flickr-attributed"],
     "tolokers": ["--data.name", "Tolokers"],
     "digits": ["--data.name", "digits"],

@@ -269,6 +269,15 @@ class Engine:
             optimizer.step()
         return value, stops > 0
 
+    @property
+    def max_age(self) -> int:
+        """The age of the oldest row that was read, in epochs."""
+        return 0
+
+    def sum_up(self) -> tuple[str, ...]:
+        """What there is to say at the end of a run."""
+        return ()
+
     def take_notes(self) -> tuple[str, ...]:
         """What there is to say of the forwards since the last call."""
         taken, self._notes = tuple(self._notes), []

@@ -66,6 +66,8 @@ class Guard:
         self.found: list[Measured] = []
         self.exact_epochs = 0
         """How many epochs were exact because history was not trusted."""
+        self.oldest = 0
+        """Age of the oldest rows that an epoch has read."""
         self._span, self._rest = 1, 1
         self._exact_left = 1  # the first epoch fills the tables
         self._since_probe = self._age = 0
@@ -91,6 +93,8 @@ class Guard:
         """An epoch has run so."""
         if kind == "exact":
             self._exact_left -= 1
+        else:
+            self.oldest = max(self.oldest, self.age)
         self._age = self._age + 1 if kind == "history" else 0
         if kind == "probe":
             self._since_probe = 0

@@ -106,8 +106,43 @@ class Pipeline:
         return replace(part, nodes=nodes, edges=edges)
 
     def _said(self) -> str:
+        """What is said before the first epoch: the cut, and what it gives up."""
         words = f"pipeline: {self.parallel.pipe} stages x {self.chunks.count} chunks"
-        return f"{words}\n{describe(self.staging.stages, self.staging.survey)}".rstrip()
+        if self.chunks.count > 1:
+            share = f"{self._cut_share():.0%} of the edges lie between chunks"
+            words += {
+                "history": f"; {share}: what comes from a later chunk is up to {self.parallel.history_epochs} "
+                "epochs old and has no gradient; sums over all vertices are the last epoch's",
+                "drop": f"; {share}: they are dropped in training",
+                "exact": f"; {share}: all chunks pass a layer before any passes the next",
+            }[self.parallel.cross_chunk]
+        return f"{words}\n{describe(self.staging.stages, self.staging.survey, self.staging.seconds)}".rstrip()
+
+    def _cut_share(self) -> float:
+        """The share of edges that begin in another chunk or part."""
+        scopes = self.chunks.scopes
+        sources = [(scope.views[0].edge_index[0], scope.own) for scope in scopes]
+        cut = sum(int((source >= own).sum()) for source, own in sources)
+        found = torch.tensor([cut, sum(source.numel() for source, _ in sources)], device=self.mesh.device)
+        cut, count = self.mesh.graph.all_reduce(found, action="count cut edges", kind="other").tolist()
+        return cut / max(count, 1)
+
+    @property
+    def max_age(self) -> int:
+        """The age of the oldest row that was read, in epochs."""
+        return 0 if self.guard is None else self.guard.oldest
+
+    def sum_up(self) -> tuple[str, ...]:
+        """What there is to say at the end: what history was found to cost."""
+        guard = self.guard
+        if guard is None or not guard.found:
+            return ()
+        least = min(guard.found, key=lambda found: found.cosine)
+        return (
+            f"history: {len(guard.found)} probes, {guard.exact_epochs} exact epochs for want of trust; at the "
+            f"last, epoch {guard.found[-1].epoch}: {guard.found[-1].text()}; lowest cosine {least.cosine:.2f} "
+            f"in epoch {least.epoch}",
+        )
 
     def _put_on(self) -> None:
         self._unrule = apply_rules(self.model, self.current.scope)

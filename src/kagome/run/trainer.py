@@ -353,8 +353,6 @@ class Trainer:
         self.epoch, self._best = place.epoch, Best.at(place, best)
         self._say(f"resumed after epoch {place.epoch}, written by {place.world_size} ranks, in {folder}")
 
-    # Saying --------------------------------------------------------------------------------------
-
     def _open_files(self) -> None:
         """Begin ``metrics.jsonl`` or go on with it; all ranks know the epochs before a resume."""
         if self.writer is None:
@@ -365,11 +363,13 @@ class Trainer:
     def _finish(self, set_up: float) -> dict[str, Any]:
         with self.spans.phase("evaluate", self.epoch):
             found = self._scores()
+        self._say_all(self.engine.sum_up())
         facts: dict[str, Any] = {
             "test_metric": found["test"],
             "val_metric": found["val"],
             "metric_name": self.metric_name,
             "best_epoch": self._best.epoch or None,
+            "max_age": self.engine.max_age,
             "world_size": self.mesh.size,
             "parallel": asdict(self.settings.parallel.fit(self.mesh.size)),
             "seed": self.train.seed,

@@ -1,0 +1,85 @@
+"""The guard: which epochs run with history, by what probes find; and a run that it must slow down."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kagome.run.guard import FAIR, GOOD, SPANS, Guard, Measured
+
+
+def course(guard: Guard, cosines, epochs: int) -> list[str]:
+    """The kinds of a run's epochs, each probe finding the next cosine."""
+    found, left = [], iter(cosines)
+    for epoch in range(1, epochs + 1):
+        kind = guard.next()
+        if kind == "probe":
+            guard.see(Measured(epoch, next(left, 1.0), 1.0, 0.0, guard.age))
+        guard.done(kind)
+        found.append(kind)
+    return found
+
+
+def test_trusted_history_is_probed_ever_less():
+    found = course(Guard(20), [], 400)
+    assert found[:2] == ["exact", "probe"]
+    probes = [place for place, kind in enumerate(found) if kind == "probe"]
+    gaps = [b - a - 1 for a, b in zip(probes, probes[1:], strict=False)]
+    assert gaps[:6] == [2, 4, 8, 16, 32, 64]
+    assert set(gaps[6:]) <= {SPANS * 20}
+    # Between probes rows are taken anew each period.
+    last = found[probes[-2] + 1 : probes[-1]]
+    assert [place for place, kind in enumerate(last) if kind == "refresh"] == [19, 39, 59, 79]
+    assert found.count("exact") == 1
+
+
+def test_bad_history_is_left():
+    guard = Guard(20)
+    found = course(guard, [0.1] * 100, 100)
+    assert "history" not in found
+    assert guard.exact_epochs > 90
+    probes = [place for place, kind in enumerate(found) if kind == "probe"]
+    assert [b - a - 1 for a, b in zip(probes, probes[1:], strict=False)][:5] == [2, 4, 8, 16, 20]
+
+
+def test_history_is_taken_up_again():
+    found = course(Guard(20), [0.1, 0.1, 0.95, 0.95], 30)
+    assert found[:12] == [
+        "exact", "probe", "exact", "exact", "probe", *["exact"] * 4, "probe", "history", "history"
+    ]  # fmt: skip
+
+
+def test_between_good_and_fair_nothing_changes():
+    found = course(Guard(20), [(GOOD + FAIR) / 2] * 100, 30)
+    assert found == ["exact", "probe", *["history", "probe"] * 14]
+
+
+def test_what_is_said():
+    guard = Guard(20)
+    assert guard.see(Measured(2, 0.99, 1.0, 0.1, 1)) == ""
+    assert "exact epochs come next" in guard.see(Measured(5, 0.2, 0.4, 0.5, 3))
+    assert "history is used again" in guard.see(Measured(9, 0.95, 1.0, 0.1, 1))
+
+
+def test_unwatched_history_is_only_refreshed():
+    found = course(Guard(3, watch=False), [], 10)
+    assert found == ["exact", *["history", "history", "refresh"] * 3]
+
+
+def test_a_resumed_run_begins_exactly():
+    guard = Guard(20)
+    course(guard, [], 7)
+    guard.begin_anew()
+    assert guard.next() == "exact"
+
+
+@given(st.lists(st.floats(-1, 1), max_size=60), st.integers(1, 30))
+def test_rows_are_never_older_than_a_period(cosines, period):
+    guard = Guard(period)
+    left = iter(cosines)
+    for epoch in range(1, 200):
+        assert guard.age <= max(period, 1)
+        kind = guard.next()
+        if kind == "probe":
+            guard.see(Measured(epoch, next(left, 1.0), 1.0, 0.0, guard.age))
+        guard.done(kind)
