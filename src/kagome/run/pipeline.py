@@ -111,8 +111,8 @@ class Pipeline:
         if self.chunks.count > 1:
             share = f"{self._cut_share():.0%} of the edges lie between chunks"
             words += {
-                "history": f"; {share}: what comes from a later chunk is up to {self.parallel.history_epochs} "
-                "epochs old and has no gradient; sums over all vertices are the last epoch's",
+                "history": f"; {share}: rows of later chunks are up to {self.parallel.history_epochs} epochs "
+                "old and pass no gradient on; sums over all vertices are the last epoch's",
                 "drop": f"; {share}: they are dropped in training",
                 "exact": f"; {share}: all chunks pass a layer before any passes the next",
             }[self.parallel.cross_chunk]
@@ -124,8 +124,8 @@ class Pipeline:
         sources = [(scope.views[0].edge_index[0], scope.own) for scope in scopes]
         cut = sum(int((source >= own).sum()) for source, own in sources)
         found = torch.tensor([cut, sum(source.numel() for source, _ in sources)], device=self.mesh.device)
-        cut, count = self.mesh.graph.all_reduce(found, action="count cut edges", kind="other").tolist()
-        return cut / max(count, 1)
+        among, edges = self.mesh.graph.all_reduce(found, action="count cut edges", kind="other").tolist()
+        return float(among / max(edges, 1))
 
     @property
     def max_age(self) -> int:
@@ -139,9 +139,9 @@ class Pipeline:
             return ()
         least = min(guard.found, key=lambda found: found.cosine)
         return (
-            f"history: {len(guard.found)} probes, {guard.exact_epochs} exact epochs for want of trust; at the "
-            f"last, epoch {guard.found[-1].epoch}: {guard.found[-1].text()}; lowest cosine {least.cosine:.2f} "
-            f"in epoch {least.epoch}",
+            f"history: {len(guard.found)} probes, {guard.exact_epochs} exact epochs for want of trust; "
+            f"the last, epoch {guard.found[-1].epoch}: {guard.found[-1].text()}; "
+            f"lowest cosine {least.cosine:.2f} in epoch {least.epoch}",
         )
 
     def _put_on(self) -> None:
