@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +26,7 @@ def test_trusted_history_is_probed_ever_less():
     found = course(Guard(20), [], 400)
     assert found[:2] == ["exact", "probe"]
     probes = [place for place, kind in enumerate(found) if kind == "probe"]
-    gaps = [b - a - 1 for a, b in zip(probes, probes[1:], strict=False)]
+    gaps = [b - a - 1 for a, b in pairwise(probes)]
     assert gaps[:6] == [2, 4, 8, 16, 32, 64]
     assert set(gaps[6:]) <= {SPANS * 20}
     # Between probes rows are taken anew each period.
@@ -39,7 +41,7 @@ def test_bad_history_is_left():
     assert "history" not in found
     assert guard.exact_epochs > 90
     probes = [place for place, kind in enumerate(found) if kind == "probe"]
-    assert [b - a - 1 for a, b in zip(probes, probes[1:], strict=False)][:5] == [2, 4, 8, 16, 20]
+    assert [b - a - 1 for a, b in pairwise(probes)][:5] == [2, 4, 8, 16, 20]
 
 
 def test_history_is_taken_up_again():
