@@ -29,6 +29,56 @@ def add_two(typing: Any, width: Any, out: Any, at: Any, a: Any, p: Any, b: Any, 
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def add_one(typing: Any, width: Any, out: Any, at: Any, a: Any, factor: Any) -> Any:
+    """``out[at:] += factor * a[at:]`` over ``width`` columns."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _Lanes(context, builder, signature, args)
+        fresh = builder.fmul(lanes.spread(4), lanes.load(3, 2), flags=("contract",))
+        lanes.store(1, 2, builder.fadd(lanes.load(1, 2), fresh, flags=("contract",)))
+        return context.get_dummy_value()
+
+    return types.void(width, out, types.int64, a, out.dtype), code
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def add_four(typing: Any, width: Any, out: Any, at: Any, a: Any, b: Any, c: Any, d: Any, factor: Any) -> Any:
+    """``out[at:] += factor * ((a[at:] + b[at:]) + (c[at:] + d[at:]))`` over ``width`` columns."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _Lanes(context, builder, signature, args)
+        one = builder.fadd(lanes.load(3, 2), lanes.load(4, 2))
+        both = builder.fadd(one, builder.fadd(lanes.load(5, 2), lanes.load(6, 2)))
+        fresh = builder.fmul(lanes.spread(7), both, flags=("contract",))
+        lanes.store(1, 2, builder.fadd(lanes.load(1, 2), fresh, flags=("contract",)))
+        return context.get_dummy_value()
+
+    return types.void(width, out, types.int64, a, b, c, d, out.dtype), code
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def add_products(
+    typing: Any, width: Any, out: Any, at: Any, a: Any, p: Any, b: Any, q: Any, c: Any, r: Any, d: Any, s: Any
+) -> Any:
+    """``out[at:] += (p * a[at:] + q * b[at:]) + (r * c[at:] + s * d[at:])`` over ``width`` columns."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _Lanes(context, builder, signature, args)
+
+        def product(row: int) -> Any:
+            return builder.fmul(lanes.load(row, 2), lanes.spread(row + 1), flags=("contract",))
+
+        one = builder.fadd(product(3), product(5), flags=("contract",))
+        other = builder.fadd(product(7), product(9), flags=("contract",))
+        both = builder.fadd(one, other, flags=("contract",))
+        lanes.store(1, 2, builder.fadd(lanes.load(1, 2), both, flags=("contract",)))
+        return context.get_dummy_value()
+
+    n = out.dtype
+    return types.void(width, out, types.int64, a, n, b, n, c, n, d, n), code
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def dot(typing: Any, width: Any, a: Any, at: Any, b: Any) -> Any:
     """``sum(a[at:] * b[at:])`` over ``width`` columns, in the vector's order."""
 
