@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -192,3 +192,10 @@ def same(found: list[Any], alone: dict[str, Any], atol: float = 1e-9) -> None:
             assert torch.equal(value, found[0]["weights"][key]), f"{key} drifts apart"
         if rank is not found[0]:  # rank 0 has all scores, the others their own rows
             torch.testing.assert_close(rank["scores"], found[0]["scores"][rank["own"]])
+
+
+def rotated(names: Iterable[Any], cases: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Each name with a case, each case with a name: all of both, not all pairs, which would take an hour."""
+    one, other = list(names), [case if isinstance(case, tuple) else (case,) for case in cases]
+    count = max(len(one), len(other))
+    return [(one[place % len(one)], *other[place % len(other)]) for place in range(count)]

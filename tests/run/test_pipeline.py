@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import MODELS, same, trained
+from pipelines import MODELS, rotated, same, trained
 
 EXACT = {"cross_chunk": "exact"}
 
@@ -25,33 +25,31 @@ def one_rank(ranks):
     return get
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("pipe", [2, 3, 4])
+@pytest.mark.parametrize(("name", "pipe"), rotated(MODELS, [2, 4, 3]))
 def test_one_chunk_through_stages(ranks, one_rank, name, pipe):
     found = ranks(pipe, trained, name, {"pipe": pipe, "chunks": 1})
     assert [rank["stage"] for rank in found] == list(range(pipe))
     same(found, one_rank(name))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("pipe", "chunks"), [(1, 2), (1, 4), (2, 2), (2, 4), (3, 4)])
+@pytest.mark.parametrize(("name", "pipe", "chunks"), rotated(MODELS, [(1, 4), (2, 2), (3, 4), (2, 4)]))
 def test_exact_chunks_through_stages(ranks, one_rank, name, pipe, chunks):
     same(ranks(pipe, trained, name, {"pipe": pipe, "chunks": chunks, **EXACT}), one_rank(name))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("pipe", "chunks"), [(1, 3), (2, 1), (2, 3)])
+@pytest.mark.parametrize(("name", "pipe", "chunks"), rotated(MODELS, [(2, 3), (1, 3), (2, 1), (2, 3)]))
 def test_parts_and_exact_chunks(ranks, one_rank, name, pipe, chunks):
     found = ranks(2 * pipe, trained, name, {"pipe": pipe, "graph": 2, "chunks": chunks, **EXACT})
     assert [(rank["stage"], rank["part"]) for rank in found] == [(s, p) for s in range(pipe) for p in (0, 1)]
     same(found, one_rank(name))
 
 
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    "mesh",
-    [{"pipe": 2, "chunks": 1}, {"pipe": 2, "graph": 2, "chunks": 3, **EXACT}, {"chunks": 4, **EXACT}],
-    ids=["stages", "hybrid", "chunks"],
+    ("name", "mesh"),
+    rotated(
+        MODELS,
+        [{"pipe": 2, "chunks": 1}, {"pipe": 2, "graph": 2, "chunks": 3, **EXACT}, {"chunks": 4, **EXACT}],
+    ),
 )
 def test_the_gradient_itself(ranks, one_rank, name, mesh):
     """SGD with rate 1: weights after one epoch differ by exactly the gradient."""

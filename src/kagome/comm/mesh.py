@@ -39,6 +39,8 @@ from kagome.threads import seat, threads
 
 TAKEN_WITHIN = 10.0
 """Seconds that a rank stays at the end for its peers to take what lies on its shelf."""
+AFTER_ERROR = 1.0
+"""The same after an error: long enough for an answer that makes them raise the same."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def open_mesh(
     watch: Watch | None = None
     channels: list[Channel] = []
     groups = Groups(ranks.rank, fitted.pipe, ranks.size // fitted.pipe, device, timeout)
-    patience = 0.0
+    patience = AFTER_ERROR
     stack = ExitStack()
     try:
         if store is not None and ranks.size > 1:
@@ -151,7 +153,7 @@ def open_mesh(
             counts,
             watch,
         )
-        patience = TAKEN_WITHIN  # nobody waits for peers after an error
+        patience = TAKEN_WITHIN
     finally:
         stack.close()
         if watch is not None:

@@ -278,7 +278,7 @@ class Trainer:
         atexit.unregister(self.close)
         if hasattr(self, "engine"):
             self.engine.close()
-        self._stack.close()
+        self._stack.__exit__(*sys.exc_info())  # after an error peers are not waited for as long
 
     def __enter__(self) -> Trainer:
         return self
