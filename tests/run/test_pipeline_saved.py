@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import data, model, told
+from pipelines import data, model, rotated, told
 from safetensors.torch import load_file
 
 from kagome.comm.channel import Channel
@@ -68,18 +68,22 @@ def runs(ranks, kind, tmp_path_factory) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("wrote", "reads"),
-    [
-        ("exact", "parts"),
-        ("exact", "one rank"),
-        ("exact", "exact"),
-        ("stages", "three"),
-        ("stages", "one rank"),
-        ("hybrid", "stages"),
-        ("one rank", "exact"),
-        ("one rank", "hybrid"),
-        ("parts", "stages"),
-    ],
+    ("kind", "wrote", "reads"),
+    rotated(
+        ["gcnii", "normed"],
+        [
+            ("exact", "parts"),
+            ("exact", "one rank"),
+            ("stages", "three"),
+            ("exact", "exact"),
+            ("one rank", "exact"),
+            ("hybrid", "stages"),
+            ("stages", "one rank"),
+            ("one rank", "hybrid"),
+            ("parts", "stages"),
+        ],
+    ),
+    indirect=["kind"],
 )
 def test_a_resume_on_another_mesh_goes_on_with_the_same_curve(
     ranks, runs, uninterrupted, kind, tmp_path, wrote, reads
