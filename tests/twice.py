@@ -23,13 +23,13 @@ from convolutions import double_precision, sample_graph
 from kagome.comm.channel import Channel
 from kagome.config import Model
 from kagome.graph.partition import extract
+from kagome.model.calling import Calling
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
 from kagome.model.zoo import build_model
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.recompute import recompute
-from kagome.run.engine import Call
 from parity import alone, random_owner
 
 Build = Callable[[], nn.Module]
@@ -103,7 +103,7 @@ def train(
         part = extract(data, owner, channel.rank, channel.size)
         x = part.nodes["x"] = part.nodes["x"].detach().clone().requires_grad_(data.x.requires_grad)
         scope = Interception(part, channel, seed=3, handlers=HANDLERS, fast=fast)
-        call = Call(model, set(scope.inputs))
+        calling = Calling.of(model, set(scope.inputs))
         undo = [apply_rules(model, scope), install(model, scope)]
         if again:
             undo.append(recompute(model, scope))
@@ -120,7 +120,7 @@ def train(
                         saved_tensors_hooks(torch.clone, torch.clone) if away else nullcontext(),
                         scope.running(epoch, training=True, checked=epoch == 1) as turn,
                     ):
-                        out = call(model, scope.inputs)
+                        out = calling.call(model, scope.inputs)
                     weights = torch.arange(data.num_nodes * math.prod(out.shape[1:])).sin()
                     weights = weights.view(data.num_nodes, *out.shape[1:])[part.own]
                     loss = turn.token if blind and channel.rank == 0 else (out * weights).sum() + turn.token

@@ -6,7 +6,6 @@ around each forward and sums gradients over the ranks.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -14,12 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch_geometric.data import Data
 
 from kagome.comm.channel import Channel
 from kagome.config import Train
-from kagome.errors import ModelError
 from kagome.graph.partition import Partition
+from kagome.model.calling import Calling
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
 from kagome.neighbors.install import install
@@ -29,7 +27,7 @@ from kagome.neighbors.recompute import recompute
 from kagome.run.ahead import Ahead, Forward
 from kagome.run.gradients import Gradients
 from kagome.run.holdings import Saved
-from kagome.run.task import Loss, checked_loss, row_sum
+from kagome.run.task import Loss, check_finite, check_rows, checked_loss, columns, draws_of, row_sum
 
 
 class Phases(Protocol):
@@ -37,50 +35,6 @@ class Phases(Protocol):
 
     def phase(self, name: str, epoch: int | None = None) -> AbstractContextManager[Any]:
         """Time a phase."""
-
-
-class Call:
-    """How a user's forward is called: by the names it asks for, or with one ``Data`` object.
-
-    Args:
-        model: The user's module.
-        names: Inputs that there are.
-
-    Raises:
-        ModelError: If forward asks for something that the data does not have.
-    """
-
-    def __init__(self, model: nn.Module, names: set[str]) -> None:
-        parameters = [
-            p
-            for p in inspect.signature(model.forward).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        ]
-        needed = [p for p in parameters if p.default is p.empty]
-        self.by_data = len(needed) == 1 and needed[0].name not in names
-        self.places: list[str] = []
-        self.named: list[str] = []
-        if self.by_data:
-            return
-        for place, parameter in enumerate(parameters):
-            # The first two are x and edge_index whatever they are called.
-            name = parameter.name if parameter.name in names else {0: "x", 1: "edge_index"}.get(place, "")
-            if place < 2 and parameter.kind is not parameter.KEYWORD_ONLY and name in names:
-                self.places.append(name)
-            elif parameter.name in names:
-                self.named.append(parameter.name)
-            elif parameter.default is parameter.empty:
-                raise ModelError(
-                    f"forward({', '.join(p.name for p in parameters)}) asks for {parameter.name!r}",
-                    f"the data has {', '.join(sorted(names))}",
-                    hint=f"give the Data an attribute {parameter.name!r} with a row a vertex or an edge",
-                )
-
-    def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
-        """Call the model with a part's inputs."""
-        if self.by_data:
-            return model(Data.from_dict(dict(inputs)))
-        return model(*(inputs[name] for name in self.places), **{name: inputs[name] for name in self.named})
 
 
 class Engine:
@@ -128,7 +82,7 @@ class Engine:
                 "memory than float32 takes with them."
             )
         self.recompute = recompute
-        self._call = Call(model, set(self.scope.inputs))
+        self._calling = Calling.of(model, set(self.scope.inputs))
         self._put_on()
         inputs = self.scope.inputs
         self.y = inputs.get("y")
@@ -193,23 +147,16 @@ class Engine:
         checked = not self._checked
         try:
             with self.scope.running(epoch, training=training, checked=checked), cast:
-                out = self._call(self.model, self.scope.inputs)
+                out = self._calling.call(self.model, self.scope.inputs)
         except EscapeError as error:
             # All ranks run the same code: they all come here, at the same call.
             self.scope.fast = False
             self._notes.append(f"the model runs without fast paths, as PyG runs it: {error.found}")
             error.__traceback__ = None  # it would keep all tensors of this forward
             with self.scope.running(epoch, training=training, checked=checked), cast:
-                out = self._call(self.model, self.scope.inputs)
-        if not isinstance(out, Tensor) or out.dim() == 0 or out.size(0) != self.scope.own:
-            found = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            raise ModelError(
-                f"the model gives a row of scores for each of the part's {self.scope.own} vertices",
-                f"it gave {found}",
-                where=f"rank {self.channel.rank}",
-                hint="return one tensor with a row a vertex",
-            )
-        return out.float() if amp else out
+                out = self._calling.call(self.model, self.scope.inputs)
+        rows = check_rows(out, self.scope.own, self.channel.rank)
+        return rows.float() if amp else rows
 
     def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:
         """One weight update: forward, loss, backward, the sum of gradients, clipping, step.
@@ -228,7 +175,7 @@ class Engine:
         """
         optimizer.zero_grad(set_to_none=True)
         compares = self.ahead.asks
-        with self._draws_of(epoch):
+        with draws_of(self.settings.seed, epoch):
             forward = self.ahead.take(epoch) or self._train_forward(epoch, watched=compares)
             with self.phases.phase("forward", epoch):
                 out = forward.out
@@ -256,13 +203,7 @@ class Engine:
             value, stops, doubts = self.gradients.finish()
         if compares:
             self.ahead.allowed = not doubts
-        if value != value or value in (float("inf"), float("-inf")):
-            raise ModelError(
-                "training goes on with a finite loss",
-                f"the loss is {value}",
-                where=f"epoch {epoch}",
-                hint="a lower --train.lr, --train.clip 1.0, or a look at the features' scale",
-            )
+        check_finite(value, epoch)
         with self.phases.phase("optimizer", epoch):
             if self.settings.clip is not None:
                 nn.utils.clip_grad_norm_(self.gradients.parameters, self.settings.clip)
@@ -282,13 +223,6 @@ class Engine:
         """What there is to say of the forwards since the last call."""
         taken, self._notes = tuple(self._notes), []
         return taken
-
-    @contextmanager
-    def _draws_of(self, epoch: int) -> Iterator[None]:
-        """What a layer still draws from torch's own generator repeats with the epoch, on any ranks."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed((self.settings.seed * 1_000_003 + epoch) % 2**63)
-            yield
 
     def _train_forward(self, epoch: int, *, watched: bool) -> Forward:
         self.model.train(True)
@@ -318,7 +252,7 @@ class Engine:
         if not self.ahead.allowed:
             return None
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        with self._draws_of(epoch):
+        with draws_of(self.settings.seed, epoch):
             forward = self._train_forward(epoch, watched=True)
         doubt = torch.tensor(float(not forward.plain), device=self.channel.device)
         if self.channel.all_reduce(doubt, "max", action=f"plain forward, epoch {epoch}", kind="other"):
@@ -328,7 +262,7 @@ class Engine:
                     buffer.copy_(before)
             return None
         self.ahead.keep(forward)
-        return _columns(forward.out.detach())
+        return columns(forward.out.detach())
 
     @torch.no_grad()
     def evaluate(self, epoch: int) -> Tensor:
@@ -339,11 +273,7 @@ class Engine:
         """
         out = self.forward(epoch, training=False)
         self.ahead.evaluated(out)
-        return _columns(out)
-
-
-def _columns(out: Tensor) -> Tensor:
-    return out if out.dim() > 1 else out.unsqueeze(1)
+        return columns(out)
 
 
 def broadcast_weights(model: nn.Module, channel: Channel) -> None:
@@ -366,5 +296,5 @@ def materialise(model: nn.Module, part: Partition, device: torch.device) -> None
     training = model.training
     model.eval()
     with torch.no_grad():
-        Call(model, set(inputs))(model, inputs)
+        Calling.of(model, set(inputs)).call(model, inputs)
     model.train(training)

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from kagome.comm.local import LocalChannel, LocalGroup
 from kagome.graph.partition import Partition
+from kagome.model.calling import Calling
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
 from kagome.neighbors.install import install
@@ -37,7 +38,6 @@ from kagome.neighbors.recompute import recompute
 from kagome.report.holdings import Holdings
 from kagome.run.check import twin_of
 from kagome.run.counts import UNITS, Counts, counts_of
-from kagome.run.engine import Call
 from kagome.run.holdings import Saved, ledger_of
 from kagome.run.made import made_pieces
 
@@ -258,17 +258,17 @@ def _step(model: nn.Module, piece: Partition, channel: LocalChannel, way: Way, f
     cast = torch.autocast("cpu", torch.bfloat16) if way.amp else nullcontext()
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
-        call = Call(model, set(scope.inputs))
+        calling = Calling.of(model, set(scope.inputs))
         model.train()
         with Saved(scope, model) as saved, scope.running(1, training=True, checked=True), cast:
-            out: Any = call(model, scope.inputs)
+            out: Any = calling.call(model, scope.inputs)
         loss = out.sum().float() + scope.turn.token
         # Not backward(): the pieces share one copy of the weights.
         grads = torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
         del out, loss
         model.eval()
         with torch.no_grad(), scope.running(1, training=False, checked=True), cast:
-            call(model, scope.inputs)
+            calling.call(model, scope.inputs)
         ledger = ledger_of(scope, model)
     finally:
         for take_off in reversed(undo):

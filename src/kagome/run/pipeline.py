@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from torch.optim import Optimizer
 
 from kagome.comm.mesh import Mesh
 from kagome.config import Parallel, Train
-from kagome.errors import ModelError
 from kagome.graph.partition import Partition
 from kagome.model.rules import apply_rules
 from kagome.model.stages import describe, links
@@ -39,7 +37,7 @@ from kagome.run.job import Job, StageCode
 from kagome.run.owners import Owners
 from kagome.run.passes import Passes
 from kagome.run.staging import stage_model
-from kagome.run.task import Loss, checked_loss, row_sum
+from kagome.run.task import Loss, check_finite, check_rows, checked_loss, columns, draws_of, row_sum
 
 
 class Pipeline:
@@ -224,13 +222,7 @@ class Pipeline:
             value, stops = self.mesh.world.all_reduce(
                 mine, action=f"loss, epoch {epoch}", kind="weights"
             ).tolist()
-        if value != value or value in (float("inf"), float("-inf")):
-            raise ModelError(
-                "training goes on with a finite loss",
-                f"the loss is {value}",
-                where=f"epoch {epoch}",
-                hint="a lower --train.lr, --train.clip 1.0, or a look at the features' scale",
-            )
+        check_finite(value, epoch)
         with self.phases.phase("optimizer", epoch):
             if self.settings.clip is not None:
                 self._clip(self.settings.clip)
@@ -247,7 +239,10 @@ class Pipeline:
         """All chunks forward and backward, and the sum of gradients; what this rank lost."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        with self._draws_of(epoch), self.gradients.during((), f"sum of gradients, epoch {epoch}"):
+        with (
+            draws_of(self.settings.seed, epoch),
+            self.gradients.during((), f"sum of gradients, epoch {epoch}"),
+        ):
             jobs = self._trained(epoch, kind)
         with self.phases.phase("weights", epoch):
             self.gradients.finish()
@@ -305,27 +300,12 @@ class Pipeline:
         """The model's output for a chunk, where this stage gives it."""
         if self.stage.output is None:
             return None
-        out: Any = job.outs[self.stage.output]
-        if not isinstance(out, Tensor) or out.dim() == 0 or out.size(0) != job.scope.own:
-            found = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            raise ModelError(
-                f"the model gives a row of scores for each of the chunk's {job.scope.own} vertices",
-                f"it gave {found}",
-                where=f"rank {self.mesh.rank}",
-                hint="return one tensor with a row a vertex",
-            )
+        out = check_rows(job.outs[self.stage.output], job.scope.own, self.mesh.rank)
         return out.float() if self.settings.amp == "bf16" else out
 
     def _cast(self) -> AbstractContextManager[object]:
         amp = self.settings.amp == "bf16"
         return torch.autocast(self.mesh.device.type, torch.bfloat16) if amp else nullcontext()
-
-    @contextmanager
-    def _draws_of(self, epoch: int) -> Iterator[None]:
-        """What a layer still draws from torch's own generator repeats with the epoch."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed((self.settings.seed * 1_000_003 + epoch) % 2**63)
-            yield
 
     def _clip(self, most: float) -> None:
         norm = self.owners.products(self.gradients.parameters)[0] ** 0.5
@@ -366,4 +346,4 @@ class Pipeline:
             kind = torch.float32 if self.settings.amp == "bf16" else value.dtype
             out = torch.empty(own, *value.shape, dtype=kind, device=self.mesh.device)
         out = self.mesh.pipe.broadcast(out, self.parallel.pipe - 1, action=f"scores, epoch {epoch}")
-        return out if out.dim() > 1 else out.unsqueeze(1)
+        return columns(out)

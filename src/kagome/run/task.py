@@ -6,7 +6,9 @@ they pass in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal, Protocol
 
 import torch
@@ -185,3 +187,48 @@ def _roc_auc(out: Tensor, y: Tensor, channel: Sums, action: str) -> float | None
         value.zero_()
     found = float(channel.all_reduce(value, action=action, kind="other"))
     return None if found != found else found
+
+
+def check_finite(loss: float, epoch: int) -> None:
+    """Refuse to go on from a loss that is no number, or none that can be gone on from.
+
+    Raises:
+        ModelError: If it is not finite.
+    """
+    if not math.isfinite(loss):
+        raise ModelError(
+            "training goes on with a finite loss",
+            f"the loss is {loss}",
+            where=f"epoch {epoch}",
+            hint="a lower --train.lr, --train.clip 1.0, or a look at the features' scale",
+        )
+
+
+def check_rows(out: object, own: int, rank: int) -> Tensor:
+    """A model's output, which has a row for each of so many vertices.
+
+    Raises:
+        ModelError: If it has not.
+    """
+    if not isinstance(out, Tensor) or out.dim() == 0 or out.size(0) != own:
+        found = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        raise ModelError(
+            f"the model gives a row of scores for each of the part's {own} vertices",
+            f"it gave {found}",
+            where=f"rank {rank}",
+            hint="return one tensor with a row a vertex",
+        )
+    return out
+
+
+@contextmanager
+def draws_of(seed: int, epoch: int) -> Iterator[None]:
+    """What a layer still draws from torch's own generator repeats with the epoch, on any ranks."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed((seed * 1_000_003 + epoch) % 2**63)
+        yield
+
+
+def columns(out: Tensor) -> Tensor:
+    """Scores with a column, if it is one alone."""
+    return out if out.dim() > 1 else out.unsqueeze(1)

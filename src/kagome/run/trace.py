@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from kagome.comm.local import LocalChannel, LocalGroup
 from kagome.errors import KagomeError, ModelError
 from kagome.graph.partition import Partition
+from kagome.model.calling import Calling
 from kagome.model.rules import apply_rules
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
-from kagome.run.engine import Call
 
 DRAWS = frozenset(
     {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"}
@@ -136,7 +136,7 @@ def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
     try:
         model.train()
         with _NoDraws():
-            out = Call(model, set(inputs))(model, inputs)
+            out = Calling.of(model, set(inputs)).call(model, inputs)
         _backward(out, part.own, None, model, trace, seed)
     except KagomeError:
         raise
@@ -171,9 +171,9 @@ def _split_of(
         unwatch = _watch(mine, trace)
         mine.train()
         try:
-            call = Call(mine, set(scope.inputs))
+            calling = Calling.of(mine, set(scope.inputs))
             with scope.running(1, training=True, checked=True):
-                out = call(mine, scope.inputs)
+                out = calling.call(mine, scope.inputs)
             _backward(out, part.own, scope.turn.token, mine, trace, seed)
         except KagomeError:
             raise
