@@ -44,7 +44,7 @@ class Peers:
         self.begun.append(Come(self._next(action)))
         return self.begun[-1]
 
-    def all_reduce(self, tensor, op="sum", *, action, kind="statistics") -> Tensor:
+    def all_reduce(self, tensor, op="sum", *, action, kind="statistics", key=None) -> Tensor:
         return self._next(action)
 
 
