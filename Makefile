@@ -5,6 +5,8 @@ VENV ?= .venv
 # Further options for pip, such as an index that has a CPU build of torch.
 PIP_OPTIONS ?=
 FLAGS ?=
+# Two processes share the tests: half the time of one, which mostly waits for ranks to start.
+WORKERS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_OPTIONS)
@@ -27,7 +29,7 @@ train: $(VENV)/.ready-train
 
 test: lint
 	@echo "== tests"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(WORKERS)
 
 # Half as long again as the tests alone: processes that tests start are counted too.
 coverage: $(VENV)/.ready-test

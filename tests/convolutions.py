@@ -5,6 +5,7 @@ Where it sits: the parity tests and the table ``docs/convolutions.md`` are gener
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -352,3 +353,16 @@ _NOT_BUILT = [
 ]  # fmt: skip
 
 CASES: tuple[ConvCase, ...] = (*_SPECTRAL, *_SUMS, *_RELATIONS, *_ATTENTION, *_POINTS, *_NOT_BUILT)
+
+
+BUILDABLE = [case for case in CASES if case.build is not None]
+
+
+def splits() -> Iterator[tuple[ConvCase, tuple[int, int]]]:
+    """Each class on both numbers of ranks, its variants in turn; one that has no variants on both."""
+    worlds = ((2, 2), (3, 1))
+    variants = Counter(case.name for case in BUILDABLE)
+    for place, case in enumerate(BUILDABLE):
+        for number, world in enumerate(worlds):
+            if variants[case.name] == 1 or number == place % 2:
+                yield case, world

@@ -29,7 +29,7 @@ MAY = {
     "graph": {"graph"},
     "kernels": {"kernels"},
     "model": {"model", "kernels"},
-    "comm": {"comm"},
+    "comm": {"comm", "kernels"},
     "neighbors": {"neighbors", "comm", "graph", "kernels"},
     "report": {"report", "schedule"},
     "schedule": {"schedule"},

@@ -18,6 +18,7 @@ from kagome.errors import ConfigError
 Partitioner = Literal["auto", "metis", "streaming", "contiguous", "random"]
 CrossChunk = Literal["history", "drop", "exact"]
 Schedule = Literal["auto", "fill-drain", "1f1b", "kfkb"]
+CodecName = Literal["none", "fp32", "bf16", "fp16", "int8", "int4", "int2", "onebit"]
 Metric = Literal["auto", "accuracy", "roc_auc", "f1_micro"]
 
 
@@ -93,6 +94,22 @@ class Parallel:
     """In which order chunks pass: ``auto`` takes fill-drain, and 1F1B where chunks are independent."""
     layers: tuple[str, ...] = ()
     """Names of modules that follow each other, for a model whose forward cannot be traced."""
+    codec: CodecName = "none"
+    """What rows of other parts look like on the wire: ``none`` is the tensor's own type; ``onebit`` to
+    ``int8`` round at random, right on the mean."""
+    codec_backward: CodecName | None = None
+    """The same for gradients; by default as ``codec``."""
+    codec_stage: CodecName | None = None
+    """The same for what goes from stage to stage; by default as it is."""
+    error_feedback: bool = False
+    """Add what a codec lost of a row to the row that is sent next."""
+    max_age: int = 0
+    """Epochs that rows of other parts, and their gradients, may be old: from 1 on they travel while the next
+    epoch computes."""
+    sync_every: int | Literal["auto"] | None = None
+    """Wait for this epoch's rows in every so many epochs; ``auto``: when rows have moved far."""
+    smoothing: float = 0.0
+    """Share of earlier epochs in late rows: a moving average."""
     partitioner: Partitioner = "auto"
     """How vertices are given to parts; ``auto`` takes METIS where it fits into memory, else streaming."""
     reuse: bool = True
@@ -104,17 +121,30 @@ class Parallel:
     def __post_init__(self) -> None:
         if self.graph is not None and self.graph < 1:
             raise ConfigError("Parallel(graph=...) takes a number of parts from 1 up", f"it is {self.graph}")
-        _at_least("parallel", self, pipe=1, chunks=1, history_epochs=1, cross_chunk_scale=0)
+        _at_least("parallel", self, pipe=1, chunks=1, history_epochs=1, cross_chunk_scale=0, max_age=0)
+        _at_least("parallel", self, smoothing=0)
         for name, kinds in (
             ("partitioner", Partitioner),
             ("cross_chunk", CrossChunk),
             ("schedule", Schedule),
+            ("codec", CodecName),
+            ("codec_backward", CodecName),
+            ("codec_stage", CodecName),
         ):
-            if getattr(self, name) not in get_args(kinds):
+            if getattr(self, name) not in (*get_args(kinds), None):
                 raise ConfigError(
                     f"Parallel({name}=...) takes one of {', '.join(get_args(kinds))}",
                     f"it is {getattr(self, name)!r}",
                 )
+        every = self.sync_every
+        if isinstance(every, str) and every != "auto":
+            raise ConfigError("Parallel(sync_every=...) takes a number of epochs or auto", f"it is {every!r}")
+        if every is not None and self.max_age == 0:
+            raise ConfigError(
+                "sync_every says when rows that may be late are waited for",
+                "max_age=0 lets none be late",
+                hint="max_age=1",
+            )
         if self.schedule in ("1f1b", "kfkb") and self.cross_chunk != "drop":
             raise ConfigError(
                 f"schedule={self.schedule!r} takes chunks that know nothing of each other",

@@ -6,30 +6,17 @@ remembered); three ranks train one epoch with features that need one.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from torch_geometric.data import Data
 
-from convolutions import CASES, ConvCase, sample_graph
+from convolutions import ConvCase, sample_graph, splits
 from parity import Result, assert_equal, case_build, one_rank, random_owner, split, whole
-
-BUILDABLE = [case for case in CASES if case.build is not None]
 
 
 def label(case: ConvCase) -> str:
     return f"{case.name}-{case.variant}".replace(" ", "_")
-
-
-def splits() -> Iterator[tuple[ConvCase, tuple[int, int]]]:
-    """Each class on both numbers of ranks, its variants in turn; one that has no variants on both."""
-    worlds = ((2, 2), (3, 1))
-    variants = Counter(case.name for case in BUILDABLE)
-    for place, case in enumerate(BUILDABLE):
-        for number, world in enumerate(worlds):
-            if variants[case.name] == 1 or number == place % 2:
-                yield case, world
 
 
 def graph_of(case: ConvCase, *, x_grad: bool) -> Data:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 import kagome
-from convolutions import CASES, ConvCase, sample_graph
+from convolutions import ConvCase, sample_graph, splits
 from kagome import Trainer
 from kagome.comm.channel import Channel
 from kagome.config import Report, Train
@@ -28,12 +28,13 @@ from odd_models import MUST_BE_REFUSED, ODD_MODELS
 from parity import case_build, odd, random_owner
 from twice import FAN_IN, FAN_OUT, Ranks, assert_same, both, on_one_rank, zoo
 
-BUILDABLE = [case for case in CASES if case.build is not None]
 
-
-@pytest.mark.parametrize("case", BUILDABLE, ids=lambda c: f"{c.name}-{c.variant}".replace(" ", "_"))
-@pytest.mark.parametrize(("world", "epochs"), [(2, 2), (3, 1)], ids=["2-ranks", "3-ranks"])
-def test_every_convolution(ranks: Ranks, world: int, epochs: int, case: ConvCase) -> None:
+@pytest.mark.parametrize(
+    ("case", "split"),
+    [pytest.param(*each, id=f"{each[1][0]}-ranks-{each[0].name}-{each[0].variant}") for each in splits()],
+)
+def test_every_convolution(ranks: Ranks, case: ConvCase, split: tuple[int, int]) -> None:
+    world, epochs = split
     data = sample_graph(1, groups_of_four=case.needs_groups_of_four)
     data.x.requires_grad_(epochs == 1)  # what is cached in one epoch knows no gradient of the next
     assert_same(*both(ranks, world, case_build(case), data, epochs=epochs))

@@ -19,6 +19,7 @@ from kagome.comm import faults
 from kagome.comm.end import End
 from kagome.comm.pending import Pending, PendingSum, Sending, start_sum
 from kagome.comm.traffic import KINDS, Kind
+from kagome.comm.trip import Trip
 from kagome.comm.wire import Wire
 
 __all__ = ["KINDS", "Channel", "Kind", "Op", "Pending", "PendingSum", "Sending"]
@@ -76,6 +77,7 @@ class Channel(End):
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
         pick: Tensor | None = None,
+        trip: Trip | None = None,
     ) -> Pending:
         """Begin to send each peer its rows and to receive theirs. Not differentiable.
 
@@ -88,6 +90,7 @@ class Channel(End):
             header: Up to five numbers (direction, epoch, step, site, width) that must be the same on both
                 sides; they and the row counts are compared before any row is sent. All ranks or none give it.
             pick: Send these of the rows, in this order; all if None.
+            trip: What it is, for carriers that code rows or bring them late; nothing is done with it here.
 
         Returns:
             The exchange under way.

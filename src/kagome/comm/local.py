@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kagome.comm.channel import KINDS, Kind, Op
+from kagome.comm.trip import Trip
 from kagome.errors import CommError, KagomeError
 
 T = TypeVar("T")
@@ -198,6 +199,7 @@ class LocalChannel:
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
         pick: Tensor | None = None,
+        trip: Trip | None = None,
     ) -> _Come:
         """The same; threads of one process have nothing to wait for."""
         rows = rows.detach() if pick is None else rows.detach().index_select(0, pick)

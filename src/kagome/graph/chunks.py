@@ -61,9 +61,10 @@ class Chunks:
         send_counts: How many each peer reads.
         recv_counts: How many halo rows come from each.
         read_by: Which of this part's chunks read each halo row.
+        ids: Original ids of the table's places.
 
     Shapes:
-        ``rows [own]``, ``send [sum(send_counts)]``, ``read_by [halo, K]``.
+        ``rows [own]``, ``send [sum(send_counts)]``, ``read_by [halo, K]``, ``ids [own + halo]``.
     """
 
     pieces: tuple[Chunk, ...]
@@ -74,6 +75,7 @@ class Chunks:
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
     read_by: Tensor
+    ids: Tensor
 
     @property
     def table(self) -> int:
@@ -125,7 +127,9 @@ def cut_part(part: Partition, count: int, *, method: str = "metis", seed: int = 
     read_by = torch.zeros(halo, count, dtype=torch.bool)
     for piece in pieces:
         read_by[piece.reads[piece.reads >= own] - own, piece.number] = True
-    return Chunks(pieces, rows, own, halo, place[part.send], part.send_counts, part.recv_counts, read_by)
+    ids = torch.cat([part.own[rows], part.halo])
+    sends, comes = part.send_counts, part.recv_counts
+    return Chunks(pieces, rows, own, halo, place[part.send], sends, comes, read_by, ids)
 
 
 def _piece(part: Partition, number: int, mine: Tensor, first: int, edge_ids: Tensor, place: Tensor) -> Chunk:

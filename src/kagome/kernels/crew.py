@@ -10,17 +10,21 @@ results do not depend on their number.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from contextlib import ExitStack, suppress
+from functools import cache, partial
 from itertools import count
 from math import prod
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
 import torch
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import register_jitable
 from torch import Tensor
 
@@ -48,10 +52,27 @@ def roomy(loop: Loop) -> Loop:
     return _compiled(loop, True)
 
 
-def _compiled(loop: Loop, arrays: bool) -> Loop:
-    fast = {"contract"}
+def strict(loop: Loop) -> Loop:
+    """As ``compiled``, and every product and sum is rounded: the bits of the same sums in plain PyTorch."""
+    return _compiled(loop, False, fused=False)
+
+
+def _compiled(loop: Loop, arrays: bool, *, fused: bool = True) -> Loop:
+    fast = {"contract"} if fused else set()
     made = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast, _nrt=arrays)(loop)
+    made.compile = partial(_alone, made, made.compile)
     return cast(Loop, made)
+
+
+def _alone(made: Any, compile_it: Callable[..., Any], types: Any) -> Any:
+    """Compile while no other process does: ranks that start together find the first one's machine code."""
+    place = Path(made.stats.cache_path) / f"{made.py_func.__module__}.{made.py_func.__qualname__}.lock"
+    # numba's own lock comes first, so that no thread holds a file that one who compiles is waiting for.
+    with global_compiler_lock, ExitStack() as held:
+        with suppress(OSError):  # a folder that cannot be written to has nothing to wait for
+            place.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context(place.open("w")), fcntl.LOCK_EX)
+        return compile_it(types)
 
 
 def inlined(loop: Loop) -> Loop:

@@ -112,13 +112,15 @@ class History:
     ) -> UnderWay | None:
         if self.tables.channel.size == 1:
             return None
+        pick = pick.to(self.tables.device)
         return self.tables.channel.start_exchange(
             rows,
             sends,
             comes,
             action=site.action(words),
             header=site.header(direction, rows.size(1)),
-            pick=pick.to(self.tables.device),
+            pick=pick,
+            trip=site.trip(direction, self.tables.ids[pick]),
         )
 
     def _fresh(self, chunk: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,6 +180,7 @@ class Exact:
                     action=site.action(words),
                     header=site.header(0, rows.size(1)),
                     pick=tables.send,
+                    trip=site.trip(0, tables.ids[tables.send]),
                 ).lent() as halo:
                     current[plan.own :].copy_(halo)
 
@@ -207,6 +210,7 @@ class Exact:
                     plan.send_counts,
                     action=site.action(words),
                     header=site.header(3, away.size(1)),
+                    trip=site.trip(3, tables.ids[plan.own :]),
                 ).lent() as come:
                     gradients.index_add_(0, tables.send, come)
 

@@ -19,12 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kagome.comm.channel import Kind, Op
+from kagome.comm.trip import Trip
 from kagome.neighbors.turn import Site, Turn
 
 Way = Callable[[Tensor], Tensor]
@@ -73,8 +75,12 @@ class Carrier(Protocol):
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
         pick: Tensor | None = None,
+        trip: Trip | None = None,
     ) -> UnderWay:
-        """The same, of those rows that ``pick`` names; begun, its wait gives what comes."""
+        """The same, of those rows that ``pick`` names; begun, its wait gives what comes.
+
+        ``trip`` says what it is, to carriers that code rows or bring them late.
+        """
 
     def all_reduce(
         self,
@@ -99,9 +105,10 @@ class NeighborRows:
         send_counts: How many of them go to each peer.
         recv_counts: How many halo rows come from each peer.
         channel: The way to the peers.
+        ids: Original ids of own and halo rows: what codecs draw by.
 
     Shapes:
-        ``send [sum(send_counts)]``; rows ``[n, W]`` to ``[n + H, W]`` and back.
+        ``send [sum(send_counts)]``, ``ids [n + H]``; rows ``[n, W]`` to ``[n + H, W]`` and back.
 
     Cost:
         ``sum(send_counts) * W`` values out forward, ``H * W`` out backward; ``(n + H) * W`` values kept.
@@ -113,6 +120,13 @@ class NeighborRows:
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
     channel: Carrier
+    ids: Tensor | None = None
+
+    @cached_property
+    def stamps(self) -> tuple[Tensor, Tensor]:
+        """The ids of rows that are sent, and of halo rows."""
+        ids = torch.arange(self.own + self.halo, device=self.send.device) if self.ids is None else self.ids
+        return ids[self.send], ids[self.own :]
 
     def extend(self, rows: Tensor, turn: Turn, name: str) -> Tensor:
         """Own rows ``[n, W]`` -> own and halo rows ``[n + H, W]``, with gradient."""
@@ -153,6 +167,7 @@ class NeighborRows:
             action=site.action(words),
             header=site.header(direction, rows.size(1)),
             pick=self.send,
+            trip=site.trip(direction, self.stamps[0]),
         )
 
     def give(self, away: Tensor, site: Site, words: str, direction: int) -> UnderWay:
@@ -163,6 +178,7 @@ class NeighborRows:
             self.send_counts,
             action=site.action(words),
             header=site.header(direction, away.size(1)),
+            trip=site.trip(direction, self.stamps[1]),
         )
 
     def add(self, come: Tensor, own: Tensor) -> Tensor:

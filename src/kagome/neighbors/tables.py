@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kagome.comm.channel import Kind, Op
+from kagome.comm.trip import Trip
 from kagome.errors import ModelError
 from kagome.graph.chunks import Chunk, Chunks
 from kagome.neighbors.rows import Carrier, NeighborRows, UnderWay
@@ -102,7 +103,7 @@ class Tables:
         self.epoch = self.passes = 0
         self.supplier: Supplier | None = None
         self._calls: dict[int, Counter[Hashable]] = {}
-        self.send = chunks.send.to(device)
+        self.send, self.ids = chunks.send.to(device), chunks.ids.to(device)
         self.reads = [piece.reads.to(device) for piece in chunks.pieces]
         self.halo_chunk, self.sent_read_by = self._ask_peers()
 
@@ -276,6 +277,7 @@ class ChunkChannel:
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
         pick: Tensor | None = None,
+        trip: Trip | None = None,
     ) -> UnderWay:
         """As :meth:`exchange`."""
         found = self.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header)

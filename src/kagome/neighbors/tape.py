@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from kagome.comm.channel import Kind, Op
+from kagome.comm.trip import Trip
 from kagome.errors import ModelError
 from kagome.neighbors.rows import Carrier, UnderWay
 
@@ -119,12 +120,20 @@ class Taped:
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
         pick: Tensor | None = None,
+        trip: Trip | None = None,
     ) -> UnderWay:
         """The same, begun; its wait gives the rows."""
 
         def ask() -> UnderWay:
             begun = self.channel.start_exchange(
-                rows, send_counts, recv_counts, action=action, kind=kind, header=header, pick=pick
+                rows,
+                send_counts,
+                recv_counts,
+                action=action,
+                kind=kind,
+                header=header,
+                pick=pick,
+                trip=trip,
             )
             return begun if self._tape is None else _Rows(begun)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kagome.comm.trip import Trip
 from kagome.errors import ModelError
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class Turn:
         name = f"{site} (kept)" if self.aside else site
         self._named[name] += 1
         key = (name, self._named[name])
-        return Site(site, self.collectives, self.epoch, self.checked, grad and self.follows(), key)
+        trains = self.grad and not self.aside
+        return Site(site, self.collectives, self.epoch, self.checked, grad and self.follows(), key, trains)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -103,6 +105,7 @@ class Site:
     """One collective of one forward: its name, its number, and whether peers compare headers.
 
     ``key`` is the same in every forward of every chunk: what lasts longer than a forward goes by it.
+    ``trains``: it belongs to an epoch of training, and comes again in the next one.
     """
 
     name: str
@@ -111,6 +114,7 @@ class Site:
     checked: bool
     grad: bool
     key: SiteKey
+    trains: bool = False
 
     def action(self, direction: str) -> str:
         """What a rank that waits here says it does."""
@@ -119,6 +123,10 @@ class Site:
     def header(self, direction: int, width: int) -> tuple[int, ...] | None:
         """(direction, epoch, site, width, grad): what ranks agree on before rows of a size travel."""
         return (direction, self.epoch, self.number, width, int(self.grad)) if self.checked else None
+
+    def trip(self, direction: int, stamps: Tensor) -> Trip:
+        """What its exchange in a direction is, to those who carry it."""
+        return Trip(self.key, direction, self.epoch, self.trains, stamps)
 
     def sum(self, channel: Carrier, part: Tensor, words: str) -> Tensor:
         """The sum of a part over the channel's ranks."""

@@ -44,12 +44,13 @@ def in_view(
     part: Partition, channel: Carrier, device: torch.device, rows: NeighborRows | None = None
 ) -> View:
     """The in-edges of a part's own vertices, as the partition holds them; ``rows`` if others supply them."""
+    ids, send = torch.cat([part.own, part.halo]).to(device), part.send.to(device)
     rows = rows or NeighborRows(
-        part.own.numel(), part.halo.numel(), part.send.to(device), part.send_counts, part.recv_counts, channel
+        part.own.numel(), part.halo.numel(), send, part.send_counts, part.recv_counts, channel, ids
     )
     edge_index = part.edge_index.to(device)
     return View(
-        ids=torch.cat([part.own, part.halo]).to(device),
+        ids=ids,
         edge_index=edge_index,
         given=edge_index,
         edge_ids=part.edge_ids,
@@ -99,8 +100,9 @@ def out_view(view: View, channel: Carrier) -> View:
     by_id = torch.argsort(halo)
     source[away] = own + by_id[torch.searchsorted(halo[by_id], read[away])]
     edge_index = torch.stack([source, target])
+    ids = torch.cat([mine, halo])
     return View(
-        ids=torch.cat([mine, halo]),
+        ids=ids,
         edge_index=edge_index,
         given=edge_index.flip(0),
         edge_ids=edge_ids,
@@ -111,6 +113,7 @@ def out_view(view: View, channel: Carrier) -> View:
             tuple(send_counts),
             tuple(recv_counts),
             channel,
+            ids,
         ),
         attributes={name: value[order] for name, value in attributes.items()},
     )

@@ -124,7 +124,7 @@ def chunked(
     for piece in chunks.pieces:
         end = ChunkChannel(piece, tables)
         none = torch.empty(0, dtype=torch.int64, device=device)
-        rows = ChunkRows(piece.own, piece.reads.numel(), none, (), (), end, piece, tables)
+        rows = ChunkRows(piece.own, piece.reads.numel(), none, (), (), end, None, piece, tables)
         scopes.append(scope(piece.part, end, rows))
     apart = scopes
     if settings.cross_chunk == "drop":

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kagome.comm.channel import Channel
-from kagome.config import Train
+from kagome.config import Parallel, Train
 from kagome.graph.partition import Partition
 from kagome.model.calling import Calling
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
+from kagome.neighbors.crossing import Crossing
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
@@ -45,6 +46,7 @@ class Engine:
         part: This rank's part.
         channel: The way to the other parts.
         weights: The way of gradients.
+        parallel: What crosses, and how late.
         settings: Seed, clipping, mixed precision.
         loss: Gives a value a row.
         phases: Where the time of each phase goes.
@@ -59,6 +61,7 @@ class Engine:
         channel: Channel,
         *,
         weights: Channel,
+        parallel: Parallel,
         settings: Train,
         loss: Loss,
         phases: Phases,
@@ -72,8 +75,9 @@ class Engine:
             loss,
             phases,
         )
+        self.crossing = Crossing(channel, parallel, settings.seed)
         self.scope = Interception(
-            part, channel, device=channel.device, seed=settings.seed, handlers=HANDLERS, fast=fast
+            part, self.crossing, device=channel.device, seed=settings.seed, handlers=HANDLERS, fast=fast
         )
         self._notes: list[str] = []
         if fast and settings.amp == "bf16" and channel.device.type == "cpu":
@@ -91,6 +95,8 @@ class Engine:
         self.train_count = int(channel.all_reduce(count, action="count training vertices", kind="other"))
         self.gradients = Gradients([p for p in model.parameters() if p.requires_grad], weights)
         self.ahead = Ahead(model)
+        if not self.crossing.exact:
+            self.ahead.allowed = False  # what training computes is not what evaluation would
         self._checked = False
         self.saved: Mapping[str, int] | None = None
         assert "edge_index" in inputs
@@ -213,7 +219,7 @@ class Engine:
     @property
     def max_age(self) -> int:
         """The age of the oldest row that was read, in epochs."""
-        return 0
+        return self.crossing.oldest
 
     def sum_up(self) -> tuple[str, ...]:
         """What there is to say at the end of a run."""

@@ -32,6 +32,7 @@ def engine_for(
             part,
             mesh.graph,
             weights=mesh.weights,
+            parallel=parallel,
             settings=settings.train,
             loss=loss,
             phases=phases,

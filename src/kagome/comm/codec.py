@@ -1,0 +1,143 @@
+"""Codec: what rows look like on the wire - their own type, a shorter float, or a few bits a number.
+
+Where it sits: ``neighbors.crossing`` codes what goes to all peers with it, ``run.messages`` what goes from
+stage to stage. It knows nothing of peers: a message is bytes.
+
+::
+
+    cast      [ numbers of the shorter type ]                                    rows x width x its size
+    bits      [ low, float32 ] [ span, 16 bits ] [ codes ]      6 bytes a row + ceil(rows x bits / 8) x width
+
+``low`` is a row's least number; ``span``, the way to its greatest, is the upper half of a float32,
+rounded up. Codes are drawn against what is stored: restored rows are right on the mean, constant rows
+exactly.
+
+Source: Sylvie's low-bit module; header and draws are ours, see ``kernels.bits``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kagome.config import CodecName
+from kagome.errors import ModelError
+from kagome.kernels import bits
+
+HEADER: Final = 6
+"""Bytes a row, of the codecs with few bits."""
+BITS: Final[dict[CodecName, int]] = {"onebit": 1, "int2": 2, "int4": 4, "int8": 8}
+CASTS: Final[dict[CodecName, torch.dtype]] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+FINER: Final[tuple[CodecName, ...]] = ("onebit", "int2", "int4", "int8", "bf16", "none")
+"""Codecs from few bits to all of them."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One way of writing rows.
+
+    Args:
+        name: As in the settings.
+    """
+
+    name: CodecName
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of a number, where they are few; else None."""
+        return BITS.get(self.name)
+
+    @property
+    def exact(self) -> bool:
+        """Whether what is restored is what was given."""
+        return self.name == "none"
+
+    def size(self, rows: int, width: int, dtype: torch.dtype) -> int:
+        """Bytes of a message."""
+        if rows == 0 or width == 0:
+            return 0
+        if self.bits is not None:
+            return HEADER * rows + bits.groups(rows, self.bits) * width
+        return rows * width * CASTS.get(self.name, dtype).itemsize
+
+    def encode(
+        self, rows: Tensor, pick: Tensor | None, stamps: Tensor, key: int, message: Tensor, *, where: str
+    ) -> None:
+        """Write rows as a message.
+
+        Args:
+            rows: Rows.
+            pick: Code these of them, in this order; all if None.
+            stamps: A number a coded row, by which it draws: the same row draws the same on any ranks.
+            key: What else the draws depend on.
+            message: Where the bytes go.
+            where: For errors.
+
+        Raises:
+            ModelError: If a number is not finite, or too large for the codec.
+
+        Shapes:
+            ``rows [*, W]``, ``pick [R]`` and ``stamps [R]`` int64, ``message [size]`` uint8.
+        """
+        if not message.numel():
+            return
+        count, width = stamps.numel(), rows.size(1)
+        if self.bits is None:
+            picked = rows if pick is None else rows.index_select(0, pick)
+            cast = picked.to(CASTS.get(self.name, rows.dtype)).contiguous()
+            if self.name == "fp16" and not bool(cast.isfinite().all()):
+                raise self._refusal(int((~cast.isfinite()).any(1).sum()), count, where)
+            message.copy_(cast.view(-1).view(torch.uint8))
+            return
+        head, body = message[: HEADER * count], message[HEADER * count :].view(-1, width)
+        if rows.dtype != torch.float32 and pick is not None:
+            rows, pick = rows.index_select(0, pick), None
+        low, span, bad = bits.encode(rows.float(), pick, stamps, key, self.bits, body)
+        if bad:
+            raise self._refusal(bad, count, where)
+        head[: 4 * count].copy_(low.view(torch.uint8))
+        head[4 * count :].copy_(span.view(torch.uint8))
+
+    def decode(self, message: Tensor, out: Tensor) -> Tensor:
+        """A message's rows, written to ``out``.
+
+        Shapes:
+            ``message [size]`` uint8, ``out [R, W]`` contiguous, of any type -> ``out``.
+        """
+        count, width = out.shape
+        if not message.numel():
+            return out.zero_()
+        if self.bits is None:
+            # A message may begin anywhere in what came: numbers want to begin at a multiple of their size.
+            cast = CASTS.get(self.name, out.dtype)
+            return out.copy_(_aligned(message, cast).view(count, width))
+        head, body = message[: HEADER * count], message[HEADER * count :].view(-1, width)
+        low = _aligned(head[: 4 * count], torch.float32)
+        span = _aligned(head[4 * count :], torch.int16)
+        if out.dtype == torch.float32:
+            bits.decode(body, low, span, self.bits, out)
+            return out
+        restored = torch.empty(count, width, device=out.device)
+        bits.decode(body, low, span, self.bits, restored)
+        return out.copy_(restored)
+
+    def _refusal(self, bad: int, count: int, where: str) -> ModelError:
+        return ModelError(
+            f"the codec {self.name} writes finite numbers within its range",
+            f"{bad} of {count} rows hold others (infinite, not a number, or too large)",
+            where=where,
+            hint="a lower --train.lr or --train.clip 1.0; codec bf16 or none for wider ranges",
+        )
+
+
+def _aligned(message: Tensor, dtype: torch.dtype) -> Tensor:
+    if message.storage_offset() % dtype.itemsize:
+        message = message.clone()
+    return message.view(dtype)

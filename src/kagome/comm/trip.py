@@ -1,0 +1,35 @@
+"""Trip: which rows go where in one exchange, for those on the way who code them or bring them late.
+
+Where it sits: ``neighbors`` says it of each exchange; ``crossing`` reads it, a plain channel does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """One exchange of one site.
+
+    Args:
+        site: The same in every forward.
+        direction: 0 and 1: rows to those who read them; 2 and 3: what lies on read rows to their owners.
+        epoch: Of training, from 1.
+        training: Whether it belongs to the forward and backward of an epoch, and to no other.
+        stamps: A number for each row that is sent, the same on any ranks: the vertex.
+    """
+
+    site: Hashable
+    direction: int
+    epoch: int
+    training: bool
+    stamps: Tensor
+
+    @property
+    def backward(self) -> bool:
+        """Whether gradients travel."""
+        return self.direction % 2 == 1
