@@ -76,7 +76,15 @@ def test_the_round_trip_leaves_out_no_field(tmp_path):
     }
     full = config.Run(
         data=config.Data(partition="p", project=3),
-        parallel=config.Parallel(graph=2, chunks=3, layers=("a", "b")),
+        parallel=config.Parallel(
+            graph=2,
+            chunks=3,
+            layers=("a", "b"),
+            codec_backward="bf16",
+            codec_stage="int8",
+            max_age=1,
+            sync_every=5,
+        ),
         train=config.Train(patience=1, clip=1.0, save_every=2),
     )
     assert {section: set(values) for section, values in config.as_dict(full).items()} == written

@@ -11,7 +11,7 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kagome.errors import ConfigError
 
@@ -110,6 +110,14 @@ class Parallel:
     """Wait for this epoch's rows in every so many epochs; ``auto``: when rows have moved far."""
     smoothing: float = 0.0
     """Share of earlier epochs in late rows: a moving average."""
+    halo_sample: float = 1.0
+    """Share of other parts' rows that is read in an epoch, other ones each time, made larger so that sums are
+    right on the mean. For layers that sum or average."""
+    skip_drift: float = 0.0
+    """Do not send rows again that moved by less than this share of their length, until they are ``max_age``
+    epochs old, which is 2 at least."""
+    adaptive_bits: bool = False
+    """Share out the codec's bits: more for rows that lose much and are read often."""
     partitioner: Partitioner = "auto"
     """How vertices are given to parts; ``auto`` takes METIS where it fits into memory, else streaming."""
     reuse: bool = True
@@ -136,6 +144,28 @@ class Parallel:
                     f"Parallel({name}=...) takes one of {', '.join(get_args(kinds))}",
                     f"it is {getattr(self, name)!r}",
                 )
+        _at_least("parallel", self, skip_drift=0)
+        if not 0 < self.halo_sample <= 1:
+            raise ConfigError("Parallel(halo_sample=...) takes a share, above 0", f"it is {self.halo_sample}")
+        if self.skip_drift > 0 and self.max_age < 2:
+            raise ConfigError(
+                "skip_drift lets rows be read that were not sent again",
+                f"max_age={self.max_age} asks for newer ones",
+                hint="max_age=2 or more",
+            )
+        if self.error_feedback and self.halo_sample < 1:
+            raise ConfigError(
+                "error_feedback adds what a codec lost to the row that is sent next",
+                "halo_sample sends another row next",
+                hint="one of the two",
+            )
+        chosen = [self.halo_sample < 1, self.skip_drift > 0, self.adaptive_bits]
+        if sum(chosen) > 1:
+            raise ConfigError(
+                "one of halo_sample, skip_drift and adaptive_bits chooses what crosses",
+                f"{sum(chosen)} are set",
+                hint="leave the others out",
+            )
         every = self.sync_every
         if isinstance(every, str) and every != "auto":
             raise ConfigError("Parallel(sync_every=...) takes a number of epochs or auto", f"it is {every!r}")
@@ -156,7 +186,7 @@ class Parallel:
         """The same cut for a given number of ranks, with nothing left open.
 
         Raises:
-            ConfigError: If the cut needs another number of ranks.
+            ConfigError: If the cut needs another number of ranks, or settings of parts are used with chunks.
         """
         parts = world_size // self.pipe if self.graph is None else self.graph
         need = max(parts, 1) * self.pipe
@@ -168,6 +198,14 @@ class Parallel:
                 hint=f"start {need} ranks (--nproc {need}), or leave --parallel.graph out",
             )
         chunks = self.chunks or (4 * self.pipe if self.pipe > 1 else 1)
+        kept = {"max_age": 0, "error_feedback": False, "halo_sample": 1.0, "adaptive_bits": False}
+        for name, without in kept.items():
+            if chunks > 1 and getattr(self, name) != without:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} takes parts that are one chunk",
+                    f"there are {chunks} chunks a part, which have history of their own",
+                    hint=f"chunks=1, or leave {name} out",
+                )
         return dataclasses.replace(self, graph=parts, chunks=chunks)
 
 
@@ -311,7 +349,7 @@ def _typed(name: str, value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise ConfigError(f"{name} takes a list of texts", f"it is {value!r}", where=where)
         return tuple(value)
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = tuple(type(get_args(kind)[0]) if get_origin(kind) is Literal else kind for kind in kinds)
     if float in kinds and type(value) is int:
         return float(value)

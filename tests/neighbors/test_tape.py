@@ -39,7 +39,7 @@ class Peers:
         return self._next(action)
 
     def start_exchange(
-        self, rows, send_counts, recv_counts, *, action, kind="halo", header=None, pick=None
+        self, rows, send_counts, recv_counts, *, action, kind="halo", header=None, pick=None, trip=None
     ) -> UnderWay:
         self.begun.append(Come(self._next(action)))
         return self.begun[-1]

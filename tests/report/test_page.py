@@ -181,7 +181,9 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_report_imports_no_torch() -> None:
-    names = "diagnosis files folder lanes meters page pipeline progress sections spans style summary svg"
+    names = (
+        "crossing diagnosis files folder lanes meters page pipeline progress sections spans style summary svg"
+    )
     imports = ", ".join(f"kagome.report.{name}" for name in (*names.split(), "timeline", "units"))
     code = f"import sys, {imports}; print([m for m in sys.modules if m.startswith(('torch', 'kagome'))])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -21,6 +21,7 @@ class Trip:
         epoch: Of training, from 1.
         training: Whether it belongs to the forward and backward of an epoch, and to no other.
         stamps: A number for each row that is sent, the same on any ranks: the vertex.
+        reads: How many edges here read each row that comes; empty where that is not known.
     """
 
     site: Hashable
@@ -28,6 +29,7 @@ class Trip:
     epoch: int
     training: bool
     stamps: Tensor
+    reads: Tensor
 
     @property
     def backward(self) -> bool:

@@ -97,8 +97,19 @@ def drawn(stamps: Tensor, key: int, width: int) -> Tensor:
     """
     row = _mixed((_mixed(stamps & _WORD) ^ (key & _WORD)) + (stamps >> 32) & _WORD)
     row = _mixed(row ^ (key >> 32 & _WORD))
-    column = torch.arange(width, device=stamps.device, dtype=torch.int64) * GOLDEN
-    return (_mixed(row.unsqueeze(1) + column & _WORD) >> 8).float() * 2.0**-24
+    # Both words are mixed already: two products are as good as three, and a loop's time is these.
+    h = (row.unsqueeze(1) ^ columns(width, stamps.device)) * FIRST & _WORD
+    h = (h ^ h >> 15) * SECOND & _WORD
+    return (h >> 8).float() * 2.0**-24
+
+
+def columns(width: int, device: torch.device) -> Tensor:
+    """A word for each column.
+
+    Shapes:
+        ``[width]`` int64.
+    """
+    return _mixed(torch.arange(1, width + 1, device=device) * GOLDEN & _WORD)
 
 
 def _mixed(h: Tensor) -> Tensor:
@@ -122,11 +133,13 @@ class Plain:
         if count == 0 or width == 0:
             return rows.new_zeros(count), rows.new_zeros(count, dtype=torch.int16), 0
         low, high = rows.aminmax(dim=1)
+        low = low + 0.0  # zero has one sign here, whichever of a row's was met first
         raw = high - low
         word = (raw.view(torch.int32) + 0xFFFF) >> 16 << 16
         span = torch.where(raw > 0, word.view(torch.float32).clamp(min=LEAST_SPAN), torch.zeros_like(raw))
         bad = int((~(low.isfinite() & high.isfinite() & (span < torch.inf))).sum())
-        factor = torch.where(raw > 0, levels / span, torch.zeros_like(raw))
+        # Of a number and a tensor torch makes a product with a reciprocal, which is rounded twice.
+        factor = torch.where(raw > 0, torch.full_like(span, levels) / span, torch.zeros_like(raw))
         scaled = (rows - low.unsqueeze(1)) * factor.unsqueeze(1) + drawn(stamps, key, width)
         codes = scaled.clamp(max=float(levels)).to(torch.uint8)
         share = 8 // bits
@@ -142,5 +155,6 @@ class Plain:
         """See the function."""
         count, levels, share = out.size(0), 2**bits - 1, 8 // bits
         codes = torch.stack([body >> bits * place & levels for place in range(share)], dim=1)
-        step = (span.to(torch.int32) << 16).view(torch.float32) / levels
+        wide = (span.to(torch.int32) << 16).view(torch.float32)
+        step = wide / torch.full_like(wide, levels)
         out.copy_(codes.flatten(0, 1)[:count]).mul_(step.unsqueeze(1)).add_(low.unsqueeze(1))

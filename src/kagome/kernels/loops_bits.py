@@ -1,6 +1,8 @@
 """Loops that code rows to a few bits and restore them: see ``bits`` for what they compute.
 
-Where it sits: ``bits`` imports it when the first tensor on a CPU comes; ``crew`` shares rows among threads.
+Where it sits: ``bits`` imports it when the first tensor on a CPU comes; ``crew`` shares rows among threads,
+``vectors_bits`` does the columns. Rows go by blocks that stay in a core's own cache: what must be known of a
+row before it is coded does not read it from memory a second time.
 """
 
 from __future__ import annotations
@@ -13,16 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kagome.kernels.bits import FIRST, GOLDEN, LEAST_SPAN, SECOND
+from kagome.kernels.bits import FIRST, LEAST_SPAN, SECOND, columns
 from kagome.kernels.crew import array, inlined, spread, strict
+from kagome.kernels.prefetch import SMALL, fetch
+from kagome.kernels.vectors_bits import encode_columns, extremes
 
+BLOCK: Final = 16
+"""Rows of a block: a multiple of the eight that can share a byte."""
+LANES: Final = (16, 4, 1)
+"""Columns at once: as many of these as there are columns."""
 U1: Final = np.uint32(FIRST)
 U2: Final = np.uint32(SECOND)
-STEP: Final = np.uint32(GOLDEN)
-UNIT: Final = np.float32(2.0**-24)
 LEAST: Final = np.float32(LEAST_SPAN)
 INFINITE: Final = np.int32(0x7F800000)
-SIGN: Final = np.int32(0x7FFFFFFF)
+ZERO: Final = np.float32(0)
 
 
 @inlined
@@ -34,105 +40,91 @@ def mixed(h: Any) -> Any:
 
 
 @inlined
-def ordered(word: Any) -> Any:
-    """A float's bits as an integer with the same order: whole numbers' extremes need no float rules."""
-    return np.int32(word ^ np.int32(np.int32(word >> np.int32(31)) & SIGN))
-
-
-@strict
-def _survey(
-    begin: int,
-    end: int,
-    words: Any,
-    pick: Any,
-    stamps: Any,
-    keys: Any,
-    levels: Any,
-    low: Any,
-    span: Any,
-    span_words: Any,
-    factor: Any,
-    state: Any,
-) -> int:
-    """What there is to know of each row before it is coded: its low, its span, where its draws begin."""
-    bad = 0
-    for i in range(begin, end):
-        row = words[pick[i] if pick.size else i]
-        least, most = INFINITE, np.int32(-INFINITE)
-        for c in range(row.size):
-            word = ordered(row[c])
-            least = min(least, word)
-            most = max(most, word)
-        # The bits of a NaN lie beyond those of infinity, on either side.
-        if most >= INFINITE or least <= np.int32(-INFINITE - 1):
-            bad += 1
-            most = least = np.int32(0)
-        # Back to floats: the map is its own inverse.
-        span_words[i] = ordered(least)
-        low[i] = span[i]
-        span_words[i] = ordered(most)
-        span[i] = np.float32(span[i] - low[i])
-        factor[i] = np.float32(0)
-        if span[i] > np.float32(0):
-            span_words[i] = ((span_words[i] + 0xFFFF) >> 16) << 16
-            span[i] = max(span[i], LEAST)
-            if span_words[i] >= INFINITE:
-                bad += 1
-            factor[i] = np.float32(levels / span[i])
-        stamp = stamps[i]
-        word = np.uint32(np.uint32(mixed(np.uint32(stamp)) ^ keys[0]) + np.uint32(stamp >> 32))
-        state[i] = mixed(np.uint32(mixed(word) ^ keys[1]))
-    return bad
+def word_of(number: Any) -> Any:
+    """A float's bits."""
+    return np.float32(number).view(np.int32)
 
 
 @inlined
-def coded(x: Any, c: int, low: Any, factor: Any, state: Any, levels: Any) -> Any:
-    """The code of one number."""
-    h = np.uint32(state + np.uint32(np.uint32(c) * STEP))
-    h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(16))) * U1)
-    h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(15))) * U2)
-    h = np.uint32(h ^ np.uint32(h >> np.uint32(16)))
-    u = np.float32(np.float32(np.int32(h >> np.uint32(8))) * UNIT)
-    t = np.float32(np.float32(np.float32(x - low) * factor) + u)
-    return np.int32(min(t, levels))
+def number_of(word: Any) -> Any:
+    """The float that has these bits."""
+    return np.int32(word).view(np.float32)
 
 
 @cache
-def _encode(bits: int) -> Callable[..., None]:
+def _encode(bits: int, lanes: int) -> Callable[..., int]:
     share, levels = 8 // bits, np.float32(2**bits - 1)
 
     @strict
-    def loop(begin: int, end: int, x: Any, pick: Any, low: Any, factor: Any, state: Any, body: Any) -> None:
-        for g in range(begin, end):
-            out = body[g]
-            for j in range(min(share, low.size - g * share)):
-                i = g * share + j
-                row, bottom, scale, word = x[pick[i] if pick.size else i], low[i], factor[i], state[i]
-                shift = np.int32(j * bits)
-                if j == 0:
-                    for c in range(row.size):
-                        out[c] = np.uint8(coded(row[c], c, bottom, scale, word, levels))
-                else:
-                    for c in range(row.size):
-                        out[c] |= np.uint8(coded(row[c], c, bottom, scale, word, levels) << shift)
+    def loop(
+        begin: int,
+        end: int,
+        ahead: int,
+        x: Any,
+        pick: Any,
+        stamps: Any,
+        keys: Any,
+        column: Any,
+        low: Any,
+        span: Any,
+        body: Any,
+        place: Any,
+        state: Any,
+        found: Any,
+    ) -> int:
+        least, most, peak, factor = found[0], found[1], found[2], found[3]
+        width, last, bad = x.shape[1], low.size - 1, 0
+        for first in range(begin * share, end * share, BLOCK):
+            size = min(BLOCK, end * share - first)
+            real = min(size, last + 1 - first)
+            for k in range(2 * BLOCK):
+                i = min(first + k, last)
+                place[k] = pick[i] if pick.size else i
+            for k in range(real):
+                least[k], most[k], peak[k] = extremes(lanes, x, place[k])
+            for k in range(real):  # a loop of its own is made of vectors
+                stamp = stamps[first + k]
+                word = np.uint32(mixed(np.uint32(stamp)) ^ keys[0])
+                word = np.uint32(word + np.uint32(stamp >> 32))
+                state[k] = mixed(np.uint32(mixed(word) ^ keys[1]))
+            for k in range(real):
+                finite = peak[k] < np.inf
+                bottom = np.float32(least[k] + ZERO)
+                raw = np.float32(most[k] - bottom) if finite else ZERO
+                rounded = number_of((word_of(raw) + 0xFFFF) >> 16 << 16)
+                wide = max(rounded, LEAST) if raw > ZERO else ZERO
+                bad += not finite or wide == np.inf
+                factor[k] = np.float32(levels / wide) if raw > ZERO else ZERO
+                least[k] = low[first + k] = bottom
+                span[first + k] = np.int16(word_of(wide) >> 16)
+            for k in range(real, size):  # beyond the last row a byte holds zeros
+                least[k] = factor[k] = ZERO
+            for k in range(0, size, share):
+                for j in range(k, k + share):
+                    fetch(x, place, j, ahead, 0)
+                g = (first + k) // share
+                for c in range(0, width, lanes):
+                    # The last columns may be coded twice, to the same end.
+                    at = min(c, width - lanes)
+                    encode_columns(lanes, bits, x, place, k, least, factor, state, column, body, g, at)
+        return bad
 
     return loop
 
 
 @cache
 def _decode(bits: int) -> Callable[..., None]:
-    share, levels = 8 // bits, np.float32(2**bits - 1)
-    mask = np.uint8(2**bits - 1)
+    share, levels, mask = 8 // bits, np.float32(2**bits - 1), np.uint8(2**bits - 1)
 
     @strict
     def loop(begin: int, end: int, body: Any, low: Any, span: Any, out: Any) -> None:
         width, count = out.shape[1], low.size
         for g in range(begin, end):
-            for j in range(share):
+            for j in range(min(share, count - g * share)):
                 i = g * share + j
-                if i >= count:
-                    break
-                bottom, step, shift = low[i], np.float32(span[i] / levels), np.uint8(j * bits)
+                wide = number_of(np.int32(span[i]) << 16)
+                bottom, step, shift = low[i], np.float32(wide / levels), np.uint8(j * bits)
+                # A row after another: the machine writes memory faster so than eight rows at once.
                 for c in range(width):
                     q = np.float32(np.int32(np.uint8(body[g, c] >> shift) & mask))
                     out[i, c] = np.float32(np.float32(q * step) + bottom)
@@ -145,29 +137,34 @@ def encode(
 ) -> tuple[Tensor, Tensor, int]:
     """See ``bits.encode``."""
     rows = array(x)
-    count = stamps.numel()
-    low, span = torch.empty(count), torch.empty(count)
-    if count == 0 or x.size(1) == 0:
-        return low.zero_(), span.zero_().to(torch.int16), 0
+    count, width = stamps.numel(), x.size(1)
+    low, span = torch.empty(count), torch.empty(count, dtype=torch.int16)
+    if count == 0 or width == 0:
+        return low.zero_(), span.zero_(), 0
     picked = np.empty(0, dtype=np.int64) if pick is None else array(pick)
     keys = np.array([key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF], dtype=np.uint32)
-    one, bad, width = span.numpy(), [], x.size(1)
-    factor, state = np.empty(count, dtype=np.float32), np.empty(count, dtype=np.uint32)
-    known = low.numpy(), one, one.view(np.int32), factor, state
-    given = rows.view(np.int32), picked, array(stamps), keys, np.float32(2**bits - 1), *known
-    spread(lambda a, b: bad.append(_survey(a, b, *given)), count, width)
-    loop, packed = _encode(bits), body.numpy()
-    spread(
-        lambda a, b: loop(a, b, rows, picked, low.numpy(), factor, state, packed),
-        body.size(0),
-        width * 8 // bits,
-    )
-    return low, (span.view(torch.int32) >> 16).to(torch.int16), sum(bad)
+    ahead = BLOCK if rows.nbytes > SMALL else 0
+    given = ahead, rows, picked, array(stamps), keys, _words(width), low.numpy(), span.numpy(), body.numpy()
+    loop, bad = _encode(bits, _lanes(width)), []
+
+    def work(begin: int, end: int) -> None:
+        place, state = np.empty(2 * BLOCK, np.int64), np.empty(BLOCK, np.uint32)
+        bad.append(loop(begin, end, *given, place, state, np.empty((4, BLOCK), np.float32)))
+
+    spread(work, body.size(0), width * 8 // bits)
+    return low, span, sum(bad)
 
 
 def decode(body: Tensor, low: Tensor, span: Tensor, bits: int, out: Tensor) -> None:
     """See ``bits.decode``."""
-    whole = (span.to(torch.int32) << 16).view(torch.float32)
-    given = array(body), array(low), array(whole), out.numpy()
-    loop = _decode(bits)
+    given, loop = (array(body), array(low), array(span), out.numpy()), _decode(bits)
     spread(lambda a, b: loop(a, b, *given), body.size(0), out.size(1) * 8 // bits)
+
+
+@cache  # a model has few widths
+def _words(width: int) -> Any:
+    return columns(width, torch.device("cpu")).numpy().astype(np.uint32)
+
+
+def _lanes(width: int) -> int:
+    return next(lanes for lanes in LANES if lanes <= width)

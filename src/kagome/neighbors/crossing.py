@@ -10,11 +10,12 @@ Where it sits: before ``comm``'s channel, under ``rows``, ``tables`` and ``tape`
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -22,36 +23,44 @@ from torch import Tensor
 from kagome.comm.channel import Kind, Op
 from kagome.comm.codec import Codec
 from kagome.comm.trip import Trip
-from kagome.config import Parallel
+from kagome.config import CodecName, Parallel
+from kagome.neighbors.letter import Letters, plain, read, write
 from kagome.neighbors.lines import Line
 from kagome.neighbors.rows import Carrier, UnderWay
+from kagome.neighbors.selection import Fit, Plan, Sample, Selection, Skip
 
-Mode = Literal["set", "synchronous", "exact"]
-"""As the settings say; the same, but waiting; all numbers as they are, and waiting."""
 MEASURED_EVERY: Final = 10
 """Epochs from one measurement of what a codec loses to the next."""
 MEASURED_ROWS: Final = 64
+DRIFTED: Final = 0.1
+"""With ``sync_every="auto"`` rows are waited for when their mean moved by more than this share."""
 
 
 @dataclass
 class Coming:
-    """A coded exchange under way."""
+    """Coded letters under way.
+
+    Args:
+        bytes: They.
+        letters: What is in them.
+        rows: Where their rows go.
+        told: Called with the rows and the notes when they have come.
+    """
 
     bytes: UnderWay
-    codec: Codec
-    sizes: Sequence[int]
-    counts: Sequence[int]
+    letters: Letters
     rows: Tensor
+    told: Callable[[Tensor, Sequence[Tensor]], None] | None
     done: bool = False
 
     def wait(self) -> Tensor:
         """The restored rows."""
         if not self.done:
             with self.bytes.lent() as message:
-                parts = zip(message.split(list(self.sizes)), self.rows.split(list(self.counts)), strict=True)
-                for part, out in parts:
-                    self.codec.decode(part, out)
+                notes = read(self.letters, message, self.rows)
             self.done = True
+            if self.told is not None:
+                self.told(self.rows, notes)
         return self.rows
 
     @contextmanager
@@ -106,12 +115,20 @@ class Crossing:
 
     def __init__(self, channel: Carrier, settings: Parallel, seed: int) -> None:
         self.channel, self.settings, self.seed = channel, settings, seed
-        self.mode: Mode = "set"
-        self.forward_codec = Codec(settings.codec)
-        self.backward_codec = Codec(settings.codec_backward or settings.codec)
+        self.codec = Codec(settings.codec)
+        self.codec_backward = Codec(settings.codec_backward or settings.codec)
+        self.waits = settings.max_age == 0
+        """Whether no row is late; lines know nothing of such an epoch."""
+        self.synchronous = False
+        """Whether the rows of this epoch are waited for, where they might be late."""
+        self.chooses = settings.halo_sample < 1 or settings.skip_drift > 0 or settings.adaptive_bits
+        """Whether only some rows cross, or not all alike."""
         self.lines: dict[Hashable, Line] = {}
+        self.selections: dict[Hashable, Selection] = {}
         self.crossed = Crossed()
         self._residuals: dict[Hashable, Tensor] = {}
+        self._measured: set[str] = set()
+        self._epoch = 0
 
     @property
     def rank(self) -> int:
@@ -126,32 +143,52 @@ class Crossing:
     @property
     def exact(self) -> bool:
         """Whether all rows cross as they are, and none is late."""
-        late = self.settings.max_age > 0
-        return self.size == 1 or (self.forward_codec.exact and self.backward_codec.exact and not late)
+        codecs = self.codec.exact and self.codec_backward.exact
+        return self.size == 1 or (codecs and self.waits and not self.chooses)
 
     @property
     def oldest(self) -> int:
         """Age of the oldest row that was read, in epochs."""
-        return max((line.oldest for line in self.lines.values()), default=0)
+        skipped = [each.oldest for each in self.selections.values() if isinstance(each, Skip)]
+        return max((*skipped, *(line.oldest for line in self.lines.values())), default=0)
 
     @property
     def drift(self) -> float:
         """How far rows that came last moved within an epoch: the most of any site."""
         return max((line.drift for line in self.lines.values() if line.drift is not None), default=0.0)
 
+    @property
+    def drifts(self) -> tuple[float, ...]:
+        """Where all ranks want to know it, the :attr:`drift` here."""
+        return (self.drift,) if self.settings.sync_every == "auto" else ()
+
+    def moved(self, drift: float) -> None:
+        """How far rows moved in the last epoch, as all ranks know it: with ``auto`` the next one may wait."""
+        self.synchronous = drift > DRIFTED
+
     @contextmanager
-    def using(self, mode: Mode) -> Iterator[None]:
+    def using(
+        self, codec: CodecName, codec_backward: CodecName, *, waits: bool, chooses: bool = False
+    ) -> Iterator[None]:
         """Let rows cross otherwise for a block; all ranks do."""
-        before, self.mode = self.mode, mode
+        before = self.codec, self.codec_backward, self.waits, self.chooses
+        self.codec, self.codec_backward = Codec(codec), Codec(codec_backward)
+        self.waits, self.chooses = waits, chooses
         try:
             yield
         finally:
-            self.mode = before
+            self.codec, self.codec_backward, self.waits, self.chooses = before
+
+    def settle(self) -> None:
+        """Take what is still under way. Rows are the same before and after."""
+        for line in self.lines.values():
+            line.settle()
 
     def forget(self) -> None:
         """Let no epoch read what came before it: weights were changed from outside. All ranks call it."""
         for line in self.lines.values():
             line.forget()
+        self._residuals.clear()
 
     def take_counts(self) -> Crossed:
         """What crossed since the last call."""
@@ -196,42 +233,81 @@ class Crossing:
         trip: Trip | None = None,
     ) -> UnderWay:
         """All-to-all of rows, begun: coded and late as the settings say, where ``trip`` tells of an epoch."""
-        plain = trip is None or not trip.training or self.size == 1 or not rows.is_floating_point()
-        codec = self._codec(trip) if trip is not None and not plain else Codec("none")
+        if trip is None or not trip.training or self.size == 1 or not rows.is_floating_point():
+            return self.channel.start_exchange(
+                rows, send_counts, recv_counts, action=action, kind=kind, header=header, pick=pick
+            )
+        count = rows.size(0) if pick is None else pick.numel()
+        self.crossed.plain += count * rows.size(1) * rows.itemsize
+        codec = self.codec_backward if trip.backward else self.codec
+        line = None if self.waits else self._line(trip, sum(recv_counts), rows)
+        self._settle(trip)
+        every = self.settings.sync_every
+        synchronous = self.synchronous or (isinstance(every, int) and trip.epoch % every == 0)
+        selection = self._selection(trip, codec, send_counts, recv_counts)
         begun: UnderWay
-        if trip is None or plain or codec.exact:
+        if codec.exact and selection is None:
             begun = self.channel.start_exchange(
                 rows, send_counts, recv_counts, action=action, kind=kind, header=header, pick=pick
             )
         else:
-            begun = self._coded(
-                codec,
-                rows,
-                send_counts,
-                recv_counts,
-                trip,
-                action=action,
-                kind=kind,
-                header=header,
-                pick=pick,
+            if selection is not None and line is not None:
+                line.settle()  # it says which rows come
+            if selection is not None or self.settings.error_feedback:
+                rows, pick = rows if pick is None else rows.index_select(0, pick), None
+            if self.settings.error_feedback and (trip.site, trip.direction) in self._residuals:
+                rows = rows + self._residuals[trip.site, trip.direction]
+            plan = Plan(plain(codec, send_counts), plain(codec, recv_counts))
+            if selection is not None:
+                whole = synchronous and line is not None
+                plan = selection.plan(trip, rows, send_counts, recv_counts, whole=whole)
+            begun = self._sent(
+                plan, codec, rows, trip, selection, action=action, kind=kind, header=header, pick=pick
             )
-        if trip is None or plain:
-            return begun
-        count = rows.size(0) if pick is None else pick.numel()
-        self.crossed.plain += count * rows.size(1) * rows.itemsize
-        if self.settings.max_age == 0:
-            return begun
-        line = self._line(trip, sum(recv_counts), rows)
-        return Late(begun, line, trip.epoch, self._waits(trip.epoch))
+        return begun if line is None else Late(begun, line, trip.epoch, synchronous)
 
-    def _codec(self, trip: Trip) -> Codec:
-        if self.mode == "exact":
-            return Codec("none")
-        return self.backward_codec if trip.backward else self.forward_codec
+    def _selection(
+        self, trip: Trip, codec: Codec, sends: Sequence[int], comes: Sequence[int]
+    ) -> Selection | None:
+        """What chooses among a site's rows; None where all go alike."""
+        settings, key = self.settings, (trip.site, trip.direction)
+        if not self.chooses:
+            return None
+        found = self.selections.get(key)
+        if found is None:
+            if settings.halo_sample < 1:
+                found = Sample(settings.halo_sample, self.seed, self.rank, codec)
+            elif settings.skip_drift > 0 and not trip.backward:
+                found = Skip(settings.skip_drift, settings.max_age, codec)
+            elif settings.adaptive_bits and codec.bits is not None:
+                found = Fit(codec, self._reads(trip, sends, comes))
+            else:
+                return None
+            self.selections[key] = found
+        return found
 
-    def _waits(self, epoch: int) -> bool:
-        every = self.settings.sync_every
-        return self.mode != "set" or (isinstance(every, int) and epoch % every == 0)
+    def _reads(self, trip: Trip, sends: Sequence[int], comes: Sequence[int]) -> Tensor:
+        """How many edges read each row that is sent: its readers know; of a gradient's row, once."""
+        if trip.direction > 1:
+            return torch.ones(sum(sends))
+        counts = trip.reads.unsqueeze(1)
+        return (
+            self.channel.exchange(counts, comes, sends, action="readers of rows", kind="other")
+            .squeeze(1)
+            .cpu()
+        )
+
+    def _settle(self, trip: Trip) -> None:
+        """Take what will not be read: a message that nobody takes holds up those that come long after it."""
+        if self.waits:
+            line = self.lines.get((trip.site, trip.direction))
+            if line is not None:
+                line.settle()
+        if trip.epoch != self._epoch:
+            self._epoch = trip.epoch
+            for line in self.lines.values():
+                if line.coming is not None and line.coming[1] < trip.epoch - 1:
+                    line.settle()
 
     def _line(self, trip: Trip, count: int, rows: Tensor) -> Line:
         key = trip.site, trip.direction
@@ -244,80 +320,67 @@ class Crossing:
             self.lines[key] = found
         return found
 
-    def _coded(
+    def _sent(
         self,
+        plan: Plan,
         codec: Codec,
         rows: Tensor,
-        sends: Sequence[int],
-        comes: Sequence[int],
         trip: Trip,
+        selection: Selection | None,
         *,
         action: str,
         kind: Kind,
         header: tuple[int, ...] | None,
         pick: Tensor | None,
     ) -> UnderWay:
+        """Write letters, begin to send them, and to receive the peers'."""
         width, dtype = rows.size(1), rows.dtype
         key = _draws(self.seed, trip, self.rank)
-        if self.settings.error_feedback:
-            rows, pick = self._with_residual(rows, pick, trip), None
         self._measure(codec, rows, pick, trip, key, action)
-        out_sizes = [codec.size(count, width, dtype) for count in sends]
-        message = torch.empty(sum(out_sizes), dtype=torch.uint8, device=rows.device)
-        first = 0
-        for part, count in zip(message.split(out_sizes), sends, strict=True):
-            place = slice(first, first + count)
-            if pick is None:
-                codec.encode(rows[place], None, trip.stamps[place], key, part, where=action)
-            else:
-                codec.encode(rows, pick[place], trip.stamps[place], key, part, where=action)
-            first += count
+        message = write(plan.out, rows, pick, trip.stamps, key, plan.notes, where=action)
         if self.settings.error_feedback:
-            self._keep_residual(codec, rows, message, out_sizes, sends, trip)
-        in_sizes = [codec.size(count, width, dtype) for count in comes]
+            restored = rows.clone()  # what does not go loses nothing
+            read(plan.out, message, restored)
+            self._residuals[trip.site, trip.direction] = rows - restored
         begun = self.channel.start_exchange(
-            message, out_sizes, in_sizes, action=action, kind=kind, header=header
+            message,
+            plan.out.sizes(width, dtype),
+            plan.come.sizes(width, dtype),
+            action=action,
+            kind=kind,
+            header=header,
         )
-        room = torch.empty(sum(comes), width, dtype=dtype, device=rows.device)
-        return Coming(begun, codec, in_sizes, comes, room)
-
-    def _with_residual(self, rows: Tensor, pick: Tensor | None, trip: Trip) -> Tensor:
-        picked = rows if pick is None else rows.index_select(0, pick)
-        residual = self._residuals.get((trip.site, trip.direction))
-        return picked if residual is None or residual.shape != picked.shape else picked + residual
-
-    def _keep_residual(
-        self,
-        codec: Codec,
-        rows: Tensor,
-        message: Tensor,
-        sizes: Sequence[int],
-        counts: Sequence[int],
-        trip: Trip,
-    ) -> None:
-        restored = torch.empty_like(rows)
-        for part, out in zip(message.split(list(sizes)), restored.split(list(counts)), strict=True):
-            codec.decode(part, out)
-        self._residuals[trip.site, trip.direction] = rows - restored
+        count = sum(plan.come.counts)
+        room = rows.new_zeros(count, width) if plan.ground is None else plan.ground.clone()
+        told = None if selection is None else partial(selection.arrived, epoch=trip.epoch)
+        return Coming(begun, plan.come, room, told)
 
     def _measure(
         self, codec: Codec, rows: Tensor, pick: Tensor | None, trip: Trip, key: int, action: str
     ) -> None:
         """Note what the codec loses of a few rows."""
-        if trip.epoch % MEASURED_EVERY != 1:
+        name = f"{_site_name(trip.site)} {'backward' if trip.backward else 'forward'}"
+        if trip.epoch % MEASURED_EVERY != 1 and name in self._measured:
             return
+        self._measured.add(name)
         count = trip.stamps.numel()
         some = torch.arange(0, count, max(count // MEASURED_ROWS, 1), device=rows.device)
         sample = rows.index_select(0, some if pick is None else pick[some])
-        length = float(sample.norm())
-        if length == 0:
-            return
-        size = codec.size(some.numel(), rows.size(1), rows.dtype)
-        message = torch.empty(size, dtype=torch.uint8, device=rows.device)
-        codec.encode(sample, None, trip.stamps[some], key, message, where=action)
-        lost = codec.decode(message, torch.empty_like(sample)).sub_(sample)
-        name = f"{_site_name(trip.site)} {'backward' if trip.backward else 'forward'}"
-        self.crossed.errors[name] = float(lost.norm()) / length
+        lost = lost_share(codec, sample, trip.stamps[some], key, action)
+        if lost is not None:
+            self.crossed.errors[name] = lost
+
+
+def lost_share(codec: Codec, sample: Tensor, stamps: Tensor, key: int, where: str) -> float | None:
+    """Length of what a codec loses of some rows, over theirs; None where that is 0."""
+    length = float(sample.norm())
+    if length == 0:
+        return None
+    size = codec.size(sample.size(0), sample.size(1), sample.dtype)
+    message = torch.empty(size, dtype=torch.uint8, device=sample.device)
+    codec.encode(sample, None, stamps, key, message, where=where)
+    lost = codec.decode(message, torch.empty_like(sample)).sub_(sample)
+    return float(lost.norm()) / length
 
 
 def _site_name(site: Hashable) -> str:

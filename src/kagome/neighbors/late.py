@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from kagome.errors import ModelError
 from kagome.kernels.structure import Structure
 from kagome.neighbors import algebra, messages, reduce
 from kagome.neighbors.lasting import Lasting
@@ -23,6 +24,9 @@ from kagome.neighbors.marks import Kind, Mark, Marks
 from kagome.neighbors.tape import Taped
 from kagome.neighbors.turn import Turn
 from kagome.neighbors.view import View
+
+SUMS = frozenset(("sum", "add", "mean"))
+"""Reductions that a sample of rows gives right on the mean."""
 
 
 class Late:
@@ -38,7 +42,7 @@ class Late:
     turn: Turn
 
     def __init__(self, fast: bool) -> None:
-        self.fast = fast
+        self.fast, self.sums_only = fast, False
         self.constants = Lasting()
         self.remembered: dict[Any, Any] = {}
         self.layers = 0
@@ -56,6 +60,10 @@ class Late:
     @abstractmethod
     def of_vertices(self, tensor: Any) -> bool:
         """Whether a tensor has a row a vertex."""
+
+    @abstractmethod
+    def where(self) -> str:
+        """The module that is running."""
 
     @abstractmethod
     def site(self, rows: Tensor) -> str:
@@ -146,6 +154,7 @@ class Late:
     def edge_softmax(self, value: Tensor, index: Any, dim: int) -> Tensor | None:
         """Softmax over each row's in-edges, where ``index`` names the graph's targets; else None."""
         edges = self._by_target(value, index, dim)
+        self._needs_all("a softmax", index)
         if edges is None:
             return None
         with torch._C.DisableTorchFunction():  # it is not the user's computation
@@ -154,10 +163,23 @@ class Late:
     def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
         """A reduction over each row's in-edges, where ``index`` names the graph's targets; else None."""
         edges = self._by_target(value, index, dim) if how in reduce.NAMES else None
+        if how not in SUMS:
+            self._needs_all(f"the reduction {how}", index)
         if edges is None:
             return None
         with torch._C.DisableTorchFunction():
             return reduce.reduced(value, edges, reduce.NAMES[how])
+
+    def _needs_all(self, what: str, index: Any) -> None:
+        """Refuse what a sample of rows cannot give: it is right on the mean for sums alone."""
+        mark = self.marks.get(index)
+        if self.sums_only and mark is not None and mark.kind is Kind.TARGET:
+            raise ModelError(
+                "a sample of other parts' rows serves layers that sum or average over neighbours",
+                f"{what} over neighbours wants all of them",
+                where=self.where(),
+                hint="--parallel.halo-sample 1, or a layer such as GCNConv, SAGEConv or GINConv",
+            )
 
     def _by_target(self, value: Any, index: Any, dim: int) -> messages.EdgeSet | None:
         mark = self.marks.get(index)

@@ -106,6 +106,7 @@ class NeighborRows:
         recv_counts: How many halo rows come from each peer.
         channel: The way to the peers.
         ids: Original ids of own and halo rows: what codecs draw by.
+        reads: Edges that read each halo row.
 
     Shapes:
         ``send [sum(send_counts)]``, ``ids [n + H]``; rows ``[n, W]`` to ``[n + H, W]`` and back.
@@ -121,6 +122,7 @@ class NeighborRows:
     recv_counts: tuple[int, ...]
     channel: Carrier
     ids: Tensor | None = None
+    reads: Tensor | None = None
 
     @cached_property
     def stamps(self) -> tuple[Tensor, Tensor]:
@@ -167,7 +169,7 @@ class NeighborRows:
             action=site.action(words),
             header=site.header(direction, rows.size(1)),
             pick=self.send,
-            trip=site.trip(direction, self.stamps[0]),
+            trip=site.trip(direction, self.stamps[0], self.reads),
         )
 
     def give(self, away: Tensor, site: Site, words: str, direction: int) -> UnderWay:

@@ -124,9 +124,10 @@ class Site:
         """(direction, epoch, site, width, grad): what ranks agree on before rows of a size travel."""
         return (direction, self.epoch, self.number, width, int(self.grad)) if self.checked else None
 
-    def trip(self, direction: int, stamps: Tensor) -> Trip:
+    def trip(self, direction: int, stamps: Tensor, reads: Tensor | None = None) -> Trip:
         """What its exchange in a direction is, to those who carry it."""
-        return Trip(self.key, direction, self.epoch, self.trains, stamps)
+        known = stamps.new_empty(0) if reads is None else reads
+        return Trip(self.key, direction, self.epoch, self.trains, stamps, known)
 
     def sum(self, channel: Carrier, part: Tensor, words: str) -> Tensor:
         """The sum of a part over the channel's ranks."""

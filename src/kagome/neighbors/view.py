@@ -45,10 +45,11 @@ def in_view(
 ) -> View:
     """The in-edges of a part's own vertices, as the partition holds them; ``rows`` if others supply them."""
     ids, send = torch.cat([part.own, part.halo]).to(device), part.send.to(device)
+    edge_index, own = part.edge_index.to(device), part.own.numel()
+    reads = torch.bincount(edge_index[0], minlength=ids.numel())[own:]
     rows = rows or NeighborRows(
-        part.own.numel(), part.halo.numel(), send, part.send_counts, part.recv_counts, channel, ids
+        own, part.halo.numel(), send, part.send_counts, part.recv_counts, channel, ids, reads
     )
-    edge_index = part.edge_index.to(device)
     return View(
         ids=ids,
         edge_index=edge_index,

@@ -40,13 +40,16 @@ class EpochRecord:
     """Seconds that a rank waited for what others sent, mean over the ranks, by kind; only kinds there are."""
     under_way: Mapping[str, float] = field(default_factory=dict)
     """Seconds from the begin of each exchange to the end of its wait, mean over the ranks, by kind."""
+    uncoded: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of all ranks without codecs, and without what probes send beside, by kind; only kinds that may be
+    coded, and only where anything is coded or late."""
 
     def as_dict(self) -> dict[str, Any]:
         """The record as a line of ``metrics.jsonl``, with all kinds of bytes and their total.
 
-        ``waited`` and ``under_way`` are there where anything was exchanged.
+        ``waited`` and ``under_way`` are there where anything was exchanged, ``uncoded`` where it was coded.
         """
-        times = {"waited": dict(self.waited), "under_way": dict(self.under_way)}
+        more = {name: dict(getattr(self, name)) for name in ("waited", "under_way", "uncoded")}
         return {
             "epoch": self.epoch,
             "loss": self.loss,
@@ -54,7 +57,7 @@ class EpochRecord:
             "val_metric": self.val_metric,
             "seconds": self.seconds,
             "bytes": by_kind(self.bytes),
-        } | {name: seconds for name, seconds in times.items() if seconds}
+        } | {name: values for name, values in more.items() if values}
 
 
 def by_kind(counts: Mapping[str, float]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def page_html(run: RunFolder) -> str:
         sections.timeline(run),
         sections.pipeline(run),
         sections.beside(sections.traffic(run), sections.memory(run)),
+        sections.crossing(run),
         sections.partition(run),
         sections.notes(run),
         sections.settings(run),

@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from kagome.errors import ScheduleError
+from kagome.report import crossing as crossings
 from kagome.report import holdings
 from kagome.report.diagnosis import diagnose
 from kagome.report.folder import RunFolder
@@ -21,7 +22,7 @@ from kagome.report.style import ink
 from kagome.report.summary import threads_text
 from kagome.report.svg import Bar, Series, bars, curves, legend
 from kagome.report.timeline import MOST_RANKS, gantt_svg, representative_epoch
-from kagome.report.units import bytes_text, count_text, metric_text, seconds_text, share_text
+from kagome.report.units import bytes_text, count_text, epochs_text, metric_text, seconds_text, share_text
 
 _HELD = (
     "What each rank holds, as measured, and in brackets as predicted before the first epoch. Activations are "
@@ -72,7 +73,8 @@ def figures(run: RunFolder) -> str:
         tiles.append(("time an epoch", seconds_text(values["epoch_seconds"]), hint))
     total = (values.get("bytes_per_epoch") or {}).get("total")
     if total is not None:
-        tiles.append(("sent an epoch", bytes_text(total), "all ranks, training only"))
+        plain = crossings.beside(values.get("crossing")).strip(" ()")
+        tiles.append(("sent an epoch", bytes_text(total), plain or "all ranks, training only"))
     sizes = values.get("peak_memory_bytes") or []
     if sizes:
         hint = f"least {bytes_text(min(sizes))}" if len(sizes) > 1 else ""
@@ -85,7 +87,7 @@ def figures(run: RunFolder) -> str:
     if values.get("threads"):
         tiles.append(("threads a rank", threads_text(values["threads"]), ""))
     if values.get("max_age"):
-        tiles.append(("oldest row read", f"{values['max_age']} epochs", "halo and history"))
+        tiles.append(("oldest row read", epochs_text(values["max_age"]), "halo and history"))
     if not tiles:
         return ""
     items = "".join(
@@ -242,6 +244,17 @@ def traffic(run: RunFolder) -> str:
             f"end in which it computed instead.</p>{table}"
         )
     return _section("Data sent", bars(rows, bytes_text) + table, lead)
+
+
+def crossing(run: RunFolder) -> str:
+    """Codecs and late rows: what they save, what they lose, what probes found."""
+    found = run.summary.get("crossing")
+    if not found:
+        return ""
+    total = (run.summary.get("bytes_per_epoch") or {}).get("total")
+    climbed = "".join(f"<li>{escape(line)}</li>" for line in crossings.climbed(found))
+    body = _table(*crossings.table(found)) + (climbed and f"<ul>{climbed}</ul>")
+    return _section("What crossed", body, crossings.lead(found, total))
 
 
 def memory(run: RunFolder) -> str:

@@ -10,11 +10,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from kagome.report import crossing as crossings
 from kagome.report import holdings
 from kagome.report.files import write_json
 from kagome.report.meters import EpochRecord, by_kind, hidden_shares
 from kagome.report.spans import by_phase
-from kagome.report.units import bytes_text, metric_text, seconds_text, share_text
+from kagome.report.units import bytes_text, epochs_text, metric_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +47,7 @@ def summary(
     threads: Sequence[int] = (),
     memory: Sequence[Mapping[str, Any]] = (),
     pipeline: Mapping[str, float | None] | None = None,
+    crossing: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Build what ``summary.json`` holds.
 
@@ -69,6 +71,7 @@ def summary(
         threads: One a rank: threads that it computed with.
         memory: One a rank: what it holds by kind, ``predicted`` and ``measured`` (``holdings``).
         pipeline: What ``pipeline_summary`` gave; None where there is no pipeline.
+        crossing: Codecs by kind, errors by site, ``oldest_age`` and probes; None where all crosses exactly.
 
     Returns:
         Plain values in the order of the file.
@@ -104,6 +107,7 @@ def summary(
         "notes": list(notes),
         "phases": [by_phase(phase) for phase in phases],
         "pipeline": None if pipeline is None else dict(pipeline),
+        "crossing": None if crossing is None else crossings.crossing_summary(crossing, costly),
         "partition": None if partition is None else dict(partition),
     }
     return result | {key: value for key, value in extra.items() if value not in (None, [], {})}
@@ -159,7 +163,7 @@ def headline(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("time an epoch", seconds_text(values["epoch_seconds"])))
     total = (values.get("bytes_per_epoch") or {}).get("total")
     if total is not None:
-        rows.append(("sent an epoch", bytes_text(total)))
+        rows.append(("sent an epoch", bytes_text(total) + crossings.beside(values.get("crossing"))))
     waited = values.get("waited_per_epoch") or {}
     if waited:
         rows.append(("waited an epoch", seconds_text(sum(waited.values()))))
@@ -184,7 +188,7 @@ def headline(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     if counts:
         rows.append(("threads a rank", threads_text(counts)))
     if values.get("max_age"):
-        rows.append(("oldest row read", f"{values['max_age']} epochs"))
+        rows.append(("oldest row read", epochs_text(values["max_age"])))
     return rows
 
 

@@ -65,6 +65,11 @@ def count_text(value: float) -> str:
     return _three_digits(value)
 
 
+def epochs_text(count: int) -> str:
+    """A number of epochs, for example ``1 epoch``, ``20 epochs``."""
+    return f"{count} epoch{'' if count == 1 else 's'}"
+
+
 def _three_digits(value: float) -> str:
     size = abs(value)
     if size >= 99.95:

@@ -16,8 +16,10 @@ from kagome.config import Parallel
 from kagome.graph.chunks import Chunks, alone, cut_part, order_of, plan_steps
 from kagome.graph.partition import Partition
 from kagome.model.exact import HANDLERS
+from kagome.neighbors.crossing import Crossing
 from kagome.neighbors.history import Exact, History
 from kagome.neighbors.intercept import Interception
+from kagome.neighbors.rows import Carrier
 from kagome.neighbors.tables import ChunkChannel, ChunkRows, Tables
 
 LARGE = 20_000_000
@@ -33,6 +35,7 @@ class Chunking:
         apart: For ``cross_chunk="drop"``, one a chunk without the edges from elsewhere; else the same.
         tables: What lasts between chunks; None where the part is one chunk.
         rows: The part's row at each place of the chunks laid end to end.
+        crossing: The way to the other parts.
         settings: How to split.
         seed: Of the run.
     """
@@ -41,6 +44,7 @@ class Chunking:
     apart: tuple[Interception, ...]
     tables: Tables | None
     rows: Tensor
+    crossing: Crossing
     settings: Parallel
     seed: int
 
@@ -107,26 +111,29 @@ def chunked(
     Cost:
         A copy of the part, or two with ``cross_chunk="drop"``.
     """
+    count, drops = settings.chunks or 1, settings.cross_chunk == "drop"
+    # Chunks that know nothing of each other read nothing of other parts either.
+    crossing = Crossing(channel, Parallel() if drops and count > 1 else settings, seed)
 
-    def scope(piece: Partition, way: Channel | ChunkChannel, rows: ChunkRows | None) -> Interception:
+    def scope(piece: Partition, way: Carrier, rows: ChunkRows | None) -> Interception:
         return Interception(piece, way, device=device, seed=seed, handlers=HANDLERS, fast=fast, rows=rows)
 
-    count = settings.chunks or 1
     if count == 1:
-        whole = scope(part, channel, None)
-        return Chunking((whole,), (whole,), None, torch.arange(part.own.numel()), settings, seed)
+        whole = scope(part, crossing, None)
+        rows = torch.arange(part.own.numel())
+        return Chunking((whole,), (whole,), None, rows, crossing, settings, seed)
     method: str = settings.partitioner
     if method == "auto":
         method = "metis" if part.edge_index.size(1) <= LARGE else "streaming"
     chunks: Chunks = cut_part(part, count, method=method, seed=seed)
-    tables = Tables(chunks, channel, device)
+    tables = Tables(chunks, crossing, device)
     scopes = []
     for piece in chunks.pieces:
         end = ChunkChannel(piece, tables)
         none = torch.empty(0, dtype=torch.int64, device=device)
-        rows = ChunkRows(piece.own, piece.reads.numel(), none, (), (), end, None, piece, tables)
-        scopes.append(scope(piece.part, end, rows))
+        plan = ChunkRows(piece.own, piece.reads.numel(), none, (), (), end, None, None, piece, tables)
+        scopes.append(scope(piece.part, end, plan))
     apart = scopes
-    if settings.cross_chunk == "drop":
+    if drops:
         apart = [scope(alone(piece), Channel(None, device), None) for piece in chunks.pieces]
-    return Chunking(tuple(scopes), tuple(apart), tables, chunks.rows, settings, seed)
+    return Chunking(tuple(scopes), tuple(apart), tables, chunks.rows, crossing, settings, seed)

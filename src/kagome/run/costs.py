@@ -6,7 +6,7 @@ Where it sits: ``trainer`` enters it around what belongs to training, and takes 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -40,18 +40,24 @@ class Costs:
         """Forget what was counted: its epoch will not come."""
         self._seconds, self._traffic = 0.0, Traffic()
 
-    def record(self, epoch: int, loss: float) -> EpochRecord:
+    def record(self, epoch: int, loss: float, uncoded: Mapping[str, int]) -> EpochRecord:
         """The epoch's record, not evaluated yet; what comes after counts to the next one. All ranks call it.
 
+        Args:
+            epoch: Its number.
+            loss: Of all ranks.
+            uncoded: Bytes that this rank would have sent without codecs, of kinds that have one.
+
         Cost:
-            Three numbers a kind.
+            Four numbers a kind.
         """
         spent, seconds = self._traffic, self._seconds
         self.drop()
-        columns = (spent.bytes, spent.waited, spent.under_way)
-        mine = torch.tensor([[column[kind] for kind in KINDS] for column in columns], dtype=torch.float64)
+        columns: tuple[Mapping[str, float], ...] = (spent.bytes, spent.waited, spent.under_way, uncoded)
+        rows = [[column.get(kind, 0) for kind in KINDS] for column in columns]
+        mine = torch.tensor(rows, dtype=torch.float64)
         summed = self.channel.all_reduce(mine.to(self.channel.device), action="costs", kind="other").tolist()
-        sent, waited, under_way = (dict(zip(KINDS, row, strict=True)) for row in summed)
+        sent, waited, under_way, plain = (dict(zip(KINDS, row, strict=True)) for row in summed)
         size = self.channel.size
         return EpochRecord(
             epoch,
@@ -62,4 +68,5 @@ class Costs:
             {kind: int(count) for kind, count in sent.items()},
             {kind: value / size for kind, value in waited.items() if under_way[kind]},
             {kind: value / size for kind, value in under_way.items() if value},
+            {kind: int(count) for kind, count in plain.items() if count},
         )

@@ -28,6 +28,8 @@ from kagome.neighbors.recompute import recompute
 from kagome.run.ahead import Ahead, Forward
 from kagome.run.gradients import Gradients
 from kagome.run.holdings import Saved
+from kagome.run.ladder import EXACT, Ladder, Probe, Rung
+from kagome.run.tally import Tally
 from kagome.run.task import Loss, check_finite, check_rows, checked_loss, columns, draws_of, row_sum
 
 
@@ -79,6 +81,7 @@ class Engine:
         self.scope = Interception(
             part, self.crossing, device=channel.device, seed=settings.seed, handlers=HANDLERS, fast=fast
         )
+        self.scope.sums_only = parallel.halo_sample < 1 and channel.size > 1
         self._notes: list[str] = []
         if fast and settings.amp == "bf16" and channel.device.type == "cpu":
             self._notes.append(
@@ -94,6 +97,8 @@ class Engine:
         count = torch.tensor([self.train_rows.numel()], dtype=torch.int64, device=channel.device)
         self.train_count = int(channel.all_reduce(count, action="count training vertices", kind="other"))
         self.gradients = Gradients([p for p in model.parameters() if p.requires_grad], weights)
+        self.ladder = Ladder(parallel if channel.size > 1 else Parallel())
+        self.tally = Tally(channel, self.crossing)
         self.ahead = Ahead(model)
         if not self.crossing.exact:
             self.ahead.allowed = False  # what training computes is not what evaluation would
@@ -115,7 +120,8 @@ class Engine:
         yield
 
     def resumed(self, optimizer: Optimizer) -> None:
-        """Weights and the optimizer's state were read from a checkpoint."""
+        """Weights and the optimizer's state were read from a checkpoint: late rows are of other weights."""
+        self.crossing.forget()
 
     def _put_on(self) -> None:
         self._unrule = apply_rules(self.model, self.scope)  # refuses before it touches the model
@@ -179,9 +185,47 @@ class Engine:
             ModelError: If the loss is not finite on some rank.
             ConfigError: If the loss averages over rows by itself.
         """
-        optimizer.zero_grad(set_to_none=True)
+        value, stops = self._probed(epoch, stop) if self.ladder.probes() else self._gradient(epoch, stop)
+        self.ladder.done()
+        check_finite(value, epoch)
+        with self.phases.phase("optimizer", epoch):
+            if self.settings.clip is not None:
+                nn.utils.clip_grad_norm_(self.gradients.parameters, self.settings.clip)
+            optimizer.step()
+        return value, stops > 0
+
+    def _probed(self, epoch: int, stop: bool) -> tuple[float, float]:
+        """The exact gradient, after that of rows that cross as they would have."""
+        rung, buffers = self.ladder.rung, [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        self._gradient(epoch, stop, rung)
+        guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
+        with torch.no_grad():
+            for buffer, before in buffers:  # an epoch moves them once
+                buffer.copy_(before)
+        with self.tally.aside():
+            found = self._gradient(epoch, stop, EXACT)
+        one = [p.grad for p in self.gradients.parameters]
+        pairs = [(g, h) for g, h in zip(one, guess, strict=True) if g is not None and h is not None]
+        both = sum(float((g * h).sum(dtype=torch.float64)) for g, h in pairs)
+        exact, other = (
+            sum(float(g.double().square().sum()) for g in part) for part in zip(*pairs, strict=True)
+        )
+        cosine, ratio = both / max((exact * other) ** 0.5, 1e-300), (other / max(exact, 1e-300)) ** 0.5
+        said = self.ladder.see(Probe(epoch, rung, cosine, ratio))
+        if said:
+            self._notes.append(said)
+        return found
+
+    def _gradient(self, epoch: int, stop: bool, rung: Rung | None = None) -> tuple[float, float]:
+        """Forward, backward and the sum of gradients: the loss, and how many ranks were asked to stop."""
+        rung = rung or self.ladder.rung
+        for parameter in self.gradients.parameters:
+            parameter.grad = None
         compares = self.ahead.asks
-        with draws_of(self.settings.seed, epoch):
+        with (
+            draws_of(self.settings.seed, epoch),
+            self.crossing.using(rung.codec, rung.codec_backward, waits=rung.waits, chooses=rung.chooses),
+        ):
             forward = self.ahead.take(epoch) or self._train_forward(epoch, watched=compares)
             with self.phases.phase("forward", epoch):
                 out = forward.out
@@ -195,6 +239,7 @@ class Engine:
                 lost.detach() if rows.numel() else 0.0,
                 float(stop),
                 float(compares and self.ahead.differs(forward)),
+                *self.crossing.drifts,
             )
             with (
                 self.phases.phase("backward", epoch),
@@ -206,24 +251,23 @@ class Engine:
                     whole.backward()
         self._checked = True
         with self.phases.phase("weights", epoch):
-            value, stops, doubts = self.gradients.finish()
+            value, stops, doubts, *drift = self.gradients.finish()
+        self.crossing.moved(sum(drift) / self.channel.size)
         if compares:
             self.ahead.allowed = not doubts
-        check_finite(value, epoch)
-        with self.phases.phase("optimizer", epoch):
-            if self.settings.clip is not None:
-                nn.utils.clip_grad_norm_(self.gradients.parameters, self.settings.clip)
-            optimizer.step()
-        return value, stops > 0
+        return value, stops
 
-    @property
-    def max_age(self) -> int:
-        """The age of the oldest row that was read, in epochs."""
-        return self.crossing.oldest
+    def take_uncoded(self) -> Mapping[str, int]:
+        """Bytes that this rank would have sent without codecs since the last call; kinds that have none."""
+        return self.tally.take()
+
+    def facts(self) -> dict[str, Any]:
+        """What the summary is told of what crossed. All ranks call it."""
+        return self.tally.facts(self.ladder.found, self.ladder)
 
     def sum_up(self) -> tuple[str, ...]:
         """What there is to say at the end of a run."""
-        return ()
+        return self.tally.sentence(self.ladder.found, self.ladder)
 
     def take_notes(self) -> tuple[str, ...]:
         """What there is to say of the forwards since the last call."""
@@ -277,6 +321,7 @@ class Engine:
         Shapes:
             ``[n, C]``; a model that gives ``[n]`` has one column.
         """
+        self.crossing.settle()  # any number of evaluations may follow
         out = self.forward(epoch, training=False)
         self.ahead.evaluated(out)
         return columns(out)

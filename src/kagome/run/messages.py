@@ -7,13 +7,13 @@ stages compute; a SEND begins and is not waited for before the pass ends.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kagome.comm.channel import Channel
+from kagome.comm.channel import Channel, Pending, Sending
 from kagome.run.job import Job, StageCode
+from kagome.run.stage_codec import Coded, StageCodec
 from kagome.schedule.actions import Action, Kind
 
 
@@ -24,33 +24,43 @@ class Messages:
         code: Of this rank's stage.
         pipe: The ranks that hold this part, one a stage.
         jobs: The chunks, by number.
-        epoch: For errors.
+        epoch: For errors and draws.
+        codec: How values look on the way; None where no backward follows: they go as they are.
     """
 
-    def __init__(self, code: StageCode, pipe: Channel, jobs: dict[int, Job], epoch: int) -> None:
-        self.code, self.pipe, self.jobs, self.epoch = code, pipe, jobs, epoch
-        self._coming: dict[Action, list[tuple[str, Any]]] = {}
-        self._leaving: list[Any] = []
+    def __init__(
+        self,
+        code: StageCode,
+        pipe: Channel,
+        jobs: dict[int, Job],
+        epoch: int,
+        codec: StageCodec | None = None,
+    ) -> None:
+        self.code, self.pipe, self.jobs, self.epoch, self.codec = code, pipe, jobs, epoch, codec
+        self._coming: dict[Action, list[tuple[str, Pending | Coded]]] = {}
+        self._leaving: list[Sending] = []
 
     def post(self, actions: Iterable[Action]) -> None:
         """Begin the receives among these actions, in their order."""
-        values = self.code.survey.values
         for action in actions:
             if action.kind.receives:
-                scope = self.jobs[action.chunk].scope
-                self._coming[action] = [
-                    (
-                        name,
-                        self.pipe.start_receive(
-                            self.code.shape(name, scope),
-                            values[name].dtype or torch.float32,
-                            action.other,
-                            action=self._words(action),
-                            backward=not action.kind.forward,
-                        ),
-                    )
-                    for name in self.names(action)
-                ]
+                self._coming[action] = [(name, self._begun(name, action)) for name in self.names(action)]
+
+    def _begun(self, name: str, action: Action) -> Pending | Coded:
+        """One receive; its wait gives the value."""
+        value = self.code.survey.values[name]
+        shape, dtype = self.code.shape(name, self.jobs[action.chunk].scope), value.dtype or torch.float32
+        size = None if self.codec is None else self.codec.size(value, shape)
+        coming = self.pipe.start_receive(
+            shape if size is None else (size,),
+            dtype if size is None else torch.uint8,
+            action.other,
+            action=self._words(action),
+            backward=not action.kind.forward,
+        )
+        if self.codec is None or size is None:
+            return coming
+        return Coded(coming, self.codec.codec, shape, dtype)
 
     def names(self, action: Action) -> list[str]:
         """The values that a SEND or RECV is about."""
@@ -63,15 +73,28 @@ class Messages:
         """Begin to send a chunk's values, or their gradients."""
         job = self.jobs[action.chunk]
         for name in self.names(action):
-            value = job.outs[name] if action.kind.forward else job.gradient(name)
+            value = (job.outs[name] if action.kind.forward else job.gradient(name)).detach()
             self._leaving.append(
                 self.pipe.start_send(
-                    value.detach().contiguous(),
+                    self._written(name, value, action).contiguous(),
                     action.other,
                     action=self._words(action),
                     backward=not action.kind.forward,
                 )
             )
+
+    def _written(self, name: str, value: Tensor, action: Action) -> Tensor:
+        """What travels of a value."""
+        if self.codec is None:
+            return value
+        self.codec.crossed.plain += value.nbytes
+        size = self.codec.size(self.code.survey.values[name], tuple(value.shape))
+        if size is None:
+            return value
+        backward = not action.kind.forward
+        where = f"{name} in {self._words(action)}"
+        stamps = self.jobs[action.chunk].scope.row_ids()
+        return self.codec.encode(name, value, stamps, size, self.epoch, backward=backward, where=where)
 
     def receive(self, action: Action) -> list[tuple[str, Tensor]]:
         """Wait for what a RECV is about."""

@@ -22,6 +22,7 @@ from kagome.run.chunking import Chunking
 from kagome.run.engine import Phases
 from kagome.run.job import Job, StageCode
 from kagome.run.messages import Messages
+from kagome.run.stage_codec import StageCodec
 from kagome.schedule.actions import Action, Kind, Program, pointed
 from kagome.schedule.schedules import Link, Shape, fill_drain, k_forward_k_backward
 
@@ -40,6 +41,7 @@ class Passes:
         phases: Where the time of each action goes.
         buffers: Of its stage: moved once an epoch, not by every chunk.
         lose: Called with each job whose forward has ended in training.
+        codec: How values go from stage to stage in training.
     """
 
     code: StageCode
@@ -49,12 +51,13 @@ class Passes:
     phases: Phases
     buffers: Sequence[Tensor]
     lose: Callable[[Job], None]
+    codec: StageCodec
 
     def one_by_one(self, epoch: int, history: History | None, *, checked: bool) -> Jobs:
         """One chunk after the other, by a program that is known beforehand."""
         jobs = self._jobs(self.chunks.apart, epoch, training=True, checked=checked)
         program = self.program(epoch)
-        messages = Messages(self.code, self.mesh.pipe, jobs, epoch)
+        messages = Messages(self.code, self.mesh.pipe, jobs, epoch, self.codec)
         messages.post(program)
         begun = False
         # Chunks that know nothing of each other note their own statistics, as micro-batches do.
@@ -86,7 +89,7 @@ class Passes:
         order = tuple(range(self.chunks.count))
         supplier = self.chunks.exact()
         tables.begin(epoch, supplier)
-        messages = Messages(self.code, self.mesh.pipe, jobs, epoch)
+        messages = Messages(self.code, self.mesh.pipe, jobs, epoch, self.codec if training else None)
         passes = (True, False) if training else (True,)
         for forward in passes:
             messages.post(

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,13 @@ from kagome.run.gradients import Gradients
 from kagome.run.guard import Epoch, Guard, Measured
 from kagome.run.holdings import held_by_chunks
 from kagome.run.job import Job, StageCode
+from kagome.run.ladder import EXACT, Probe, Rung
 from kagome.run.owners import Owners
 from kagome.run.passes import Passes
 from kagome.run.staging import stage_model
+from kagome.run.tally import Found
 from kagome.run.task import Loss, check_finite, check_rows, checked_loss, columns, draws_of, row_sum
+from kagome.run.ways import Ways
 
 
 class Pipeline:
@@ -86,11 +90,22 @@ class Pipeline:
         self.gradients.overlaps = False  # they are whole after the last chunk
         found = torch.tensor([int(self.inputs["train_mask"].sum())], device=device)
         self.train_count = int(mesh.graph.all_reduce(found, action="count training vertices", kind="other"))
-        ways = links(self.staging.stages)
-        self.passes = Passes(self.code, mesh, self.chunks, ways, phases, self.owners.buffers, self._lose)
         self.guard: Guard | None = None
         if parallel.cross_chunk == "history" and self.chunks.tables is not None:
             self.guard = Guard(parallel.history_epochs, watch=parallel.guard)
+        self.ways = Ways(
+            self.chunks.crossing, mesh, parallel, seed=settings.seed, guarded=self.guard is not None
+        )
+        self.passes = Passes(
+            self.code,
+            mesh,
+            self.chunks,
+            links(self.staging.stages),
+            phases,
+            self.owners.buffers,
+            self._lose,
+            self.ways.stages,
+        )
         self._checked = False
         self.ahead = Ahead(model)
         self._notes = [self._said()]
@@ -126,20 +141,31 @@ class Pipeline:
         return float(among / max(edges, 1))
 
     @property
-    def max_age(self) -> int:
-        """The age of the oldest row that was read, in epochs."""
-        return 0 if self.guard is None else self.guard.oldest
+    def _found(self) -> Sequence[Found]:
+        """What probes found."""
+        return self.ways.ladder.found if self.guard is None else self.guard.found
+
+    def take_uncoded(self) -> Mapping[str, int]:
+        """Bytes that this rank would have sent without codecs since the last call; kinds that have none."""
+        return self.ways.tally.take()
+
+    def facts(self) -> dict[str, Any]:
+        """What the summary is told of what crossed. All ranks call it."""
+        oldest = 0 if self.guard is None else self.guard.oldest
+        return self.ways.tally.facts(self._found, self.ways.ladder, oldest=oldest)
 
     def sum_up(self) -> tuple[str, ...]:
-        """What there is to say at the end: what history was found to cost."""
-        guard = self.guard
+        """What there is to say at the end: what history, codecs and late rows were found to cost."""
+        guard, ladder = self.guard, self.ways.ladder
+        crossed = self.ways.tally.sentence(ladder.found if guard is None else None, ladder)
         if guard is None or not guard.found:
-            return ()
+            return crossed
         least = min(guard.found, key=lambda found: found.cosine)
         return (
             f"history: {len(guard.found)} probes, {guard.exact_epochs} exact epochs for want of trust; "
             f"the last, epoch {guard.found[-1].epoch}: {guard.found[-1].text()}; "
             f"lowest cosine {least.cosine:.2f} in epoch {least.epoch}",
+            *crossed,
         )
 
     def _put_on(self) -> None:
@@ -177,6 +203,7 @@ class Pipeline:
     def resumed(self, optimizer: Optimizer) -> None:
         """Weights and the optimizer's state were read: rows are to be computed anew."""
         self.owners.forget_others(optimizer)
+        self.ways.crossing.forget()
         if self.guard is not None:
             self.guard.begin_anew()
 
@@ -208,12 +235,18 @@ class Pipeline:
         self.model.train(True)
         kind = self._kind()
         if kind == "probe":
-            self._gradient(epoch, "history")
-            guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
-            lost = self._gradient(epoch, "exact")
+            guess = self._guess(epoch, "history")
+            with self.ways.tally.aside():
+                lost = self._gradient(epoch, "exact", EXACT)
             self._measure(epoch, guess)
+        elif self.ways.ladder.probes():
+            rung, guess = self.ways.ladder.rung, self._guess(epoch, kind)
+            with self.ways.tally.aside():
+                lost = self._gradient(epoch, kind, EXACT)
+            self._say(self.ways.ladder.see(Probe(epoch, rung, *self._compared(guess))))
         else:
-            lost = self._gradient(epoch, kind)
+            lost = self._gradient(epoch, kind, self.ways.rung(exact=kind == "exact"))
+        self.ways.ladder.done()
         if self.guard is not None:
             self.guard.done(kind)
         self._checked = True
@@ -235,12 +268,22 @@ class Pipeline:
             return self.guard.next()
         return "exact" if self.parallel.cross_chunk == "exact" else "history"
 
-    def _gradient(self, epoch: int, kind: Epoch) -> float:
+    def _guess(self, epoch: int, kind: Epoch) -> list[Tensor | None]:
+        """The gradient of an epoch as it would have been; buffers stay."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.owners.buffers]
+        self._gradient(epoch, kind, self.ways.ladder.rung)
+        with torch.no_grad():
+            for buffer, before in buffers:  # an epoch moves them once
+                buffer.copy_(before)
+        return [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
+
+    def _gradient(self, epoch: int, kind: Epoch, rung: Rung) -> float:
         """All chunks forward and backward, and the sum of gradients; what this rank lost."""
         for parameter in self.model.parameters():
             parameter.grad = None
         with (
             draws_of(self.settings.seed, epoch),
+            self.ways.using(rung),
             self.gradients.during((), f"sum of gradients, epoch {epoch}"),
         ):
             jobs = self._trained(epoch, kind)
@@ -266,20 +309,25 @@ class Pipeline:
             tables.keep()
         return jobs
 
+    def _compared(self, guess: Sequence[Tensor | None]) -> tuple[float, float]:
+        """The cosine of a gradient and the exact one, and its length over that one's."""
+        one, other, both = self.owners.products(self.gradients.parameters, guess)
+        return both / max((one * other) ** 0.5, 1e-300), (other / max(one, 1e-300)) ** 0.5
+
+    def _say(self, said: str) -> None:
+        if said:
+            self._notes.append(said)
+
     def _measure(self, epoch: int, guess: Sequence[Tensor | None]) -> None:
         """Compare the gradient with history with the exact one, and rows with those last known."""
         tables, guard = self.chunks.tables, self.guard
         assert tables is not None
         assert guard is not None
-        one, other, both = self.owners.products(self.gradients.parameters, guess)
+        cosine, ratio = self._compared(guess)
         drifts = tables.drifts()
         mine = torch.tensor([sum(drifts), float(len(drifts))], dtype=torch.float64, device=self.mesh.device)
         drift, sites = self.mesh.world.all_reduce(mine, action="drift", kind="statistics").tolist()
-        cosine = both / max((one * other) ** 0.5, 1e-300)
-        ratio = (other / max(one, 1e-300)) ** 0.5
-        said = guard.see(Measured(epoch, cosine, ratio, drift / max(sites, 1), guard.age))
-        if said:
-            self._notes.append(said)
+        self._say(guard.see(Measured(epoch, cosine, ratio, drift / max(sites, 1), guard.age)))
 
     def _lose(self, job: Job) -> None:
         """At the end of a chunk's forward: its loss, where this stage gives the output."""
@@ -332,6 +380,7 @@ class Pipeline:
             The scores, from the last stage to the others.
         """
         self.model.train(False)
+        self.ways.crossing.settle()  # any number of evaluations may follow
         if self.chunks.count > 1:
             jobs = self.passes.in_lockstep(epoch, training=False)
         else:

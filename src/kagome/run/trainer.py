@@ -297,7 +297,7 @@ class Trainer:
         with self.costs.training():
             loss, stopped = self.engine.train(epoch, self.optimizer, stop=stop)
         self._say_all(self.engine.take_notes())
-        record = self.costs.record(epoch, loss)
+        record = self.costs.record(epoch, loss, self.engine.take_uncoded())
         last = epoch == epochs or stopped
         if epoch % self.train.eval_every == 0 or last:
             out = None
@@ -369,7 +369,7 @@ class Trainer:
             "val_metric": found["val"],
             "metric_name": self.metric_name,
             "best_epoch": self._best.epoch or None,
-            "max_age": self.engine.max_age,
+            **self.engine.facts(),
             "world_size": self.mesh.size,
             "parallel": asdict(self.settings.parallel.fit(self.mesh.size)),
             "seed": self.train.seed,

@@ -1,0 +1,59 @@
+"""Ways: how rows cross in each epoch of a pipeline, to other parts and to other stages.
+
+Where it sits: ``pipeline`` has one. The guard of history watches codecs too, where there is history: all that
+makes its epochs differ from exact ones. Elsewhere a ladder does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from kagome.comm.mesh import Mesh
+from kagome.config import Parallel
+from kagome.neighbors.crossing import Crossing
+from kagome.run.ladder import EXACT, Ladder, Rung
+from kagome.run.stage_codec import StageCodec
+from kagome.run.tally import Tally
+
+
+class Ways:
+    """One rank's.
+
+    Args:
+        crossing: The way to the other parts.
+        mesh: All ranks.
+        parallel: The settings.
+        seed: Of the draws.
+        guarded: Whether history is watched.
+    """
+
+    def __init__(
+        self, crossing: Crossing, mesh: Mesh, parallel: Parallel, *, seed: int, guarded: bool
+    ) -> None:
+        self.crossing = crossing
+        self.stages = StageCodec(parallel.codec_stage, seed, mesh.stage)
+        self.tally = Tally(mesh.world, crossing, self.stages if parallel.pipe > 1 else None)
+        self.guarded = guarded
+        self._stage, self._halo = self.stages.codec.name, not crossing.exact
+        """Whether rungs are about the halo; else they are about what goes from stage to stage."""
+        watched = parallel if self._halo else Parallel(codec=self._stage, guard=parallel.guard)
+        self.ladder = Ladder(replace(watched, guard=watched.guard and not guarded))
+
+    def rung(self, *, exact: bool) -> Rung:
+        """Of the coming epoch; one that is exact for want of trust in history is exact in all."""
+        return EXACT if exact and self.guarded else self.ladder.rung
+
+    @contextmanager
+    def using(self, rung: Rung) -> Iterator[None]:
+        """Let rows cross by a rung for a block; all ranks do."""
+        if not self._halo:
+            with self.stages.using(rung.codec):
+                yield
+            return
+        with (
+            self.crossing.using(rung.codec, rung.codec_backward, waits=rung.waits, chooses=rung.chooses),
+            self.stages.using("none" if rung.exact else self._stage),
+        ):
+            yield

@@ -1,0 +1,427 @@
+"""Few-bit codes: the same bits by every way, right on the mean, near each number; what cannot be is counted.
+
+Triton reads TRITON_INTERPRET when it is imported, so processes of their own run its kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kagome.kernels import bits, loops_bits
+from kagome.kernels.bits import LEAST_SPAN, WIDTHS, Plain, drawn, groups
+
+each_way = pytest.mark.parametrize("way", [Plain, loops_bits], ids=["plain", "loops"])
+each_width = pytest.mark.parametrize("few", WIDTHS)
+KEY = 0x0123_4567_89AB_CDEF
+
+
+@dataclass
+class Coded:
+    """Rows, coded and restored; ``step`` is what a code more makes."""
+
+    body: Tensor
+    low: Tensor
+    span: Tensor
+    bad: int
+    restored: Tensor
+    step: Tensor
+
+
+def code(
+    way: Any, x: Tensor, few: int, *, pick: Tensor | None = None, stamps: Tensor | None = None, key: int = KEY
+) -> Coded:
+    count = x.size(0) if pick is None else pick.numel()
+    stamps = torch.arange(count) if stamps is None else stamps
+    body = torch.full((groups(count, few), x.size(1)), 0xA5, dtype=torch.uint8)  # whatever was there before
+    low, span, bad = way.encode(x, pick, stamps, key, few, body)
+    restored = torch.full((count, x.size(1)), torch.nan)
+    way.decode(body, low, span, few, restored)
+    step = (span.int() << 16).view(torch.float32) / (2**few - 1)
+    return Coded(body, low, span, bad, restored, step.unsqueeze(1))
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """To the bit: zeros have signs."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def assert_same(one: Coded, other: Coded) -> None:
+    for name in ("body", "low", "span", "restored"):
+        assert same(getattr(one, name), getattr(other, name)), name
+    assert one.bad == other.bad
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+STAMPS = st.integers(-(2**63), 2**63 - 1)
+KEYS = st.integers(0, 2**64 - 1)
+KINDS = ("normal", "constant", "zeros", "denormal", "tiny", "huge", "shifted", "spiky")
+
+
+def row_of(kind: str, width: int, draw: torch.Generator) -> Tensor:
+    x = torch.randn(width, generator=draw)
+    return {
+        "normal": x,
+        "constant": x[:1].expand(width) if width else x,
+        "zeros": torch.zeros(width).copysign(x),
+        "denormal": x * 1e-41,
+        "tiny": x * 1e-37,
+        "huge": x.clamp(-3, 3) * 3e37,
+        "shifted": x * 1e-4 + 1000,
+        "spiky": x**9,
+    }[kind]
+
+
+@st.composite
+def cases(draw: Any, most: int = 40) -> tuple[Tensor, Tensor | None, Tensor, int, int]:
+    """Rows, which of them are picked, their stamps, a key, a number of bits."""
+    width, few = draw(st.integers(1, most)), draw(st.sampled_from(WIDTHS))
+    kinds = draw(st.lists(st.sampled_from(KINDS), max_size=most))
+    random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    x = torch.stack([row_of(kind, width, random) for kind in kinds]) if kinds else torch.empty(0, width)
+    pick, count = None, len(kinds)
+    if kinds and draw(st.booleans()):
+        count = draw(st.integers(0, most))
+        pick = torch.randint(0, len(kinds), (count,), generator=random)
+    stamps = torch.tensor(draw(st.lists(STAMPS, min_size=count, max_size=count)), dtype=torch.int64)
+    return x, pick, stamps, draw(KEYS), few
+
+
+# The same bits by every way -----------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_loops_give_the_bits_of_plain(case: tuple[Tensor, Tensor | None, Tensor, int, int]) -> None:
+    x, pick, stamps, key, few = case
+    one, other = (code(way, x, few, pick=pick, stamps=stamps, key=key) for way in (Plain, loops_bits))
+    assert_same(one, other)
+    assert one.bad == 0
+
+
+@each_width
+@pytest.mark.parametrize("width", [1, 3, 4, 7, 15, 16, 17, 31, 128, 200])
+def test_every_width_of_rows_has_its_vectors(width: int, few: int) -> None:
+    x = torch.randn(100, width)  # more rows than the loops take at a time
+    pick = torch.randint(0, 100, (61,))
+    assert_same(code(Plain, x, few), code(loops_bits, x, few))
+    assert_same(code(Plain, x, few, pick=pick), code(loops_bits, x, few, pick=pick))
+
+
+@each_width
+def test_any_number_of_threads_gives_the_same_bits(few: int, threads: Callable[[int], None]) -> None:
+    x, pick = torch.randn(3000, 100), torch.randint(0, 3000, (2501,))
+    x[17, 3], x[2900, 99] = torch.inf, torch.nan
+    rows = torch.arange(3000)
+    found = []
+    for number in (1, 2, 5):
+        threads(number)
+        found.append((code(loops_bits, x, few), code(loops_bits, x[20:2800], few, pick=pick.clamp(max=2779))))
+        assert found[-1][0].bad == 2
+    whole = (rows != 17) & (rows != 2900)
+    for every, picked in found[1:]:
+        assert same(every.restored[whole], found[0][0].restored[whole])
+        assert_same(picked, found[0][1])
+    assert_same(found[0][1], code(Plain, x[20:2800], few, pick=pick.clamp(max=2779)))
+
+
+@each_way
+def test_bytes_hold_rows_from_their_low_bits_on(way: Any) -> None:
+    body = torch.tensor([[0b10110001, 0b00001111], [0b00000010, 0b00000001]], dtype=torch.uint8)
+    low, one = torch.zeros(10), torch.full((10,), 0x3F80, dtype=torch.int16)  # a span of 1
+    out = torch.empty(10, 2)
+    way.decode(body, low, one, 1, out)
+    assert out[:, 0].tolist() == [1, 0, 0, 0, 1, 1, 0, 1, 0, 1]
+    assert out[:, 1].tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 1, 0]
+    out, three = torch.empty(3, 2), torch.full((3,), 0x4040, dtype=torch.int16)
+    way.decode(body[:1], low[:3], three, 2, out)
+    assert out.tolist() == [[1, 3], [0, 3], [3, 0]]
+
+
+@each_way
+def test_views_are_read_as_they_are(way: Any) -> None:
+    x = torch.randn(20, 30)
+    assert_same(code(way, x.t()[:, ::2], 2), code(way, x.t()[:, ::2].contiguous(), 2))
+
+
+# The mean, and how far from it --------------------------------------------------------------------
+
+
+@each_way
+@each_width
+@pytest.mark.parametrize("over", ["stamps", "keys"])
+def test_restored_numbers_are_right_on_the_mean(way: Any, few: int, over: str) -> None:
+    """Each number within five standard errors; one of two ways has other rows between those of one vertex."""
+    x = torch.cat([torch.randn(4, 9), torch.rand(2, 9) * 1.001 - 7, torch.randn(2, 9) ** 5])
+    draws = 3000 if over == "stamps" else 400
+    if over == "stamps":
+        coded = code(way, x.repeat(draws, 1), few)
+        restored = coded.restored.view(draws, *x.shape).double()
+    else:
+        runs = [code(way, x, few, key=key) for key in range(draws)]
+        coded, restored = runs[0], torch.stack([run.restored for run in runs]).double()
+    step = coded.step[: len(x)].double()
+    raw = x.amax(1) - x.amin(1)
+    assert (step[:, 0] * (2**few - 1) > raw).any()  # some span was rounded up
+    part = (x.double() - x.double().amin(1, keepdim=True)) / step % 1
+    error = step * (part * (1 - part) / draws).sqrt()
+    slack = 1e-6 * step + 1e-6 * x.abs()  # float32's own rounding
+    assert ((restored.mean(0) - x).abs() <= 5 * error + slack).all()
+    rounded = (part > 0.01) & (part < 0.99)
+    assert (restored.std(0)[rounded] > 0).all()
+
+
+@each_way
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def test_no_number_is_off_by_more_than_a_step(
+    way: Any, case: tuple[Tensor, Tensor | None, Tensor, int, int]
+) -> None:
+    x, pick, stamps, key, few = case
+    coded = code(way, x, few, pick=pick, stamps=stamps, key=key)
+    wanted = x if pick is None else x[pick]
+    off = (coded.restored.double() - wanted.double()).abs()
+    # Float32 rounds the product and the sum.
+    slack = 2.0**-22 * (coded.step.double() * (2**few - 1) + wanted.abs().amax(1, keepdim=True)) + 2.0**-149
+    assert (off <= coded.step.double() + slack).all()
+
+
+@each_way
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def test_spans_are_rounded_up_and_by_little(
+    way: Any, case: tuple[Tensor, Tensor | None, Tensor, int, int]
+) -> None:
+    x, _, stamps, key, few = case
+    if len(x) != len(stamps):
+        stamps = torch.arange(len(x))
+    coded = code(way, x, few, stamps=stamps, key=key)
+    low, raw = x.amin(1), x.amax(1) - x.amin(1)
+    held = (coded.span.int() << 16).view(torch.float32)
+    assert torch.equal(coded.low, low)
+    assert (held >= raw).all()
+    assert (held <= (raw.double() * (1 + 2.0**-7)).clamp(min=LEAST_SPAN)).all()
+    assert torch.equal(held == 0, raw == 0)
+
+
+@each_way
+@each_width
+def test_constant_rows_come_back_exactly(way: Any, few: int) -> None:
+    each = torch.tensor([0.0, -0.0, 1.1, -3.7, 1e-41, -1e-38, 1e38, -3.4e38, 3.4e38])
+    coded = code(way, each.unsqueeze(1).expand(9, 21), few)
+    assert coded.bad == 0
+    assert torch.equal(coded.restored, each.unsqueeze(1).expand(9, 21))
+    assert not coded.span.any()
+    mixed_zeros = torch.tensor([[0.0, -0.0, 0.0], [-0.0, 0.0, -0.0]])
+    assert same(code(way, mixed_zeros, few).low, torch.zeros(2))
+
+
+@each_way
+@each_width
+def test_spans_at_the_ends_of_float32(way: Any, few: int) -> None:
+    low_high = [(0, 1e-45), (-1e-38, 1e-38), (0, 2.0**-118), (-1e38, 1e38), (0, 3e38), (1e38, 1.5e38)]
+    x = torch.tensor(low_high, dtype=torch.float64).float()
+    coded = code(way, x, few)
+    assert coded.bad == 0
+    assert torch.equal(coded.low, x[:, 0])
+    held = coded.step[:, 0].double() * (2**few - 1)
+    assert (held[:3] - LEAST_SPAN).abs().max() < 1e-6 * LEAST_SPAN  # all that are less count as this
+    assert ((coded.restored - x).abs() <= coded.step * 1.00001).all()
+    beyond = torch.tensor([(-3e38, 3e38), (0, 3.4e38), (-3.4e38, 0), (0, 1)])
+    assert code(way, beyond, few).bad == 3  # 3.4e38 is a float32, but its span is rounded up
+
+
+# What cannot be coded -----------------------------------------------------------------------------
+
+
+@each_way
+@each_width
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("width", [1, 3, 6, 16, 21, 37])
+def test_a_number_that_is_none_is_found_in_any_place(way: Any, few: int, value: float, width: int) -> None:
+    x = torch.randn(2 * width + 1, width)
+    good = code(way, x, few)
+    spoiled = x.clone()
+    spoiled[range(1, 2 * width, 2), range(width)] = torch.tensor(value).copysign(torch.tensor(value))
+    coded = code(way, spoiled, few)
+    assert (good.bad, coded.bad) == (0, width)
+    assert torch.equal(coded.low[::2], good.low[::2])
+    assert torch.equal(coded.span[::2], good.span[::2])
+    assert torch.equal(coded.restored[::2], good.restored[::2])
+    assert code(way, spoiled, few, pick=torch.tensor([1, 0, 1, 2])).bad == 2
+
+
+@each_way
+@each_width
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+def test_nothing_to_code(way: Any, few: int, shape: tuple[int, int]) -> None:
+    coded = code(way, torch.empty(shape), few)
+    assert coded.bad == 0
+    assert (coded.low.shape, coded.span.shape) == ((shape[0],), (shape[0],))
+    assert (coded.low.dtype, coded.span.dtype) == (torch.float32, torch.int16)
+    assert coded.restored.shape == shape
+
+
+def test_bytes_a_column() -> None:
+    assert [groups(9, few) for few in WIDTHS] == [2, 3, 5, 9]
+    assert [groups(8, few) for few in WIDTHS] == [1, 2, 4, 8]
+    assert [groups(0, few) for few in WIDTHS] == [0, 0, 0, 0]
+
+
+# Draws --------------------------------------------------------------------------------------------
+
+
+@each_way
+@each_width
+def test_draws_follow_stamps_not_places(way: Any, few: int) -> None:
+    x, stamps = torch.randn(37, 19), torch.randperm(10**6)[:37] * 2**30
+    whole = code(way, x, few, stamps=stamps)
+    assert_same(whole, code(way, x, few, stamps=stamps))  # repeatable
+    order = torch.randperm(37)
+    moved = code(way, x[order], few, stamps=stamps[order])
+    assert same(moved.restored, whole.restored[order])
+    picked = code(way, x, few, pick=order[:5], stamps=stamps[order[:5]])
+    assert same(picked.restored, whole.restored[order[:5]])
+    narrow = torch.cat(
+        [x[:, :7], x.amin(1, True), x.amax(1, True)], dim=1
+    )  # columns, not places, are drawn by
+    assert same(code(way, narrow, few, stamps=stamps).restored[:, :7], whole.restored[:, :7])
+
+
+@pytest.mark.parametrize("bit", [0, 1, 15, 31, 32, 47, 62, 63])
+def test_every_bit_of_stamps_and_keys_counts(bit: int) -> None:
+    stamps = torch.arange(1000)
+    other = stamps ^ (1 << bit if bit < 63 else -(1 << 63))
+    first = drawn(stamps, KEY, 16)
+    for second in (drawn(other, KEY, 16), drawn(stamps, KEY ^ 1 << bit, 16)):
+        assert (first == second).float().mean() < 0.001
+        together = torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1]
+        assert abs(together) < 5 / first.numel() ** 0.5
+
+
+def test_draws_are_uniform_with_24_bits() -> None:
+    for key, spaced in ((0, 1), (KEY, 1), (2**63, 2**32), (1, 128)):
+        u = drawn(torch.arange(4000) * spaced, key, 128).double()
+        assert u.min() >= 0
+        assert u.max() < 1
+        n = u.numel()
+        words = (u * 2**24).long()
+        assert torch.equal(words.double(), u * 2**24)
+        share = torch.stack([(words >> bit & 1).double().mean() for bit in range(24)])
+        assert (share - 0.5).abs().max() < 5 * 0.5 / n**0.5
+        for shift in (0, 8, 16):  # each byte: chi square of 255 degrees, mean 255, deviation 22.6
+            count = torch.bincount((words >> shift & 255).flatten(), minlength=256).double()
+            assert ((count - n / 256) ** 2 / (n / 256)).sum() < 255 + 6 * 22.6
+
+
+def test_draws_of_rows_columns_and_neighbours_are_apart() -> None:
+    """Largest of 128 x 127 / 2 correlations: for normal ones, 4.5 deviations in one of 18 trials."""
+    for spaced in (1, 2**20):
+        u = drawn(torch.arange(4000) * spaced, KEY, 128).double()
+        for turned in (u, u[:128].t(), (u - 0.5).abs(), u * 256 % 1):
+            apart = torch.corrcoef(turned.t())
+            apart.fill_diagonal_(0)
+            assert apart.abs().max() < 6 / turned.size(0) ** 0.5
+        after = torch.corrcoef(torch.stack([u[:-1].flatten(), u[1:].flatten()]))[0, 1]
+        assert abs(after) < 5 / u.numel() ** 0.5
+        sums = u.sum(1)  # of a row: of variance 128 / 12 if its numbers are apart
+        assert abs(sums.var() / (128 / 12) - 1) < 5 * (2 / 4000) ** 0.5
+
+
+# Triton -------------------------------------------------------------------------------------------
+
+INTERPRETED = """
+import numpy  # the interpreter's numbers
+from hypothesis import HealthCheck, given, settings
+from test_bits import Plain, assert_same, cases, code, torch
+from kagome.kernels import gpu_bits
+@settings(deadline=None, max_examples=60, database=None, suppress_health_check=list(HealthCheck))
+@given(cases(most=20))
+def run(case):
+    x, pick, stamps, key, few = case
+    assert_same(*(code(way, x, few, pick=pick, stamps=stamps, key=key) for way in (Plain, gpu_bits)))
+run()
+print("cases")
+for few in (1, 2, 4, 8):
+    x = torch.randn(11, 300)  # more columns than a program takes at once
+    assert_same(code(Plain, x, few), code(gpu_bits, x, few))
+    for value in (torch.nan, torch.inf, -torch.inf):
+        spoiled = x.clone()
+        spoiled[3, 299] = spoiled[10, 0] = value
+        assert code(gpu_bits, spoiled, few).bad == 2
+    assert code(gpu_bits, torch.tensor([(-3e38, 3e38), (0, 3.4e38), (0, 3e38)]), few).bad == 2
+    for shape in ((0, 5), (5, 0)):
+        assert code(gpu_bits, torch.empty(shape), few).bad == 0
+print("edges")
+"""
+
+COMPILED = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kagome.kernels import gpu_bits
+TYPES = {"x": "fp32", "low": "fp32", "out": "fp32", "pick": "i64", "stamps": "i64", "column": "i64",
+         "span": "i16", "bad": "u8", "body": "u8"}
+for name in ("encode_kernel", "decode_kernel"):
+    kernel = getattr(gpu_bits, name)
+    names = [p.name for p in kernel.params]
+    for few in (1, 2, 4, 8):
+        for single in (True, False):
+            known = {"PICKED": not single, "BITS": few, "BLOCK": 1 if single else 128}
+            known |= {"rows": 1, "width": 1} if single else {}  # what Triton makes of a size of 1
+            known = {n: value for n, value in known.items() if n in names}
+            types = {n: "constexpr" if n in known else "*" + TYPES[n] if n in TYPES else "i32" for n in names}
+            source = ASTSource(kernel, types, constexprs=known)
+            made = compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+            # Each product, sum and quotient is rounded, and small numbers are not taken for zero.
+            assert "fma." not in made.asm["ptx"] and ".ftz" not in made.asm["ptx"]
+            assert "div.full" not in made.asm["ptx"] and "div.rn.f32" in made.asm["ptx"]
+    print(name)
+"""
+
+
+def in_process(program: str, **more: str) -> list[str]:
+    pytest.importorskip("triton", reason="Triton is not installed; torch's CUDA builds bring it")
+    place = str(Path(__file__).parent)
+    path = os.pathsep.join([place, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path, **more},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_give_the_bits_of_plain() -> None:
+    assert in_process(INTERPRETED, TRITON_INTERPRET="1") == ["cases", "edges"]
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_compile_without_fused_products() -> None:
+    assert in_process(COMPILED) == ["encode_kernel", "decode_kernel"]
+
+
+def test_which_way_a_device_takes() -> None:
+    assert bits._module("cpu") is loops_bits
+    assert bits._module("meta") is Plain

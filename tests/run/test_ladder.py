@@ -1,0 +1,260 @@
+"""The ladder: how rows cross by what probes find, up to exact; and a run that must climb it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipelines import SEED, data, model
+from test_late import Noted, told
+from training import QUIET, settings
+
+from kagome import Parallel, Trainer
+from kagome.comm.channel import Channel
+from kagome.run import ladder
+from kagome.run.ladder import EXACT, FAIR, GOOD, LONGEST, Ladder, Probe, Rung, rungs_of
+
+BITS = ("onebit", "int2", "int4", "int8", "bf16", "none")
+
+
+def even(*codecs: str) -> list[Rung]:
+    """Rungs that wait, each with one codec both ways."""
+    return [Rung(codec, codec, True) for codec in codecs]
+
+
+def course(found: Ladder, cosines: Any, epochs: int) -> tuple[list[int], list[Rung], list[str]]:
+    """Epochs that probed, the rung of every epoch, what was said; each probe finds the next cosine."""
+    probed, rungs, said, left = [], [], [], iter(cosines)
+    for epoch in range(1, epochs + 1):
+        rungs.append(found.rung)
+        if found.probes():
+            probed.append(epoch)
+            said.append(found.see(Probe(epoch, found.rung, next(left, 1.0), 1.0)))
+        found.done()
+    return probed, rungs, [line for line in said if line]
+
+
+# Rungs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, [EXACT]),
+        ({"max_age": 1}, [Rung("none", "none", False), EXACT]),
+        ({"codec": "onebit"}, even(*BITS)),
+        ({"codec": "onebit", "max_age": 2}, [Rung("onebit", "onebit", False), *even(*BITS)]),
+        ({"codec": "int8", "max_age": 1}, [Rung("int8", "int8", False), *even("int8", "bf16", "none")]),
+        ({"codec": "bf16"}, even("bf16", "none")),
+        ({"codec": "fp16"}, even("fp16", "none")),
+        ({"codec": "fp32"}, even("fp32", "none")),
+        (
+            {"codec": "int4", "codec_backward": "bf16"},
+            [Rung("int4", "bf16", True), Rung("int8", "none", True), Rung("bf16", "none", True), EXACT],
+        ),
+        (
+            {"codec_backward": "int8", "max_age": 1},
+            [
+                Rung("none", "int8", False),
+                Rung("none", "int8", True),
+                Rung("none", "bf16", True),
+                EXACT,
+            ],
+        ),
+    ],
+)
+def test_rungs_go_from_what_was_asked_for_to_exact(given, expected):
+    found = rungs_of(Parallel(**given))
+    assert list(found) == expected
+    assert [rung.exact for rung in found] == [*[False] * (len(found) - 1), True]
+
+
+def test_what_a_rung_is_called():
+    assert Rung("onebit", "onebit", False).text() == "codec onebit, late"
+    assert Rung("int8", "none", True).text() == "codec int8 and none, none late"
+
+
+# By what probes find ----------------------------------------------------------------------------------
+
+
+def test_good_rows_are_probed_ever_less():
+    probed, rungs, said = course(Ladder(Parallel(codec="int8")), [], 400)
+    assert probed[0] == 2  # nobody has an epoch before the first
+    assert [b - a for a, b in pairwise(probed)] == [2, 4, 8, 16, 32, *[LONGEST] * 5]
+    assert {rung.text() for rung in rungs} == {"codec int8, none late"}  # there is no lower one
+    assert not said
+
+
+def test_rows_between_good_and_fair_are_probed_a_little_less():
+    between = (GOOD + FAIR) / 2
+    probed, rungs, said = course(Ladder(Parallel(codec="int8")), [between] * 100, 40)
+    assert [b - a for a, b in pairwise(probed)] == list(range(2, 2 + len(probed) - 1))
+    assert len(set(rungs)) == 1
+    assert not said
+
+
+@pytest.mark.parametrize("bad", [0.0, FAIR - 0.01, -1.0, float("nan")])
+def test_bad_rows_go_one_rung_up_at_once_and_never_above_exact(bad):
+    found = Ladder(Parallel(codec="onebit", max_age=1))
+    probed, rungs, said = course(found, [bad] * 100, 30)
+    assert probed[:7] == list(range(2, 9))
+    assert rungs[:8] == [found.rungs[0], *found.rungs]
+    assert set(rungs[8:]) == {EXACT}
+    assert len(said) == len(found.climbed) == len(found.rungs) - 1
+    assert said[0].startswith(
+        "epoch 2: rows cross with codec onebit, none late from now on (codec onebit, late"
+    )
+    assert said[-1].startswith("epoch 7: rows cross with codec none, none late from now on")
+    # Exact rows are looked at as good ones are, however they compare.
+    assert [b - a for a, b in pairwise(probed[6:])] == [2, 4, 8]
+
+
+def test_one_bad_probe_is_one_rung():
+    found = Ladder(Parallel(codec="onebit", max_age=1))
+    _, rungs, said = course(found, [1.0, 1.0, 0.1], 12)
+    assert rungs[:8] == [Rung("onebit", "onebit", False)] * 8
+    assert rungs[8:] == [Rung("onebit", "onebit", True)] * 4
+    assert len(said) == 1
+    assert found.climbed == [found.found[2]]
+    assert found.climbed[0].epoch == 8
+
+
+def test_after_the_longest_wait_one_rung_down_is_tried():
+    found = Ladder(Parallel(codec="int4", max_age=1))
+    low, up = found.rungs[:2]
+    probed, rungs, said = course(found, [0.1, *[1.0] * 7, 0.1], 140)
+    down = probed[7]  # probes after 1, 2, 4 ... epochs, the last one after the longest wait
+    assert down == 3 + 2 + 4 + 8 + 16 + 32 + LONGEST
+    assert rungs[:2] == [low] * 2
+    assert set(rungs[2:down]) == {up}
+    assert rungs[down] == low
+    assert said[1] == f"epoch {down}: rows cross with {low.text()} again, after {up.text()}"
+    # It is probed at once; and was not worth it.
+    assert probed[8] == down + 1
+    assert set(rungs[down + 1 :]) == {up}
+    assert len(said) == 3
+
+
+def test_exact_rows_are_left_again():
+    found = Ladder(Parallel(codec="none", max_age=1))
+    _, rungs, said = course(found, [0.1], 200)
+    assert rungs[2] == EXACT
+    assert rungs[-1] == found.rungs[0]
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("given", [{"codec": "onebit", "max_age": 1, "guard": False}, {}, {"codec": "none"}])
+def test_without_a_guard_or_anything_to_guard_nothing_is_probed(given):
+    found = Ladder(Parallel(**given))
+    probed, rungs, said = course(found, [], 200)
+    assert not probed
+    assert not said
+    assert set(rungs) == {found.rungs[0]}
+
+
+# A run ------------------------------------------------------------------------------------------------
+
+
+class Remembering(Noted):
+    """It keeps the weights of which it was given the gradients."""
+
+    def step(self, closure: Any = None) -> None:
+        self.before = [
+            *getattr(self, "before", ()),
+            [p.detach().clone() for p in self.param_groups[0]["params"]],
+        ]
+        super().step(closure)
+
+
+def guarded(channel: Channel, fair: float, parallel: dict[str, Any], epochs: int) -> dict[str, Any]:
+    """Train where probes are bad below a cosine."""
+    with (
+        mock.patch.object(ladder, "FAIR", fair),
+        Trainer(
+            model("sage"),
+            data(),
+            parallel=Parallel(**parallel),
+            train=settings(seed=SEED),
+            report=QUIET,
+            optimizer=Remembering,
+        ) as trainer,
+    ):
+        summary = trainer.fit(epochs)
+        found = trainer.engine.ladder
+        return told(trainer, summary) | {
+            "before": trainer.optimizer.before,
+            "rung": found.rung,
+            "probes": [(probe.epoch, probe.cosine, probe.ratio) for probe in found.found],
+        }
+
+
+def exact_gradients(before: list[torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
+    """Loss and gradients of plain PyG with these weights."""
+    plain, given = model("sage"), data()
+    with torch.no_grad():
+        for parameter, value in zip(plain.parameters(), before, strict=True):
+            parameter.copy_(value)
+    out = plain.train()(given.x, given.edge_index)
+    loss = F.cross_entropy(out[given.train_mask], given.y[given.train_mask])
+    loss.backward()
+    return float(loss.detach()), [p.grad for p in plain.parameters()]
+
+
+def off(found: dict[str, Any], epoch: int) -> float:
+    """How far an epoch's gradient is from the exact one, over its length."""
+    loss, exact = exact_gradients(found["before"][epoch - 1])
+    given = torch.cat([g.flatten() for g in found["gradients"][epoch - 1].values()])
+    whole = torch.cat([g.flatten() for g in exact])
+    gap = abs(found["losses"][epoch - 1] - loss) / loss
+    return max(float((given - whole).norm() / whole.norm()), gap)
+
+
+def test_a_run_whose_probes_are_bad_climbs_to_exact_and_says_so(ranks):
+    found = ranks(2, guarded, 2.0, {"codec": "onebit", "max_age": 1}, 10)
+    for rank in found:
+        assert rank["rung"] == EXACT
+        climbs = [note for note in rank["notes"] if "from now on" in note]
+        assert len(climbs) == 6
+        assert "rows cross with codec onebit, none late from now on" in climbs[0]
+        assert "rows cross with codec none, none late from now on" in climbs[-1]
+        assert rank["losses"] == found[0]["losses"]
+        assert rank["probes"] == found[0]["probes"]
+    one = found[0]
+    assert [epoch for epoch, *_ in one["probes"]] == [2, 3, 4, 5, 6, 7, 8, 10]
+    assert off(one, 1) > 1e-3  # coded, and not looked at
+    # A probe's epoch takes the exact gradient; after the last one up all do.
+    assert max(off(one, epoch) for epoch in range(2, 11)) < 1e-10
+    # Each probe compares what the rung below exact gives: the finer, the nearer.
+    cosines = [cosine for _, cosine, _ in one["probes"]]
+    assert cosines[0] < 0.999
+    assert cosines[-2:] == pytest.approx([1.0, 1.0], abs=1e-12)
+    assert 1 - cosines[4] < 1e-3 < 1 - cosines[0]
+
+
+def test_a_run_whose_probes_are_good_stays_as_it_was_set(ranks):
+    found = ranks(2, guarded, -2.0, {"codec": "onebit", "max_age": 1}, 7)
+    for rank in found:
+        assert rank["rung"] == Rung("onebit", "onebit", False)
+        assert not [note for note in rank["notes"] if "from now on" in note]
+    one = found[0]
+    probed = [epoch for epoch, *_ in one["probes"]]
+    assert probed[:2] == [2, 4]
+    for epoch in range(1, 8):
+        assert (off(one, epoch) < 1e-10) == (epoch in probed), epoch
+
+
+def test_the_probe_measures_the_gradient_that_the_epoch_would_have_had(ranks):
+    parallel = {"max_age": 1}
+    probed = ranks(2, guarded, -2.0, parallel, 2)[0]
+    late = ranks(2, guarded, -2.0, {**parallel, "guard": False}, 2)[0]
+    assert not late["probes"]
+    one, other = (torch.cat([g.flatten() for g in run["gradients"][1].values()]) for run in (probed, late))
+    ((epoch, cosine, ratio),) = probed["probes"]
+    assert epoch == 2
+    assert cosine == pytest.approx(float(one @ other / one.norm() / other.norm()), abs=1e-12)
+    assert ratio == pytest.approx(float(other.norm() / one.norm()), abs=1e-12)
+    assert cosine < 1 - 1e-6
