@@ -130,7 +130,10 @@ class Parallel:
         if self.graph is not None and self.graph < 1:
             raise ConfigError("Parallel(graph=...) takes a number of parts from 1 up", f"it is {self.graph}")
         _at_least("parallel", self, pipe=1, chunks=1, history_epochs=1, cross_chunk_scale=0, max_age=0)
-        _at_least("parallel", self, smoothing=0)
+        if not 0 <= self.smoothing < 1:
+            raise ConfigError(
+                "Parallel(smoothing=...) takes a share from 0 up, below 1", f"it is {self.smoothing}"
+            )
         for name, kinds in (
             ("partitioner", Partitioner),
             ("cross_chunk", CrossChunk),

@@ -111,6 +111,21 @@ def test_exchanges_may_be_waited_for_later_and_in_any_order(ranks, world):
     assert ranks(world, several_at_once) == [[40 + last, 30 + last, 20 + last, 10 + last, last, 0]] * world
 
 
+def held_up(channel: Channel) -> bool:
+    ones, mine = [1] * channel.size, torch.full((channel.size, 4000), float(channel.rank))
+    true = torch.arange(channel.size).float().unsqueeze(1).expand(-1, 4000)
+    held = [channel.start_exchange(mine + k, ones, ones, action=f"held {k}") for k in range(3)]
+    for k in range(300):
+        if not torch.equal(channel.exchange(mine + k, ones, ones, action=f"meanwhile {k}"), true + k):
+            return False
+    return all(torch.equal(begun.wait(), true + k) for k, begun in enumerate(held))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_nobody_waits_for_holds_up_no_later_exchange(ranks, world):
+    assert all(ranks(world, held_up))
+
+
 def with_header(channel: Channel) -> dict[str, int]:
     ones = [1] * channel.size
     channel.exchange(torch.zeros(channel.size, 4), ones, ones, action="a", header=(0, 3, 1, 2, 4))

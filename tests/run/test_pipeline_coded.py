@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import data, model, rotated, sgd, told, trained
+import torch_geometric.nn as pyg
+from pipelines import HIDDEN, data, model, rotated, sgd, told, trained
 from test_pipeline_program import counted
 from torch import Tensor, nn
-from training import QUIET, graph, settings
+from training import CLASSES, FEATURES, QUIET, graph, settings
 
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
@@ -97,6 +98,35 @@ def test_halo_rows_of_chunks_are_coded(ranks):
         assert rank["losses"][0] == exact["losses"][0]
         assert rank["losses"][1:] != exact["losses"][1:]
         assert rank["crossing"]["codecs"] == {"halo": "onebit", "halo backward": "onebit", "stage": "none"}
+
+
+class Heads(nn.Module):
+    """Rows of two heads go from layer to layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = pyg.SAGEConv(FEATURES, HIDDEN), pyg.SAGEConv(HIDDEN, CLASSES)
+        self.one, self.two = (nn.Linear(HIDDEN // 2, HIDDEN // 2) for _ in range(2))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.first(x, edge_index).tanh().view(-1, 2, HIDDEN // 2)
+        return self.last(self.two(self.one(x).tanh()).flatten(1), edge_index)
+
+
+def headed(channel: Channel, parallel: dict[str, Any]) -> Any:
+    torch.manual_seed(1)
+    return told(Heads().double(), data(), 3, parallel)
+
+
+def test_rows_of_several_axes_are_coded(ranks):
+    """A layer a stage: the values between them have three axes."""
+    mesh = {"pipe": 4, "chunks": 2, **EXACT}
+    found = ranks(4, headed, {**mesh, "codec_stage": "int8"})
+    sizes = [Codec("int8").size(ids.numel(), HIDDEN, torch.float64) for ids in found[0]["chunks"]]
+    for rank in found:
+        assert [epoch["stage"] for epoch in rank["bytes"]] == [3 * 2 * sum(sizes)] * 3
+        assert rank["uncoded"][0]["stage"] == 3 * 2 * 120 * HIDDEN * 8
+        torch.testing.assert_close(rank["losses"], ranks(1, headed, {})[0]["losses"], rtol=0, atol=0.02)
 
 
 # Training ------------------------------------------------------------------------------------------
@@ -228,3 +258,27 @@ def test_what_is_said_of_it(ranks):
     assert notes[-2].startswith("history: 1 probes")
     notes = ranks(2, trained, "gcn", {"pipe": 2, "chunks": 1, "codec_stage": "bf16"}, 3)[0]["notes"]
     assert notes[-1].startswith("crossing: stage bf16; 1 probes, the last, epoch 2: codec bf16")
+
+
+def resumed(channel: Channel, parallel: dict[str, Any], folder: str) -> list[Any]:
+    """A checkpoint goes on in a trainer that has trained other weights, and in one that has not trained."""
+    split, train = Parallel(**parallel), settings()
+    with Trainer(model("gcn"), data(), parallel=split, train=train, report=QUIET, out=folder) as trainer:
+        trainer.fit(4)
+    found = []
+    for before in (3, 0):
+        with Trainer(model("gcn", seed=9), data(), parallel=split, train=train, report=QUIET) as trainer:
+            trainer.fit(before)
+            trainer.fit(6, resume=folder)
+            found.append([record.loss for record in trainer.records[-2:]])
+    return found
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"graph": 2, "max_age": 2}, {"pipe": 2, "graph": 2, "chunks": 1, "max_age": 2}]
+)
+def test_a_resumed_run_reads_no_late_rows_of_what_was_before(ranks, tmp_path, parallel):
+    world = 2 * parallel.get("pipe", 1)
+    for one, other in ranks(world, resumed, {**parallel, "guard": False}, str(tmp_path)):
+        assert len(one) == 2
+        assert one == other

@@ -65,6 +65,8 @@ class Box:
         self._counts = [0] * ALL_LANES
         self._points: dict[tuple[int, int, bool], int] = {}
         self._put_off: dict[int, list[tuple[int, int, Sequence[int]]]] = {}
+        self._early: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        """Peers' tokens that lay in the place of later ones: size, then fields."""
         self._lock = threading.Lock()
         self._all: list[Box] = [] if beside is None else beside._all
         self._all.append(self)
@@ -146,14 +148,25 @@ class Box:
 
     def find(self, peer: int, lane: int, count: int, size: int) -> tuple[int, ...] | None:
         """The fields of a peer's token for a message of so many bytes, if it is there."""
+        early = self._early.get((peer, lane, count))
+        if early is not None:
+            return early[1:] if early[0] == size else None
         box, at = self._theirs[peer], self._at(lane, self.rank, count)
-        if box[at] != count or box[at + 2] != size:
+        there = box[at]
+        if there < count and box[at + 1] < there:
+            # Nobody has waited for it yet, and the peer can leave no later one before it is read.
+            self._fence()
+            self._early[peer, lane, there] = tuple(box[at + 2 : at + 3 + FIELDS])
+            box[at + 1] = there
+        if there != count or box[at + 2] != size:
             return None
         self._fence()
         return tuple(box[at + 3 : at + 3 + FIELDS])
 
     def read(self, peer: int, lane: int, count: int) -> None:
         """Say that a token was read."""
+        if self._early.pop((peer, lane, count), None) is not None:
+            return  # it was said when it was taken away
         self._theirs[peer][self._at(lane, self.rank, count) + 1] = count
 
     def wait(self, peer: int, lane: int, count: int, size: int, timeout: timedelta) -> tuple[int, ...]:

@@ -59,6 +59,10 @@ class Codec:
         """Whether what is restored is what was given."""
         return self.name == "none"
 
+    def shortens(self, width: int, dtype: torch.dtype) -> bool:
+        """Whether rows so wide take fewer bytes than they have: a header may be longer than a narrow row."""
+        return self.size(8, width, dtype) < 8 * width * dtype.itemsize
+
     def size(self, rows: int, width: int, dtype: torch.dtype) -> int:
         """Bytes of a message."""
         if rows == 0 or width == 0:

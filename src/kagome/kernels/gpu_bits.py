@@ -1,7 +1,7 @@
 """GPU bits: rows coded to a few bits and restored, in Triton: see ``bits`` for what they compute.
 
-Where it sits: ``bits`` imports it when the first CUDA tensor comes and Triton is there. A program has the rows
-that share a byte, and writes each of their bytes once. No product is fused with a sum and quotients are
+Where it sits: ``bits`` imports it when the first CUDA tensor comes and Triton is there. A program has the
+rows that share a byte, and writes each of their bytes once. No product is fused with a sum and quotients are
 rounded, so that the bits are those of the loops and of plain PyTorch.
 
 What has been run: both kernels in Triton's interpreter on a CPU, to the bit against plain PyTorch; and both

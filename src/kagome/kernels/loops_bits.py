@@ -27,7 +27,6 @@ LANES: Final = (16, 4, 1)
 U1: Final = np.uint32(FIRST)
 U2: Final = np.uint32(SECOND)
 LEAST: Final = np.float32(LEAST_SPAN)
-INFINITE: Final = np.int32(0x7F800000)
 ZERO: Final = np.float32(0)
 
 
@@ -100,13 +99,18 @@ def _encode(bits: int, lanes: int) -> Callable[..., int]:
             for k in range(real, size):  # beyond the last row a byte holds zeros
                 least[k] = factor[k] = ZERO
             for k in range(0, size, share):
-                for j in range(k, k + share):
-                    fetch(x, place, j, ahead, 0)
                 g = (first + k) // share
+                # What the next block reads is asked for bit by bit: only so many requests may wait at once.
+                fetch(x, place, k, ahead, 0)
+                asked = k + 1
                 for c in range(0, width, lanes):
-                    # The last columns may be coded twice, to the same end.
-                    at = min(c, width - lanes)
+                    if share > 1 and asked < k + share:
+                        fetch(x, place, asked, ahead, 0)
+                        asked += 1
+                    at = min(c, width - lanes)  # the last columns may be coded twice, to the same end
                     encode_columns(lanes, bits, x, place, k, least, factor, state, column, body, g, at)
+                for j in range(asked, k + share):
+                    fetch(x, place, j, ahead, 0)
         return bad
 
     return loop
@@ -136,6 +140,7 @@ def encode(
     x: Tensor, pick: Tensor | None, stamps: Tensor, key: int, bits: int, body: Tensor
 ) -> tuple[Tensor, Tensor, int]:
     """See ``bits.encode``."""
+    assert body.is_contiguous()
     rows = array(x)
     count, width = stamps.numel(), x.size(1)
     low, span = torch.empty(count), torch.empty(count, dtype=torch.int16)

@@ -1,7 +1,7 @@
-"""Vectors that the few-bit codec's loops are made of: extremes of a row, its codes, what they restore.
+"""Vectors that the few-bit codec's loops are made of: extremes of a row, and its codes.
 
-Where it sits: in ``loops_bits``, which says how many columns at once; ``vectors`` says why these are vectors by
-themselves. All rows that share a byte are coded in one pass, so that it is written once.
+Where it sits: in ``loops_bits``, which says how many columns at once; ``vectors`` says why these are vectors
+by themselves. All rows that share a byte are coded in one pass, so that it is written once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def encode_columns(
     out: Any,
     at: Any,
 ) -> Any:
-    """Code ``lanes`` columns from ``at`` on of the rows ``place[k:]`` of x that share the bytes ``body[out]``."""
+    """Code ``lanes`` columns from ``at`` on of those rows of x that share the bytes ``body[out]``.
+
+    They are the rows ``place[k]`` and on; of row ``place[j]`` low, factor and state are the j-th.
+    """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         v = _Vectors(context, builder, signature, args)
@@ -86,31 +89,8 @@ def encode_columns(
         v.store(builder.trunc(total, v.of(BYTE)), v.place(9, args[10], at))
         return context.get_dummy_value()
 
-    long, number = types.int64, types.float32
-    form = (lanes, bits, x, place, long, low, factor, state, column, body, long, long)
-    return types.void(*form), code
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def decode_columns(
-    typing: Any, lanes: Any, bits: Any, body: Any, g: Any, place: Any, low: Any, step: Any, out: Any, at: Any
-) -> Any:
-    """Restore ``lanes`` columns from ``at`` on of all rows that share the bytes ``body[g]``, the last first."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        v = _Vectors(context, builder, signature, args)
-        bits, at = signature.args[1].literal_value, args[8]
-        share = 8 // bits
-        packed = builder.zext(v.load(v.place(2, args[3], at), BYTE), v.of(INT))
-        for j in reversed(range(share)):
-            low, step = (v.spread(builder.load(v.place(a, LONG(j)))) for a in (5, 6))
-            q = builder.and_(builder.lshr(packed, v.whole(j * bits)), v.whole(2**bits - 1))
-            value = builder.fadd(builder.fmul(builder.sitofp(q, v.of(FLOAT)), step), low)
-            v.store(value, v.place(7, builder.load(v.place(4, LONG(j))), at))
-        return context.get_dummy_value()
-
     long = types.int64
-    return types.void(lanes, bits, body, long, place, low, step, out, long), code
+    return types.void(lanes, bits, x, place, long, low, factor, state, column, body, long, long), code
 
 
 class _Vectors:

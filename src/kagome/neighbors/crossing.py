@@ -10,7 +10,7 @@ Where it sits: before ``comm``'s channel, under ``rows``, ``tables`` and ``tape`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from kagome.comm.channel import Kind, Op
 from kagome.comm.codec import Codec
 from kagome.comm.trip import Trip
 from kagome.config import CodecName, Parallel
-from kagome.neighbors.letter import Letters, plain, read, write
+from kagome.neighbors.letter import Coming, plain, read, write
 from kagome.neighbors.lines import Line
 from kagome.neighbors.rows import Carrier, UnderWay
 from kagome.neighbors.selection import Fit, Plan, Sample, Selection, Skip
@@ -34,39 +34,6 @@ MEASURED_EVERY: Final = 10
 MEASURED_ROWS: Final = 64
 DRIFTED: Final = 0.1
 """With ``sync_every="auto"`` rows are waited for when their mean moved by more than this share."""
-
-
-@dataclass
-class Coming:
-    """Coded letters under way.
-
-    Args:
-        bytes: They.
-        letters: What is in them.
-        rows: Where their rows go.
-        told: Called with the rows and the notes when they have come.
-    """
-
-    bytes: UnderWay
-    letters: Letters
-    rows: Tensor
-    told: Callable[[Tensor, Sequence[Tensor]], None] | None
-    done: bool = False
-
-    def wait(self) -> Tensor:
-        """The restored rows."""
-        if not self.done:
-            with self.bytes.lent() as message:
-                notes = read(self.letters, message, self.rows)
-            self.done = True
-            if self.told is not None:
-                self.told(self.rows, notes)
-        return self.rows
-
-    @contextmanager
-    def lent(self) -> Iterator[Tensor]:
-        """The restored rows."""
-        yield self.wait()
 
 
 @dataclass
@@ -189,6 +156,7 @@ class Crossing:
         for line in self.lines.values():
             line.forget()
         self._residuals.clear()
+        self.selections.clear()
 
     def take_counts(self) -> Crossed:
         """What crossed since the last call."""
@@ -240,6 +208,8 @@ class Crossing:
         count = rows.size(0) if pick is None else pick.numel()
         self.crossed.plain += count * rows.size(1) * rows.itemsize
         codec = self.codec_backward if trip.backward else self.codec
+        if not codec.shortens(rows.size(1), rows.dtype):
+            codec = Codec("none")
         line = None if self.waits else self._line(trip, sum(recv_counts), rows)
         self._settle(trip)
         every = self.settings.sync_every
@@ -255,8 +225,9 @@ class Crossing:
                 line.settle()  # it says which rows come
             if selection is not None or self.settings.error_feedback:
                 rows, pick = rows if pick is None else rows.index_select(0, pick), None
-            if self.settings.error_feedback and (trip.site, trip.direction) in self._residuals:
-                rows = rows + self._residuals[trip.site, trip.direction]
+            residual = self._residuals.get((trip.site, trip.direction))
+            if self.settings.error_feedback and residual is not None and residual.shape == rows.shape:
+                rows = rows + residual
             plan = Plan(plain(codec, send_counts), plain(codec, recv_counts))
             if selection is not None:
                 whole = synchronous and line is not None
@@ -341,7 +312,10 @@ class Crossing:
         if self.settings.error_feedback:
             restored = rows.clone()  # what does not go loses nothing
             read(plan.out, message, restored)
-            self._residuals[trip.site, trip.direction] = rows - restored
+            lost = rows - restored
+            # With few bits a draw may lose more than the row: added up, that would grow without end.
+            keep = lost.norm(dim=1, keepdim=True) < rows.norm(dim=1, keepdim=True)
+            self._residuals[trip.site, trip.direction] = torch.where(keep, lost, 0.0)
         begun = self.channel.start_exchange(
             message,
             plan.out.sizes(width, dtype),

@@ -5,13 +5,15 @@ Where it sits: ``crossing`` writes and reads them by a ``selection``'s plan; the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kagome.comm.codec import Codec
+from kagome.neighbors.rows import UnderWay
 
 
 @dataclass(frozen=True)
@@ -132,3 +134,36 @@ def read(letters: Letters, message: Tensor, out: Tensor) -> list[Tensor]:
         at += noted
         first += count
     return notes
+
+
+@dataclass
+class Coming:
+    """Coded letters under way.
+
+    Args:
+        bytes: They.
+        letters: What is in them.
+        rows: Where their rows go.
+        told: Called with the rows and the notes when they have come.
+    """
+
+    bytes: UnderWay
+    letters: Letters
+    rows: Tensor
+    told: Callable[[Tensor, Sequence[Tensor]], None] | None
+    done: bool = False
+
+    def wait(self) -> Tensor:
+        """The restored rows."""
+        if not self.done:
+            with self.bytes.lent() as message:
+                notes = read(self.letters, message, self.rows)
+            self.done = True
+            if self.told is not None:
+                self.told(self.rows, notes)
+        return self.rows
+
+    @contextmanager
+    def lent(self) -> Iterator[Tensor]:
+        """The restored rows."""
+        yield self.wait()

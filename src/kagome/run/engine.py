@@ -205,12 +205,18 @@ class Engine:
         with self.tally.aside():
             found = self._gradient(epoch, stop, EXACT)
         one = [p.grad for p in self.gradients.parameters]
-        pairs = [(g, h) for g, h in zip(one, guess, strict=True) if g is not None and h is not None]
-        both = sum(float((g * h).sum(dtype=torch.float64)) for g, h in pairs)
-        exact, other = (
-            sum(float(g.double().square().sum()) for g in part) for part in zip(*pairs, strict=True)
+        pairs = [
+            (g.double(), h.double())
+            for g, h in zip(one, guess, strict=True)
+            if g is not None and h is not None
+        ]
+        both, exact, other = (
+            sum(float((a * b).sum()) for a, b in products)
+            for products in (pairs, [(g, g) for g, _ in pairs], [(h, h) for _, h in pairs])
         )
-        cosine, ratio = both / max((exact * other) ** 0.5, 1e-300), (other / max(exact, 1e-300)) ** 0.5
+        # Two gradients of no length agree.
+        cosine = 1.0 if exact == other == 0 else both / max((exact * other) ** 0.5, 1e-300)
+        ratio = 1.0 if exact == other == 0 else (other / max(exact, 1e-300)) ** 0.5
         said = self.ladder.see(Probe(epoch, rung, cosine, ratio))
         if said:
             self._notes.append(said)
