@@ -113,7 +113,7 @@ def measure(options: Options, width: int) -> list[dict[str, Any]]:
             if turn:
                 seconds[key].append(time.perf_counter() - begun)
     print(f"{width} columns: {options.turns} turns of {len(doing)}", flush=True)
-    rate = {name: moved[name] / median(seconds[name, "torch"]) for name in ("read", "write")}
+    rate = {name: moved[name] / min(seconds[name, "torch"]) for name in ("read", "write")}
     return [
         {
             "width": width,
@@ -127,7 +127,7 @@ def measure(options: Options, width: int) -> list[dict[str, Any]]:
 
 
 def floor(what: str, of_rows: int, moved: int, rate: dict[str, float]) -> float | None:
-    """Seconds in which the bytes are read and written, at the rates met in the same turns."""
+    """Seconds in which the bytes are read and written, at the best rates of the same turns."""
     if what.startswith("encode"):
         return of_rows / rate["read"] + (moved - of_rows) / rate["write"]
     if what.startswith("decode"):
@@ -164,8 +164,8 @@ def text(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     lines = [
         f"{facts['rows']:,} rows of float32, one thread of {facts['machine']}; torch {facts['torch']}; "
         f"{facts['turns']} turns: median (least - most). The machine's load was {first} at the start and "
-        f"{last} at the end, this run's own thread counted. Floor: the bytes that must be read and written, "
-        "at the rates of the rows *read* and *write*.",
+        f"{last} at the end, this run's own thread counted. Floor: the bytes that must be read and written "
+        "at the best rates of the rows *read* and *write*; below 1, a loop writes faster than torch fills.",
     ]
     for width in dict.fromkeys(row["width"] for row in rows):
         mine = [row for row in rows if row["width"] == width]
