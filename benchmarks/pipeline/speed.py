@@ -34,6 +34,7 @@ GRAPHS = {
     "cornell5": ["--data.name", "cornell5", "--data.project", "128"],
     "squirrel": ["--data.name", "squirrel", "--data.self-loops"],
     "flickr": ["--data.name", "flickr-attributed"],
+    "flickr-128": ["--data.name", "flickr-attributed", "--data.project", "128"],
     "tolokers": ["--data.name", "Tolokers"],
     "digits": ["--data.name", "digits"],
 }

@@ -38,8 +38,8 @@ SETTINGS: Mapping[str, str] = {
 class Options:
     """Measure epochs of a 3-layer GCN on emulated hosts, with exact rows, late ones, one bit, and both."""
 
-    graphs: list[str] = field(default_factory=lambda: ["flickr", "cornell5"])
-    """Graphs (also: digits, which needs no files)."""
+    graphs: list[str] = field(default_factory=lambda: ["flickr-128", "cornell5"])
+    """Graphs, features projected to 128 columns (also: flickr with its 12,047, and digits, without files)."""
     hidden: list[int] = field(default_factory=lambda: [256, 512])
     """Hidden widths."""
     rates: list[float] = field(default_factory=lambda: [50.0, 100.0, 200.0, 500.0, 1000.0])
