@@ -185,6 +185,7 @@ class Engine:
             ModelError: If the loss is not finite on some rank.
             ConfigError: If the loss averages over rows by itself.
         """
+        optimizer.zero_grad(set_to_none=True)
         value, stops = self._probed(epoch, stop) if self.ladder.probes() else self._gradient(epoch, stop)
         self.ladder.done()
         check_finite(value, epoch)
@@ -225,8 +226,6 @@ class Engine:
     def _gradient(self, epoch: int, stop: bool, rung: Rung | None = None) -> tuple[float, float]:
         """Forward, backward and the sum of gradients: the loss, and how many ranks were asked to stop."""
         rung = rung or self.ladder.rung
-        for parameter in self.gradients.parameters:
-            parameter.grad = None
         compares = self.ahead.asks
         with (
             draws_of(self.settings.seed, epoch),
