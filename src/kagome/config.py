@@ -178,6 +178,17 @@ class Parallel:
                 "max_age=0 lets none be late",
                 hint="max_age=1",
             )
+        if self.smoothing > 0 and self.max_age == 0:
+            raise ConfigError(
+                "smoothing averages rows that come late", "max_age=0 lets none be late", hint="max_age=1"
+            )
+        coded = {self.codec, self.codec_backward}
+        if self.adaptive_bits and not coded & {"onebit", "int2", "int4", "int8"}:
+            raise ConfigError(
+                "adaptive_bits shares out the bits of onebit, int2, int4 or int8",
+                f"codec={self.codec!r} has none to share",
+                hint="codec='int4'",
+            )
         if self.schedule in ("1f1b", "kfkb") and self.cross_chunk != "drop":
             raise ConfigError(
                 f"schedule={self.schedule!r} takes chunks that know nothing of each other",
@@ -199,6 +210,12 @@ class Parallel:
                 f"the mesh {mesh} needs {need} ranks",
                 f"there are {world_size}",
                 hint=f"start {need} ranks (--nproc {need}), or leave --parallel.graph out",
+            )
+        if self.sync_every == "auto" and self.pipe > 1:
+            raise ConfigError(
+                "sync_every='auto' measures how far rows move, on the whole model",
+                f"pipe={self.pipe} stages hold some layers each",
+                hint="a number of epochs",
             )
         chunks = self.chunks or (4 * self.pipe if self.pipe > 1 else 1)
         kept = {"max_age": 0, "error_feedback": False, "halo_sample": 1.0, "adaptive_bits": False}

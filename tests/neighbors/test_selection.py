@@ -205,8 +205,16 @@ def test_a_row_that_is_too_old_is_never_read() -> None:
         ({"skip_drift": 0.1, "max_age": 1}, "asks for newer ones"),
         ({"halo_sample": 0.5, "adaptive_bits": True}, "chooses what crosses"),
         ({"halo_sample": 0.5, "error_feedback": True}, "sends another row next"),
+        ({"smoothing": 0.9}, "lets none be late"),
+        ({"smoothing": 1.0, "max_age": 1}, "below 1"),
+        ({"adaptive_bits": True, "codec": "bf16"}, "has none to share"),
     ],
 )
 def test_settings_that_clash_are_refused(given: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Parallel(**given)
+
+
+def test_stages_do_not_know_how_far_all_rows_moved() -> None:
+    with pytest.raises(ConfigError, match="hold some layers each"):
+        Parallel(pipe=2, chunks=1, max_age=1, sync_every="auto").fit(4)
