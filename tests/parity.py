@@ -11,7 +11,6 @@ Where it sits: every test of exactness calls ``whole`` and ``split`` (or, on ran
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,8 +22,10 @@ from torch_geometric.data import Data
 from convolutions import CASES, ConvCase, double_precision
 from kagome.comm.channel import Channel
 from kagome.graph.partition import extract
+from kagome.model.calling import Calling
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
+from kagome.neighbors.bounded import Bound
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from odd_models import ODD_MODELS
@@ -87,11 +88,11 @@ def whole(build: Build, data: Data, *, seed: int = 0, epochs: int = 1) -> Result
         model = seeded(build, seed)
         model.train()
         x = data.x.detach().clone().requires_grad_(data.x.requires_grad)
-        inputs = {**{name: data[name] for name in _asked(model, data)}, "x": x}
+        inputs = {**{name: data[name] for name in data.keys()}, "x": x}  # noqa: SIM118 - Data is not a dict
         for _ in range(epochs):
             model.zero_grad(set_to_none=True)
             x.grad = None
-            out = model(**inputs)
+            out = Calling.of(model, set(inputs)).call(model, inputs)
             loss = (out * _weights(out, data.num_nodes, seed)).sum()
             if loss.requires_grad:
                 loss.backward()
@@ -99,7 +100,14 @@ def whole(build: Build, data: Data, *, seed: int = 0, epochs: int = 1) -> Result
 
 
 def parity(
-    channel: Channel, build: Build, data: Data, owner: Tensor, seed: int = 0, epochs: int = 1
+    channel: Channel,
+    build: Build,
+    data: Data,
+    owner: Tensor,
+    seed: int = 0,
+    epochs: int = 1,
+    slices: bool = False,
+    bound: int | None = None,
 ) -> Share:
     """Train ``epochs`` times on this rank's part, as ``run.engine`` does, without a step.
 
@@ -110,12 +118,16 @@ def parity(
         owner: Part of each vertex.
         seed: Of weights, draws, and the loss's weights.
         epochs: Forward and backward passes.
+        slices: Whether columns that do not meet are reduced over the whole graph, some by each rank.
+        bound: Bytes of working memory of such sums.
     """
     with double_precision():
         part = extract(data, owner, channel.rank, channel.size)
         x = part.nodes["x"] = part.nodes["x"].detach().clone().requires_grad_(data.x.requires_grad)
         model = seeded(build, seed)
-        scope = Interception(part, channel, seed=seed, handlers=HANDLERS)
+        scope = Interception(part, channel, seed=seed, handlers=HANDLERS, slices=slices)
+        if bound is not None:
+            scope.bound = Bound(bound, scope.device)
         uninstall = install(model, scope)
         unrule = apply_rules(model, scope)
         model.train()
@@ -126,13 +138,15 @@ def parity(
             model.zero_grad(set_to_none=True)
             x.grad = None
             with scope.running(epoch, training=True, checked=True) as turn:
-                out = model(**{name: scope.inputs[name] for name in _asked(model, data)})
+                out = Calling.of(model, set(scope.inputs)).call(model, scope.inputs)
             loss = (out * _weights(out, data.num_nodes, seed)[part.own]).sum() + turn.token
             if loss.requires_grad:
                 loss.backward()
             halo.append(take_bytes().get("halo", 0))
         unrule()
         uninstall()
+        if scope.bound is not None and bound is not None:
+            assert 0 < scope.bound.gauge.peak <= bound
         return Share(part.own, out.detach(), _grads(model), x.grad, _buffers(model), halo)
 
 
@@ -221,10 +235,6 @@ def random_owner(nodes: int, world: int, seed: int = 0) -> Tensor:
     owner = torch.randint(0, world, (nodes,), generator=torch.Generator().manual_seed(seed))
     owner[torch.arange(min(world, nodes))] = torch.arange(min(world, nodes))
     return owner
-
-
-def _asked(model: nn.Module, data: Data) -> list[str]:
-    return [name for name in inspect.signature(model.forward).parameters if name in data]
 
 
 def _weights(out: Tensor, nodes: int, seed: int) -> Tensor:

@@ -20,7 +20,8 @@ ANYWHERE = {"errors", "config", "ranks", "threads", "allocator", "available"}
 
 MAY = {
     "errors": set(),
-    "config": {"errors"},
+    "config": {"errors", "clashes"},
+    "clashes": {"errors", "config"},
     "ranks": {"errors"},
     "threads": set(),
     "allocator": set(),

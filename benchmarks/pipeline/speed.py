@@ -36,6 +36,8 @@ GRAPHS = {
     "flickr": ["--data.name", "flickr-attributed"],
     "flickr-128": ["--data.name", "flickr-attributed", "--data.project", "128"],
     "tolokers": ["--data.name", "Tolokers"],
+    "squirrel-128": ["--data.name", "squirrel", "--data.self-loops", "--data.project", "128"],
+    "slashdot": ["--data.name", "npz:{data}/snap/soc-slashdot0902.npz"],
     "digits": ["--data.name", "digits"],
 }
 NAMES = {"graph": "graph={graph}", "pipe": "pipe={pipe}", "hybrid": "pipe={pipe} x graph={graph}"}
@@ -116,7 +118,8 @@ def grid(options: Options) -> Iterator[Case]:
 
 def command(case: Case, options: Options, folder: Path) -> list[str]:
     """What each rank runs."""
-    words = [sys.executable, "-m", "kagome", "train", *GRAPHS[case.graph]]
+    words = [sys.executable, "-m", "kagome", "train"]
+    words += [word.format(data=options.data) for word in GRAPHS[case.graph]]
     words += ["--data.root", str(options.data), "--data.undirected", "--model.name", case.model]
     words += ["--model.layers", str(options.layers), "--model.hidden", str(options.hidden)]
     words += ["--parallel.graph", str(case.parts), "--parallel.pipe", str(case.pipe)]

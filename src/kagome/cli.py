@@ -182,6 +182,8 @@ def _train(args: list[str]) -> int:
 def _ranks(settings: config.Run) -> int | None:
     """The product of the mesh, as far as it is said."""
     parallel = settings.parallel
+    if parallel.tensor > 1:
+        return (parallel.graph or 1) * parallel.pipe * parallel.tensor
     parts = parallel.graph or _parts(settings.data.partition)
     return parts if parts is None and parallel.pipe == 1 else (parts or 1) * parallel.pipe
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from kagome import clashes
 from kagome.errors import ConfigError
 
 Partitioner = Literal["auto", "metis", "streaming", "contiguous", "random"]
@@ -75,6 +76,15 @@ class Parallel:
     """Parts the graph is cut into; by default as many as there are ranks for each stage."""
     pipe: int = 1
     """Stages that the model's layers are cut into."""
+    tensor: int = 1
+    """Slices that the features are cut into: layers whose columns do not meet sum over the whole graph, each
+    rank some columns; other layers read a halo."""
+    decouple: bool = False
+    """Train another model: all the layers' maps first, then all their hops, so that depth sends nothing more
+    (NeutronTP). For GCN, SAGE, GAT, GCN-II and R-GCN layers."""
+    memory_gib: float | None = None
+    """Bound of the working memory, in GiB, of a sum over feature slices: the graph passes in chunks, and rows
+    of the next one travel meanwhile."""
     chunks: int | None = None
     """Chunks of each part that pass the stages one after the other; by default 4 a stage, else 1."""
     cross_chunk: CrossChunk = "history"
@@ -127,13 +137,18 @@ class Parallel:
     """Ranks of one host hand each other large messages in memory that both see, not through a socket."""
 
     def __post_init__(self) -> None:
-        if self.graph is not None and self.graph < 1:
-            raise ConfigError("Parallel(graph=...) takes a number of parts from 1 up", f"it is {self.graph}")
-        _at_least("parallel", self, pipe=1, chunks=1, history_epochs=1, cross_chunk_scale=0, max_age=0)
-        if not 0 <= self.smoothing < 1:
-            raise ConfigError(
-                "Parallel(smoothing=...) takes a share from 0 up, below 1", f"it is {self.smoothing}"
-            )
+        _at_least(
+            "parallel",
+            self,
+            graph=1,
+            pipe=1,
+            tensor=1,
+            chunks=1,
+            history_epochs=1,
+            cross_chunk_scale=0,
+            max_age=0,
+            skip_drift=0,
+        )
         for name, kinds in (
             ("partitioner", Partitioner),
             ("cross_chunk", CrossChunk),
@@ -147,86 +162,24 @@ class Parallel:
                     f"Parallel({name}=...) takes one of {', '.join(get_args(kinds))}",
                     f"it is {getattr(self, name)!r}",
                 )
-        _at_least("parallel", self, skip_drift=0)
-        if not 0 < self.halo_sample <= 1:
-            raise ConfigError("Parallel(halo_sample=...) takes a share, above 0", f"it is {self.halo_sample}")
-        if self.skip_drift > 0 and self.max_age < 2:
-            raise ConfigError(
-                "skip_drift lets rows be read that were not sent again",
-                f"max_age={self.max_age} asks for newer ones",
-                hint="max_age=2 or more",
-            )
-        if self.error_feedback and self.halo_sample < 1:
-            raise ConfigError(
-                "error_feedback adds what a codec lost to the row that is sent next",
-                "halo_sample sends another row next",
-                hint="one of the two",
-            )
-        chosen = [self.halo_sample < 1, self.skip_drift > 0, self.adaptive_bits]
-        if sum(chosen) > 1:
-            raise ConfigError(
-                "one of halo_sample, skip_drift and adaptive_bits chooses what crosses",
-                f"{sum(chosen)} are set",
-                hint="leave the others out",
-            )
-        every = self.sync_every
-        if isinstance(every, str) and every != "auto":
-            raise ConfigError("Parallel(sync_every=...) takes a number of epochs or auto", f"it is {every!r}")
-        if every is not None and self.max_age == 0:
-            raise ConfigError(
-                "sync_every says when rows that may be late are waited for",
-                "max_age=0 lets none be late",
-                hint="max_age=1",
-            )
-        if self.smoothing > 0 and self.max_age == 0:
-            raise ConfigError(
-                "smoothing averages rows that come late", "max_age=0 lets none be late", hint="max_age=1"
-            )
-        coded = {self.codec, self.codec_backward}
-        if self.adaptive_bits and not coded & {"onebit", "int2", "int4", "int8"}:
-            raise ConfigError(
-                "adaptive_bits shares out the bits of onebit, int2, int4 or int8",
-                f"codec={self.codec!r} has none to share",
-                hint="codec='int4'",
-            )
-        if self.schedule in ("1f1b", "kfkb") and self.cross_chunk != "drop":
-            raise ConfigError(
-                f"schedule={self.schedule!r} takes chunks that know nothing of each other",
-                f"cross_chunk={self.cross_chunk!r} lets them read each other's rows",
-                hint="schedule='fill-drain', or cross_chunk='drop', which loses edges",
-            )
+        clashes.check(self)
 
     def fit(self, world_size: int) -> Parallel:
         """The same cut for a given number of ranks, with nothing left open.
 
         Raises:
-            ConfigError: If the cut needs another number of ranks, or settings of parts are used with chunks.
+            ConfigError: If the cut needs another number of ranks, or settings clash on it.
         """
-        parts = world_size // self.pipe if self.graph is None else self.graph
-        need = max(parts, 1) * self.pipe
-        if need != world_size:
-            mesh = f"pipe={self.pipe} x graph={max(parts, 1)}" if self.pipe > 1 else f"graph={parts}"
-            raise ConfigError(
-                f"the mesh {mesh} needs {need} ranks",
-                f"there are {world_size}",
-                hint=f"start {need} ranks (--nproc {need}), or leave --parallel.graph out",
-            )
-        if self.sync_every == "auto" and self.pipe > 1:
-            raise ConfigError(
-                "sync_every='auto' measures how far rows move, on the whole model",
-                f"pipe={self.pipe} stages hold some layers each",
-                hint="a number of epochs",
-            )
+        parts = world_size // (self.pipe * self.tensor) if self.graph is None else self.graph
         chunks = self.chunks or (4 * self.pipe if self.pipe > 1 else 1)
-        kept = {"max_age": 0, "error_feedback": False, "halo_sample": 1.0, "adaptive_bits": False}
-        for name, without in kept.items():
-            if chunks > 1 and getattr(self, name) != without:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} takes parts that are one chunk",
-                    f"there are {chunks} chunks a part, which have history of their own",
-                    hint=f"chunks=1, or leave {name} out",
-                )
-        return dataclasses.replace(self, graph=parts, chunks=chunks)
+        fitted = dataclasses.replace(self, graph=max(parts, 1), chunks=chunks)
+        clashes.check_mesh(fitted, world_size)
+        return fitted
+
+    @property
+    def cutter(self) -> Partitioner:
+        """The partitioner: feature slices gain nothing by a good cut, and want equal parts."""
+        return "contiguous" if self.tensor > 1 and self.partitioner == "auto" else self.partitioner
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,11 +50,12 @@ class Mesh:
     Args:
         size: Ranks in the world.
         rank: This rank.
-        axes: Ranks along each axis, ``pipe`` and ``graph``; their product is ``size``.
+        axes: Ranks along each axis, ``pipe``, ``graph`` and ``tensor``; their product is ``size``.
         local_rank: This rank among those of its host.
         device: Where its tensors live.
         world: The channel of all ranks. What any channel sends counts into the traffic of all.
-        graph: The channel of the ranks that hold the other parts of the graph, in this rank's stage.
+        graph: The channel of the ranks that hold the other parts of the graph, or the other slices of its
+            vertices and features, in this rank's stage.
         weights: The same ranks on a lane of their own: sums of gradients travel while halos do.
         pipe: The channel of the ranks that hold this rank's part, in the order of their stages.
         threads: Threads of each rank for computing.
@@ -143,7 +144,7 @@ def open_mesh(
         yield Mesh(
             ranks.size,
             ranks.rank,
-            {"pipe": fitted.pipe, "graph": groups.parts},
+            {"pipe": fitted.pipe, "graph": groups.parts // fitted.tensor, "tensor": fitted.tensor},
             ranks.local_rank,
             device,
             world,

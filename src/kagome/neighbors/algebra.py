@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome.neighbors import attention, dense
+from kagome.neighbors import attention, dense, sliced
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.ends import each, joined, message_of, put_off, source_rows, with_rows
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.marks import Kind, Marks
 from kagome.neighbors.messages import Beside, EdgeSet, Linear, Message, Source
 from kagome.neighbors.operands import binary
-from kagome.neighbors.reduce import Total
+from kagome.neighbors.reduce import Total, settled
 
 Rule = Callable[[Marks, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -58,6 +58,11 @@ def answer(
     """The result of a call that was given a lazy tensor, or NotImplemented where it needs the numbers."""
     if any(isinstance(value, Lazy) and value.value is not None for value in args):
         return NotImplemented  # computed already: it costs nothing to use it
+    if name in sliced.NAMES:
+        args = tuple(map(settled, args))
+        if any(sliced.in_slices(value) is not None for value in args):
+            with torch._C.DisableTorchFunction():
+                return sliced.answer(name, func, args, kwargs)
     rule = RULES.get(name)
     return NotImplemented if rule is None else rule(marks, name, func, args, kwargs)
 
@@ -70,11 +75,15 @@ def computed_for(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if isinstance(first, Lazy) and name.startswith("new_"):
         while isinstance(first, Lazy):  # a type and a place are asked for: any tensor of both will do
             first = first.expr.parts[0]
-    elif not (
-        isinstance(first, Lazy) and isinstance(first.expr, Linear) and name in ("index_select", "__getitem__")
-    ):
-        first = computed(first)  # rows that are gathered may be mapped after they are summed
+    elif name not in ("index_select", "__getitem__") or not _gathers_lazily(settled(first)):
+        first = computed(first)
     return (first, *(computed(value) for value in rest)) if args else ()
+
+
+def _gathers_lazily(value: Any) -> bool:
+    """Whether rows stay put off when they are gathered: to be mapped after they are summed, or in slices."""
+    linear = isinstance(value, Lazy) and isinstance(value.expr, Linear)
+    return linear or sliced.in_slices(value) is not None
 
 
 def spread(value: Tensor) -> Tensor:

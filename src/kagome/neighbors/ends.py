@@ -26,9 +26,12 @@ def put_off(message: Message) -> Tensor:
 
 
 def widened(message: Message) -> Message:
-    """The message with all rows at hand, for what is done row by row and sends no less."""
+    """The message with all rows at hand, for what is done row by row and sends no less.
+
+    In feature slices it is done to own rows: what is sent goes later.
+    """
     source = message.source
-    if source is None or source.whole:
+    if source is None or source.whole or message.edges.scope.slices:
         return message
     whole = message.whole()
     return replace(message, source=Source(whole, True, source.site))

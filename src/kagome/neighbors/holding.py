@@ -38,6 +38,9 @@ def holding(scope: Interception) -> Iterator[tuple[str, Tensor]]:
     for edges in scope._edge_sets.values():
         for value in _of_structure(edges.structure):
             yield "tables", value
+    for slicing in scope.slicings():
+        for value in _of_structure(slicing.structure):
+            yield "tables", value
     for value in (*_kept(scope), *scope.constants.tensors()):
         yield "kept", value
 

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kagome.errors import ModelError
 from kagome.graph.partition import Partition
-from kagome.neighbors import algebra
+from kagome.neighbors import algebra, sliced
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.handlers import HANDLERS, Handler
 from kagome.neighbors.late import Late
@@ -47,6 +47,7 @@ class Interception(Late, TorchFunctionMode):
         handlers: Torch calls by name that ``model.exact`` answers.
         fast: Whether messages are put off and reduced by kernels; else all runs as PyG runs it.
         rows: Who supplies the halo rows, if not the other parts by the part's own lists.
+        slices: Whether ranks reduce some columns of all rows where they can: feature slices.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class Interception(Late, TorchFunctionMode):
         handlers: Mapping[str, Handler] | None = None,
         fast: bool = True,
         rows: NeighborRows | None = None,
+        slices: bool = False,
     ) -> None:
         TorchFunctionMode.__init__(self)
-        Late.__init__(self, fast)
+        Late.__init__(self, fast, slices and channel.size > 1)
         self.part, self.channel, self.seed = part, Taped(channel), seed
         self.device = torch.device(device)
         self.marks = Marks()
@@ -73,7 +75,7 @@ class Interception(Late, TorchFunctionMode):
         self.training = False
         self.fault = ""
         self._handlers: dict[str, list[Handler]] = {}
-        for table in (handlers or {}, HANDLERS):
+        for table in (handlers or {}, HANDLERS, sliced.HANDLERS):
             for name, handler in table.items():
                 self._handlers.setdefault(name, []).append(handler)
         self._constants: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -327,6 +329,7 @@ class Interception(Late, TorchFunctionMode):
     def forget_reads(self) -> None:
         """The layer that read rows has ended."""
         self._wholes.clear()
+        self._parts.clear()
 
     def mark(self, tensor: Tensor, mark: Mark) -> Tensor:
         """Say what a tensor stands for."""

@@ -18,10 +18,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kagome.errors import ModelError
 from kagome.kernels.structure import Structure
 from kagome.neighbors import algebra, messages, reduce
+from kagome.neighbors.bounded import Bound
 from kagome.neighbors.lasting import Lasting
 from kagome.neighbors.lazy import Lazy, supports
 from kagome.neighbors.marks import Kind, Mark, Marks
+from kagome.neighbors.slicing import Places, Slicing, places_of, slicing_of
 from kagome.neighbors.tape import Taped
+from kagome.neighbors.transpose import Cut
 from kagome.neighbors.turn import Turn
 from kagome.neighbors.view import View
 
@@ -34,6 +37,8 @@ class Late:
 
     Args:
         fast: Whether messages are put off and reduced by kernels; else all runs as PyG runs it.
+        slices: Whether ranks reduce some columns of all rows, where columns do not meet, instead of all
+            columns of own rows.
     """
 
     marks: Marks
@@ -41,12 +46,16 @@ class Late:
     channel: Taped
     turn: Turn
 
-    def __init__(self, fast: bool) -> None:
-        self.fast, self.sums_only = fast, False
+    def __init__(self, fast: bool, slices: bool = False) -> None:
+        self.fast, self.slices, self.sums_only = fast, slices, False
+        self.bound: Bound | None = None
         self.constants = Lasting()
         self.remembered: dict[Any, Any] = {}
         self.layers = 0
         self._edge_sets: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._slicings: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._places: dict[int, Places] = {}
+        self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
     @abstractmethod
@@ -126,6 +135,45 @@ class Late:
             self._edge_sets[edges] = messages.EdgeSet(structure, plan, sources, cast(messages.Scope, self))
         found: messages.EdgeSet = self._edge_sets[edges]
         return found
+
+    def slicing(self, edges: messages.EdgeSet) -> Slicing:
+        """The edges of all ranks, fetched at the first call. All ranks reach it at the same call."""
+        if edges not in self._slicings:
+            plan, view = edges.plan, edges.mark.view
+            with torch._C.DisableTorchFunction(), self.channel.aside():
+                if view not in self._places:
+                    self._places[view] = places_of(plan)
+                self._slicings[edges] = slicing_of(edges.structure, self._places[view], plan.channel)
+        found: Slicing = self._slicings[edges]
+        return found
+
+    def slicings(self) -> list[Slicing]:
+        """Those that were fetched."""
+        return list(self._slicings.values())
+
+    def apart(self, rows: Tensor, cut: Cut, slicing: Slicing, site: str, *, of_edges: bool = False) -> Tensor:
+        """All ranks' rows in this rank's columns; of rows that were read so before, without an exchange.
+
+        Shapes:
+            ``[n, ...]`` -> ``[V, d]``, or of edges.
+        """
+        way = slicing.edges if of_edges else slicing.rows
+        if self.lasting(rows):
+            key = ("apart", rows.data_ptr(), tuple(rows.shape), cut, id(way))
+            found: Tensor | None = self.kept(key)
+            if found is None:
+                with self.once():
+                    found = self.keep(key, way.apart(messages.flat(rows), cut, self.turn, site))
+            return found
+        # Of one tensor, whichever views of it come here: attention is one tensor over all hops.
+        base = rows if rows._base is None else rows._base
+        known = self._parts.setdefault(base, {})
+        grad = torch.is_grad_enabled() and rows.requires_grad
+        shape = (rows.size(0), rows.numel()) if rows.is_contiguous() else (rows.shape, rows.stride())
+        place = rows.data_ptr(), shape, rows._version, grad
+        if (place, cut, way) not in known:
+            known[place, cut, way] = way.apart(messages.flat(rows), cut, self.turn, site)
+        return cast(Tensor, known[place, cut, way])
 
     def put_off(self, base: Tensor, index: Tensor, mark: Mark) -> Tensor | None:
         """``base[index]`` as a message, where the ids are an end of the graph's edges; else None."""

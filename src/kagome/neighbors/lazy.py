@@ -20,6 +20,15 @@ class EscapeError(ModelError):
     """A message reached code that torch does not show; the model runs without fast paths."""
 
 
+def changed_in_place() -> EscapeError:
+    """The error for rows that were written to before what was put off had read them."""
+    return EscapeError(
+        "rows stay as they are until their neighbours have read them",
+        "they were changed in place in between",
+        hint="--model.no-fast",
+    )
+
+
 class Expr(Protocol):
     """What a :class:`Lazy` stands for."""
 

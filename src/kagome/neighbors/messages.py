@@ -23,9 +23,12 @@ from torch import Tensor
 
 from kagome.kernels.structure import Structure
 from kagome.neighbors import aggregate, attention, dense
-from kagome.neighbors.lazy import EscapeError, now
+from kagome.neighbors.bounded import Bound
+from kagome.neighbors.lazy import changed_in_place, now
 from kagome.neighbors.marks import Kind, Mark
 from kagome.neighbors.rows import NeighborRows
+from kagome.neighbors.slicing import Slicing
+from kagome.neighbors.transpose import Cut
 from kagome.neighbors.turn import Turn
 
 Reduce = Literal["sum", "mean", "max", "min"]
@@ -36,10 +39,26 @@ class Scope(Protocol):
     """What messages ask of the running interception."""
 
     turn: Turn
+    slices: bool
+    """Whether ranks take some columns of all rows where they can."""
+    bound: Bound | None
+    """The working memory that sums may take."""
+
+    def where(self) -> str:
+        """The module that is running."""
 
     @property
     def size(self) -> int:
         """Ranks that share the graph."""
+
+    def of_vertices(self, tensor: Tensor) -> bool:
+        """Whether a tensor has a row a vertex."""
+
+    def slicing(self, edges: EdgeSet) -> Slicing:
+        """The edges of all ranks."""
+
+    def apart(self, rows: Tensor, cut: Cut, slicing: Slicing, site: str, *, of_edges: bool = False) -> Tensor:
+        """All ranks' rows in this rank's columns; of rows that were read so before, without an exchange."""
 
     def read(self, rows: Tensor, axis: int, mark: Mark, site: str = "") -> Tensor:
         """Own and halo rows."""
@@ -153,11 +172,7 @@ class Message:
     def check(self) -> None:
         """Refuse rows that were written to since they were gathered: those of then are gone."""
         if any(rows._version != version for rows, version in self.roots):
-            raise EscapeError(
-                "rows stay as they are until their neighbours have read them",
-                "they were changed in place in between",
-                hint="--model.no-fast",
-            )
+            raise changed_in_place()
 
     @property
     def trailing(self) -> tuple[int, ...]:
@@ -282,7 +297,12 @@ class Shared:
 
 def flat(rows: Tensor) -> Tensor:
     """A tensor as rows and columns."""
-    width = 1
-    for size in rows.shape[1:]:
-        width *= size
-    return rows.reshape(rows.size(0), width).contiguous()
+    return rows.reshape(rows.size(0), width(rows.shape[1:])).contiguous()
+
+
+def width(trailing: Sequence[int]) -> int:
+    """Columns of a row of this shape."""
+    columns = 1
+    for size in trailing:
+        columns *= size
+    return columns

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kagome.neighbors import aggregate, attention, dense
+from kagome.neighbors import aggregate, attention, dense, sliced
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.messages import EdgeSet, Linear, Message, Share, Shared, flat
 
@@ -42,7 +42,23 @@ class Total:
 
     def compute(self) -> Tensor:
         """The tensor."""
-        return self.message.edges.rows(_linear_sum(self.message, self.how))
+        return self.message.edges.rows(now(_linear_sum(self.message, self.how)))
+
+
+def settled(value: Any) -> Any:
+    """A sum that was put off, computed as far as feature slices where it is one of those."""
+    if not isinstance(value, Lazy) or value.value is not None or not isinstance(value.expr, Total):
+        return value
+    if sliced.slicing_for(value.expr.message) is None:
+        return value
+    with torch._C.DisableTorchFunction():  # it is not the user's computation
+        found = _linear_sum(value.expr.message, value.expr.how)
+    inside = sliced.in_slices(found)
+    if inside is None:
+        value.value = value.expr.message.edges.rows(now(found))
+    else:
+        value.expr = inside
+    return value
 
 
 def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
@@ -54,14 +70,16 @@ def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
     expr = value.expr if isinstance(value, Lazy) and value.value is None else None
     s = edges.structure
     if isinstance(expr, Shared) and how == "sum" and expr.message.one_ended and len(expr.shape) == 2:
+        slicing = sliced.slicing_for(expr.message)
+        if slicing is not None:
+            return sliced.column_softmax(expr.share.logits, expr.message, slicing)
         z, m = expr.share.logits.whole(), expr.message.whole()
         return edges.rows(attention.column_softmax(z, m, s))
     if isinstance(expr, Message) and expr.source is not None and expr.form == "sum":
         if how in ("sum", "mean"):
             return _total(expr, how)
         if expr.weight is None:
-            best = aggregate.neighbor_extreme(flat(expr.whole()), s, 1 if how == "max" else -1)
-            best = best.view(s.own, *expr.trailing)
+            best = _extreme(expr, 1 if how == "max" else -1)
             if expr.target is not None:
                 some = _column(s.degree > 0, best)
                 best = torch.where(some, best + expr.target, best)
@@ -72,6 +90,14 @@ def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
         return edges.rows(best.view(s.own, *values.shape[1:]))
     out = aggregate.edge_sum(values, s)
     return edges.rows(out if how == "sum" else out / _column(s.degree.clamp(min=1), out))
+
+
+def _extreme(message: Message, sign: int) -> Tensor:
+    slicing = sliced.slicing_for(message)
+    if slicing is not None:
+        return now(sliced.extreme(message, sign, slicing))
+    s = message.edges.structure
+    return aggregate.neighbor_extreme(flat(message.whole()), s, sign).view(s.own, *message.trailing)
 
 
 def _total(message: Message, how: Reduce) -> Tensor:
@@ -86,11 +112,14 @@ def _total(message: Message, how: Reduce) -> Tensor:
         return edges.rows(_linear_sum(alone, how))
     degree = edges.structure.degree
     degree = degree if how == "sum" else degree.clamp(max=1)
-    return edges.rows(_linear_sum(alone, how) + target * _column(degree, target).to(target.dtype))
+    return edges.rows(now(_linear_sum(alone, how)) + target * _column(degree, target).to(target.dtype))
 
 
 def _linear_sum(message: Message, how: Reduce) -> Tensor:
-    """Sum or mean of a source's rows, with what need not be computed again left out."""
+    """Sum or mean of a source's rows, with what need not be computed again left out.
+
+    Where columns are reduced apart, it stays in feature slices.
+    """
     source, scope = message.source, message.edges.scope
     assert source is not None
     message.check()
@@ -100,15 +129,15 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
         narrow = linear.weight.size(1) < linear.weight.size(0)
         if narrow or (scope.lasting(linear.x) and scope.lasting(message.weight)):
             first = replace(message, source=replace(source, rows=linear.x), roots=())
-            return dense.linear(_linear_sum(first, how), linear.weight)
-    rows = now(rows)
+            return dense.linear(now(_linear_sum(first, how)), linear.weight)
+    rows = rows if sliced.in_slices(rows) is not None else now(rows)
     if not (scope.lasting(rows) and scope.lasting(message.weight)):
         return _sum(message, rows, how)
     key = ("sum", how, id(message.edges), _place(rows), _place(message.weight))
     found: Tensor | None = scope.kept(key)
     if found is None:
         with scope.once():
-            found = _sum(message, rows, how)
+            found = now(_sum(message, rows, how))
         scope.keep(key, found)
     return found
 
@@ -120,6 +149,10 @@ def _place(tensor: Tensor | None) -> Any:
 def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
     edges, s, weight = message.edges, message.edges.structure, message.weight
     assert message.source is not None
+    slicing = sliced.slicing_for(message)
+    if slicing is not None:
+        return sliced.summed(message, rows, how, slicing)
+    rows = now(rows)
     trailing = rows.shape[1:]
     headed = weight is not None and weight.dim() == 2
     shaped = rows.reshape(rows.size(0), trailing[0], -1) if headed and rows.numel() else rows

@@ -135,14 +135,14 @@ class NeighborRows:
         if self.channel.size == 1:
             return rows
         site = turn.begin(name, grad=rows.requires_grad)
-        return _through(rows, turn, lambda r: self.forth(r, site, 0), lambda g: self.back(g, site, 1))
+        return through(rows, turn, lambda r: self.forth(r, site, 0), lambda g: self.back(g, site, 1))
 
     def give_back(self, rows: Tensor, turn: Turn, name: str) -> Tensor:
         """Sums on own and halo rows ``[n + H, W]`` -> on own rows ``[n, W]``: the transpose of extend."""
         if self.channel.size == 1:
             return rows
         site = turn.begin(name, grad=rows.requires_grad)
-        return _through(rows, turn, lambda r: self.back(r, site, 0), lambda g: self.forth(g, site, 1))
+        return through(rows, turn, lambda r: self.back(r, site, 0), lambda g: self.forth(g, site, 1))
 
     def road(self, rows: Tensor, turn: Turn, name: str) -> Road:
         """The same as :meth:`extend` for a caller that reduces own and halo rows apart."""
@@ -240,7 +240,8 @@ class _Collective(torch.autograd.Function):
         return ctx.back(rows.contiguous()), torch.zeros_like(token), None, None
 
 
-def _through(rows: Tensor, turn: Turn, there: Way, back: Way) -> Tensor:
+def through(rows: Tensor, turn: Turn, there: Way, back: Way) -> Tensor:
+    """A collective, and its transpose in backward where that follows: see [Note: token]."""
     if not (rows.requires_grad and turn.follows()):
         return there(rows)
     out: Tensor
@@ -262,7 +263,7 @@ def total(part: Tensor, turn: Turn, channel: Carrier, name: str) -> Tensor:
     def summed(words: str) -> Way:
         return lambda t: site.sum(channel, t, words)
 
-    return _through(part, turn, summed("total forward"), summed("total backward"))
+    return through(part, turn, summed("total forward"), summed("total backward"))
 
 
 Sum = Callable[[Tensor], Tensor]

@@ -48,6 +48,7 @@ def summary(
     memory: Sequence[Mapping[str, Any]] = (),
     pipeline: Mapping[str, float | None] | None = None,
     crossing: Mapping[str, Any] | None = None,
+    working_memory_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Build what ``summary.json`` holds.
 
@@ -72,6 +73,7 @@ def summary(
         memory: One a rank: what it holds by kind, ``predicted`` and ``measured`` (``holdings``).
         pipeline: What ``pipeline_summary`` gave; None where there is no pipeline.
         crossing: Codecs by kind, errors by site, ``oldest_age`` and probes; None where all crosses exactly.
+        working_memory_bytes: The most that a sum over feature slices took, where that has a bound.
 
     Returns:
         Plain values in the order of the file.
@@ -108,6 +110,7 @@ def summary(
         "phases": [by_phase(phase) for phase in phases],
         "pipeline": None if pipeline is None else dict(pipeline),
         "crossing": None if crossing is None else crossings.crossing_summary(crossing, costly),
+        "working_memory_bytes": working_memory_bytes,
         "partition": None if partition is None else dict(partition),
     }
     return result | {key: value for key, value in extra.items() if value not in (None, [], {})}
@@ -187,6 +190,8 @@ def headline(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     counts = values.get("threads") or []
     if counts:
         rows.append(("threads a rank", threads_text(counts)))
+    if values.get("working_memory_bytes"):
+        rows.append(("working memory of sums", bytes_text(values["working_memory_bytes"])))
     if values.get("max_age"):
         rows.append(("oldest row read", epochs_text(values["max_age"])))
     return rows

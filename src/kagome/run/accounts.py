@@ -26,10 +26,11 @@ from kagome.report.holdings import Holdings, fullest, side_by_side
 from kagome.report.meters import Memory
 from kagome.report.units import bytes_text
 from kagome.run.counts import Counts, counts_of, split_counts
-from kagome.run.engine import Engine, materialise
+from kagome.run.engine import Engine
 from kagome.run.forecast import Rates, Way, rates_of
 from kagome.run.holdings import measure
 from kagome.run.pipeline import Pipeline
+from kagome.run.ready import materialise
 
 
 class Offer(NamedTuple):

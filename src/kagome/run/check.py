@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
+from kagome import config
 from kagome.comm.channel import Channel
 from kagome.errors import CheckError, KagomeError, ModelError
 from kagome.graph.partition import Partition, split_all
@@ -101,7 +102,13 @@ class CheckResult:
 
 
 def check(
-    model: nn.Module, data: Data | Partition, *, parts: int = 3, vertices: int = 200, seed: int = 0
+    model: nn.Module,
+    data: Data | Partition,
+    *,
+    parts: int = 3,
+    vertices: int = 200,
+    seed: int = 0,
+    slices: bool = False,
 ) -> CheckResult:
     """Run a model on a sample of a graph, whole and split, and compare everything.
 
@@ -111,6 +118,7 @@ def check(
         parts: Parts of the split.
         vertices: Vertices of the sample.
         seed: Of the sample, the split and the weights of the sum that is differentiated.
+        slices: Whether features are sliced where they can be.
 
     Returns:
         What was found; see :meth:`CheckResult.raise_if_different`.
@@ -126,7 +134,7 @@ def check(
     twin = twin_of(model)
     for dtype in (torch.float64, torch.float32):
         try:
-            rows = _compare(twin.to(dtype), cast(sample, dtype), owner, parts, dtype, seed)
+            rows = _compare(twin.to(dtype), cast(sample, dtype), owner, parts, dtype, seed, slices)
         except WholeFailedError as failure:
             if dtype == torch.float64:
                 continue  # a layer that insists on float32 gets it
@@ -150,7 +158,9 @@ def check(
     )
 
 
-def check_on_first(model: nn.Module, part: Partition, channel: Channel, *, seed: int) -> tuple[str, ...]:
+def check_on_first(
+    model: nn.Module, part: Partition, channel: Channel, settings: config.Run
+) -> tuple[str, ...]:
     """Rank 0 checks on a sample of its own part; all ranks hear what came out. All ranks call it.
 
     Returns:
@@ -164,7 +174,8 @@ def check_on_first(model: nn.Module, part: Partition, channel: Channel, *, seed:
     result: object = None
     if channel.rank == 0:
         try:
-            result = check(model, part, seed=seed)
+            slices = settings.parallel.tensor > 1
+            result = check(model, part, seed=settings.train.seed, slices=slices)
         except KagomeError as error:
             result = error
     found = channel.gather_objects(result, "check of the model")[0]
@@ -195,7 +206,7 @@ def twin_of(model: nn.Module) -> nn.Module:
 
 
 def _compare(
-    model: nn.Module, sample: Data, owner: Tensor, parts: int, dtype: torch.dtype, seed: int
+    model: nn.Module, sample: Data, owner: Tensor, parts: int, dtype: torch.dtype, seed: int, slices: bool
 ) -> list[Row]:
     with _default(dtype):
         whole_data = split_all(sample, torch.zeros_like(owner), 1)[0]
@@ -203,7 +214,7 @@ def _compare(
         rows: list[Row] = []
         quiet = {**HANDLERS, **dict.fromkeys(DRAWS, no_draw)}
         whole = whole_of(copy.deepcopy(model), whole_data, seed)
-        split = split_of(model, pieces, quiet, seed)
+        split = split_of(model, pieces, quiet, seed, slices=slices)
         rows += _differences(whole, split, pieces, sample, "")
         for name, buffer in whole.buffers.items():
             shares = [trace.buffers[name] for trace in split]
@@ -211,7 +222,7 @@ def _compare(
                 rows.append(Row(name, "buffer", max(_error(share, buffer, None) for share in shares)))
         # Once more with dropout on, against Kagome on one rank: draws must not know the mesh.
         one = split_of(model, [whole_data], dict(HANDLERS), seed)
-        many = split_of(model, pieces, dict(HANDLERS), seed)
+        many = split_of(model, pieces, dict(HANDLERS), seed, slices=slices)
         rows += _differences(one[0], many, pieces, sample, " with dropout")
         return rows
 

@@ -20,6 +20,7 @@ from kagome.graph.partition import Partition
 from kagome.model.calling import Calling
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
+from kagome.neighbors.bounded import Bound
 from kagome.neighbors.crossing import Crossing
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
@@ -79,8 +80,16 @@ class Engine:
         )
         self.crossing = Crossing(channel, parallel, settings.seed)
         self.scope = Interception(
-            part, self.crossing, device=channel.device, seed=settings.seed, handlers=HANDLERS, fast=fast
+            part,
+            self.crossing,
+            device=channel.device,
+            seed=settings.seed,
+            handlers=HANDLERS,
+            fast=fast,
+            slices=parallel.tensor > 1,
         )
+        if parallel.memory_gib is not None:
+            self.scope.bound = Bound(int(parallel.memory_gib * 2**30), channel.device)
         self.scope.sums_only = parallel.halo_sample < 1 and channel.size > 1
         self._notes: list[str] = []
         if fast and settings.amp == "bf16" and channel.device.type == "cpu":
@@ -268,7 +277,12 @@ class Engine:
 
     def facts(self) -> dict[str, Any]:
         """What the summary is told of what crossed. All ranks call it."""
-        return self.tally.facts(self.ladder.found, self.ladder)
+        found = self.tally.facts(self.ladder.found, self.ladder)
+        if self.scope.bound is not None:
+            peak = torch.tensor(self.scope.bound.gauge.peak, device=self.channel.device)
+            most = self.channel.all_reduce(peak, "max", action="working memory", kind="other")
+            found["working_memory_bytes"] = int(most)
+        return found
 
     def sum_up(self) -> tuple[str, ...]:
         """What there is to say at the end of a run."""
@@ -330,27 +344,3 @@ class Engine:
         out = self.forward(epoch, training=False)
         self.ahead.evaluated(out)
         return columns(out)
-
-
-def broadcast_weights(model: nn.Module, channel: Channel) -> None:
-    """Give all ranks rank 0's parameters and buffers."""
-    if channel.size == 1:
-        return
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            tensor.copy_(channel.broadcast(tensor, 0, action=f"broadcast of {name}"))
-
-
-def materialise(model: nn.Module, part: Partition, device: torch.device) -> None:
-    """Let lazy layers (``in_channels=-1``) take their shapes from a few rows of the data."""
-    if not any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
-        return
-    rows = 2
-    inputs: dict[str, Tensor] = {k: v.new_ones(rows, *v.shape[1:]).to(device) for k, v in part.nodes.items()}
-    inputs["edge_index"] = torch.tensor([[0, 1], [1, 0]], device=device)
-    inputs.update({k: v.new_ones(2, *v.shape[1:]).to(device) for k, v in part.edges.items()})
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        Calling.of(model, set(inputs)).call(model, inputs)
-    model.train(training)

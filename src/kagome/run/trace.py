@@ -149,22 +149,30 @@ def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
     return trace
 
 
-def split_of(model: nn.Module, pieces: list[Partition], handlers: dict[str, Any], seed: int) -> list[Trace]:
+def split_of(
+    model: nn.Module, pieces: list[Partition], handlers: dict[str, Any], seed: int, *, slices: bool = False
+) -> list[Trace]:
     """Run copies of the model on the pieces, each in a thread; a trace a piece."""
     try:
-        return _split_of(model, pieces, handlers, seed, fast=True)
+        return _split_of(model, pieces, handlers, seed, fast=True, slices=slices)
     except EscapeError:
-        return _split_of(model, pieces, handlers, seed, fast=False)  # as the engine does
+        return _split_of(model, pieces, handlers, seed, fast=False, slices=False)  # as the engine does
 
 
 def _split_of(
-    model: nn.Module, pieces: list[Partition], handlers: dict[str, Any], seed: int, *, fast: bool
+    model: nn.Module,
+    pieces: list[Partition],
+    handlers: dict[str, Any],
+    seed: int,
+    *,
+    fast: bool,
+    slices: bool,
 ) -> list[Trace]:
     copies = [copy.deepcopy(model) for _ in pieces]
 
     def work(channel: LocalChannel) -> Trace:
         part, mine = pieces[channel.rank], copies[channel.rank]
-        scope = Interception(part, channel, seed=seed, handlers=handlers, fast=fast)
+        scope = Interception(part, channel, seed=seed, handlers=handlers, fast=fast, slices=slices)
         unrule = apply_rules(mine, scope)
         uninstall = install(mine, scope)
         trace = Trace(rows=part.own)

@@ -37,11 +37,11 @@ from kagome.run.accounts import Accounts
 from kagome.run.best import Best
 from kagome.run.check import check_on_first
 from kagome.run.costs import Costs
-from kagome.run.engine import broadcast_weights, materialise
 from kagome.run.engines import engine_for
 from kagome.run.folder import RunWriter
 from kagome.run.learning import loss_of, optimizer_of, scheduler_of, set_rates, step_scheduler
 from kagome.run.outcome import original_order, outcome
+from kagome.run.ready import ready
 from kagome.run.stop import asked_to_stop
 
 AFTER_IMPORTS: Final = Memory()
@@ -105,7 +105,7 @@ class Trainer:
         def take(channel: Channel) -> tuple[Partition, Meta]:
             if isinstance(data, str | Path):
                 return source.from_folder(data, channel)
-            method, seed, reuse = settings.parallel.partitioner, settings.train.seed, settings.parallel.reuse
+            method, seed, reuse = settings.parallel.cutter, settings.train.seed, settings.parallel.reuse
             return source.from_data(data, channel, method=method, seed=seed, reuse=reuse)
 
         plain = getattr(model, "_orig_mod", model)  # torch.compile hides calls from the interception
@@ -117,7 +117,7 @@ class Trainer:
         trainer = cls.__new__(cls)
 
         def take(channel: Channel) -> tuple[Partition, Meta]:
-            method, seed, reuse = settings.parallel.partitioner, settings.train.seed, settings.parallel.reuse
+            method, seed, reuse = settings.parallel.cutter, settings.train.seed, settings.parallel.reuse
             return source.from_settings(settings.data, channel, method=method, seed=seed, reuse=reuse)
 
         trainer._open(settings, take, build, None, None, None, out)
@@ -150,10 +150,10 @@ class Trainer:
                 self.part, self.meta = source.for_all_stages(take, self.mesh)
             self._say_all(self.meta.notes)
             torch.manual_seed(self.train.seed)
-            self.model = build(self.part, self.meta, self.channel).to(self.mesh.device)
+            given = build(self.part, self.meta, self.channel)
             with self.spans.phase("load"):
-                materialise(self.model, self.part, self.mesh.device)
-                broadcast_weights(self.model, self.world)
+                self.model, said = ready(given, self.part, self.mesh, settings.parallel)
+            self._say_all(said)
             self._learn(loss, optimizer, scheduler)
             chosen = (out() if self.mesh.rank == 0 else None) if callable(out) else out
             folder = self.world.gather_objects(chosen, "the run's folder")[0]
@@ -215,7 +215,7 @@ class Trainer:
         if not self._was_checked:
             with self.spans.phase("check"), self.engine.taken_off():
                 if self.train.check:
-                    self._say_all(check_on_first(self.model, self.part, self.channel, seed=self.train.seed))
+                    self._say_all(check_on_first(self.model, self.part, self.channel, self.settings))
                 self._say_all(self.accounts.foresee(self.part, self.channel))
             self._say_all(self.engine.take_notes())
         self._was_checked = True

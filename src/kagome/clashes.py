@@ -1,0 +1,154 @@
+"""Clashes: settings of a cut that cannot work together, each refused with the nearest that works.
+
+Where it sits: ``config.Parallel`` asks here when it is made, and again once the number of ranks is known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kagome.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kagome.config import Parallel
+
+ROUNDED = frozenset(("onebit", "int2", "int4", "int8"))
+"""Codecs of a few bits."""
+
+
+def check(cut: Parallel) -> None:
+    """Refuse what cannot work on any ranks.
+
+    Raises:
+        ConfigError: Naming what clashes.
+    """
+    if cut.memory_gib is not None and not cut.memory_gib > 0:
+        raise ConfigError("parallel.memory_gib takes a number above 0", f"it is {cut.memory_gib}")
+    if not 0 <= cut.smoothing < 1:
+        raise ConfigError(
+            "Parallel(smoothing=...) takes a share from 0 up, below 1", f"it is {cut.smoothing}"
+        )
+    if not 0 < cut.halo_sample <= 1:
+        raise ConfigError("Parallel(halo_sample=...) takes a share, above 0", f"it is {cut.halo_sample}")
+    if cut.schedule in ("1f1b", "kfkb") and cut.cross_chunk != "drop":
+        raise ConfigError(
+            f"schedule={cut.schedule!r} takes chunks that know nothing of each other",
+            f"cross_chunk={cut.cross_chunk!r} lets them read each other's rows",
+            hint="schedule='fill-drain', or cross_chunk='drop', which loses edges",
+        )
+    _lateness(cut)
+    _choice_of_rows(cut)
+
+
+def _lateness(cut: Parallel) -> None:
+    every = cut.sync_every
+    if isinstance(every, str) and every != "auto":
+        raise ConfigError("Parallel(sync_every=...) takes a number of epochs or auto", f"it is {every!r}")
+    if every is not None and cut.max_age == 0:
+        raise ConfigError(
+            "sync_every says when rows that may be late are waited for",
+            "max_age=0 lets none be late",
+            hint="max_age=1",
+        )
+    if cut.smoothing > 0 and cut.max_age == 0:
+        raise ConfigError(
+            "smoothing averages rows that come late", "max_age=0 lets none be late", hint="max_age=1"
+        )
+
+
+def _choice_of_rows(cut: Parallel) -> None:
+    if cut.skip_drift > 0 and cut.max_age < 2:
+        raise ConfigError(
+            "skip_drift lets rows be read that were not sent again",
+            f"max_age={cut.max_age} asks for newer ones",
+            hint="max_age=2 or more",
+        )
+    if cut.error_feedback and cut.halo_sample < 1:
+        raise ConfigError(
+            "error_feedback adds what a codec lost to the row that is sent next",
+            "halo_sample sends another row next",
+            hint="one of the two",
+        )
+    chosen = [cut.halo_sample < 1, cut.skip_drift > 0, cut.adaptive_bits]
+    if sum(chosen) > 1:
+        raise ConfigError(
+            "one of halo_sample, skip_drift and adaptive_bits chooses what crosses",
+            f"{sum(chosen)} are set",
+            hint="leave the others out",
+        )
+    if cut.adaptive_bits and not {cut.codec, cut.codec_backward} & ROUNDED:
+        raise ConfigError(
+            "adaptive_bits shares out the bits of onebit, int2, int4 or int8",
+            f"codec={cut.codec!r} has none to share",
+            hint="codec='int4'",
+        )
+
+
+def check_mesh(cut: Parallel, world_size: int) -> None:
+    """Refuse what cannot work on so many ranks; parts and chunks of the cut are numbers by now.
+
+    Raises:
+        ConfigError: Naming what clashes.
+    """
+    assert cut.graph is not None
+    assert cut.chunks is not None
+    axes = {"pipe": cut.pipe, "tensor": cut.tensor, "graph": cut.graph}
+    need = cut.pipe * cut.tensor * cut.graph
+    if need != world_size:
+        mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1 or axis == "graph")
+        raise ConfigError(
+            f"the mesh {mesh} needs {need} ranks",
+            f"there are {world_size}",
+            hint=f"start {need} ranks (--nproc {need}), or leave --parallel.graph out",
+        )
+    if cut.sync_every == "auto" and cut.pipe > 1:
+        raise ConfigError(
+            "sync_every='auto' measures how far rows move, on the whole model",
+            f"pipe={cut.pipe} stages hold some layers each",
+            hint="a number of epochs",
+        )
+    whole = {"max_age": 0, "error_feedback": False, "halo_sample": 1.0, "adaptive_bits": False}
+    for name, without in whole.items():
+        if cut.chunks > 1 and getattr(cut, name) != without:
+            raise ConfigError(
+                f"{name}={getattr(cut, name)} takes parts that are one chunk",
+                f"there are {cut.chunks} chunks a part, which have history of their own",
+                hint=f"chunks=1, or leave {name} out",
+            )
+    if cut.decouple and (cut.pipe > 1 or cut.chunks > 1):
+        raise ConfigError(
+            "decouple moves all hops behind the layers' maps",
+            f"pipe={cut.pipe}, chunks={cut.chunks} cut the model layer by layer",
+            hint=f"tensor={max(cut.pipe, 2)} with decouple, or pipe without",
+        )
+    _slices(cut)
+
+
+def _slices(cut: Parallel) -> None:
+    """Refuse what feature slices do not go with."""
+    if cut.tensor == 1:
+        if cut.memory_gib is not None:
+            raise ConfigError(
+                "parallel.memory_gib bounds the working memory of sums over feature slices",
+                f"tensor={cut.tensor} has none",
+                hint="--parallel.tensor 2, or leave --parallel.memory-gib out",
+            )
+        return
+    assert cut.graph is not None
+    assert cut.chunks is not None
+    others = {
+        f"graph={cut.graph}": cut.graph > 1,
+        f"pipe={cut.pipe}": cut.pipe > 1,
+        f"chunks={cut.chunks}": cut.chunks > 1,
+        f"max_age={cut.max_age}": cut.max_age > 0,
+        f"halo_sample={cut.halo_sample}": cut.halo_sample < 1,
+        f"codec={cut.codec!r}": cut.codec != "none",
+        f"codec_backward={cut.codec_backward!r}": cut.codec_backward not in (None, "none"),
+    }
+    for setting, clash in others.items():
+        if clash:
+            raise ConfigError(
+                f"tensor={cut.tensor} slices the features of the whole graph",
+                f"{setting} is for a halo, or cuts the graph or the model as well",
+                hint=f"tensor={cut.tensor} alone, or {setting} without tensor",
+            )

@@ -1,0 +1,150 @@
+"""Propagation: hops over a graph without a map between them, one operator a kind of layer.
+
+Where it sits: ``decouple`` puts one after a model whose layers it has split; it is plain PyG.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_self_loops, remove_self_loops, softmax
+
+
+class Weighted(MessagePassing):  # type: ignore[misc]
+    """Hops that sum neighbours' rows by weights an edge, the same in each hop."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="add")
+
+    def hop(self, x: Tensor, edge_index: Tensor, weight: Tensor | None, hops: int) -> Tensor:
+        """So many hops.
+
+        Shapes:
+            ``x [N, C]``, ``edge_index [2, E]``, ``weight [E]`` -> ``[N, C]``.
+        """
+        for _ in range(hops):
+            x = self.propagate(edge_index, x=x, weight=weight)
+        return x
+
+    def message(self, x_j: Tensor, weight: Tensor | None) -> Tensor:
+        """A neighbour's row times the edge's weight."""
+        return x_j if weight is None else weight.view(-1, 1) * x_j
+
+
+class Symmetric(Weighted):
+    """GCN's operator, normalised on both sides.
+
+    Args:
+        normalize: Whether at all.
+        add_loops: Whether each vertex reads itself.
+        improved: Whether it reads itself twice.
+    """
+
+    def __init__(self, normalize: bool = True, add_loops: bool = True, improved: bool = False) -> None:
+        super().__init__()
+        self.normalize, self.add_loops, self.improved = normalize, add_loops, improved
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, hops: int) -> Tensor:
+        """So many hops.
+
+        Shapes:
+            ``x [N, C]``, ``edge_index [2, E]``, ``edge_weight [E]`` -> ``[N, C]``.
+        """
+        weight = edge_weight
+        if self.normalize:
+            edge_index, weight = gcn_norm(
+                edge_index, edge_weight, x.size(0), self.improved, self.add_loops, self.flow, x.dtype
+            )
+        return self.hop(x, edge_index, weight, hops)
+
+
+class Mean(MessagePassing):  # type: ignore[misc]
+    """The mean of a vertex's row and its neighbours'."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="mean")
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, hops: int) -> Tensor:
+        """So many hops.
+
+        Shapes:
+            ``x [N, C]``, ``edge_index [2, E]`` -> ``[N, C]``.
+        """
+        edge_index, _ = remove_self_loops(edge_index)
+        edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        for _ in range(hops):
+            x = self.propagate(edge_index, x=x)
+        return x
+
+
+class Attention(Weighted):
+    """One attention matrix for all hops, from the rows before the first; its vectors are trained.
+
+    Args:
+        channels: Columns of the rows.
+        slope: Of the leaky relu.
+        add_loops: Whether each vertex reads itself.
+
+    Source: NeutronTP, PVLDB 18(2), section 4.1 (generalised decoupling): one vector for both ends, one head.
+    """
+
+    def __init__(self, channels: int, slope: float = 0.2, add_loops: bool = True) -> None:
+        super().__init__()
+        self.slope, self.add_loops = slope, add_loops
+        self.source, self.target = (nn.Parameter(torch.empty(channels, 1)) for _ in range(2))
+        for vector in (self.source, self.target):
+            nn.init.xavier_uniform_(vector)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, hops: int) -> Tensor:
+        """So many hops.
+
+        Shapes:
+            ``x [N, C]``, ``edge_index [2, E]`` -> ``[N, C]``.
+        """
+        if self.add_loops:
+            edge_index, _ = remove_self_loops(edge_index)
+            edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        ends = x @ self.source, x @ self.target
+        weight = self.edge_updater(edge_index, alpha=ends)
+        return self.hop(x, edge_index, weight, hops)
+
+    def edge_update(
+        self, alpha_j: Tensor, alpha_i: Tensor, index: Tensor, ptr: Tensor | None, size_i: int | None
+    ) -> Tensor:
+        """An edge's share of its target."""
+        logits = nn.functional.leaky_relu(alpha_j + alpha_i, self.slope)
+        share: Tensor = softmax(logits, index, ptr, size_i)
+        return share
+
+
+class Relations(Weighted):
+    """Means over the neighbours of each kind of edge, and the own row, by trained shares that add up to one.
+
+    Args:
+        relations: Kinds of edges.
+    """
+
+    def __init__(self, relations: int) -> None:
+        super().__init__()
+        self.relations = relations
+        self.share = nn.Parameter(torch.zeros(relations + 1))
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, hops: int, edge_type: Tensor
+    ) -> Tensor:
+        """So many hops.
+
+        Shapes:
+            ``x [N, C]``, ``edge_index [2, E]``, ``edge_type [E]`` -> ``[N, C]``.
+        """
+        share = self.share.softmax(0)
+        kinds = nn.functional.one_hot(edge_type, self.relations).to(x.dtype)
+        count = x.new_zeros(x.size(0), self.relations).index_add(0, edge_index[1], kinds)
+        each = (share[:-1] / count.clamp(min=1))[edge_index[1]]
+        weight = (each * kinds).sum(1)
+        for _ in range(hops):
+            near: Tensor = self.propagate(edge_index, x=x, weight=weight)
+            x = near + share[-1] * x
+        return x

@@ -1,0 +1,341 @@
+"""Bounded: a sum over feature slices, chunk of destinations by chunk, in working memory with a bound.
+
+Where it sits: ``sliced`` sums so where settings give ``memory_gib``. All ranks have the same chunks, in one
+order. Rows rest in the host's memory; what a chunk needs goes to the device and comes back.
+
+::
+
+    peers    ─ rows that chunk j + 1 reads first ─┐        ┌─ rows of chunk j - 1 ─> their owners
+    host     rows [V, d] ──reads of chunk j──>    │        │            result [V, d]
+    device                                sum over the in-edges of chunk j
+
+Backward takes the chunks in reverse: what lies on rows that chunk j read first is whole once chunk j is done,
+and goes to its owners while chunk j - 1 is summed.
+
+Source: NeutronTP, PVLDB 18(2), section 4.2 and algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from kagome.errors import ConfigError
+from kagome.kernels import ops
+from kagome.kernels.structure import Structure
+from kagome.neighbors.rows import UnderWay
+from kagome.neighbors.slicing import Slicing
+from kagome.neighbors.transpose import APART, BACK, BACK_TOGETHER, TOGETHER, Cut, Lot, Transposer
+from kagome.neighbors.turn import Site, Turn
+
+MOST = 1 << 16
+"""Chunks; a bound that wants more is refused."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Destinations next to each other, with all their in-edges.
+
+    Args:
+        begin: The first row written.
+        end: One past the last.
+        reads: Rows read, ascending.
+        brings: Those of them that no earlier chunk reads.
+        writes: The rows written.
+        edges: Its edges among those of all ranks.
+        structure: Its edges, by place among ``reads`` and from ``begin``.
+
+    Shapes:
+        reads ``[R]``, edges ``[E of the chunk]``.
+    """
+
+    begin: int
+    end: int
+    reads: Tensor
+    brings: Lot
+    writes: Lot
+    edges: Tensor
+    structure: Structure
+
+    def working(self, width: int, itemsize: int, heads: int) -> int:
+        """Bytes of what is on the device while it is summed: rows read and written, weights, edges."""
+        rows = (self.reads.numel() + self.end - self.begin) * width * itemsize
+        return rows + self.edges.numel() * (8 + heads * itemsize) + 16 * (self.end - self.begin)
+
+    def moving(self, width: int, itemsize: int) -> int:
+        """Bytes of what comes for it and what goes from it meanwhile."""
+        return (self.brings.all.numel() + self.end - self.begin) * width * itemsize
+
+
+def chunks_of(slicing: Slicing, width: int, itemsize: int, heads: int, bound: int) -> tuple[Chunk, ...]:
+    """As few chunks of about as many edges each as keep the working memory within a bound.
+
+    Args:
+        slicing: The edges of all ranks.
+        width: Columns of the widest slice.
+        itemsize: Bytes a number.
+        heads: Weights an edge.
+        bound: Bytes.
+
+    Raises:
+        ConfigError: If the rows that one destination reads do not fit.
+
+    Cost:
+        A sort of the edges for each doubling of the number of chunks. Keeps 16 bytes an edge.
+    """
+    rows, count = slicing.rows.total, 1
+    while True:
+        chunks = cut_in(slicing, min(count, max(rows, 1)))
+        need = largest(chunks, width, itemsize, heads)
+        if need <= bound:
+            return chunks
+        if count >= min(rows, MOST):
+            raise ConfigError(
+                f"parallel.memory_gib bounds the working memory of a sum at {bound / 2**30:.3g} GiB",
+                f"the in-edges of one vertex, with {width} columns, need {need / 2**30:.3g} GiB",
+                hint="a larger --parallel.memory-gib, or more slices (--parallel.tensor)",
+            )
+        count *= 2
+
+
+def largest(chunks: Sequence[Chunk], width: int, itemsize: int, heads: int) -> int:
+    """The most working memory of any chunk, with what moves for its neighbours in turn."""
+    moving = [chunk.moving(width, itemsize) for chunk in chunks]
+    beside = [sum(moving[max(place - 1, 0) : place + 2]) for place in range(len(chunks))]
+    needs = [chunk.working(width, itemsize, heads) for chunk in chunks]
+    return max((a + b for a, b in zip(needs, beside, strict=True)), default=0)
+
+
+def cut_in(slicing: Slicing, count: int) -> tuple[Chunk, ...]:
+    """So many chunks, or fewer, of about as many edges each."""
+    layout, way = slicing.structure.by_target, slicing.rows
+    cost = layout.pointer + torch.arange(layout.rows + 1, device=layout.pointer.device)
+    goals = torch.arange(1, count, device=cost.device) * int(cost[-1]) // count
+    inner = torch.searchsorted(cost, goals).tolist()
+    bounds = sorted({0, *inner, layout.rows})
+    known = torch.zeros(way.total, dtype=torch.bool, device=cost.device)
+    chunks = []
+    for begin, end in pairwise(bounds):
+        first, last = int(layout.pointer[begin]), int(layout.pointer[end])
+        columns, edges = layout.column[first:last].long(), layout.edge[first:last].long()
+        reads, source = torch.unique(columns, return_inverse=True)
+        new = reads[~known[reads]]
+        known[reads] = True
+        target = torch.repeat_interleave(layout.pointer[begin : end + 1].diff())
+        structure = Structure(source, target, end - begin, max(reads.numel(), end - begin))
+        writes = way.lot(torch.arange(begin, end, device=cost.device))
+        chunks.append(Chunk(begin, end, reads, way.lot(new), writes, edges, structure))
+    return tuple(chunks)
+
+
+@dataclass(eq=False)
+class Gauge:
+    """The most working memory that sums took, in bytes."""
+
+    peak: int = 0
+
+    def note(self, *tensors: Tensor | None) -> None:
+        """These are on the device at a time."""
+        self.peak = max(self.peak, sum(t.nbytes for t in tensors if t is not None))
+
+
+@dataclass(frozen=True, eq=False)
+class Hop:
+    """One sum over the chunks.
+
+    Args:
+        slicing: The edges of all ranks.
+        chunks: The chunks.
+        cut: This rank's columns and the others'.
+        scale: A factor a row of the result (a mean's).
+        device: Where sums are computed.
+        gauge: Told of the working memory.
+        first: Whether own whole rows go in, which come to their columns' ranks chunk by chunk.
+        last: Whether own whole rows come out, which go to their owners chunk by chunk.
+        site: Of the exchanges.
+    """
+
+    slicing: Slicing
+    chunks: tuple[Chunk, ...]
+    cut: Cut
+    scale: Tensor | None
+    device: torch.device
+    gauge: Gauge = field(default_factory=Gauge)
+    first: bool = False
+    last: bool = False
+    site: Site | None = None
+
+    def run(self, rows: Tensor, weight: Tensor | None, turn: Turn, name: str) -> Tensor:
+        """The sum, with gradient.
+
+        Shapes:
+            rows ``[n, D]`` where it is the first, else ``[V, d]``; weight ``[E]`` or ``[E, h]`` of all ranks;
+            result ``[n, D]`` where it is the last, else ``[V, d]``.
+        """
+        grad = rows.requires_grad or (weight is not None and weight.requires_grad)
+        hop = replace(self, site=turn.begin(name, grad=grad))
+        follows = grad and turn.follows()
+        with nullcontext() if follows else torch.no_grad():
+            out, token = _Hop.apply(rows, weight, turn.token, hop)  # type: ignore[no-untyped-call]
+        if follows:
+            turn.token = token
+        return out  # type: ignore[no-any-return]
+
+    @property
+    def way(self) -> Transposer:
+        """Between slices."""
+        return self.slicing.rows
+
+    @property
+    def mine(self) -> int:
+        """Columns of this rank."""
+        return self.cut.taken(self.way.channel.rank)
+
+    def apart(self, rows: Tensor, lot: Lot, direction: int) -> UnderWay:
+        """Begin: own whole rows of these places go, this rank's columns of all of them come."""
+        assert self.site is not None
+        return self.way.start_apart(rows, self.cut, self.site, direction, lot)
+
+    def together(self, part: Tensor, lot: Lot, direction: int) -> UnderWay:
+        """Begin: this rank's columns of these places go to their owners."""
+        assert self.site is not None
+        return self.way.start_together(part, self.cut, self.site, direction, lot)
+
+    def shaped(self, rows: Tensor, weight: Tensor | None) -> Tensor:
+        """Rows by head, where a weight has heads."""
+        if weight is None or weight.dim() == 1:
+            return rows
+        heads = weight.size(1)
+        return rows.view(rows.size(0), heads, rows.size(1) // max(heads, 1))
+
+    def moved(self, tensor: Tensor, ids: Tensor) -> Tensor:
+        """Some rows, on the device."""
+        return tensor.index_select(0, ids).to(self.device, non_blocking=True)
+
+
+class Bound:
+    """The working memory that sums may take.
+
+    Args:
+        bytes: How much.
+        device: Where sums are computed.
+    """
+
+    def __init__(self, bytes: int, device: torch.device) -> None:
+        self.bytes, self.device, self.gauge = bytes, device, Gauge()
+        self._chunks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def hop(
+        self,
+        slicing: Slicing,
+        cut: Cut,
+        weight: Tensor | None,
+        itemsize: int,
+        *,
+        scale: Tensor | None,
+        first: bool,
+    ) -> Hop:
+        """A sum over the chunks that these columns and weights need.
+
+        Raises:
+            ConfigError: If no chunks are small enough.
+        """
+        width = max(cut.taken(rank) for rank in range(len(slicing.rows.counts)))
+        heads = 0 if weight is None else weight[:1].numel()
+        known = self._chunks.setdefault(slicing, {})
+        key = width, itemsize, heads
+        if key not in known:
+            known[key] = chunks_of(slicing, width, itemsize, heads, self.bytes)
+        return Hop(slicing, known[key], cut, scale, self.device, self.gauge, first=first)
+
+
+class _Hop(torch.autograd.Function):
+    """See :class:`Hop`; the token goes along, see [Note: token] in ``rows``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor | None, token: Tensor, hop: Hop
+    ) -> tuple[Tensor, Tensor]:
+        total, chunks = hop.way.total, hop.chunks
+        part = rows.new_empty(total, hop.mine) if hop.first else rows
+        own = hop.way.counts[hop.way.channel.rank]
+        out = rows.new_empty((own, hop.cut.width) if hop.last else (total, hop.mine))
+        coming = hop.apart(rows, chunks[0].brings, APART) if hop.first and chunks else None
+        going: tuple[Lot, UnderWay] | None = None
+        for place, chunk in enumerate(chunks):
+            if coming is not None:
+                part[chunk.brings.all] = coming.wait()
+                more = place + 1 < len(chunks)
+                coming = hop.apart(rows, chunks[place + 1].brings, APART) if more else None
+            x = hop.moved(part, chunk.reads)
+            w = None if weight is None else hop.moved(weight, chunk.edges)
+            s = None if hop.scale is None else hop.scale[chunk.begin : chunk.end].to(hop.device)
+            found = ops.sum_rows(chunk.structure.by_target, hop.shaped(x, w), w, s).flatten(1)
+            hop.gauge.note(x, w, found)
+            found = found.to(out.device)
+            if not hop.last:
+                out[chunk.begin : chunk.end] = found
+                continue
+            _laid(out, going)
+            going = chunk.writes, hop.together(found, chunk.writes, TOGETHER)
+        _laid(out, going)
+        ctx.hop, ctx.weight_grad = hop, ctx.needs_input_grad[1]
+        ctx.save_for_backward(weight, part if ctx.weight_grad else None)
+        return out, torch.zeros_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hop: Hop = ctx.hop
+        weight, part = ctx.saved_tensors
+        chunks, g = hop.chunks, grads[0].contiguous()
+        to_rows = ctx.needs_input_grad[0]
+        lies = g.new_zeros(hop.way.total, hop.mine) if to_rows else None
+        own = hop.way.counts[hop.way.channel.rank]
+        g_rows = g.new_zeros(own, hop.cut.width) if hop.first and to_rows else lies
+        g_weight = torch.zeros_like(weight) if ctx.weight_grad else None
+        coming = hop.apart(g, chunks[-1].writes, BACK_TOGETHER) if hop.last and chunks else None
+        going: tuple[Lot, UnderWay] | None = None
+        for place in reversed(range(len(chunks))):
+            chunk = chunks[place]
+            if coming is not None:
+                mine = coming.wait()
+                coming = hop.apart(g, chunks[place - 1].writes, BACK_TOGETHER) if place else None
+            else:
+                mine = g[chunk.begin : chunk.end]
+            mine = mine.to(hop.device)
+            if hop.scale is not None:
+                mine = mine * hop.scale[chunk.begin : chunk.end].to(mine).view(-1, 1)
+            mine = mine.contiguous()
+            w = None if weight is None else hop.moved(weight, chunk.edges)
+            shaped = hop.shaped(mine, w)
+            if lies is not None:
+                back = ops.sum_rows(chunk.structure.by_source, shaped, w)
+                back = back.flatten(1)[: chunk.reads.numel()]
+                hop.gauge.note(mine, w, back)
+                lies.index_add_(0, chunk.reads, back.to(lies.device))
+            if g_weight is not None:
+                x = hop.shaped(hop.moved(part, chunk.reads), w)
+                x3, g3 = (t if t.dim() == 3 else t.unsqueeze(1) for t in (x, shaped))
+                dots = ops.dot_edges(chunk.structure.by_target, g3.contiguous(), x3.contiguous())
+                hop.gauge.note(mine, w, x, dots)
+                g_weight[chunk.edges] = dots.view(-1, *weight.shape[1:]).to(g_weight.device)
+            if hop.first and lies is not None:
+                assert g_rows is not None
+                _laid(g_rows, going)
+                going = chunk.brings, hop.together(lies[chunk.brings.all], chunk.brings, BACK)
+        if hop.first and g_rows is not None:
+            _laid(g_rows, going)
+        return g_rows, g_weight, torch.zeros_like(grads[1]), None
+
+
+def _laid(out: Tensor, going: tuple[Lot, UnderWay] | None) -> None:
+    """Put own rows that have come to their places."""
+    if going is not None:
+        out[going[0].own] = going[1].wait()

@@ -1,0 +1,110 @@
+"""Sums chunk by chunk: the same numbers, within the bound, no row sent twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_sliced import MODELS, V, graph, sent
+from torch import Tensor
+
+from kagome.comm.local import LocalChannel, LocalGroup
+from kagome.errors import ConfigError, ModelError
+from kagome.kernels.structure import Structure
+from kagome.neighbors.bounded import Bound, Chunk, chunks_of, cut_in, largest
+from kagome.neighbors.slicing import Slicing
+from kagome.neighbors.transpose import Transposer
+from parity import assert_equal, joined, parity, whole
+
+BOUND = 5_000
+"""Bytes: of 61 rows and 400 edges some tenths."""
+
+
+def slicing(edges: Tensor, rows: int) -> Slicing:
+    """A graph of one rank."""
+    found: list[Slicing] = []
+
+    def work(channel: LocalChannel) -> None:
+        structure = Structure(edges[0], edges[1], rows, rows)
+        ways = Transposer((rows,), channel), Transposer((edges.size(1),), channel)
+        found.append(Slicing(*ways, structure))
+
+    LocalGroup(1).run(work)
+    return found[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 30), st.integers(0, 90), st.integers(1, 5), st.integers(0, 2), st.integers(0, 10_000))
+def test_chunks_take_each_edge_once_and_bring_each_row_once(
+    rows: int, edges: int, width: int, heads: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ends = torch.randint(0, rows, (2, edges), generator=generator)
+    graph = slicing(ends, rows)
+    whole_cost = largest(chunks_of(graph, width, 8, heads, 1 << 40), width, 8, heads)
+    try:
+        chunks = chunks_of(graph, width, 8, heads, whole_cost // 2)
+    except ConfigError:
+        assert largest(cut_in(graph, rows), width, 8, heads) > whole_cost // 2
+        return
+    assert largest(chunks, width, 8, heads) <= whole_cost // 2
+    assert [chunk.begin for chunk in chunks] == [0, *(chunk.end for chunk in chunks[:-1])]
+    assert chunks[-1].end == rows
+    assert sorted(torch.cat([chunk.edges for chunk in chunks]).tolist()) == list(range(edges))
+    brought: set[int] = set()
+    for chunk in chunks:
+        new = set(chunk.brings.all.tolist())
+        assert not new & brought
+        brought |= new
+        assert set(chunk.reads.tolist()) <= brought
+        source, target = chunk.structure.source, chunk.structure.target
+        assert torch.equal(chunk.reads[source], ends[0][chunk.edges])
+        assert torch.equal(target + chunk.begin, ends[1][chunk.edges])
+
+
+NAMES = [
+    "gcn", "sage", "gin", "gat2", "gcn2", "appnp", "decoupled gcn", "decoupled deep gcn", "decoupled sage",
+    "decoupled gat", "decoupled rgcn",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_models_are_whole_within_a_bound(ranks: Callable[..., list], name: str, size: int) -> None:
+    data, owner = graph(), torch.arange(V) * size // V
+    shares = ranks(size, parity, MODELS[name], data, owner, 0, 2, True, BOUND)
+    assert_equal(joined(shares, V), whole(MODELS[name], data, epochs=2))
+
+
+@pytest.mark.parametrize("name", ["decoupled gcn", "decoupled gat"])
+def test_no_row_is_sent_twice(ranks: Callable[..., list], name: str) -> None:
+    """Chunk by chunk a row crosses once, as it does all at once."""
+    free, bound = (
+        sum(each[1]["transpose"] for each in ranks(3, sent, name, 2, limit)) for limit in (None, BOUND)
+    )
+    assert bound == free
+
+
+def test_a_bound_that_one_vertex_does_not_fit_is_refused() -> None:
+    edges = torch.stack([torch.arange(50), torch.zeros(50, dtype=torch.long)])
+    with pytest.raises(ConfigError, match=r"the in-edges of one vertex, with 4 columns, need"):
+        chunks_of(slicing(edges, 50), 4, 8, 0, 1000)
+
+
+def test_extremes_are_refused_by_name(ranks: Callable[..., list]) -> None:
+    data, owner = graph(), torch.arange(V) * 2 // V
+    with pytest.raises(ModelError, match=r"bounds sums and means over neighbours(.|\n)*convs\.0"):
+        ranks(2, parity, MODELS["pna"], data, owner, 0, 1, True, BOUND)
+
+
+def test_what_a_chunk_needs_is_what_it_holds() -> None:
+    edges = torch.randint(0, 20, (2, 60), generator=torch.Generator().manual_seed(0))
+    (chunk,) = chunks_of(slicing(edges, 20), 3, 8, 2, 1 << 30)
+    assert isinstance(chunk, Chunk)
+    rows = (chunk.reads.numel() + 20) * 3 * 8
+    assert chunk.working(3, 8, 2) == rows + 60 * (8 + 16) + 16 * 20
+    assert chunk.moving(3, 8) == (chunk.brings.all.numel() + 20) * 3 * 8
+    assert Bound(1, torch.device("cpu")).gauge.peak == 0

@@ -1,0 +1,193 @@
+"""Trainer in feature slices: one curve on any number of ranks, checkpoints that move, a bound that holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import nn
+from training import CLASSES, FEATURES, QUIET, graph, losses, model, settings
+
+from kagome import Parallel, Trainer, config
+from kagome.comm.channel import Channel
+from kagome.errors import ConfigError, KagomeError
+
+CHECKED = settings(epochs=6, check=True)
+
+
+def gcn(decoupled: bool = False) -> nn.Module:
+    torch.manual_seed(2)
+    return pyg.GCN(FEATURES, 8, 3, CLASSES, dropout=0.5).double()
+
+
+def run(
+    channel: Channel, name: str, cut: dict[str, Any], out: str | None, resume: str | None
+) -> dict[str, Any]:
+    """Train, and what came of it."""
+    mine = gcn() if name == "plain" else model(name, 0.4, torch.float64)
+    with Trainer(
+        mine, graph(torch.float64), parallel=Parallel(**cut), train=CHECKED, report=QUIET, out=out
+    ) as trainer:
+        summary = trainer.fit(resume=resume)
+        return {
+            "losses": losses(trainer),
+            "summary": summary,
+            "scores": trainer.predict(),
+            "notes": trainer.notes,
+            "weights": {k: v.clone() for k, v in mine.state_dict().items()},
+            "axes": dict(trainer.mesh.axes),
+        }
+
+
+def trained(
+    ranks: Callable[..., list],
+    size: int,
+    name: str,
+    out: str | None = None,
+    resume: str | None = None,
+    **cut: Any,
+) -> dict[str, Any]:
+    return ranks(size, run, name, cut, out, resume)[0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", ["gcn", "gat"])
+def test_a_curve_does_not_know_how_many_slices(ranks: Callable[..., list], name: str, size: int) -> None:
+    one, many = trained(ranks, 1, name), trained(ranks, size, name, tensor=size)
+    torch.testing.assert_close(many["losses"], one["losses"], rtol=0, atol=1e-9)
+    torch.testing.assert_close(many["scores"], one["scores"], rtol=0, atol=1e-7)
+    assert many["summary"]["test_metric"] == one["summary"]["test_metric"]
+    assert many["axes"] == {"pipe": 1, "graph": 1, "tensor": size}
+    assert many["summary"]["bytes_per_epoch"]["transpose"] > 0
+    assert any("split over 3 and whole equal" in note for note in many["notes"])
+
+
+@pytest.mark.parametrize("cut", [{}, {"tensor": 2}, {"tensor": 3, "memory_gib": 4e-5}, {"graph": 2}])
+def test_a_decoupled_curve_is_its_own_on_one_rank(ranks: Callable[..., list], cut: dict[str, Any]) -> None:
+    size = cut.get("tensor", cut.get("graph", 1))
+    one = trained(ranks, 1, "plain", decouple=True)
+    many = trained(ranks, size, "plain", decouple=True, **cut)
+    torch.testing.assert_close(many["losses"], one["losses"], rtol=0, atol=1e-9)
+    assert any(note.startswith("decoupled: all maps of GCN come first") for note in many["notes"])
+    for name, value in one["weights"].items():  # the user's own module, trained in place
+        torch.testing.assert_close(many["weights"][name], value, rtol=0, atol=1e-7)
+    assert not torch.equal(one["weights"]["convs.0.lin.weight"], gcn().state_dict()["convs.0.lin.weight"])
+    if "memory_gib" in cut:
+        assert 0 < many["summary"]["working_memory_bytes"] <= cut["memory_gib"] * 2**30
+    coupled = trained(ranks, 1, "plain")
+    assert abs(coupled["losses"][-1] - one["losses"][-1]) > 1e-4
+
+
+def test_bytes_of_a_decoupled_epoch_do_not_grow_with_depth(ranks: Callable[..., list]) -> None:
+    found = ranks(2, depths)[0]
+    assert found[2] == found[5] > 0
+
+
+def depths(channel: Channel) -> dict[int, int]:
+    found = {}
+    for layers in (2, 5):
+        torch.manual_seed(0)
+        mine = pyg.GCN(FEATURES, 8, layers, CLASSES)
+        cut = Parallel(tensor=2, decouple=True)
+        with Trainer(mine, graph(), parallel=cut, train=settings(eval_every=9), report=QUIET) as trainer:
+            found[layers] = trainer.fit()["bytes_per_epoch"]["transpose"]
+    return found
+
+
+MESHES = [(1, {}), (2, {"tensor": 2}), (3, {"graph": 3}), (4, {"tensor": 4})]
+
+
+@pytest.mark.parametrize("place", range(len(MESHES)))
+def test_checkpoints_move_between_slices_parts_and_one_rank(
+    ranks: Callable[..., list], tmp_path: Path, place: int
+) -> None:
+    whole = trained(ranks, 1, "gcn")
+    (first, one), (second, two) = MESHES[place], MESHES[(place + 1) % len(MESHES)]
+    folder = str(tmp_path / "run")
+    ranks(first, partial_run, one, folder)
+    rest = trained(ranks, second, "gcn", resume=folder, **two)
+    torch.testing.assert_close(rest["losses"][-3:], whole["losses"][-3:], rtol=0, atol=1e-9)
+
+
+def partial_run(channel: Channel, cut: dict[str, Any], out: str) -> None:
+    """The first half."""
+    mine = model("gcn", 0.4, torch.float64)
+    with Trainer(
+        mine, graph(torch.float64), parallel=Parallel(**cut), train=CHECKED, report=QUIET, out=out
+    ) as trainer:
+        trainer.fit(3)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
+    "graph": ({"tensor": 2, "graph": 2}, 4, "graph=2 is for a halo, or cuts the graph"),
+    "pipe": ({"tensor": 2, "pipe": 2}, 4, "pipe=2 is for a halo"),
+    "codec": ({"tensor": 2, "codec": "onebit"}, 2, "codec='onebit' is for a halo"),
+    "late": ({"tensor": 2, "max_age": 1}, 2, "max_age=1 is for a halo"),
+    "ranks": ({"tensor": 3}, 4, "the mesh tensor=3 x graph=1 needs 3 ranks"),
+    "bound": ({"memory_gib": 1.0}, 2, "tensor=1 has none"),
+    "decoupled stages": ({"decouple": True, "pipe": 2}, 2, "pipe=2, chunks=8 cut the model layer by layer"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_slices_do_not_go_with_is_refused(name: str) -> None:
+    cut, size, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=words):
+        Parallel(**cut).fit(size)
+
+
+def test_a_bound_is_a_number_above_none() -> None:
+    with pytest.raises(ConfigError, match="takes a number above 0"):
+        Parallel(tensor=2, memory_gib=0.0)
+
+
+def refused(channel: Channel) -> str:
+    """The error of a bound that nothing fits."""
+    try:
+        with Trainer(
+            gcn(),
+            graph(torch.float64),
+            parallel=Parallel(tensor=2, memory_gib=1e-7),
+            train=settings(),
+            report=QUIET,
+        ) as trainer:
+            trainer.fit()
+    except KagomeError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_a_bound_too_small_is_refused_on_every_rank(ranks: Callable[..., list]) -> None:
+    for text in ranks(2, refused):
+        assert "the in-edges of one vertex" in text
+
+
+def test_the_command_line_starts_as_many_ranks_as_slices(tmp_path: Path) -> None:
+    from kagome.cli import main
+
+    words = [
+        "train",
+        "--data.name",
+        "sbm:vertices=90,degree=6",
+        "--parallel.tensor",
+        "2",
+        "--parallel.decouple",
+    ]
+    words += ["--train.epochs", "2", "--out", str(tmp_path / "run"), "--report.no-progress"]
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(words)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["world_size"] == 2
+    assert summary["parallel"]["tensor"] == 2
+    assert config.from_toml(tmp_path / "run" / "config.toml").parallel.decouple
+
+
+def test_equal_parts_are_taken_where_no_cut_is_asked_for() -> None:
+    assert Parallel(tensor=2).cutter == "contiguous"
+    assert Parallel(tensor=2, partitioner="metis").cutter == "metis"
+    assert Parallel().cutter == "auto"
