@@ -36,32 +36,38 @@ def neighbor_sum(
     *,
     weight: Tensor | None = None,
     scale: Tensor | None = None,
+    factor: Tensor | None = None,
     road: Road | None = None,
     turn: Turn | None = None,
 ) -> Tensor:
     """The sum over each row's in-edges of its neighbours' rows, each times its edge's weight.
+
+    Weights that are a product of a number at each end are no weights: see [Note: root] in ``roots``.
 
     Args:
         rows: Own rows, if a road leads to the others; else all rows that edges read.
         edges: The edges.
         weight: One an edge, or one an edge and head.
         scale: A factor a result row (a mean's).
+        factor: A factor a row that edges read.
         road: The way to the halo rows: see [Note: overlap].
         turn: With a road, the turn whose token goes along.
 
     Shapes:
         rows ``[own or whole, F]`` and weight ``[E]``, or rows ``[.., H, C]`` and weight ``[E, H]``; scale
-        ``[own]``; result ``[own, F]`` or ``[own, H, C]``.
+        ``[own]``; factor ``[whole]``; result ``[own, F]`` or ``[own, H, C]``.
 
     Cost:
         Keeps ``weight``, and where it has a gradient the rows too. Sends what ``road`` says.
     """
     out: Tensor
     if road is None or turn is None:
-        out = _Sum.apply(rows, weight, scale, edges)  # type: ignore[no-untyped-call]
+        out = _Sum.apply(rows, weight, scale, factor, edges)  # type: ignore[no-untyped-call]
         return out
     given = turn.token
-    out, token = _SumOverRoad.apply(rows, weight, scale, given, edges, road)  # type: ignore[no-untyped-call]
+    out, token = _SumOverRoad.apply(  # type: ignore[no-untyped-call]
+        rows, weight, scale, factor, given, edges, road
+    )
     if road.site.grad:
         turn.token = token
     return out
@@ -117,25 +123,36 @@ def _column(scale: Tensor, like: Tensor) -> Tensor:
     return scale.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
 
 
+def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
+    return rows if factor is None else rows * _column(factor, rows)
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor | None, scale: Tensor | None, edges: Structure
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor | None,
+        scale: Tensor | None,
+        factor: Tensor | None,
+        edges: Structure,
     ) -> Tensor:
-        ctx.edges, ctx.scale = edges, scale
+        ctx.edges, ctx.scale, ctx.factor = edges, scale, factor
+        rows = _times(rows, factor)
         ctx.save_for_backward(weight, rows if ctx.needs_input_grad[1] else None)
         return ops.sum_rows(edges.by_target, rows, weight, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, rows = ctx.saved_tensors
-        g = grads[0] if ctx.scale is None else grads[0] * _column(ctx.scale, grads[0])
-        g = g.contiguous()
-        g_rows = ops.sum_rows(ctx.edges.by_source, g, weight) if ctx.needs_input_grad[0] else None
+        g = _times(grads[0], ctx.scale).contiguous()
+        g_rows = None
+        if ctx.needs_input_grad[0]:
+            g_rows = ops.sum_rows(ctx.edges.by_source, g, weight, ctx.factor)
         g_weight = None
         if ctx.needs_input_grad[1]:
             g_weight = ops.dot_edges(ctx.edges.by_target, *_headed(weight, g, rows)).view_as(weight)
-        return g_rows, g_weight, None, None
+        return g_rows, g_weight, None, None, None
 
 
 class _SumOverRoad(torch.autograd.Function):
@@ -147,18 +164,21 @@ class _SumOverRoad(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor | None,
         scale: Tensor | None,
+        factor: Tensor | None,
         token: Tensor,
         edges: Structure,
         road: Road,
     ) -> tuple[Tensor, Tensor]:
         coming = road.fetch(rows)
+        near, far = (None, None) if factor is None else (factor[: edges.own], factor[edges.own :])
+        rows = _times(rows, near)
         out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
         keep = ctx.needs_input_grad[1]
         halo = coming.wait().view(-1, *rows.shape[1:]) if keep else None
         with coming.lent() if halo is None else nullcontext(halo) as come:
-            come = come.view(-1, *rows.shape[1:])
+            come = _times(come.view(-1, *rows.shape[1:]), far)
             ops.sum_rows(edges.by_target, come, weight, scale, span="halo", offset=edges.own, into=out)
-        ctx.edges, ctx.scale, ctx.road = edges, scale, road
+        ctx.edges, ctx.scale, ctx.near, ctx.far, ctx.road = edges, scale, near, far, road
         ctx.save_for_backward(weight, rows if keep else None, halo if keep else None)
         return out, torch.zeros_like(token)
 
@@ -166,12 +186,12 @@ class _SumOverRoad(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, rows, halo = ctx.saved_tensors
         edges, road, g_rows, g_weight = ctx.edges, ctx.road, None, None
-        g = grads[0] if ctx.scale is None else grads[0] * _column(ctx.scale, grads[0])
-        g = g.contiguous()
+        g = _times(grads[0], ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:
-            away = ops.sum_rows(edges.by_source, g, weight, rows=slice(edges.own, edges.whole))
+            beyond = slice(edges.own, edges.whole)
+            away = ops.sum_rows(edges.by_source, g, weight, ctx.far, rows=beyond)
             coming = road.give(away)
-            g_rows = ops.sum_rows(edges.by_source, g, weight, rows=slice(0, edges.own))
+            g_rows = ops.sum_rows(edges.by_source, g, weight, ctx.near, rows=slice(0, edges.own))
         if ctx.needs_input_grad[1]:
             g3, own3 = _headed(weight, g, rows)
             g_weight = ops.dot_edges(edges.by_target, g3, own3, span="own")
@@ -181,7 +201,7 @@ class _SumOverRoad(torch.autograd.Function):
         if g_rows is not None:
             with coming.lent() as come:
                 road.add(come, g_rows)
-        return g_rows, g_weight, None, torch.zeros_like(grads[1]), None, None
+        return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None
 
 
 def _headed(weight: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:

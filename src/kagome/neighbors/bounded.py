@@ -155,6 +155,7 @@ class Hop:
         chunks: The chunks.
         cut: This rank's columns and the others'.
         scale: A factor a row of the result (a mean's).
+        factor: A factor a row that edges read.
         device: Where sums are computed.
         gauge: Told of the working memory.
         first: Whether own whole rows go in, which come to their columns' ranks chunk by chunk.
@@ -166,6 +167,7 @@ class Hop:
     chunks: tuple[Chunk, ...]
     cut: Cut
     scale: Tensor | None
+    factor: Tensor | None
     device: torch.device
     gauge: Gauge = field(default_factory=Gauge)
     first: bool = False
@@ -240,6 +242,7 @@ class Bound:
         itemsize: int,
         *,
         scale: Tensor | None,
+        factor: Tensor | None,
         first: bool,
     ) -> Hop:
         """A sum over the chunks that these columns and weights need.
@@ -253,7 +256,7 @@ class Bound:
         key = width, itemsize, heads
         if key not in known:
             known[key] = chunks_of(slicing, width, itemsize, heads, self.bytes)
-        return Hop(slicing, known[key], cut, scale, self.device, self.gauge, first=first)
+        return Hop(slicing, known[key], cut, scale, factor, self.device, self.gauge, first=first)
 
 
 class _Hop(torch.autograd.Function):
@@ -275,6 +278,8 @@ class _Hop(torch.autograd.Function):
                 more = place + 1 < len(chunks)
                 coming = hop.apart(rows, chunks[place + 1].brings, APART) if more else None
             x = hop.moved(part, chunk.reads)
+            if hop.factor is not None:
+                x.mul_(hop.moved(hop.factor, chunk.reads).view(-1, 1))
             w = None if weight is None else hop.moved(weight, chunk.edges)
             s = None if hop.scale is None else hop.scale[chunk.begin : chunk.end].to(hop.device)
             found = ops.sum_rows(chunk.structure.by_target, hop.shaped(x, w), w, s).flatten(1)
@@ -318,6 +323,8 @@ class _Hop(torch.autograd.Function):
             if lies is not None:
                 back = ops.sum_rows(chunk.structure.by_source, shaped, w)
                 back = back.flatten(1)[: chunk.reads.numel()]
+                if hop.factor is not None:
+                    back.mul_(hop.moved(hop.factor, chunk.reads).view(-1, 1))
                 hop.gauge.note(mine, w, back)
                 lies.index_add_(0, chunk.reads, back.to(lies.device))
             if g_weight is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import nan
 from typing import Any, cast
 
 import torch
@@ -22,9 +23,10 @@ from kagome.neighbors.bounded import Bound
 from kagome.neighbors.lasting import Lasting
 from kagome.neighbors.lazy import Lazy, supports
 from kagome.neighbors.marks import Kind, Mark, Marks
+from kagome.neighbors.roots import roots_of
 from kagome.neighbors.slicing import Places, Slicing, places_of, slicing_of
 from kagome.neighbors.tape import Taped
-from kagome.neighbors.transpose import Cut
+from kagome.neighbors.transpose import Cut, everything
 from kagome.neighbors.turn import Turn
 from kagome.neighbors.view import View
 
@@ -135,6 +137,45 @@ class Late:
             self._edge_sets[edges] = messages.EdgeSet(structure, plan, sources, cast(messages.Scope, self))
         found: messages.EdgeSet = self._edge_sets[edges]
         return found
+
+    def roots(self, weight: Tensor | None, edges: messages.EdgeSet) -> Tensor | None:
+        """A number for each row that edges read, whose products are the weights; None where there are none.
+
+        Shapes:
+            weight ``[E]`` -> ``[whole]``.
+        """
+        if weight is None or weight.dim() != 1 or not self.lasting(weight):
+            return None
+        key = ("roots", weight.data_ptr(), weight.numel(), id(edges))
+        found: Tensor | None = self.kept(key)
+        if found is None:
+            with self.once():
+                found = roots_of(weight, edges.structure, edges.mark, self)
+            self.keep(key, found)
+        return found if found.numel() == edges.structure.whole else None
+
+    def roots_of_all(self, weight: Tensor | None, edges: messages.EdgeSet, slicing: Slicing) -> Tensor | None:
+        """The same for all ranks' rows; None where some rank's weights have none.
+
+        Shapes:
+            weight ``[E]`` -> ``[V]``.
+        """
+        if weight is None or weight.dim() != 1 or not self.lasting(weight):
+            return None
+        key = ("roots of all", weight.data_ptr(), weight.numel(), id(edges))
+        found: Tensor | None = self.kept(key)
+        if found is None:
+            own = self.roots(weight, edges)
+            told = weight.new_full((self.own, 1), nan) if own is None else own[: self.own].unsqueeze(1)
+            cut = everything(1, len(slicing.rows.counts))
+            with self.once():
+                found = slicing.rows.apart(told, cut, self.turn, "roots of weights").view(-1)
+            found = self.keep(key, found if not found.isnan().any() else weight.new_empty(0))
+        return found if found.numel() == slicing.rows.total else None
+
+    @abstractmethod
+    def read(self, rows: Tensor, axis: int, mark: Mark, site: str = "") -> Tensor:
+        """Own and halo rows."""
 
     def slicing(self, edges: messages.EdgeSet) -> Slicing:
         """The edges of all ranks, fetched at the first call. All ranks reach it at the same call."""

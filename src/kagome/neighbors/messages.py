@@ -54,6 +54,12 @@ class Scope(Protocol):
     def of_vertices(self, tensor: Tensor) -> bool:
         """Whether a tensor has a row a vertex."""
 
+    def roots(self, weight: Tensor | None, edges: EdgeSet) -> Tensor | None:
+        """A number for each row that edges read, whose products are the weights."""
+
+    def roots_of_all(self, weight: Tensor | None, edges: EdgeSet, slicing: Slicing) -> Tensor | None:
+        """The same for all ranks' rows."""
+
     def slicing(self, edges: EdgeSet) -> Slicing:
         """The edges of all ranks."""
 

@@ -158,6 +158,10 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
     shaped = rows.reshape(rows.size(0), trailing[0], -1) if headed and rows.numel() else rows
     shaped = shaped if headed else flat(rows)
     scale = s.degree.clamp(min=1).to(rows.dtype).reciprocal() if how == "mean" else None
+    factor = edges.scope.roots(weight, edges)
+    if factor is not None:
+        weight, root = None, factor[: s.own]
+        scale = root if scale is None else root * scale
     road = None
     if not message.source.whole and edges.scope.size > 1:
         whole = edges.scope.held(rows, edges.mark)
@@ -166,7 +170,7 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
         else:
             shaped = whole.reshape(whole.size(0), *shaped.shape[1:])
     out = aggregate.neighbor_sum(
-        shaped.contiguous(), s, weight=weight, scale=scale, road=road, turn=edges.scope.turn
+        shaped.contiguous(), s, weight=weight, scale=scale, factor=factor, road=road, turn=edges.scope.turn
     )
     return out.reshape(s.own, *trailing)
 

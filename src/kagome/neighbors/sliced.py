@@ -188,22 +188,28 @@ def summed(message: Message, rows: Tensor, how: str, slicing: Slicing) -> Tensor
     if inside is not None and inside.cut != cut:
         rows, inside = rows.now() if isinstance(rows, Lazy) else rows, None
     scope, site = edges.scope, source.site
+    root = scope.roots_of_all(weight, edges, slicing)
+    weight = weight if root is None else None
     if weight is not None:
         taken = scope.apart(weight, of_weight, slicing, f"{site} (weights)", of_edges=True)
         weight = taken.view(-1) if weight.dim() == 1 else taken
     scale = None
     if how == "mean":
         scale = slicing.structure.degree.clamp(min=1).to(rows.dtype).reciprocal()
+    if root is not None:
+        scale = root if scale is None else root * scale
     if scope.bound is not None:
         first = inside is None and not scope.lasting(rows)
         own = flat(rows) if first else None
         part = own if own is not None else inside.part if inside else scope.apart(rows, cut, slicing, site)
-        hop = scope.bound.hop(slicing, cut, weight, part.itemsize, scale=scale, first=first)
+        hop = scope.bound.hop(slicing, cut, weight, part.itemsize, scale=scale, factor=root, first=first)
         return InSlices(Pending(hop, part, weight, part._version), cut, trailing, edges, slicing, site).lazy()
     part = inside.part if inside is not None else scope.apart(rows, cut, slicing, site)
     if weight is not None and weight.dim() == 2:
         part = part.view(part.size(0), weight.size(1), part.size(1) // max(weight.size(1), 1))
-    out = aggregate.neighbor_sum(part.contiguous(), slicing.structure, weight=weight, scale=scale)
+    out = aggregate.neighbor_sum(
+        part.contiguous(), slicing.structure, weight=weight, scale=scale, factor=root
+    )
     return InSlices(flat(out), cut, trailing, edges, slicing, source.site).lazy()
 
 
