@@ -149,7 +149,7 @@ NAN = float("nan")
         (config.Train, {"metric": "loss"}, "auto, accuracy, roc_auc, f1_micro, but it is 'loss'"),
         (config.Data, {"project": 0}, "data.project takes a number from 1 up"),
         (config.Data, {"split": -1}, "data.split takes a number from 0 up"),
-        (config.Parallel, {"graph": 0}, "parallel.graph takes a number from 1 up, but it is 0"),
+        (config.Parallel, {"graph": 0}, "number of parts from 1 up, but it is 0"),
         (config.Parallel, {"pipe": 0}, "parallel.pipe takes a number from 1 up, but it is 0"),
         (config.Parallel, {"cross_chunk": "none"}, "history, drop, exact, but it is 'none'"),
         (config.Parallel, {"schedule": "1f1b"}, "know nothing of each other, but cross_chunk='history'"),

@@ -171,7 +171,14 @@ def figures(folder: Path) -> dict[str, Any]:
         "exposed_share": fmean(waited) / fmean(seconds),
         "peak_memory_bytes": summary["peak_memory_bytes"],
         "set_up_seconds": summary.get("set_up_seconds"),
+        "balance": balance(summary),
     }
+
+
+def balance(summary: Mapping[str, Any]) -> float | None:
+    """Time in computing of the rank that computes longest, over the mean."""
+    compute = [sum(rank.get(name, 0.0) for name in ("forward", "backward")) for rank in summary["phases"]]
+    return max(compute) / fmean(compute) if compute and sum(compute) else None
 
 
 def facts(options: Options, quota: str) -> dict[str, Any]:

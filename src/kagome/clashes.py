@@ -22,6 +22,8 @@ def check(cut: Parallel) -> None:
     Raises:
         ConfigError: Naming what clashes.
     """
+    if cut.graph is not None and cut.graph < 1:
+        raise ConfigError("Parallel(graph=...) takes a number of parts from 1 up", f"it is {cut.graph}")
     if cut.memory_gib is not None and not cut.memory_gib > 0:
         raise ConfigError("parallel.memory_gib takes a number above 0", f"it is {cut.memory_gib}")
     if not 0 <= cut.smoothing < 1:

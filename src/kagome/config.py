@@ -140,7 +140,6 @@ class Parallel:
         _at_least(
             "parallel",
             self,
-            graph=1,
             pipe=1,
             tensor=1,
             chunks=1,

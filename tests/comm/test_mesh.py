@@ -24,7 +24,7 @@ def alone(monkeypatch):
 def test_one_rank_needs_no_group():
     with open_mesh() as mesh:
         assert not dist.is_initialized()
-        assert (mesh.size, mesh.rank, dict(mesh.axes)) == (1, 0, {"pipe": 1, "graph": 1})
+        assert (mesh.size, mesh.rank, dict(mesh.axes)) == (1, 0, {"pipe": 1, "graph": 1, "tensor": 1})
         assert mesh.watch is None
         assert mesh.graph is mesh.world
         assert (mesh.stage, mesh.part, mesh.pipe.size, mesh.pipe.names) == (0, 0, 1, [0])
@@ -81,7 +81,7 @@ def join() -> tuple[int, float, dict[str, int]]:
 
 
 def test_started_ranks_meet():
-    assert start_local(3, join) == (0, 3.0, {"pipe": 1, "graph": 3})
+    assert start_local(3, join) == (0, 3.0, {"pipe": 1, "graph": 3, "tensor": 1})
 
 
 # Two axes ----------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_ranks_stand_along_two_axes(ranks, size, pipe, shared):
         stage, part = divmod(rank, graph)
         here = [stage * graph + p for p in range(graph)]
         column = [s * graph + part for s in range(pipe)]
-        assert found["axes"] == {"pipe": pipe, "graph": graph}
+        assert found["axes"] == {"pipe": pipe, "graph": graph, "tensor": 1}
         assert found["place"] == (stage, part, rank)
         assert (found["graph"], found["pipe"]) == (here, column)
         assert found["same"] == (pipe == 1, graph == 1)

@@ -16,22 +16,12 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from kagome.kernels.structure import Structure
 from kagome.neighbors import aggregate
 from kagome.neighbors.late import Late
-from kagome.neighbors.marks import Kind, Mark
 from kagome.neighbors.roots import roots_of
 from parity import assert_equal, one_rank, random_owner, split, whole
 
 
-class Alone:
-    """One rank: it has all rows."""
-
-    def read(self, rows: Tensor, axis: int, mark: Mark, site: str = "") -> Tensor:
-        return rows
-
-
 def roots(edge_index: Tensor, weight: Tensor, nodes: int) -> Tensor:
-    return roots_of(
-        weight, Structure(edge_index[0], edge_index[1], nodes, nodes), Mark(Kind.SOURCE, 0), Alone()
-    )
+    return roots_of(weight, Structure(edge_index[0], edge_index[1], nodes, nodes))
 
 
 @given(st.integers(1, 12), st.integers(0, 40), st.integers(0, 1000), st.sampled_from(["float32", "float64"]))
@@ -61,6 +51,16 @@ LINE = torch.tensor([[0, 1, 0, 1, 2], [1, 2, 0, 1, 2]])
 )
 def test_other_weights_have_none(weight: list[float]) -> None:
     assert roots(LINE, torch.tensor(weight), 3).numel() == 0
+
+
+def test_roots_of_halo_rows_follow_from_the_edges_that_read_them() -> None:
+    root = torch.tensor([0.5, 2.0, 3.0, 0.25])
+    ends = torch.tensor([[0, 1, 2, 2, 3, 0], [0, 1, 0, 1, 1, 1]])
+    weight = root[ends[0]] * root[ends[1]]
+    structure = Structure(ends[0], ends[1], 2, 4)
+    torch.testing.assert_close(roots_of(weight, structure), root)
+    weight[3] *= 1.1
+    assert roots_of(weight, structure).numel() == 0
 
 
 def test_rows_without_a_loop_have_none() -> None:

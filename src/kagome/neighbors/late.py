@@ -150,7 +150,7 @@ class Late:
         found: Tensor | None = self.kept(key)
         if found is None:
             with self.once():
-                found = roots_of(weight, edges.structure, edges.mark, self)
+                found = roots_of(weight, edges.structure)
             self.keep(key, found)
         return found if found.numel() == edges.structure.whole else None
 
@@ -172,10 +172,6 @@ class Late:
                 found = slicing.rows.apart(told, cut, self.turn, "roots of weights").view(-1)
             found = self.keep(key, found if not found.isnan().any() else weight.new_empty(0))
         return found if found.numel() == slicing.rows.total else None
-
-    @abstractmethod
-    def read(self, rows: Tensor, axis: int, mark: Mark, site: str = "") -> Tensor:
-        """Own and halo rows."""
 
     def slicing(self, edges: messages.EdgeSet) -> Slicing:
         """The edges of all ranks, fetched at the first call. All ranks reach it at the same call."""

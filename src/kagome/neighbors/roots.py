@@ -10,46 +10,34 @@ with the ends exchanged.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from kagome.kernels.structure import Structure
-from kagome.neighbors.marks import Mark
 
-NEAR = 8
+NEAR = 16
 """Roundings that a product of two roots may be away from its weight."""
 
 
-class Reader(Protocol):
-    """What this file needs of the running interception."""
-
-    def read(self, rows: Tensor, axis: int, mark: Mark, site: str = "") -> Tensor:
-        """Own and halo rows."""
-
-
-def roots_of(weight: Tensor, edges: Structure, mark: Mark, scope: Reader) -> Tensor:
+def roots_of(weight: Tensor, edges: Structure) -> Tensor:
     """A number for each row that edges read, whose products are the weights; none at all if there are none.
 
-    They are found at self-loops, whose weights are their squares. All ranks call it; each sees its own edges.
+    An own row's is the root of its self-loop's weight; another's follows from any edge that reads it. Each
+    rank finds its own, of its own edges: whether they have roots is nobody else's business.
 
     Args:
         weight: One an edge.
         edges: This rank's edges.
-        mark: Of their source ids.
-        scope: Who supplies the halo's.
 
     Shapes:
         weight ``[E]`` -> ``[whole]``, or ``[0]``.
-
-    Cost:
-        Once a number a halo row.
     """
     loops = edges.source == edges.target
     ends = edges.target[loops]
-    own = weight.new_zeros(edges.own).index_copy_(0, ends, weight[loops].clamp(min=0).sqrt())
-    root = scope.read(own, 0, mark, "roots of weights")
+    root = weight.new_zeros(edges.whole)
+    root[ends] = weight[loops].clamp(min=0).sqrt()
+    beyond = edges.source >= edges.own
+    root[edges.source[beyond]] = weight[beyond] / root[edges.target[beyond]]
     count = torch.bincount(ends, minlength=edges.own)
     away = (root[edges.target] * root[edges.source] - weight).abs()
     fits = (away <= NEAR * torch.finfo(weight.dtype).eps * weight.abs()).all()
