@@ -215,3 +215,12 @@ def test_rows_that_are_nobodys_are_refused() -> None:
 
     with pytest.raises(ModelError, match="a row a vertex or a row an edge"):
         drawn(2, call)
+
+
+@pytest.mark.parametrize("begin", [0, 3, 16, 17])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_some_columns_are_drawn_as_in_the_whole_row(begin: int, kind: torch.dtype) -> None:
+    x, ids = torch.ones(40, 37, dtype=kind), torch.arange(40) * 7
+    whole = dropout(x, ids, 5, 0.4)
+    some = dropout(x[:, begin : begin + 9], ids, 5, 0.4, 0, begin)
+    assert torch.equal(some, whole[:, begin : begin + 9])

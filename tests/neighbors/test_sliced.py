@@ -205,11 +205,21 @@ def test_hops_stay_in_slices(ranks: Callable[..., list], name: str, size: int) -
     assert later == 4 * transposes(size, CLASSES)
 
 
-def test_attention_of_hops_crosses_once(ranks: Callable[..., list]) -> None:
-    """A number an edge to each peer, and its gradient back, beside the four transposes."""
+@pytest.mark.parametrize("size", [2, 3])
+def test_attention_crosses_by_vertex_and_head(ranks: Callable[..., list], size: int) -> None:
+    """Two numbers a vertex to each peer, and their gradients back, beside four transposes; at any depth."""
     _, later = (
         sum(epoch["transpose"] for epoch in epochs)
-        for epochs in zip(*ranks(2, sent, "decoupled gat", 2), strict=True)
+        for epochs in zip(*ranks(size, sent, "decoupled gat", 2), strict=True)
     )
-    loops = int((graph().edge_index[0] == graph().edge_index[1]).sum())
-    assert later == 4 * transposes(2, CLASSES) + 2 * 8 * (E - loops + V)
+    assert later == 4 * transposes(size, CLASSES) + 2 * 2 * 8 * V * (size - 1)
+
+
+def test_attention_of_whole_heads_crosses_by_head(ranks: Callable[..., list]) -> None:
+    """Of six heads each of two ranks takes three."""
+    _, later = (
+        sum(epoch["transpose"] for epoch in epochs) for epochs in zip(*ranks(2, sent, "gat6", 2), strict=True)
+    )
+    first, last = 6, 6 * CLASSES  # of the last layer the heads are averaged
+    sites = 4 * transposes(2, first) + 4 * transposes(2, last)
+    assert later == sites + 2 * 4 * transposes(2, 6)

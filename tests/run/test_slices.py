@@ -146,15 +146,16 @@ def test_a_bound_is_a_number_above_none() -> None:
         Parallel(tensor=2, memory_gib=0.0)
 
 
-def refused(channel: Channel) -> str:
-    """The error of a bound that nothing fits."""
+def refused(channel: Channel, cut: dict[str, Any], given: dict[str, Any], **more: Any) -> str:
+    """The error's text."""
     try:
         with Trainer(
             gcn(),
             graph(torch.float64),
-            parallel=Parallel(tensor=2, memory_gib=1e-7),
-            train=settings(),
+            parallel=Parallel(tensor=2, **cut),
+            train=settings(**given),
             report=QUIET,
+            **more,
         ) as trainer:
             trainer.fit()
     except KagomeError as error:
@@ -163,8 +164,37 @@ def refused(channel: Channel) -> str:
 
 
 def test_a_bound_too_small_is_refused_on_every_rank(ranks: Callable[..., list]) -> None:
-    for text in ranks(2, refused):
+    for text in ranks(2, refused, {"memory_gib": 1e-7}, {}):
         assert "the in-edges of one vertex" in text
+
+
+def by_pyg(channel: Channel) -> str:
+    return refused(channel, {}, {}, fast=False)
+
+
+def test_what_would_leave_no_slices_is_refused(ranks: Callable[..., list]) -> None:
+    for text in ranks(2, by_pyg):
+        assert "model.fast=False leaves them out" in text
+    for text in ranks(2, refused, {}, {"amp": "bf16"}):
+        assert "train.amp='bf16' has none on a CPU" in text
+
+
+def recomputed(channel: Channel, cut: dict[str, Any]) -> list[float | None]:
+    """Losses of layers that run again in backward."""
+    with Trainer(
+        gcn(), graph(torch.float64), parallel=Parallel(**cut), train=settings(), report=QUIET, recompute=True
+    ) as trainer:
+        trainer.fit()
+        return losses(trainer)
+
+
+@pytest.mark.parametrize("bound", [{}, {"memory_gib": 4e-5}])
+def test_layers_that_run_again_send_nothing_again(
+    ranks: Callable[..., list], bound: dict[str, float]
+) -> None:
+    one = ranks(1, recomputed, {})[0]
+    two = ranks(2, recomputed, {"tensor": 2, **bound})[0]
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-9)
 
 
 def test_the_command_line_starts_as_many_ranks_as_slices(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def edge_ids(source: Tensor, target: Tensor, copy: Tensor) -> Tensor:
     return mix(mix(source + 1) + 3 * mix(target + 2) + 7 * copy)
 
 
-def uniform(keys: Tensor, columns: int) -> Tensor:
+def uniform(keys: Tensor, columns: int, first: int = 0) -> Tensor:
     """Uniform 32-bit integers as int64, one an entry; a number depends on its key and its column alone.
 
     One word serves two columns: of 16 columns, the first 8 take the upper halves of 8 words, the others the
@@ -74,7 +74,7 @@ def uniform(keys: Tensor, columns: int) -> Tensor:
     Shapes:
         ``keys [R]`` -> ``[R, columns]`` with values in [0, 2**32).
     """
-    column = torch.arange(columns, device=keys.device)
+    column = torch.arange(first, first + columns, device=keys.device)
     word = column // 16 * 8 + column % 8
     mixed = mix(keys.unsqueeze(1) + (word + 1) * _signed(_GOLDEN))
     return torch.where(column % 16 < 8, _shift(mixed, 32), mixed & (2**32 - 1))
@@ -88,28 +88,32 @@ def _mixed(z: Any) -> Any:
 
 
 @compiled
-def _drop_rows(low: int, high: int, x: Any, ids: Any, key: Any, limit: Any, scale: Any, out: Any) -> None:
+def _drop_rows(
+    low: int, high: int, x: Any, ids: Any, key: Any, limit: Any, scale: Any, begin: int, out: Any
+) -> None:
     golden, half, mask = np.uint64(0x9E3779B97F4A7C15), np.uint64(32), np.uint64(0xFFFFFFFF)
     columns, none = x.shape[1], scale * 0
+    whole = columns // 16 * 16 if begin == 0 else 0
     for i in range(low, high):
         row = _mixed(ids[i] * golden + key)
-        for block in range(0, columns - 15, 16):
+        for block in range(0, whole, 16):
             start = row + np.uint64(block // 2) * golden
             for j in range(8):
                 z = _mixed(start + np.uint64(j + 1) * golden)
                 first, second = z >> half, z & mask
                 out[i, block + j] = x[i, block + j] * (scale if first < limit else none)
                 out[i, block + 8 + j] = x[i, block + 8 + j] * (scale if second < limit else none)
-        for j in range(columns // 16 * 16, columns):
-            z = _mixed(row + np.uint64(j // 16 * 8 + j % 8 + 1) * golden)
-            number = z >> half if j % 16 < 8 else z & mask
+        for j in range(whole, columns):
+            at = begin + j
+            z = _mixed(row + np.uint64(at // 16 * 8 + at % 8 + 1) * golden)
+            number = z >> half if at % 16 < 8 else z & mask
             out[i, j] = x[i, j] * (scale if number < limit else none)
 
 
-def _scaled(x: Tensor, ids: Tensor, key: int, p: float) -> Tensor:
+def _scaled(x: Tensor, ids: Tensor, key: int, p: float, first: int = 0) -> Tensor:
     """``x`` with a share ``p`` of its entries zeroed and the rest scaled by 1 / (1 - p), no gradient."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
-        return plain_scaled(x, ids, key, p)
+        return plain_scaled(x, ids, key, p, first)
     limit, scale = round((1.0 - p) * 2**32), 1.0 / (1.0 - p)
     out = torch.empty_like(x)
     number = np.float32 if x.dtype == torch.float32 else np.float64
@@ -117,32 +121,32 @@ def _scaled(x: Tensor, ids: Tensor, key: int, p: float) -> Tensor:
     word, most, factor = np.uint64(key % _WORD), np.uint64(limit), number(scale)
 
     def rows(low: int, high: int) -> None:
-        _drop_rows(low, high, source, words, word, most, factor, result)
+        _drop_rows(low, high, source, words, word, most, factor, first, result)
 
     spread(rows, x.size(0), x.size(1) + 8)
     return out
 
 
-def plain_scaled(x: Tensor, ids: Tensor, key: int, p: float) -> Tensor:
+def plain_scaled(x: Tensor, ids: Tensor, key: int, p: float, first: int = 0) -> Tensor:
     """The same as the kernel, in plain PyTorch: the reference, and the way on other devices and types."""
     limit, scale = round((1.0 - p) * 2**32), 1.0 / (1.0 - p)
-    return x * (uniform(row_keys(ids, key), x.size(1)) < limit).to(x.dtype).mul_(scale)
+    return x * (uniform(row_keys(ids, key), x.size(1), first) < limit).to(x.dtype).mul_(scale)
 
 
 class _Drop(torch.autograd.Function):
     """Dropout that draws again in backward instead of keeping a mask."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ids: Tensor, key: int, p: float) -> Tensor:
-        ctx.ids, ctx.key, ctx.p = ids, key, p
-        return _scaled(x.detach().contiguous(), ids, key, p)
+    def forward(ctx: Any, x: Tensor, ids: Tensor, key: int, p: float, first: int) -> Tensor:
+        ctx.given = ids, key, p, first
+        return _scaled(x.detach().contiguous(), ids, key, p, first)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _scaled(grads[0].contiguous(), ctx.ids, ctx.key, ctx.p), None, None, None
+        return _scaled(grads[0].contiguous(), *ctx.given), None, None, None, None
 
 
-def dropout(x: Tensor, ids: Tensor, key: int, p: float, axis: int = 0) -> Tensor:
+def dropout(x: Tensor, ids: Tensor, key: int, p: float, axis: int = 0, first: int = 0) -> Tensor:
     """Dropout whose mask depends on the rows' ids, the call and the column alone.
 
     Args:
@@ -151,6 +155,7 @@ def dropout(x: Tensor, ids: Tensor, key: int, p: float, axis: int = 0) -> Tensor
         key: Of the call, from :func:`call_key`.
         p: Share dropped, in [0, 1].
         axis: The row axis.
+        first: The number of the first column, where x has some of a row's alone.
 
     Cost:
         Keeps nothing for backward, which draws again: no mask.
@@ -159,5 +164,5 @@ def dropout(x: Tensor, ids: Tensor, key: int, p: float, axis: int = 0) -> Tensor
         return x * 0.0
     rows = x.movedim(axis, 0)
     flat = rows.reshape(rows.size(0), -1) if x.numel() else rows.reshape(rows.size(0), 0)
-    out: Tensor = _Drop.apply(flat, ids, key, p)  # type: ignore[no-untyped-call]
+    out: Tensor = _Drop.apply(flat, ids, key, p, first)  # type: ignore[no-untyped-call]
     return out.reshape(rows.shape).movedim(0, axis)

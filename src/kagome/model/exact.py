@@ -54,8 +54,12 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
         return NotImplemented
     training = argument(args, kwargs, 2, "train" if name != "dropout" else "training", True)
     if not training or p == 0.0:
-        return NotImplemented
+        return x if scope.drops_shares(x) else NotImplemented
     ids, key, axis = _ids(scope, x, "dropout")
+    if name == "dropout" and scope.drops_shares(x):
+        return scope.drop_shares(
+            x, lambda part, words, first: draws.dropout(part, words, key, p, 0, first), ids
+        )
     if name == "feature_dropout" and x.dim() > 2:  # dropout1d: a number for a whole channel x[i, j]
         if axis > 1:
             raise ModelError(

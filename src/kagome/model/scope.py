@@ -55,6 +55,14 @@ class Scope(Protocol):
     def made(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
         """What ``torch.zeros`` or the like gives for a counted number of rows; None for any other size."""
 
+    def drops_shares(self, value: Any) -> bool:
+        """Whether a tensor is attention whose dropout is put off with it."""
+
+    def drop_shares(
+        self, value: Tensor, draw: Callable[[Tensor, Tensor, int], Tensor], words: Tensor
+    ) -> Tensor:
+        """Attention that was put off, some of it dropped."""
+
     def call(self) -> tuple[str, int]:
         """Module path and number of this draw."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome.neighbors import attention, dense, sliced
+from kagome.neighbors import attention, dense, shares, sliced
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.ends import each, joined, message_of, put_off, source_rows, with_rows
 from kagome.neighbors.lazy import Lazy, now
@@ -58,6 +58,10 @@ def answer(
     """The result of a call that was given a lazy tensor, or NotImplemented where it needs the numbers."""
     if any(isinstance(value, Lazy) and value.value is not None for value in args):
         return NotImplemented  # computed already: it costs nothing to use it
+    if any(shares.share_of(value) is not None for value in args):
+        found = shares.answer(name, args, kwargs)
+        if found is not NotImplemented:
+            return found
     if name in sliced.NAMES:
         args = tuple(map(settled, args))
         if any(sliced.in_slices(value) is not None for value in args):
@@ -69,6 +73,8 @@ def answer(
 
 def computed_for(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments with what the call needs computed."""
+    if name == "dropout" and args and shares.share_of(args[0]) is not None:
+        return args  # its handler draws by head
     if name in WRITES:
         return args  # the handler of writes reduces messages without computing them
     first, *rest = args or (None,)

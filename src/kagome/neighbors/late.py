@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kagome.errors import ModelError
 from kagome.kernels.structure import Structure
-from kagome.neighbors import algebra, messages, reduce
+from kagome.neighbors import algebra, messages, reduce, shares
 from kagome.neighbors.bounded import Bound
 from kagome.neighbors.lasting import Lasting
 from kagome.neighbors.lazy import Lazy, supports
@@ -183,6 +183,30 @@ class Late:
                 self._slicings[edges] = slicing_of(edges.structure, self._places[view], plan.channel)
         found: Slicing = self._slicings[edges]
         return found
+
+    def drops_shares(self, value: Any) -> bool:
+        """Whether a tensor is attention whose dropout is put off with it."""
+        return shares.share_of(value) is not None
+
+    def drop_shares(self, value: Tensor, draw: shares.Draw, words: Tensor) -> Tensor:
+        """Attention that was put off, some of it dropped.
+
+        Args:
+            value: The attention.
+            draw: What drops, given a word an edge and the first head.
+            words: A word for each of this rank's edges.
+        """
+        share = shares.share_of(value)
+        assert share is not None
+        key = ("words of all edges", id(share.slicing), id(words))
+        every: Tensor | None = self.kept(key)
+        if every is None:
+            way = share.slicing.edges
+            with torch._C.DisableTorchFunction(), self.once():
+                cut = everything(1, len(way.counts))
+                every = way.apart(words.unsqueeze(1), cut, self.turn, "words of edges").view(-1)
+            self.keep(key, every)
+        return shares.dropped(share, draw, words, every)
 
     def slicings(self) -> list[Slicing]:
         """Those that were fetched."""

@@ -224,7 +224,8 @@ class Message:
         elif self.target is None:
             out = aggregate.gather(self.whole(), s, "source")
             if self.weight is not None:
-                out = out * self.weight.view(*self.weight.shape, *[1] * (out.dim() - self.weight.dim()))
+                weight = now(self.weight)
+                out = out * weight.view(*weight.shape, *[1] * (out.dim() - weight.dim()))
         elif self.form == "product":
             out = aggregate.gather(self.target, s, "target") * aggregate.gather(self.whole(), s, "source")
         else:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kagome.neighbors import aggregate, attention, dense, sliced
+from kagome.neighbors import aggregate, attention, dense, shares, sliced
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.messages import EdgeSet, Linear, Message, Share, Shared, flat
 
@@ -153,6 +153,7 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
     if slicing is not None:
         return sliced.summed(message, rows, how, slicing)
     rows = now(rows)
+    weight = None if weight is None else shares.computed(weight, rows)
     trailing = rows.shape[1:]
     headed = weight is not None and weight.dim() == 2
     shaped = rows.reshape(rows.size(0), trailing[0], -1) if headed and rows.numel() else rows
@@ -191,7 +192,9 @@ def softmax(value: Tensor, edges: EdgeSet) -> Tensor:
         joint = expr.form == "leaky" or (expr.form == "sum" and expr.weight is None)
         if joint and expr.att is None:
             slope = expr.slope if expr.form == "leaky" else 1.0
-            shape = expr.shape
+            shape, slicing = expr.shape, sliced.slicing_for(expr)
+            if slicing is not None:
+                return shares.put_off(expr, slope, slicing)
             own, whole = flat(expr.target), flat(expr.whole())
             out: Tensor = attention.joint_softmax(own, whole, slope, s)
             return edges.pairs(out.view(*shape))

@@ -26,6 +26,7 @@ from kagome.neighbors.bounded import Hop
 from kagome.neighbors.lazy import Lazy, changed_in_place, supports
 from kagome.neighbors.marks import Kind, Mark, Marks
 from kagome.neighbors.messages import EdgeSet, Message, flat, width
+from kagome.neighbors.shares import share_of
 from kagome.neighbors.slicing import Slicing
 from kagome.neighbors.transpose import Cut, by_head, even, everything
 from kagome.neighbors.turn import Turn
@@ -191,8 +192,12 @@ def summed(message: Message, rows: Tensor, how: str, slicing: Slicing) -> Tensor
     root = scope.roots_of_all(weight, edges, slicing)
     weight = weight if root is None else None
     if weight is not None:
-        taken = scope.apart(weight, of_weight, slicing, f"{site} (weights)", of_edges=True)
-        weight = taken.view(-1) if weight.dim() == 1 else taken
+        share = share_of(weight)
+        if share is not None:
+            weight = share.heads(of_weight)
+        else:
+            taken = scope.apart(weight, of_weight, slicing, f"{site} (weights)", of_edges=True)
+            weight = taken.view(-1) if weight.dim() == 1 else taken
     scale = None
     if how == "mean":
         scale = slicing.structure.degree.clamp(min=1).to(rows.dtype).reciprocal()

@@ -172,7 +172,8 @@ class Engine:
         except EscapeError as error:
             # All ranks run the same code: they all come here, at the same call.
             self.scope.fast = False
-            self._notes.append(f"the model runs without fast paths, as PyG runs it: {error.found}")
+            instead = " It reads a halo instead of feature slices." if self.scope.slices else ""
+            self._notes.append(f"the model runs without fast paths, as PyG runs it: {error.found}{instead}")
             error.__traceback__ = None  # it would keep all tensors of this forward
             with self.scope.running(epoch, training=training, checked=checked), cast:
                 out = self._calling.call(self.model, self.scope.inputs)

@@ -26,6 +26,7 @@ def engine_for(
         ModelError: If the model cannot be run so.
     """
     parallel = settings.parallel.fit(mesh.size)
+    _refuse_slices_by_pyg(parallel, settings, mesh)
     if parallel.pipe == 1 and parallel.chunks == 1:
         return Engine(
             model,
@@ -55,3 +56,14 @@ def engine_for(
         phases=phases,
         fast=settings.model.fast,
     )
+
+
+def _refuse_slices_by_pyg(parallel: config.Parallel, settings: config.Run, mesh: Mesh) -> None:
+    """Feature slices are sums by kernels; where PyG's own gather and scatter run there would be none."""
+    bare = settings.train.amp == "bf16" and mesh.device.type == "cpu"
+    if parallel.tensor > 1 and (bare or not settings.model.fast):
+        raise ConfigError(
+            f"tensor={parallel.tensor} sums columns by kernels",
+            "train.amp='bf16' has none on a CPU" if bare else "model.fast=False leaves them out",
+            hint="leave it out, or graph instead of tensor",
+        )
