@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kagome.errors import ConfigError
 from kagome.kernels import ops
-from kagome.kernels.structure import Structure
+from kagome.kernels.structure import Layout, Structure
 from kagome.neighbors.rows import UnderWay
 from kagome.neighbors.slicing import Slicing
 from kagome.neighbors.transpose import APART, BACK, BACK_TOGETHER, TOGETHER, Cut, Lot, Transposer
@@ -137,7 +137,7 @@ def cut_in(slicing: Slicing, count: int) -> tuple[Chunk, ...]:
 
 @dataclass(eq=False)
 class Gauge:
-    """The most working memory that sums took, in bytes."""
+    """The most that sums held on the device at a time, in bytes: rows, weights and edges of a chunk."""
 
     peak: int = 0
 
@@ -283,7 +283,7 @@ class _Hop(torch.autograd.Function):
             w = None if weight is None else hop.moved(weight, chunk.edges)
             s = None if hop.scale is None else hop.scale[chunk.begin : chunk.end].to(hop.device)
             found = ops.sum_rows(chunk.structure.by_target, hop.shaped(x, w), w, s).flatten(1)
-            hop.gauge.note(x, w, found)
+            hop.gauge.note(x, w, found, *_walked(chunk.structure.by_target))
             found = found.to(out.device)
             if not hop.last:
                 out[chunk.begin : chunk.end] = found
@@ -325,13 +325,13 @@ class _Hop(torch.autograd.Function):
                 back = back.flatten(1)[: chunk.reads.numel()]
                 if hop.factor is not None:
                     back.mul_(hop.moved(hop.factor, chunk.reads).view(-1, 1))
-                hop.gauge.note(mine, w, back)
+                hop.gauge.note(mine, w, back, *_walked(chunk.structure.by_source))
                 lies.index_add_(0, chunk.reads, back.to(lies.device))
             if g_weight is not None:
                 x = hop.shaped(hop.moved(part, chunk.reads), w)
                 x3, g3 = (t if t.dim() == 3 else t.unsqueeze(1) for t in (x, shaped))
                 dots = ops.dot_edges(chunk.structure.by_target, g3.contiguous(), x3.contiguous())
-                hop.gauge.note(mine, w, x, dots)
+                hop.gauge.note(mine, w, x, dots, *_walked(chunk.structure.by_target))
                 g_weight[chunk.edges] = dots.view(-1, *weight.shape[1:]).to(g_weight.device)
             if hop.first and lies is not None:
                 assert g_rows is not None
@@ -340,6 +340,11 @@ class _Hop(torch.autograd.Function):
         if hop.first and g_rows is not None:
             _laid(g_rows, going)
         return g_rows, g_weight, torch.zeros_like(grads[1]), None
+
+
+def _walked(layout: Layout) -> tuple[Tensor, Tensor]:
+    """What a sum reads an edge: its other end, and its number."""
+    return layout.column, layout.edge
 
 
 def _laid(out: Tensor, going: tuple[Lot, UnderWay] | None) -> None:
