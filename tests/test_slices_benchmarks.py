@@ -27,7 +27,7 @@ def load(name: str) -> ModuleType:
 
 @pytest.mark.slow
 def test_accuracy_is_compared_seed_by_seed(tmp_path: Path) -> None:
-    words = ["--graphs", "digits", "--models", "gcn", "--layers", "2", "--seeds", "2", "--epochs", "3"]
+    words = ["--graphs", "digits", "--models", "gcn", "--layers", "2", "--seeds", "1", "--epochs", "3"]
     done = subprocess.run(
         [sys.executable, str(SLICES / "accuracy.py"), *words, "--out", str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -37,10 +37,10 @@ def test_accuracy_is_compared_seed_by_seed(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "results_accuracy.json").read_text())
-    assert len(rows) == 4
+    assert len(rows) == 2
     assert all(0 < row["test"] <= 1 for row in rows.values())
     (line,) = (tmp_path / "results_accuracy.md").read_text().splitlines()[2:]
-    assert line.startswith("| digits | gcn | 2 | accuracy | 2 | ")
+    assert line.startswith("| digits | gcn | 2 | accuracy | 1 | ")
 
 
 def row(seconds: float, size: float) -> dict[str, object]:

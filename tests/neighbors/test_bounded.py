@@ -71,8 +71,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "size"), [(name, 2 + place % 2) for place, name in enumerate(NAMES)])
 def test_models_are_whole_within_a_bound(ranks: Callable[..., list], name: str, size: int) -> None:
     data, owner = graph(), torch.arange(V) * size // V
     shares = ranks(size, parity, MODELS[name], data, owner, 0, 2, True, BOUND)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from torch import nn
 from training import CLASSES, FEATURES, QUIET, graph, losses, model, settings
 
 from kagome import Parallel, Trainer, config
+from kagome.cli import _ranks
 from kagome.comm.channel import Channel
 from kagome.errors import ConfigError, KagomeError
 
-CHECKED = settings(epochs=6, check=True)
+SIX = settings(epochs=6)
 
 
 def gcn(decoupled: bool = False) -> nn.Module:
@@ -31,7 +31,7 @@ def run(
     """Train, and what came of it."""
     mine = gcn() if name == "plain" else model(name, 0.4, torch.float64)
     with Trainer(
-        mine, graph(torch.float64), parallel=Parallel(**cut), train=CHECKED, report=QUIET, out=out
+        mine, graph(torch.float64), parallel=Parallel(**cut), train=SIX, report=QUIET, out=out
     ) as trainer:
         summary = trainer.fit(resume=resume)
         return {
@@ -64,7 +64,24 @@ def test_a_curve_does_not_know_how_many_slices(ranks: Callable[..., list], name:
     assert many["summary"]["test_metric"] == one["summary"]["test_metric"]
     assert many["axes"] == {"pipe": 1, "graph": 1, "tensor": size}
     assert many["summary"]["bytes_per_epoch"]["transpose"] > 0
-    assert any("split over 3 and whole equal" in note for note in many["notes"])
+
+
+def checked(channel: Channel) -> list[str]:
+    """What is said where the split is compared with the whole first."""
+    with Trainer(
+        gcn(),
+        graph(torch.float64),
+        parallel=Parallel(tensor=2),
+        train=settings(check=True, epochs=1),
+        report=QUIET,
+    ) as trainer:
+        trainer.fit()
+        return trainer.notes
+
+
+def test_the_check_splits_features_too(ranks: Callable[..., list]) -> None:
+    notes = ranks(2, checked)[0]
+    assert any("split over 3 and whole equal" in note for note in notes)
 
 
 @pytest.mark.parametrize("cut", [{}, {"tensor": 2}, {"tensor": 3, "memory_gib": 4e-5}, {"graph": 2}])
@@ -118,7 +135,7 @@ def partial_run(channel: Channel, cut: dict[str, Any], out: str) -> None:
     """The first half."""
     mine = model("gcn", 0.4, torch.float64)
     with Trainer(
-        mine, graph(torch.float64), parallel=Parallel(**cut), train=CHECKED, report=QUIET, out=out
+        mine, graph(torch.float64), parallel=Parallel(**cut), train=SIX, report=QUIET, out=out
     ) as trainer:
         trainer.fit(3)
 
@@ -197,24 +214,9 @@ def test_layers_that_run_again_send_nothing_again(
     torch.testing.assert_close(two, one, rtol=0, atol=1e-9)
 
 
-def test_the_command_line_starts_as_many_ranks_as_slices(tmp_path: Path) -> None:
-    from kagome.cli import main
-
-    words = [
-        "train",
-        "--data.name",
-        "sbm:vertices=90,degree=6",
-        "--parallel.tensor",
-        "2",
-        "--parallel.decouple",
-    ]
-    words += ["--train.epochs", "2", "--out", str(tmp_path / "run"), "--report.no-progress"]
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(words)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["world_size"] == 2
-    assert summary["parallel"]["tensor"] == 2
-    assert config.from_toml(tmp_path / "run" / "config.toml").parallel.decouple
+def test_the_command_line_starts_as_many_ranks_as_slices() -> None:
+    assert _ranks(config.Run(parallel=Parallel(tensor=3))) == 3
+    assert _ranks(config.Run(parallel=Parallel(tensor=2, graph=1))) == 2
 
 
 def test_equal_parts_are_taken_where_no_cut_is_asked_for() -> None:
