@@ -28,12 +28,20 @@ from kagome.neighbors.transpose import even
 from parity import Result, assert_equal, case_build, joined, one_rank, parity, random_owner, seeded, whole
 
 
-def in_threads(model: nn.Module, data: Data, size: int, *, epochs: int = 1) -> Result:
+def in_threads(
+    model: nn.Module,
+    data: Data,
+    size: int,
+    *,
+    epochs: int = 1,
+    owner: Tensor | None = None,
+    slices: bool = True,
+) -> Result:
     """``parity`` in feature slices, ranks as threads: each has a copy of one model, as seeds are global."""
-    owner = random_owner(data.num_nodes, size, seed=size)
+    owner = random_owner(data.num_nodes, size, seed=size) if owner is None else owner
 
     def work(channel: object) -> object:
-        return parity(channel, partial(copy.deepcopy, model), data, owner, 0, epochs, True)
+        return parity(channel, partial(copy.deepcopy, model), data, owner, 0, epochs, slices)
 
     with double_precision():
         return joined(LocalGroup(size).run(work), data.num_nodes)
@@ -152,6 +160,18 @@ def test_models_are_whole(ranks: Callable[..., list], name: str, size: int) -> N
     data, owner = graph(), torch.arange(V) * size // V
     shares = ranks(size, parity, MODELS[name], data, owner, 0, 2, True)
     assert_equal(joined(shares, V), whole(MODELS[name], data, epochs=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "slices"), [(name, True) for name in MODELS] + [(name, False) for name in ("gcn", "gat2", "pna")]
+)
+def test_a_rank_without_vertices(name: str, slices: bool) -> None:
+    """It takes its part in every exchange, though its tensors lie nowhere and PyG leaves a softmax out."""
+    data, owner = graph(), torch.where(torch.arange(V) < 40, 0, 2)
+    with double_precision():
+        model = seeded(MODELS[name], 0)
+    found = in_threads(model, data, 3, epochs=2, owner=owner, slices=slices)
+    assert_equal(found, whole(MODELS[name], data, epochs=2))
 
 
 def sent(channel: Channel, name: str, epochs: int, bound: int | None = None) -> list[dict[str, int]]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch_geometric import utils
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
+from kagome.kernels.address import address
 from kagome.model.scope import Scope
 
 
@@ -82,7 +83,7 @@ def remembered(function: Callable[..., Any], scope: LayerScope, name: str) -> Ca
 def _place(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return (value.data_ptr(), tuple(value.shape)) if value.numel() else (id(value), tuple(value.shape))
+    return address(value), tuple(value.shape)
 
 
 def _softmax(function: Callable[..., Any], scope: LayerScope, name: str) -> Callable[..., Any]:

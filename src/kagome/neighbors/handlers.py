@@ -17,6 +17,7 @@ from kagome.errors import ModelError
 from kagome.neighbors import dense
 from kagome.neighbors.algebra import all_computed
 from kagome.neighbors.axes import attribute
+from kagome.neighbors.count import Count, NoneHere
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.marks import ALIGNED, IDS, Kind, Mark, Marks
 from kagome.neighbors.messages import Linear
@@ -265,35 +266,6 @@ def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwa
     return torch.tensor(scope.last_row() - 1, device=scope.device)
 
 
-class Count(int):
-    """The number of own rows or of edges, as ``x.size(0)`` or ``row.size(0)`` gave it.
-
-    What is made with so many rows (``torch.zeros``, ``torch.rand``) has a row a vertex or a row an edge: it
-    is this part's number there. Divided by, or made a float, it is the whole graph's.
-    """
-
-    mark: Mark
-    of_all: Callable[[], int]
-
-    def __new__(cls, number: int, mark: Mark, of_all: Callable[[], int]) -> Count:
-        """An int that knows what it counts, and how to ask for the whole graph's number."""
-        self = super().__new__(cls, number)
-        self.mark, self.of_all = mark, of_all
-        return self
-
-    def __float__(self) -> float:
-        return float(self.of_all())
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.of_all() / other
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return other / self.of_all()
-
-    def __pow__(self, other: Any, modulo: Any = None) -> Any:
-        return pow(self.of_all(), other, modulo)
-
-
 def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.size(0)`` and ``x.shape`` of a tensor with a row a vertex or an edge, or of ids."""
     if name == "__get__" and attribute(func) != "shape":
@@ -313,6 +285,14 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     size = [Count(s, what, of_all) if d == axis else s for d, s in enumerate(func(args[0]))]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     return torch.Size(size) if dim is None else size[dim]
+
+
+def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``index.numel() == 0``: a rank without edges takes the way through a forward that its peers take."""
+    mark = scope.marks.get(args[0])
+    if scope.size == 1 or mark is None or mark.kind not in IDS or func(args[0]):
+        return NotImplemented
+    return NoneHere(0)
 
 
 def _make(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -366,6 +346,7 @@ HANDLERS: dict[str, Handler] = {
     "linear": _linear,
     **dict.fromkeys(("div", "true_divide", "__rdiv__", "__rtruediv__", "mul", "__rmul__"), _scale),
     "size": _size,
+    **dict.fromkeys(("numel", "nelement"), _numel),
     "__get__": _size,
     **dict.fromkeys(("zeros", "ones", "full", "empty"), _make),
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _make),

@@ -5,9 +5,12 @@ Where it sits: ``intercept`` keeps one; what is computed from lasting tensors al
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
+
+from kagome.kernels.address import address
 
 
 class Lasting:
@@ -39,7 +42,7 @@ class Lasting:
 
 
 def _key(tensor: Tensor) -> Any:
-    if tensor.numel() == 0:
-        # It lies nowhere; what a rank without edges keeps must be what the others keep.
-        return id(tensor if tensor._base is None else tensor._base)
-    return tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.is_contiguous()
+    size = math.prod(
+        filter(None, map(int, tensor.shape))
+    )  # without rows, one row of two tells from two of two
+    return address(tensor), size, tensor.dtype, tensor.is_contiguous()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kagome.errors import ModelError
+from kagome.kernels.address import address
 from kagome.kernels.structure import Structure
 from kagome.neighbors import algebra, messages, reduce, shares
 from kagome.neighbors.bounded import Bound
@@ -146,7 +147,7 @@ class Late:
         """
         if weight is None or weight.dim() != 1 or not self.lasting(weight):
             return None
-        key = ("roots", weight.data_ptr(), weight.numel(), id(edges))
+        key = ("roots", address(weight), weight.numel(), id(edges))
         found: Tensor | None = self.kept(key)
         if found is None:
             with self.once():
@@ -162,7 +163,7 @@ class Late:
         """
         if weight is None or weight.dim() != 1 or not self.lasting(weight):
             return None
-        key = ("roots of all", weight.data_ptr(), weight.numel(), id(edges))
+        key = ("roots of all", address(weight), weight.numel(), id(edges))
         found: Tensor | None = self.kept(key)
         if found is None:
             own = self.roots(weight, edges)
@@ -220,7 +221,7 @@ class Late:
         """
         way = slicing.edges if of_edges else slicing.rows
         if self.lasting(rows):
-            key = ("apart", rows.data_ptr(), tuple(rows.shape), cut, id(way))
+            key = ("apart", address(rows), tuple(rows.shape), cut, id(way))
             found: Tensor | None = self.kept(key)
             if found is None:
                 with self.once():
@@ -231,7 +232,7 @@ class Late:
         known = self._parts.setdefault(base, {})
         grad = torch.is_grad_enabled() and rows.requires_grad
         shape = (rows.size(0), rows.numel()) if rows.is_contiguous() else (rows.shape, rows.stride())
-        place = rows.data_ptr(), shape, rows._version, grad
+        place = address(rows), shape, rows._version, grad
         if (place, cut, way) not in known:
             known[place, cut, way] = way.apart(messages.flat(rows), cut, self.turn, site)
         return cast(Tensor, known[place, cut, way])

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kagome.kernels.address import address
 from kagome.neighbors import aggregate, attention, dense, shares, sliced
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.messages import EdgeSet, Linear, Message, Share, Shared, flat
@@ -143,7 +144,7 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
 
 
 def _place(tensor: Tensor | None) -> Any:
-    return None if tensor is None else (tensor.data_ptr(), tuple(tensor.shape))
+    return None if tensor is None else (address(tensor), tuple(tensor.shape))
 
 
 def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
