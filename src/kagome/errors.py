@@ -62,6 +62,10 @@ class ScheduleError(KagomeError):
     """A program of actions that cannot be run, or a text that is none."""
 
 
+class PlanError(KagomeError):
+    """A plan that cannot be read, or that does not fit its model or its devices."""
+
+
 class CheckpointError(KagomeError):
     """A checkpoint cannot be written, read, or does not fit this run."""
 

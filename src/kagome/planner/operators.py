@@ -1,0 +1,131 @@
+"""Operators: a model as a DAG of named operators with what each costs, measured or declared.
+
+Where it sits: the input of every stage planner here; ``run`` measures it on a module, benchmarks make it.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from kagome.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator.
+
+    Args:
+        name: Unique in its graph.
+        reads: The operators whose output it reads.
+        forward: Seconds forward by samples, ascending: measured at some sizes.
+        backward: Seconds backward at the same sizes.
+        weights: Bytes of its weights.
+        output: Bytes of its output, a sample.
+        kept: Bytes kept for backward, a sample.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    forward: tuple[tuple[int, float], ...]
+    backward: tuple[tuple[int, float], ...]
+    weights: int = 0
+    output: int = 0
+    kept: int = 0
+
+    def seconds(self, samples: float) -> float:
+        """Seconds forward and backward of so many samples, between and beyond the measured sizes linear."""
+        return _at(self.forward, samples) + _at(self.backward, samples)
+
+
+def _at(table: tuple[tuple[int, float], ...], samples: float) -> float:
+    """A table's value; beyond its last size in proportion, below its first one the first one's.
+
+    A device is not faster with fewer samples than it can do at once.
+    """
+    sizes = [size for size, _ in table]
+    place = bisect_left(sizes, samples)
+    if place == 0:
+        return table[0][1]
+    if place == len(table):
+        size, seconds = table[-1]
+        return seconds * samples / size
+    (low, before), (high, after) = table[place - 1], table[place]
+    return before + (after - before) * (samples - low) / (high - low)
+
+
+@dataclass(frozen=True)
+class OperatorGraph:
+    """A DAG of operators.
+
+    Args:
+        operators: In an order in which those that are read come first.
+
+    Raises:
+        PlanError: If a name stands twice, or an operator reads one that does not come before it.
+    """
+
+    operators: tuple[Operator, ...]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for operator in self.operators:
+            missing = [name for name in operator.reads if name not in seen]
+            if operator.name in seen or missing:
+                raise PlanError(
+                    "operators have names of their own and stand behind those they read",
+                    f"{operator.name!r} stands twice" if operator.name in seen else f"{missing} come later",
+                    where=f"operator {operator.name!r}",
+                    hint="sort them so that each comes after its reads",
+                )
+            if not operator.forward or len(operator.forward) != len(operator.backward):
+                raise PlanError(
+                    "an operator has seconds forward and backward at the same sizes",
+                    f"{len(operator.forward)} and {len(operator.backward)}",
+                    where=f"operator {operator.name!r}",
+                )
+            seen.add(operator.name)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Operator]:
+        """Operators by name."""
+        return {operator.name: operator for operator in self.operators}
+
+    @cached_property
+    def readers(self) -> Mapping[str, tuple[str, ...]]:
+        """By name, the operators that read it."""
+        found: dict[str, list[str]] = {operator.name: [] for operator in self.operators}
+        for operator in self.operators:
+            for name in dict.fromkeys(operator.reads):
+                found[name].append(operator.name)
+        return {name: tuple(names) for name, names in found.items()}
+
+    def crossing(self, inside: Iterable[str]) -> tuple[int, int]:
+        """Bytes a sample that a set of operators takes from others, and gives to others."""
+        names = set(inside)
+        taken = {read for name in names for read in self.by_name[name].reads if read not in names}
+        given = [name for name in names if any(reader not in names for reader in self.readers[name])]
+        return sum(self.by_name[name].output for name in taken), sum(self.by_name[n].output for n in given)
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps([asdict(operator) for operator in self.operators], indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> OperatorGraph:
+        """The graph that a text holds."""
+        return OperatorGraph(tuple(_operator(each) for each in json.loads(text)))
+
+
+def _operator(record: Mapping[str, object]) -> Operator:
+    def pairs(value: object) -> tuple[tuple[int, float], ...]:
+        assert isinstance(value, list)
+        return tuple((int(size), float(seconds)) for size, seconds in value)
+
+    fields = dict(record)
+    fields["reads"] = tuple(fields["reads"])  # type: ignore[arg-type]
+    fields["forward"], fields["backward"] = pairs(fields["forward"]), pairs(fields["backward"])
+    return Operator(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,175 @@
+"""Dag: programs of stages that form a DAG, each with its own micro-batch size and its own k.
+
+Where it sits: beside ``schedules``; ``planner`` asks how many samples a stage must hold, ``run`` runs the
+programs.
+
+::
+
+    samples      0    1    2    3    4    5    6    7        stage 0 in micro-batches of 2, stage 1 of 4:
+    stage 0   [ 0F0    ][ 0F1    ][ 0F2    ][ 0F3    ]       a message has the smaller of both sizes, and
+    messages    u = 0      u = 1     u = 2     u = 3         its number counts in them
+    stage 1   [        1F0       ][        1F1       ]
+
+Source: GraphPipe, ASPLOS 2025, static scheduler; kFkB per stage, warm-up by what successors hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kagome.errors import ScheduleError
+from kagome.schedule.actions import Action, Kind, Programs
+
+Link = tuple[int, int]
+"""A stage whose output another one reads, and that one."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How a stage takes the samples of a batch.
+
+    Args:
+        micro_batch: Samples in a micro-batch.
+        k: Micro-batches that go forward, and then backward, in one turn.
+    """
+
+    micro_batch: int
+    k: int = 1
+
+
+@dataclass(frozen=True)
+class DagShape:
+    """What programs of a DAG are made for.
+
+    Args:
+        batch: Samples of a batch.
+        stages: How each stage takes them, in an order in which sources come before readers.
+        links: Which stages read which others' output.
+
+    Raises:
+        ScheduleError: If a batch is no whole number of micro-batches, of two linked stages neither's
+            micro-batch divides the other's, or a link leads back.
+    """
+
+    batch: int
+    stages: tuple[Turns, ...]
+    links: tuple[Link, ...]
+
+    def __post_init__(self) -> None:
+        for stage, turns in enumerate(self.stages):
+            if turns.micro_batch < 1 or turns.k < 1 or self.batch % turns.micro_batch:
+                raise ScheduleError(
+                    f"a batch of {self.batch} samples is a whole number of micro-batches, k is 1 or more",
+                    f"micro-batches of {turns.micro_batch} samples, k = {turns.k}",
+                    where=f"stage {stage}",
+                    hint="take a micro-batch that divides the batch",
+                )
+        for one, other in self.links:
+            if not 0 <= one < other < len(self.stages):
+                raise ScheduleError(
+                    f"a link leads from a stage to a later one of {len(self.stages)}",
+                    f"found {one} -> {other}",
+                )
+            sizes = self.stages[one].micro_batch, self.stages[other].micro_batch
+            if max(sizes) % min(sizes):
+                raise ScheduleError(
+                    "of two linked stages one's micro-batch divides the other's",
+                    f"{sizes[0]} and {sizes[1]} samples",
+                    where=f"stages {one} and {other}",
+                    hint="take powers of two",
+                )
+
+    def sources(self, stage: int) -> list[int]:
+        """The stages whose output a stage reads."""
+        return sorted({one for one, other in self.links if other == stage})
+
+    def readers(self, stage: int) -> list[int]:
+        """The stages that read a stage's output."""
+        return sorted({other for one, other in self.links if one == stage})
+
+    def unit(self, one: int, other: int) -> int:
+        """Samples of a message between two stages."""
+        return min(self.stages[one].micro_batch, self.stages[other].micro_batch)
+
+
+def window(turns: Turns, readers: Sequence[tuple[int, Turns]], batch: int) -> int:
+    """Samples that a stage holds at most, so that none of its readers waits for it.
+
+    Args:
+        turns: Of the stage.
+        readers: What each reader holds, and how it takes samples.
+        batch: Samples of a batch: none holds more.
+
+    Returns:
+        Its own turn and the largest that a reader holds, in whole micro-batches; in a chain of S stages of
+        one size and k = 1 it is ``S - s`` micro-batches.
+
+    Source: GraphPipe, in-flight samples under kFkB.
+    """
+    size, found = turns.micro_batch, turns.k * turns.micro_batch
+    for held, reader in readers:
+        found = max(found, -(-held // size) * size + max(turns.k * size, reader.micro_batch))
+    return min(found, batch)
+
+
+def windows(shape: DagShape) -> list[int]:
+    """Samples that each stage holds at most."""
+    found = [0] * len(shape.stages)
+    for stage in range(len(shape.stages) - 1, -1, -1):
+        readers = [(found[other], shape.stages[other]) for other in shape.readers(stage)]
+        found[stage] = window(shape.stages[stage], readers, shape.batch)
+    return found
+
+
+def dag(shape: DagShape) -> Programs:
+    """Each stage fills its window, then takes k micro-batches backward and k forward in turn.
+
+    For independent samples only.
+
+    Cost: stage s holds at most :func:`windows` samples.
+    """
+    held = windows(shape)
+
+    def program(stage: int) -> Iterator[Action]:
+        turns = shape.stages[stage]
+        count = shape.batch // turns.micro_batch
+        begun = held[stage] // turns.micro_batch
+        for chunk in range(begun):
+            yield from _forward(shape, stage, chunk)
+        done = 0
+        while done < count:
+            for chunk in range(done, min(done + turns.k, count)):
+                yield from _backward(shape, stage, chunk)
+            done = min(done + turns.k, count)
+            for chunk in range(begun, min(begun + turns.k, count)):
+                yield from _forward(shape, stage, chunk)
+            begun = min(begun + turns.k, count)
+
+    return tuple(tuple(program(stage)) for stage in range(len(shape.stages)))
+
+
+def covered(shape: DagShape, stage: int, other: int, chunk: int) -> range:
+    """The messages between a stage and another one that hold samples of one of its micro-batches."""
+    each = shape.stages[stage].micro_batch // shape.unit(stage, other)
+    return range(chunk * each, (chunk + 1) * each)
+
+
+def _forward(shape: DagShape, stage: int, chunk: int) -> Iterator[Action]:
+    for one in shape.sources(stage):
+        for unit in covered(shape, stage, one, chunk):
+            yield Action(stage, Kind.RECV_F, unit, None, one)
+    yield Action(stage, Kind.F, chunk)
+    for other in shape.readers(stage):
+        for unit in covered(shape, stage, other, chunk):
+            yield Action(stage, Kind.SEND_F, unit, None, other)
+
+
+def _backward(shape: DagShape, stage: int, chunk: int) -> Iterator[Action]:
+    for other in reversed(shape.readers(stage)):
+        for unit in covered(shape, stage, other, chunk):
+            yield Action(stage, Kind.RECV_B, unit, None, other)
+    yield Action(stage, Kind.B, chunk)
+    for one in reversed(shape.sources(stage)):
+        for unit in covered(shape, stage, one, chunk):
+            yield Action(stage, Kind.SEND_B, unit, None, one)
