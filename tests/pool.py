@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import signal
@@ -22,6 +21,7 @@ from multiprocessing.process import BaseProcess
 import torch
 import torch.distributed as dist
 
+import warm
 from kagome.comm.channel import Channel
 from kagome.comm.shelf import open_shelf
 from kagome.errors import CommError
@@ -35,7 +35,7 @@ class PoolError(AssertionError):
 
 
 class Pool:
-    """Four spawned workers; a call uses the first ``world`` of them, joined in one gloo process group.
+    """Four workers; a call uses the first ``world`` of them, joined in one gloo process group.
 
     The default process group is made anew when the world's size changes or the last call may have left
     something on the wire; otherwise it stays. Workers are started at the first call.
@@ -100,7 +100,7 @@ class Pool:
     def _start(self) -> None:
         # The store is the parent's: it outlives any worker.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = warm.context()  # some tests kill workers
         before = dict(os.environ)
         os.environ.update(OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1")
         if sys.platform == "linux":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import warm
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SINGLE = BENCHMARKS / "single_device"
@@ -17,10 +17,7 @@ SINGLE = BENCHMARKS / "single_device"
 
 def run(program: Path, tmp_path: Path, *more: str) -> str:
     words = ["--smoke", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path), *more]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(program), *words], env=env, capture_output=True, text=True, timeout=300
-    )
+    done = warm.run(program, *words, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -147,9 +144,8 @@ def test_exact_dropout_is_measured_beside_pytorchs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_gpipe_on_a_graph_is_measured_and_drawn(tmp_path: Path) -> None:
     program = BENCHMARKS / "gpipe_graph" / "main.py"
-    words = [sys.executable, str(program), "--smoke", "--out", str(tmp_path)]
     for _ in range(2):
-        done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+        done = warm.run(program, "--smoke", "--out", tmp_path, cwd=tmp_path, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
     assert "accuracy digits" not in done.stdout  # resumed from its file, not run again
     told = read(tmp_path / "results.json")

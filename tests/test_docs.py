@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import warm
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHELL = [*sorted(EXAMPLES.glob("*.sh")), *sorted(EXAMPLES.glob("*.sbatch")), ROOT / ".ci" / "run"]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 def run(*args: object, cwd: Path, **env: str) -> str:
@@ -34,9 +36,16 @@ def run(*args: object, cwd: Path, **env: str) -> str:
     return done.stdout
 
 
-def accuracy(printed: str) -> str:
-    found = re.findall(r"test accuracy (\d\.\d{4})", printed)
-    assert len(found) == 1, printed
+def printed(script: Path, *, cwd: Path, ranks: int = 1, **env: str) -> str:
+    """What a script prints."""
+    done = warm.run(script, cwd=cwd, ranks=ranks, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def accuracy(text: str) -> str:
+    found = re.findall(r"test accuracy (\d\.\d{4})", text)
+    assert len(found) == 1, text
     return found[0]
 
 
@@ -58,8 +67,8 @@ def test_readme_script_is_the_example_and_gives_the_same_on_two_ranks(tmp_path: 
     example = EXAMPLES / "twelve_lines.py"
     assert example.read_text().endswith(script)
     (tmp_path / "script.py").write_text(script)
-    alone = run(sys.executable, example, cwd=tmp_path)
-    two = run(sys.executable, *TORCHRUN, 2, "script.py", cwd=tmp_path)
+    alone = printed(example, cwd=tmp_path)
+    two = printed(tmp_path / "script.py", cwd=tmp_path, ranks=2)
     assert accuracy(alone) == accuracy(two)
     assert "scores (1797, 10)" in alone
     assert "scores (1797, 10)" in two
@@ -68,16 +77,15 @@ def test_readme_script_is_the_example_and_gives_the_same_on_two_ranks(tmp_path: 
 @pytest.mark.slow
 def test_own_model_gives_the_same_on_three_ranks(tmp_path: Path) -> None:
     script = EXAMPLES / "own_model.py"
-    alone = run(sys.executable, script, cwd=tmp_path, EPOCHS="12")
-    three = run(sys.executable, *TORCHRUN, 3, script, cwd=tmp_path, EPOCHS="12")
+    alone = printed(script, cwd=tmp_path, EPOCHS="12")
+    three = printed(script, cwd=tmp_path, ranks=3, EPOCHS="12")
     assert accuracy(alone) == accuracy(three)
     assert float(accuracy(alone)) > 0.8
 
 
 @pytest.mark.slow
 def test_own_data_by_file_and_by_function(tmp_path: Path) -> None:
-    printed = run(sys.executable, EXAMPLES / "own_data.py", cwd=tmp_path)
-    assert float(accuracy(printed)) > 0.6
+    assert float(accuracy(printed(EXAMPLES / "own_data.py", cwd=tmp_path))) > 0.6
     name = "python:examples.own_data:communities"
     out = tmp_path / "run"
     run("kagome", "train", "--data.name", name, "--train.epochs", 2, "--out", out, cwd=ROOT)
@@ -87,10 +95,16 @@ def test_own_data_by_file_and_by_function(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_nodes_on_this_machine(tmp_path: Path) -> None:
     out, meet = tmp_path / "run", f"127.0.0.1:{_free_port()}"
-    script = EXAMPLES / "two_nodes.sh"
-    bin_ = str(Path(sys.executable).parent)
+    script, bin_ = EXAMPLES / "two_nodes.sh", str(Path(sys.executable).parent)
     run("bash", script, "--train.epochs", 2, "--out", out, cwd=tmp_path, BIN=bin_, MEET=meet)
     assert '"world_size": 2' in (out / "summary.json").read_text()
+    one = tmp_path / "one"
+    run("kagome", "train", "--nproc", 1, "--train.epochs", 2, "--out", one, cwd=tmp_path)
+    curves = [
+        [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (one, out)
+    ]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
 
 
 def _free_port() -> int:

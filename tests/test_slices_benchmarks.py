@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import warm
 
 SLICES = Path(__file__).parents[1] / "benchmarks" / "slices"
 
@@ -28,13 +28,7 @@ def load(name: str) -> ModuleType:
 @pytest.mark.slow
 def test_accuracy_is_compared_seed_by_seed(tmp_path: Path) -> None:
     words = ["--graphs", "digits", "--models", "gcn", "--layers", "2", "--seeds", "1", "--epochs", "3"]
-    done = subprocess.run(
-        [sys.executable, str(SLICES / "accuracy.py"), *words, "--out", str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = warm.run(SLICES / "accuracy.py", *words, "--jobs", 1, "--out", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "results_accuracy.json").read_text())
     assert len(rows) == 2

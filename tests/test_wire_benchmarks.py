@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import warm
 
 WIRE = Path(__file__).parents[1] / "benchmarks" / "wire"
 
 
 @pytest.mark.slow
 def test_coding_is_timed_beside_plain_and_a_copy(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(WIRE / "coding.py"), "--smoke", "--out", str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = warm.run(WIRE / "coding.py", "--smoke", "--out", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads((tmp_path / "results_coding.json").read_text())
     rows = {row["what"]: row for row in told["rows"]}

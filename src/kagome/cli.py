@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 DEFAULT_RANKS = 2
 """Local ranks of ``kagome train`` with no flags at all."""
+LOADED = ("kagome.run.trainer", "kagome.model.zoo")
+"""What every rank of a training imports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +177,7 @@ def _train(args: list[str]) -> int:
         return train_rank(settings, out, resume)
     from kagome.launch import start_local
 
-    start_local(nproc, train_rank, settings, out or _new_folder(settings), resume)
+    start_local(nproc, train_rank, settings, out or _new_folder(settings), resume, loaded=LOADED)
     return 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -15,9 +16,10 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,7 +36,9 @@ FAIL_SECONDS = 8.0
 """What the other ranks get once one has died: it cannot be waited for, so there is little to do."""
 
 
-def start_local(nproc: int, function: Callable[..., object], *args: object) -> object:
+def start_local(
+    nproc: int, function: Callable[..., object], *args: object, loaded: Sequence[str] = ()
+) -> object:
     """Run a function on N ranks of this host and give back what rank 0 returns.
 
     Ctrl-C, SIGTERM and SIGHUP reach every rank as one SIGTERM (a terminal's Ctrl-C, which reaches the ranks
@@ -45,6 +49,9 @@ def start_local(nproc: int, function: Callable[..., object], *args: object) -> o
         nproc: Ranks to start.
         function: A function that can be imported by its module's name; its rank is in the environment.
         args: Its arguments, which must pickle.
+        loaded: Modules that are imported once, by a process of which the ranks are then forked: torch and
+            PyG take seconds to load, on as many cores as there are ranks. For a process that starts ranks
+            once, as what the modules made of the environment stays.
 
     Returns:
         What ``function`` returned on rank 0.
@@ -54,12 +61,18 @@ def start_local(nproc: int, function: Callable[..., object], *args: object) -> o
         KeyboardInterrupt: After Ctrl-C, when the ranks have ended.
         SystemExit: After SIGTERM or SIGHUP, with 128 + the signal.
     """
+    if nproc < 1:
+        raise LaunchError("--nproc takes a number from 1 up", f"it is {nproc}")
+    with _shared_cores(nproc):
+        method = _begin_loading(loaded)  # goes on while this process loads torch too
+        return _launched(nproc, function, args, method)
+
+
+def _launched(nproc: int, function: Callable[..., object], args: tuple[object, ...], method: str) -> object:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if nproc < 1:
-        raise LaunchError("--nproc takes a number from 1 up", f"it is {nproc}")
     with tempfile.TemporaryDirectory(prefix="kagome-ranks-") as name:
         folder = Path(name)
         guard = _Guard(nproc, folder)
@@ -73,12 +86,12 @@ def start_local(nproc: int, function: Callable[..., object], *args: object) -> o
             local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=0.1,
-            start_method="spawn",
+            start_method=method,
             signals_to_handle="SIGQUIT",  # not ours: it would replace our handlers
             shutdown_timeout=SAVE_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
         )
-        with _shared_cores(nproc), _quiet_agent(), _signals(folder) as caught, guard:
+        with _quiet_agent(), _signals(folder) as caught, guard:
             try:
                 results = elastic_launch(config, _rank_main)(function, args, name)
             except ChildFailedError as error:
@@ -90,6 +103,15 @@ def start_local(nproc: int, function: Callable[..., object], *args: object) -> o
                     raise KeyboardInterrupt from None
                 raise SystemExit(128 + number) from None
         return results[0]
+
+
+def _begin_loading(modules: Sequence[str]) -> str:
+    """Start the process that ranks are forked of, if there is something to load; how ranks are to start."""
+    if not modules or sys.platform != "linux":
+        return "spawn"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
+    forkserver.ensure_running()
+    return "forkserver"
 
 
 def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: str) -> object:
@@ -169,8 +191,6 @@ class _Guard:
                 self._kill()
 
     def _remember(self, pids: dict[int, int]) -> None:
-        import multiprocessing
-
         # Only once and while all live: it collects exit codes, which is the agent's business later.
         children = {child.pid: child for child in multiprocessing.active_children()}
         self.codes = {rank: _code(children[pid]) for rank, pid in pids.items() if pid in children}
