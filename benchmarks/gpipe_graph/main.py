@@ -147,7 +147,7 @@ def start(
     epochs, patience = (options.timed_epochs, None) if timed else (options.epochs, options.patience)
     asked = Work(graph, options.data.root, epochs, patience, numbers, timed, facts, store.path)
     try:
-        start_local(setting.pipe, work, setting, asked)
+        start_local(setting.pipe, work, setting, asked, loaded=("kagome.run.trainer",))
     except LaunchError as error:
         if setting != DGL:
             raise

@@ -114,7 +114,9 @@ def main(options: Options) -> None:
     begun = time.monotonic()
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"))
     if options.hours != 0:
-        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["kagome.run.trainer"])
+        with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
             while missing:
                 if options.hours is not None and time.monotonic() - begun >= 3600 * options.hours:
                     break

@@ -202,7 +202,7 @@ def main(options: Options) -> None:
     for _, block in groupby(missing, key=lambda case: (case.graph, case.seed)):
         if options.hours is not None and time.monotonic() - begun >= options.hours * 3600:
             break
-        start_local(options.ranks, work, options, list(block))
+        start_local(options.ranks, work, options, list(block), loaded=("kagome.run.trainer",))
     (options.out / "results_accuracy.md").write_text(table(read(path)))
 
 
