@@ -15,10 +15,11 @@ _FACE = {
     "Parallel": "kagome.config",
     "check": "kagome.run.check",
     "load": "kagome.run.load",
+    "pipeline": "kagome.run.dag.pipeline",
     "KagomeError": "kagome.errors",
 }
 
-__all__ = ["KagomeError", "Parallel", "Trainer", "__version__", "check", "load"]
+__all__ = ["KagomeError", "Parallel", "Trainer", "__version__", "check", "load", "pipeline"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,8 +22,10 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 class Odd(nn.Module):
-    """Tied weights, a skip over a stage, a value of several readers, in-place steps, integers that cross,
-    samples along axis 1, dropouts of both kinds, a weight by itself and one without a gradient."""
+    """Tied weights, a skip over a stage, several readers, integers that cross, samples along axis 1.
+
+    And steps in place, dropouts of both kinds, a weight by itself and some that get no gradient.
+    """
 
     def __init__(self, p: float) -> None:
         super().__init__()

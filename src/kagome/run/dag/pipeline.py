@@ -1,0 +1,329 @@
+"""Pipeline: any module in stages that form a DAG, trained batch by batch on all ranks.
+
+Where it sits: ``kagome.pipeline``; every rank calls it with the same arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kagome.comm.channel import Channel
+from kagome.comm.mesh import open_mesh
+from kagome.config import Parallel
+from kagome.errors import ConfigError, DataError, PlanError
+from kagome.model.branches import branches_of
+from kagome.model.masks import Masks
+from kagome.model.samples import Batch, count_of, inputs_of
+from kagome.planner.operators import OperatorGraph
+from kagome.planner.profile import measured
+from kagome.planner.stageplan import StagePlan
+from kagome.report.spans import Span, Spans
+from kagome.run.dag.job import Job, StageCode
+from kagome.run.dag.layout import Layout
+from kagome.run.dag.passes import Pass, forward_program, update_programs
+from kagome.run.dag.plans import plan_of
+from kagome.run.dag.weights import Weights
+from kagome.run.task import Loss, check_finite, row_sum
+from kagome.schedule.actions import to_text
+
+BatchNorm = Literal["refuse", "micro-batch"]
+
+
+def pipeline(
+    model: nn.Module,
+    sample_batch: Batch,
+    *,
+    loss: Loss,
+    optimizer: Callable[[Any], Optimizer] | None = None,
+    plan: StagePlan | Path | str | None = None,
+    batch: int | None = None,
+    batch_norm: BatchNorm = "refuse",
+    seed: int = 0,
+    channel: Channel | None = None,
+) -> Pipeline:
+    """Cut a module into stages that form a DAG, to be trained on all ranks; each rank calls this.
+
+    Samples are independent: outputs, loss and gradients are those of plain training on one process.
+
+    Args:
+        model: The module; it is traced with torch.fx. Rank 0's weights count.
+        sample_batch: A few samples or a batch, as forward takes them: a tensor, several by place, or by name;
+            samples along axis 0.
+        loss: ``loss(out, target)`` gives a value a sample (``reduction="none"``); the mean over the batch is
+            minimised.
+        optimizer: Gives the optimizer of a stage's weights; by default Adam with a rate of 0.001.
+        plan: A plan or its file; by default a chain of stages that take about the same time.
+        batch: Samples of a batch; by default the plan's, else those of ``sample_batch``.
+        batch_norm: Refuse batch norms, or let each micro-batch (each replica's share of it) have statistics
+            of its own, which is not what plain training has.
+        seed: Of dropout.
+        channel: All ranks; by default those that the environment names are joined, and left with ``close``.
+
+    Returns:
+        The pipeline.
+
+    Raises:
+        DataError: If the sample does not fit the model.
+        ModelError: If the model cannot be traced, or its samples read each other.
+        PlanError: If the plan does not fit the model, the ranks or the batch.
+        ScheduleError: If micro-batches do not fit each other.
+
+    Cost:
+        A few forwards and backwards of 4 samples; all weights once from rank 0.
+    """
+    return Pipeline(
+        model,
+        sample_batch,
+        loss=loss,
+        optimizer=optimizer,
+        plan=plan,
+        batch=batch,
+        batch_norm=batch_norm,
+        seed=seed,
+        channel=channel,
+    )
+
+
+class Pipeline:
+    """One rank's end of a pipeline; see :func:`pipeline`.
+
+    Attributes:
+        plan: What is run.
+        operators: The model's operators by the names that a plan uses, with rough costs.
+        program: All stages' programs as text, a line a stage.
+        stage: This rank's stage.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample_batch: Batch,
+        *,
+        loss: Loss,
+        optimizer: Callable[[Any], Optimizer] | None,
+        plan: StagePlan | Path | str | None,
+        batch: int | None,
+        batch_norm: BatchNorm,
+        seed: int,
+        channel: Channel | None,
+    ) -> None:
+        self._stack = ExitStack()
+        try:
+            if channel is None:
+                channel = self._stack.enter_context(open_mesh(Parallel())).world
+            self.model, self.channel, self._loss = model.to(channel.device), channel, loss
+            self._seed, self._update = seed, 0
+            inputs = self._moved(inputs_of(model, sample_batch))
+            self._branches = branches_of(model, inputs, batch_norm=batch_norm)
+            self.operators = self._rough(inputs)
+            self.plan = self._agreed(plan_of(plan, self.operators, channel.size, batch, count_of(inputs)))
+            shape = self.plan.shape(self.operators)
+            self._pieces = self._branches.pieces([stage.operators for stage in self.plan.stages])
+            self._layout = Layout.of(self.plan)
+            self.stage, self._replica = self._layout.seat(channel.rank)
+            programs = update_programs(self._branches, self._pieces, shape)
+            self.program = to_text(programs)
+            self._program = programs[self.stage]
+            self._like = {name: (value.shape[1:], value.dtype) for name, value in inputs.items()}
+            self._code = StageCode(
+                model, self._branches, self._pieces[self.stage], Masks(seed, self._branches.places)
+            )
+            self._weights = Weights(model, self._pieces, self._layout, channel)
+            self._weights.share_first()
+            own = list(self._weights.mine.values())
+            make = optimizer or (lambda weights: torch.optim.Adam(weights, lr=1e-3))
+            self.optimizer = make(own) if own else None
+            self._spans = Spans(most=100_000)
+            channel.barrier("pipeline is ready")
+            self._spans.align()
+        except BaseException:
+            self._stack.__exit__(*sys.exc_info())
+            raise
+
+    # Public ----------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, target: Tensor) -> float:
+        """One synchronous update of all weights; gradients stay in the weights that this rank trains.
+
+        Args:
+            batch: As many samples as the plan's batch, the same on all ranks; each takes its own.
+            target: What the loss compares them with, samples along axis 0.
+
+        Returns:
+            The mean loss over the batch, before the update.
+
+        Raises:
+            DataError: If the batch is of another size or shape.
+            ModelError: If the loss is not finite; weights are as they were.
+            CommError: If a peer was late or lost.
+        """
+        inputs, target = self._checked(batch), target.to(self.channel.device)
+        if count_of(inputs) != self.plan.batch or target.size(0) != self.plan.batch:
+            raise DataError(
+                f"a batch of this plan has {self.plan.batch} samples",
+                f"there are {count_of(inputs)}, and {target.size(0)} targets",
+                hint="drop the last, shorter batch; evaluate and predict take any number",
+            )
+        self._update += 1
+        update = self._update
+        self.model.train()
+        self.model.zero_grad(set_to_none=True)
+        total = torch.zeros((), dtype=torch.float64, device=self.channel.device)
+
+        def lose(out: Tensor, samples: range) -> Tensor:
+            return self._lost(out, target, samples) / self.plan.batch
+
+        def done(job: Job) -> None:
+            if job.loss is not None:
+                total.add_(job.loss.detach().double())
+
+        current = Pass(self._code, self._layout, self._program, self.channel, self._spans)
+        current.run(inputs, update, training=True, lose=lose, done=done)
+        with self._spans.phase("weights", update):
+            self._weights.sum_gradients(update)
+            self._weights.average_buffers(update)
+            found = self.channel.all_reduce(total, action=f"loss, update {update}", kind="other")
+        check_finite(float(found), update)
+        if self.optimizer is not None:
+            with self._spans.phase("optimizer", update):
+                self.optimizer.step()
+        return float(found)
+
+    def predict(self, batch: Batch) -> Tensor:
+        """The model's output in evaluation mode, for any number of samples.
+
+        Args:
+            batch: The same on all ranks.
+
+        Returns:
+            All samples' output, on all ranks.
+
+        Cost:
+            The output, from the ranks that make it to all others.
+        """
+        inputs = self._checked(batch)
+        layout = self._layout.even(count_of(inputs))
+        program = forward_program(self._pieces[self.stage], layout.chunks(self.stage))
+        name, found = self._branches.graph.output, dict[int, Tensor]()
+        fact = self._branches.facts[name]
+
+        def done(job: Job) -> None:
+            if name in job.outs and self._code.piece.output == name:
+                found[job.samples.start] = job.outs[name]
+
+        self.model.eval()
+        try:
+            Pass(self._code, layout, program, self.channel, self._spans).run(
+                inputs, self._update, training=False, done=done
+            )
+        finally:
+            self.model.train()
+        none = torch.zeros(fact.shape_of(0), dtype=fact.dtype, device=self.channel.device)
+        own = torch.cat([none, *(found[start] for start in sorted(found))])
+        parts = self.channel.gather_rows(own, action="predictions")
+        assert parts is not None
+        last = next(piece.number for piece in self._pieces if piece.output is not None)
+        joined = torch.empty(fact.shape_of(layout.batch), dtype=fact.dtype, device=self.channel.device)
+        for replica, rank in enumerate(layout.ranks(last)):
+            rows = [i for c in range(layout.chunks(last)) for i in layout.samples(last, c, replica)]
+            joined[torch.tensor(rows, dtype=torch.int64, device=joined.device)] = parts[rank]
+        return joined
+
+    def evaluate(self, batch: Batch, target: Tensor) -> float:
+        """The mean loss in evaluation mode, over any number of samples."""
+        out = self.predict(batch)
+        with torch.no_grad():
+            return float(self._lost(out, target.to(out.device), range(out.size(0)))) / out.size(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole model's state, on all ranks, which all call it."""
+        self._weights.join()
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the whole model's state: rank 0's. All ranks call it, each with one that fits the model."""
+        self.model.load_state_dict(state)
+        self._weights.share_first()
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The last update's gradients of the weights that this rank trains, by full name."""
+        return {name: weight.grad for name, weight in self._weights.mine.items()}
+
+    @property
+    def spans(self) -> list[Span]:
+        """What this rank did when, an action a span (``1F0``), from a zero that the ranks of a host share."""
+        return self._spans.as_list()
+
+    def all_spans(self) -> list[list[Span]]:
+        """Every rank's spans, on all ranks, which all call it: for ``report.timeline.write_trace``."""
+        return cast("list[list[Span]]", self.channel.gather_objects(self.spans, "spans"))
+
+    def close(self) -> None:
+        """Leave the ranks, if the pipeline has joined them."""
+        self._stack.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    # Inside ----------------------------------------------------------------------------------------
+
+    def _moved(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.to(self.channel.device) for name, value in inputs.items()}
+
+    def _checked(self, batch: Batch) -> dict[str, Tensor]:
+        inputs = self._moved(inputs_of(self.model, batch))
+        for name, (shape, dtype) in self._like.items():
+            value = inputs.get(name)
+            if value is None or value.shape[1:] != shape or value.dtype != dtype:
+                found = "missing" if value is None else f"{list(value.shape[1:])} {value.dtype}"
+                raise DataError(
+                    f"samples of {name!r} are {list(shape)} {dtype}, as in the sample batch",
+                    f"they are {found}",
+                    where=f"input {name!r}",
+                    hint="pad samples to one shape",
+                )
+        return inputs
+
+    def _lost(self, out: Tensor, target: Tensor, samples: range) -> Tensor:
+        """The sum of the loss over some samples."""
+        values = self._loss(out, target[samples.start : samples.stop])
+        if values.dim() == 0 or values.size(0) != len(samples):
+            raise ConfigError(
+                f"loss(out, target) gives a value a sample: {len(samples)}",
+                f"it gave the shape {list(values.shape)}",
+                hint='reduction="none"; Kagome takes the mean over the batch',
+            )
+        return row_sum(values)
+
+    def _rough(self, inputs: Mapping[str, Tensor]) -> OperatorGraph:
+        """The operators with costs for a few samples, measured on rank 0: all ranks must plan alike."""
+        size = min(4, count_of(inputs))
+        graph = measured(self.model, self._branches, inputs, (size,), repeats=1)
+        return OperatorGraph.from_json(str(self.channel.gather_objects(graph.to_json(), "operators")[0]))
+
+    def _agreed(self, plan: StagePlan) -> StagePlan:
+        """The plan, if all ranks have it."""
+        plans = self.channel.gather_objects(plan.to_json(), "plan")
+        other = next((rank for rank, text in enumerate(plans) if text != plans[0]), None)
+        if other is not None:
+            raise PlanError(
+                "all ranks run one plan",
+                f"ranks 0 and {other} were given different ones",
+                where=f"rank {self.channel.rank}",
+                hint="read it from one file on all ranks",
+            )
+        return plan
