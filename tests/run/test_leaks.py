@@ -30,6 +30,7 @@ def left_behind(channel: Channel, name: str, fast: bool, recompute: bool) -> dic
         degree_histogram=torch.ones(12, dtype=torch.long),
     )
     found: list[Counter[str]] = []
+    gc.freeze()  # what was there before is not looked through again and again
 
     class Counting(torch.optim.SGD):
         """Counts the tensors that are there after two of its steps."""
@@ -55,6 +56,7 @@ def left_behind(channel: Channel, name: str, fast: bool, recompute: bool) -> dic
         recompute=recompute,
     ) as trainer:
         trainer.fit(LATE)
+    gc.unfreeze()
     return {key: count for key, count in (found[1] - found[0]).items() if count >= LATE - EARLY}
 
 
