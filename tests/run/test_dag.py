@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from dags import plain, plan_of, same, trained
 
+from kagome.run.dag.layout import Layout
+
 TOP = "join act layers.0 act#2 layers.1 act#3 out"
 ONE, TWO = "towers.0 towers.1 towers.1.0#2 towers.1.1#2", "towers.2 towers.2.0#2 towers.2.1#2"
 PLANS = {
@@ -58,3 +60,65 @@ def test_gradients_are_plain_trainings(ranks, case):
     name, plan = PLANS[case]
     found = ranks(4, trained, name, plan, plan.batch)
     same(found, plain(name, plan.batch))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("odd drop", PLANS["odd"][1]),
+        (
+            "odd drop",
+            plan_of(8, ("first relu right drop left table", 2, 8), ("turned norm relu#2 out", 1, 4)),
+        ),
+    ],
+)
+def test_dropout_does_not_know_the_plan(ranks, name, plan):
+    alone = ranks(1, trained, name, None)[0]
+    assert alone["losses"][0] != pytest.approx(plain("odd")["losses"][0], abs=1e-3)
+    same(ranks(plan.devices, trained, name, plan), alone)
+
+
+@pytest.mark.parametrize(("world", "name"), [(1, "dlrm"), (2, "gnn"), (3, "uno")])
+def test_a_plain_plan_for_any_ranks(ranks, world, name):
+    found = ranks(world, trained, name, None, 12)
+    assert [rank["stage"] for rank in found] == list(range(world))
+    same(found, plain(name, 12))
+
+
+def test_branches_run_at_the_same_time(ranks):
+    name, plan = PLANS["shared towers, 2 replicas"]
+    found = ranks(4, trained, name, plan, 8, 1)
+    lines = found[0]["program"].splitlines()
+    assert lines == found[3]["program"].splitlines()
+    starts = []
+    for rank, result in enumerate(found):
+        line = lines[result["stage"]].split()
+        done = [span.name for span in result["spans"] if span.epoch == 1 and span.name[0].isdigit()]
+        assert done == line, "the spans are the program, in its order"
+        starts.append({span.name: span.start for span in result["spans"] if span.epoch == 1})
+        assert all(span.duration >= 0 for span in result["spans"])
+        assert ("RECV_F" in " ".join(line)) == (rank > 1), "towers wait for nobody"
+    # Each tower is at work between its first forward and its first backward, and these times overlap.
+    assert starts[0]["0F0"] < starts[1]["1B0"]
+    assert starts[1]["1F0"] < starts[0]["0B0"]
+
+
+def test_every_sample_crosses_once():
+    """Whatever the sizes and replicas, both ends agree on each message, and a micro-batch comes whole."""
+    for sizes, devices in [((4, 8), (2, 3)), ((6, 3), (2, 3)), ((2, 8), (1, 4)), ((12, 4), (5, 3))]:
+        layout = Layout(24, sizes, devices)
+        for one, other in ((0, 1), (1, 0)):
+            come = {rank: [] for rank in layout.ranks(other)}
+            for rank in layout.ranks(one):
+                for unit in range(24 // min(sizes)):
+                    for peer, samples in layout.shared(rank, other, unit):
+                        assert (rank, samples) in list(layout.shared(peer, one, unit))
+                        come[peer] += samples
+            for rank, samples in come.items():
+                mine = [
+                    sample
+                    for chunk in range(layout.chunks(other))
+                    for sample in layout.samples(other, chunk, layout.seat(rank)[1])
+                ]
+                assert sorted(samples) == mine
+            assert sorted(sample for samples in come.values() for sample in samples) == list(range(24))

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from torch import nn
 
 from kagome.errors import ModelError
 from kagome.model.layers import trace
+from kagome.model.pieces import Piece
 from kagome.model.probe import Fact, Probe, probe
 from kagome.model.samples import Batch, inputs_of
 from kagome.model.steps import LayerGraph, Step
@@ -34,44 +35,6 @@ _OUT_OF_PLACE: Final[Mapping[Any, Any]] = {
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """What one stage runs.
-
-    Args:
-        number: Counted from 0.
-        steps: In order, those computed again included.
-        takes: By earlier piece, the values that it takes from it.
-        gives: By later piece, the values that it gives to it.
-        inputs: Names of the inputs that it reads.
-        parameters: Full names of the weights that it uses.
-        buffers: Full names of the buffers that it uses.
-        output: Name of the model's output, if it makes it; else None.
-        copied: What it takes or reads and changes in place.
-    """
-
-    number: int
-    steps: tuple[Step, ...]
-    takes: Mapping[int, tuple[str, ...]]
-    gives: Mapping[int, tuple[str, ...]]
-    inputs: tuple[str, ...]
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
-    output: str | None
-    copied: frozenset[str] = frozenset()
-
-    @property
-    def taken(self) -> list[str]:
-        """All that it takes."""
-        return [name for names in self.takes.values() for name in names]
-
-    @property
-    def given(self) -> list[str]:
-        """All that it gives, and the output, each once."""
-        names = [name for names in self.gives.values() for name in names]
-        return list(dict.fromkeys([*names, *([] if self.output is None else [self.output])]))
 
 
 class Branches:
@@ -132,23 +95,10 @@ class Branches:
                 for other, theirs in enumerate(closures)
                 if other != number and any(place[v] == number for v in theirs[1])
             }
-            taken = {
-                one: tuple(v for v in takes if place[v] == one) for one in sorted({place[v] for v in takes})
-            }
-            own = {step.name for step in steps}
-            out.append(
-                Piece(
-                    number,
-                    tuple(steps),
-                    taken,
-                    gives,
-                    tuple(inputs),
-                    _joined(step.parameters for step in steps),
-                    _joined(step.buffers for step in steps),
-                    self.graph.output if place.get(self.graph.output) == number else None,
-                    frozenset(v for step in steps for v in step.changes if v not in own),
-                )
-            )
+            sources = sorted({place[v] for v in takes})
+            taken = {one: tuple(v for v in takes if place[v] == one) for one in sources}
+            output = self.graph.output if place.get(self.graph.output) == number else None
+            out.append(Piece(number, steps, taken, gives, inputs, output))
         return tuple(out)
 
     def alone(self, name: str) -> Piece:
@@ -157,18 +107,8 @@ class Branches:
         others = [other for other in self.operators if other != name]
         read = {v for o in others for v in self._closure(self.operators[o])[1] if self.owner[v] == name}
         output = self.graph.output if self.owner[self.graph.output] == name else None
-        own = {step.name for step in steps}
-        return Piece(
-            1,
-            tuple(steps),
-            {0: tuple(takes)} if takes else {},
-            {2: tuple(sorted(read, key=self._order.__getitem__))} if read else {},
-            tuple(inputs),
-            _joined(step.parameters for step in steps),
-            _joined(step.buffers for step in steps),
-            output,
-            frozenset(v for step in steps for v in step.changes if v not in own),
-        )
+        given = tuple(sorted(read, key=self._order.__getitem__))
+        return Piece(1, steps, {0: tuple(takes)} if takes else {}, {2: given} if read else {}, inputs, output)
 
     # How steps find their operators ---------------------------------------------------------------
 
@@ -314,7 +254,3 @@ def _out_of_place(step: Step) -> Step:
     if step.kind == "function" and step.target in _OUT_OF_PLACE:
         return replace(step, target=_OUT_OF_PLACE[step.target])
     return step
-
-
-def _joined(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for each in names for name in each))

@@ -12,8 +12,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from kagome.model.branches import Branches, Piece, branches_of
+from kagome.model.branches import Branches, branches_of
 from kagome.model.masks import Masks
+from kagome.model.pieces import Piece
 from kagome.model.samples import Batch, count_of, inputs_of
 from kagome.model.steps import Step
 from kagome.planner.operators import Operator, OperatorGraph
@@ -68,6 +69,8 @@ def measured(
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     model.train()
+    for weight, _ in gradients:
+        weight.grad = None
     try:
         with torch.random.fork_rng(devices=[]):
             for size in sizes:

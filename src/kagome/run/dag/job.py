@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kagome.model.branches import Branches, Piece
+from kagome.model.branches import Branches
 from kagome.model.masks import Masks
+from kagome.model.pieces import Piece
 
 Part = tuple[range, Tensor]
 """Some samples of a value."""

@@ -13,7 +13,8 @@ from typing import Final
 import torch
 
 from kagome.comm.channel import Channel, Pending, Sending
-from kagome.model.branches import Branches, Piece
+from kagome.model.branches import Branches
+from kagome.model.pieces import Piece
 from kagome.run.dag.job import Job
 from kagome.run.dag.layout import Layout
 from kagome.schedule.actions import Action, Kind, Program

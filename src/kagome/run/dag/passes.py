@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kagome.comm.channel import Channel
-from kagome.model.branches import Branches, Piece
+from kagome.model.branches import Branches
+from kagome.model.pieces import Piece
 from kagome.report.spans import Spans
 from kagome.run.dag.job import Job, StageCode
 from kagome.run.dag.layout import Layout

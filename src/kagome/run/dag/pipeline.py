@@ -5,7 +5,6 @@ Where it sits: ``kagome.pipeline``; every rank calls it with the same arguments.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,16 +22,15 @@ from kagome.errors import ConfigError, DataError, PlanError
 from kagome.model.branches import branches_of
 from kagome.model.masks import Masks
 from kagome.model.samples import Batch, count_of, inputs_of
-from kagome.planner.operators import OperatorGraph
-from kagome.planner.profile import measured
 from kagome.planner.stageplan import StagePlan
 from kagome.report.spans import Span, Spans
+from kagome.run.dag.checks import agreed, check_forms, common_zero, forms_of, lost, rough_operators
 from kagome.run.dag.job import Job, StageCode
 from kagome.run.dag.layout import Layout
 from kagome.run.dag.passes import Pass, forward_program, update_programs
 from kagome.run.dag.plans import plan_of
 from kagome.run.dag.weights import Weights
-from kagome.run.task import Loss, check_finite, row_sum
+from kagome.run.task import Loss, check_finite
 from kagome.schedule.actions import to_text
 
 BatchNorm = Literal["refuse", "micro-batch"]
@@ -44,6 +42,7 @@ def pipeline(
     *,
     loss: Loss,
     optimizer: Callable[[Any], Optimizer] | None = None,
+    devices: int | None = None,
     plan: StagePlan | Path | str | None = None,
     batch: int | None = None,
     batch_norm: BatchNorm = "refuse",
@@ -61,6 +60,7 @@ def pipeline(
         loss: ``loss(out, target)`` gives a value a sample (``reduction="none"``); the mean over the batch is
             minimised.
         optimizer: Gives the optimizer of a stage's weights; by default Adam with a rate of 0.001.
+        devices: How many ranks there must be; by default as many as there are.
         plan: A plan or its file; by default a chain of stages that take about the same time.
         batch: Samples of a batch; by default the plan's, else those of ``sample_batch``.
         batch_norm: Refuse batch norms, or let each micro-batch (each replica's share of it) have statistics
@@ -80,17 +80,28 @@ def pipeline(
     Cost:
         A few forwards and backwards of 4 samples; all weights once from rank 0.
     """
-    return Pipeline(
-        model,
-        sample_batch,
-        loss=loss,
-        optimizer=optimizer,
-        plan=plan,
-        batch=batch,
-        batch_norm=batch_norm,
-        seed=seed,
-        channel=channel,
-    )
+    with ExitStack() as stack:
+        if channel is None:
+            channel = stack.enter_context(open_mesh(Parallel())).world
+        if devices is not None and devices != channel.size:
+            raise PlanError(
+                f"devices={devices} were asked for",
+                f"there are {channel.size} ranks",
+                hint=f"start {devices} ranks: torchrun --nproc-per-node {devices} ...",
+            )
+        pipe = Pipeline(
+            model,
+            sample_batch,
+            loss=loss,
+            optimizer=optimizer,
+            plan=plan,
+            batch=batch,
+            batch_norm=batch_norm,
+            seed=seed,
+            channel=channel,
+        )
+        pipe._stack = stack.pop_all()
+        return pipe
 
 
 class Pipeline:
@@ -114,40 +125,40 @@ class Pipeline:
         batch: int | None,
         batch_norm: BatchNorm,
         seed: int,
-        channel: Channel | None,
+        channel: Channel,
     ) -> None:
         self._stack = ExitStack()
-        try:
-            if channel is None:
-                channel = self._stack.enter_context(open_mesh(Parallel())).world
-            self.model, self.channel, self._loss = model.to(channel.device), channel, loss
-            self._seed, self._update = seed, 0
-            inputs = self._moved(inputs_of(model, sample_batch))
-            self._branches = branches_of(model, inputs, batch_norm=batch_norm)
-            self.operators = self._rough(inputs)
-            self.plan = self._agreed(plan_of(plan, self.operators, channel.size, batch, count_of(inputs)))
-            shape = self.plan.shape(self.operators)
-            self._pieces = self._branches.pieces([stage.operators for stage in self.plan.stages])
-            self._layout = Layout.of(self.plan)
-            self.stage, self._replica = self._layout.seat(channel.rank)
-            programs = update_programs(self._branches, self._pieces, shape)
-            self.program = to_text(programs)
-            self._program = programs[self.stage]
-            self._like = {name: (value.shape[1:], value.dtype) for name, value in inputs.items()}
-            self._code = StageCode(
-                model, self._branches, self._pieces[self.stage], Masks(seed, self._branches.places)
+        self.model, self.channel, self._loss = model.to(channel.device), channel, loss
+        self._seed, self._update = seed, 0
+        inputs = self._moved(inputs_of(model, sample_batch))
+        self._branches = branches_of(model, inputs, batch_norm=batch_norm)
+        self.operators = rough_operators(self.model, self._branches, inputs, channel)
+        chosen = plan_of(plan, self.operators, channel.size, batch, count_of(inputs))
+        self.plan = agreed(chosen, channel)
+        shape = self.plan.shape(self.operators)
+        self._pieces = self._branches.pieces([stage.operators for stage in self.plan.stages])
+        self._layout = Layout.of(self.plan)
+        self.stage, self._replica = self._layout.seat(channel.rank)
+        programs = update_programs(self._branches, self._pieces, shape)
+        self.program = to_text(programs)
+        self._program = programs[self.stage]
+        self._forms = forms_of(inputs)
+        self._code = StageCode(
+            model, self._branches, self._pieces[self.stage], Masks(seed, self._branches.places)
+        )
+        self._weights = Weights(model, self._pieces, self._layout, channel)
+        self._weights.share_first()
+        own = list(self._weights.mine.values())
+        make = optimizer or (lambda weights: torch.optim.Adam(weights, lr=1e-3))
+        if isinstance(make, Optimizer) or not callable(make):
+            raise ConfigError(
+                "optimizer=... takes a callable(params) -> Optimizer",
+                f"it was given a {type(make).__name__}",
+                hint="optimizer=lambda params: torch.optim.AdamW(params, lr=0.01)",
             )
-            self._weights = Weights(model, self._pieces, self._layout, channel)
-            self._weights.share_first()
-            own = list(self._weights.mine.values())
-            make = optimizer or (lambda weights: torch.optim.Adam(weights, lr=1e-3))
-            self.optimizer = make(own) if own else None
-            self._spans = Spans(most=100_000)
-            channel.barrier("pipeline is ready")
-            self._spans.align()
-        except BaseException:
-            self._stack.__exit__(*sys.exc_info())
-            raise
+        self.optimizer = make(own) if own else None
+        self._spans = Spans(most=100_000)
+        self._spans.align(common_zero(channel))
 
     # Public ----------------------------------------------------------------------------------------
 
@@ -180,7 +191,7 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float64, device=self.channel.device)
 
         def lose(out: Tensor, samples: range) -> Tensor:
-            return self._lost(out, target, samples) / self.plan.batch
+            return lost(self._loss, out, target[samples.start : samples.stop]) / self.plan.batch
 
         def done(job: Job) -> None:
             if job.loss is not None:
@@ -242,7 +253,7 @@ class Pipeline:
         """The mean loss in evaluation mode, over any number of samples."""
         out = self.predict(batch)
         with torch.no_grad():
-            return float(self._lost(out, target.to(out.device), range(out.size(0)))) / out.size(0)
+            return float(lost(self._loss, out, target.to(out.device))) / out.size(0)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole model's state, on all ranks, which all call it."""
@@ -286,44 +297,5 @@ class Pipeline:
 
     def _checked(self, batch: Batch) -> dict[str, Tensor]:
         inputs = self._moved(inputs_of(self.model, batch))
-        for name, (shape, dtype) in self._like.items():
-            value = inputs.get(name)
-            if value is None or value.shape[1:] != shape or value.dtype != dtype:
-                found = "missing" if value is None else f"{list(value.shape[1:])} {value.dtype}"
-                raise DataError(
-                    f"samples of {name!r} are {list(shape)} {dtype}, as in the sample batch",
-                    f"they are {found}",
-                    where=f"input {name!r}",
-                    hint="pad samples to one shape",
-                )
+        check_forms(inputs, self._forms)
         return inputs
-
-    def _lost(self, out: Tensor, target: Tensor, samples: range) -> Tensor:
-        """The sum of the loss over some samples."""
-        values = self._loss(out, target[samples.start : samples.stop])
-        if values.dim() == 0 or values.size(0) != len(samples):
-            raise ConfigError(
-                f"loss(out, target) gives a value a sample: {len(samples)}",
-                f"it gave the shape {list(values.shape)}",
-                hint='reduction="none"; Kagome takes the mean over the batch',
-            )
-        return row_sum(values)
-
-    def _rough(self, inputs: Mapping[str, Tensor]) -> OperatorGraph:
-        """The operators with costs for a few samples, measured on rank 0: all ranks must plan alike."""
-        size = min(4, count_of(inputs))
-        graph = measured(self.model, self._branches, inputs, (size,), repeats=1)
-        return OperatorGraph.from_json(str(self.channel.gather_objects(graph.to_json(), "operators")[0]))
-
-    def _agreed(self, plan: StagePlan) -> StagePlan:
-        """The plan, if all ranks have it."""
-        plans = self.channel.gather_objects(plan.to_json(), "plan")
-        other = next((rank for rank, text in enumerate(plans) if text != plans[0]), None)
-        if other is not None:
-            raise PlanError(
-                "all ranks run one plan",
-                f"ranks 0 and {other} were given different ones",
-                where=f"rank {self.channel.rank}",
-                hint="read it from one file on all ranks",
-            )
-        return plan

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from kagome.comm.channel import Channel
-from kagome.model.branches import Piece
+from kagome.model.pieces import Piece
 from kagome.run.dag.layout import Layout
 
 
@@ -76,8 +77,13 @@ class Weights:
                 weight.grad = part.view_as(weight).clone() if count else None
 
     def average_buffers(self, update: int) -> None:
-        """Give the replicas of a stage the mean of the buffers that each has moved by itself."""
-        named = dict(self.model.named_buffers())
+        """Give the replicas of a stage the mean of the running statistics that each has moved by itself."""
+        named = {
+            f"{path}.{name}": buffer
+            for path, module in self.model.named_modules()
+            if isinstance(module, _BatchNorm)
+            for name, buffer in module.named_buffers(recurse=False)
+        }
         groups: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
         for name, ranks in self.holders.items():
             if name in named and len(ranks) > 1 and named[name].is_floating_point():

@@ -1,0 +1,103 @@
+"""Checks: that all ranks are given one plan, batches look alike, and a loss gives a value a sample.
+
+Where it sits: ``pipeline`` asks them of what a user gives it.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from kagome.comm.channel import Channel
+from kagome.errors import ConfigError, DataError, PlanError
+from kagome.model.branches import Branches
+from kagome.model.samples import count_of
+from kagome.planner.operators import OperatorGraph
+from kagome.planner.profile import measured
+from kagome.planner.stageplan import StagePlan
+from kagome.run.task import Loss, row_sum
+
+Forms = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""By input, the shape of a sample, and the type."""
+
+
+def forms_of(inputs: Mapping[str, Tensor]) -> Forms:
+    """What samples look like."""
+    return {name: (value.shape[1:], value.dtype) for name, value in inputs.items()}
+
+
+def check_forms(inputs: Mapping[str, Tensor], forms: Forms) -> None:
+    """Check that samples look like those that stages have learned to expect.
+
+    Raises:
+        DataError: If they do not.
+    """
+    for name in {**forms, **inputs}:
+        if name not in forms:
+            raise DataError(f"the sample batch has {', '.join(forms)}", f"this one has {name!r} too")
+        shape, dtype = forms[name]
+        value = inputs.get(name)
+        if value is None or value.shape[1:] != shape or value.dtype != dtype:
+            raise DataError(
+                f"samples of {name!r} are {list(shape)} {dtype}, as in the sample batch",
+                "there are none" if value is None else f"they are {list(value.shape[1:])} {value.dtype}",
+                where=f"input {name!r}",
+                hint="pad samples to one shape",
+            )
+
+
+def lost(loss: Loss, out: Tensor, target: Tensor) -> Tensor:
+    """The sum of a loss over samples.
+
+    Raises:
+        ConfigError: If it gives no value a sample.
+    """
+    values = loss(out, target)
+    if values.dim() == 0 or values.size(0) != out.size(0):
+        raise ConfigError(
+            f"loss(out, target) gives a value a sample: {out.size(0)}",
+            f"it gave the shape {list(values.shape)}",
+            hint='reduction="none"; Kagome takes the mean over the batch',
+        )
+    return row_sum(values)
+
+
+def agreed(plan: StagePlan, channel: Channel) -> StagePlan:
+    """The plan, if all ranks have it.
+
+    Raises:
+        PlanError: If not.
+    """
+    plans = channel.gather_objects(plan.to_json(), "plan")
+    other = next((rank for rank, text in enumerate(plans) if text != plans[0]), None)
+    if other is not None:
+        raise PlanError(
+            "all ranks run one plan",
+            f"ranks 0 and {other} were given different ones",
+            where=f"rank {channel.rank}",
+            hint="read it from one file on all ranks",
+        )
+    return plan
+
+
+def common_zero(channel: Channel) -> float:
+    """The clock's value that counts as 0 for spans: one for all ranks of a host, which share its clock."""
+    clocks = channel.gather_objects((socket.gethostname(), time.perf_counter()), "clocks")
+    host, zero = cast("tuple[str, float]", clocks[0])
+    mine, own = cast("tuple[str, float]", clocks[channel.rank])
+    return zero if host == mine else own
+
+
+def rough_operators(
+    model: nn.Module, branches: Branches, inputs: Mapping[str, Tensor], channel: Channel
+) -> OperatorGraph:
+    """The operators with costs for a few samples, measured on rank 0: all ranks must plan alike."""
+    text = ""
+    if channel.rank == 0:
+        text = measured(model, branches, inputs, (min(4, count_of(inputs)),), repeats=1).to_json()
+    return OperatorGraph.from_json(str(channel.gather_objects(text, "operators")[0]))

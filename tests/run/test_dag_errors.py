@@ -1,0 +1,220 @@
+"""What a pipeline of a DAG refuses, in words that say what, where and what to try; and a rank that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dags import plan_of, sgd, task, trained
+from torch import Tensor, nn
+
+import kagome
+from kagome.comm.channel import Channel
+from kagome.errors import CommError, ConfigError, DataError, ModelError, PlanError, ScheduleError
+
+LOSS = nn.MSELoss(reduction="none")
+
+
+class Small(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.between = between
+        if isinstance(between, str):
+            self.register_buffer("count", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if isinstance(self.between, str):
+            self.count += 1.0
+        else:
+            h = self.between(h)
+        return self.last(h)
+
+
+class Pair(Small):
+    """Gives two tensors."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x)
+        return self.last(h), h
+
+
+class Attention(nn.Module):
+    """Attention that drops within the kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x).unsqueeze(1)
+        return F.scaled_dot_product_attention(h, h, h, dropout_p=0.5).squeeze(1)
+
+
+def made(model: nn.Module, sample: Any = None, **options: Any) -> Any:
+    sample = torch.randn(8, 4) if sample is None else sample
+    return kagome.pipeline(model, sample, **{"loss": LOSS, "channel": Channel(None, "cpu"), **options})
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Small(lambda h: h - h.mean(0)), r"'mean' gives a sample values that differ by .* of the largest"),
+        (Small(lambda h: h * torch.softmax(h, 0)), "'softmax' gives a sample"),
+        (Small(lambda h: h + torch.randn_like(h)), "'randn_like' gives a sample"),
+        (Small(nn.BatchNorm1d(6)), r"'between' is a BatchNorm1d(.|\n)*batch_norm=\"micro-batch\""),
+        (Small("counts"), "stops it|changes the buffers"),
+        (Small(lambda h: h + h.relu_()), r"changes 'first' in|'relu_' changes 'first', which"),
+        (Small(nn.AlphaDropout(0.5)), "alpha_dropout has none"),
+        (Attention(), "scaled_dot_product_attention draws its own"),
+        (Pair(nn.ReLU()), "one tensor|type tuple"),
+        (Small(lambda h: h.mean()), "."),
+    ],
+)
+def test_models_whose_samples_are_not_independent(model, text):
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises((ModelError, RuntimeError), match=text):
+        made(model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        ({"x": torch.randn(3, 4), "y": torch.randn(3, 4)}, r"\['y'\] as well"),
+        ({}, r"\['x'\] are missing"),
+        ((torch.randn(3, 4), torch.randn(3, 4)), "takes 1 inputs by place, but the batch has 2"),
+        ({"x": [1.0, 2.0]}, "it has list"),
+        (torch.tensor(1.0), "without axes as 'x'"),
+        (torch.randn(1, 4), "2 samples or more"),
+    ],
+)
+def test_batches_that_do_not_fit(batch, text):
+    with pytest.raises(DataError, match=text):
+        made(Small(nn.ReLU()), batch)
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "text"),
+    [
+        ("auto", PlanError, "none yet"),
+        (plan_of(8, ("first", 1, 2), ("between last", 1, 2)), PlanError, "in 2 stages, but there are 1"),
+        (plan_of(8, ("first between", 1, 2)), PlanError, r"\['last'\] are in none"),
+        (plan_of(8, ("first between last more", 1, 2)), PlanError, "'more'"),
+        (plan_of(8, ("first between last", 1, 3)), ScheduleError, "whole number of micro-batches"),
+        (plan_of(8, ("first between last", 1, 0)), PlanError, "a sample for each of its devices"),
+        (plan_of(16, ("first between last", 1, 2)), PlanError, "batch=8 .* the plan is for 16"),
+    ],
+)  # fmt: skip
+def test_plans_that_do_not_fit(plan, error, text):
+    with pytest.raises(error, match=text):
+        made(Small(nn.ReLU()), plan=plan, batch=8)
+
+
+def test_what_a_step_is_given(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(plan_of(8, ("first between last", 1, 4)).to_json())
+    pipe = made(Small(nn.ReLU()), plan=path)
+    assert pipe.program == "0F0 0B0 0F1 0B1\n"
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    assert pipe.step((x,), y) == pytest.approx(float(pipe.evaluate(x, y)), rel=2e-2)
+    assert pipe.predict(x[:5]).shape == (5, 2)
+    pipe.load_state_dict({key: value * 0 for key, value in pipe.state_dict().items()})
+    assert not pipe.predict(x).any()
+    assert len(pipe.all_spans()) == 1
+    for batch, target, error, text in (
+        (x[:6], y[:6], DataError, "8 samples, but there are 6"),
+        (x.double(), y, DataError, "torch.float64"),
+        (torch.randn(8, 3), y, DataError, r"\[3\]"),
+        (x * float("nan"), y, ModelError, "finite"),
+    ):
+        with pytest.raises(error, match=text):
+            pipe.step(batch, target)
+    with pytest.raises(ConfigError, match="a value a sample"):
+        made(Small(nn.ReLU()), loss=F.mse_loss).step(x, y)
+    with pytest.raises(ConfigError, match="callable"):
+        made(Small(nn.ReLU()), optimizer=torch.optim.SGD([y.requires_grad_()], 0.1))
+    with pytest.raises(PlanError, match="devices=4"):
+        made(Small(nn.ReLU()), devices=4)
+
+
+def test_what_crosses_has_samples(ranks):
+    plan = plan_of(8, ("first", 1, 2), ("last", 1, 2))
+    with pytest.raises(ModelError, match=r"'flatten' is of kind 'odd'(.|\n)*'first' and what reads it"):
+        ranks(2, folded, plan)
+
+
+class Folded(Small):
+    """Two rows a sample between its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x.unsqueeze(1).expand(-1, 2, -1)).flatten(0, 1)
+        return self.last(h).unflatten(0, (-1, 2)).sum(1)
+
+
+def folded(channel: Channel, plan: Any) -> None:
+    made(Folded(nn.ReLU()), plan=plan, channel=channel)
+
+
+def norms(channel: Channel) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model, x = Small(nn.BatchNorm1d(6)), torch.randn(8, 4)
+    plan = plan_of(8, ("first between", 2, 8), ("last", 1, 4))
+    pipe = made(model, x, plan=plan, channel=channel, batch_norm="micro-batch", optimizer=sgd)
+    pipe.step(x, torch.randn(8, 2))
+    own = {key: value.clone() for key, value in model.state_dict().items() if "running" in key}
+    whole = {key: value.clone() for key, value in pipe.state_dict().items() if "running" in key}
+    assert channel.rank == 2 or all(torch.equal(own[key], whole[key]) for key in own)
+    return whole
+
+
+def test_batch_norms_of_micro_batches(ranks):
+    found = ranks(3, norms)
+    assert all(torch.equal(found[0][key], rank[key]) for rank in found for key in rank)
+    assert found[0]["between.running_mean"].abs().max() > 0
+
+
+def failing(channel: Channel) -> str:
+    """Rank 1's loss fails; rank 0 waits for its gradients."""
+    model, inputs, target, _ = task("gnn", 8)
+
+    def broken(out: Tensor, y: Tensor) -> Tensor:
+        raise FloatingPointError("rank 1 fails")
+
+    stages = ("convs.0 norms.0", 1, 2), ("convs.1 norms.1 jump head", 1, 2)
+    pipe = kagome.pipeline(model, inputs, loss=broken, plan=plan_of(8, *stages), channel=channel)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            pipe.step(inputs, target)
+    except (FloatingPointError, CommError) as error:
+        error.add_note(said.getvalue())
+        raise
+    return "went on"
+
+
+def test_a_rank_that_fails_ends_all(ranks):
+    with pytest.raises(FloatingPointError) as caught:
+        ranks(2, failing)
+    notes = "\n".join(caught.value.__notes__)
+    assert "kagome: rank 1 stopped here in update 1:\n1RECV_F0 1F0 " in notes
+    assert "'0RECV_B0, update 1'" in notes
+    assert "CommError" in notes
+
+
+def differing(channel: Channel) -> None:
+    trained(
+        channel, "gnn", plan_of(8, ("convs.0", 1, 2), ("norms convs.1 jump head", 1, 2 + 2 * channel.rank))
+    )
+
+
+def test_ranks_with_different_plans(ranks):
+    with pytest.raises(PlanError, match="ranks 0 and 1 were given different ones"):
+        ranks(2, differing)
