@@ -47,14 +47,18 @@ class Odd(nn.Module):
 
 
 class Noisy(nn.Module):
-    """An example with dropout."""
+    """Dropout inside attention, where heads and samples share an axis, and of whole channels."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = EXAMPLES["multimodal"].build(**SIZES["multimodal"], dropout=0.5)
+        self.read, self.out = nn.Linear(2, 8), nn.Linear(8, 3)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True)
+        self.drop = nn.Dropout1d(0.3)
 
-    def forward(self, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
-        return self.inner(first, second, third)
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.read(x.view(-1, 3, 2))
+        seen, _ = self.attention(h, h, h)
+        return self.out(self.drop(seen).mean(1))
 
 
 def task(name: str, count: int) -> tuple[nn.Module, dict[str, Tensor], Tensor, Any]:
@@ -64,10 +68,9 @@ def task(name: str, count: int) -> tuple[nn.Module, dict[str, Tensor], Tensor, A
         example = EXAMPLES[name]
         return example.build(**SIZES[name]), *example.batch(count), example.loss
     loss = nn.CrossEntropyLoss(reduction="none")
-    if name == "noisy":
-        return Noisy(), *EXAMPLES["multimodal"].batch(count), loss
     inputs = {"x": torch.randn(count, 6)}
-    return Odd(0.4 if name == "odd drop" else 0.0), inputs, torch.randint(0, 3, (count,)), loss
+    model = Noisy() if name == "noisy" else Odd(0.4 if name == "odd drop" else 0.0)
+    return model, inputs, torch.randint(0, 3, (count,)), loss
 
 
 def plan_of(batch: int, *stages: tuple) -> StagePlan:

@@ -66,6 +66,7 @@ def test_gradients_are_plain_trainings(ranks, case):
     ("name", "plan"),
     [
         ("odd drop", PLANS["odd"][1]),
+        ("noisy", plan_of(8, ("read", 1, 2), ("attention drop out", 2, 4))),
         (
             "odd drop",
             plan_of(8, ("first relu right drop left table", 2, 8), ("turned norm relu#2 out", 1, 4)),
@@ -74,7 +75,7 @@ def test_gradients_are_plain_trainings(ranks, case):
 )
 def test_dropout_does_not_know_the_plan(ranks, name, plan):
     alone = ranks(1, trained, name, None)[0]
-    assert alone["losses"][0] != pytest.approx(plain("odd")["losses"][0], abs=1e-3)
+    assert alone["losses"][0] != pytest.approx(plain(name)["losses"][0], abs=1e-6), "other draws"
     same(ranks(plan.devices, trained, name, plan), alone)
 
 

@@ -60,14 +60,17 @@ class Branches:
         self.owner: dict[str, str] = {}
         """The operator of each step that belongs to one."""
         self._assign()
-        self.operators: dict[str, list[Step]] = {}
+        self.operators: dict[str, list[Step]] = {name: [] for name in self._names}
         """Each operator's steps; operators in an order in which those that are read come first."""
-        for name in self._names:
-            self.operators[name] = [step for step in steps if self.owner.get(step.name) == name]
+        for step in steps:
+            if step.name in self.owner:
+                self.operators[self.owner[step.name]].append(step)
+        self._closures = {name: self._closure(own) for name, own in self.operators.items()}
+        self._read = {value for _, takes, _ in self._closures.values() for value in takes}
 
     def reads(self, name: str) -> tuple[str, ...]:
         """The operators whose values an operator takes."""
-        _, takes, _ = self._closure(self.operators[name])
+        _, takes, _ = self._closures[name]
         return tuple(dict.fromkeys(self.owner[value] for value in takes))
 
     def pieces(self, groups: Sequence[Collection[str]]) -> tuple[Piece, ...]:
@@ -103,12 +106,11 @@ class Branches:
 
     def alone(self, name: str) -> Piece:
         """An operator by itself: what it takes comes from piece 0, what others read goes to piece 2."""
-        steps, takes, inputs = self._closure(self.operators[name])
-        others = [other for other in self.operators if other != name]
-        read = {v for o in others for v in self._closure(self.operators[o])[1] if self.owner[v] == name}
+        steps, takes, inputs = self._closures[name]
+        read = [step.name for step in self.operators[name] if step.name in self._read]
         output = self.graph.output if self.owner[self.graph.output] == name else None
-        given = tuple(sorted(read, key=self._order.__getitem__))
-        return Piece(1, steps, {0: tuple(takes)} if takes else {}, {2: given} if read else {}, inputs, output)
+        gives = {2: tuple(read)} if read else {}
+        return Piece(1, steps, {0: tuple(takes)} if takes else {}, gives, inputs, output)
 
     # How steps find their operators ---------------------------------------------------------------
 

@@ -139,8 +139,9 @@ def _values(
         tensor = isinstance(value, Tensor)
         found[step.name] = _Seen(value.detach().clone(), value.requires_grad) if tensor else value
 
+    rows = {name: value.clone() for name, value in rows_of(inputs, first, last).items()}
     with masks.on(0, torch.arange(first, last)), torch.enable_grad():
-        graph.run(model, rows_of(inputs, first, last), training=True, before=masks.at, after=after)
+        graph.run(model, rows, training=True, before=masks.at, after=after)
     return found
 
 

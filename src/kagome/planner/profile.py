@@ -124,7 +124,8 @@ class _Bench:
 
         graph_taken = {v for name in branches.operators for v in branches.alone(name).taken}
         with self.masks.on(0, self.ids), torch.no_grad():
-            graph.run(model, dict(self.inputs), training=True, before=self.masks.at, after=after)
+            copies = {name: value.clone() for name, value in self.inputs.items()}
+            graph.run(model, copies, training=True, before=self.masks.at, after=after)
 
     def run(self, piece: Piece) -> tuple[float, float, int]:
         """Seconds forward, seconds backward, bytes kept."""
