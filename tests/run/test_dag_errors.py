@@ -75,12 +75,11 @@ def made(model: nn.Module, sample: Any = None, **options: Any) -> Any:
         (Small(nn.AlphaDropout(0.5)), "alpha_dropout has none"),
         (Attention(), "scaled_dot_product_attention draws its own"),
         (Pair(nn.ReLU()), "one tensor|type tuple"),
-        (Small(lambda h: h.mean()), "."),
     ],
 )
 def test_models_whose_samples_are_not_independent(model, text):
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises((ModelError, RuntimeError), match=text):
+    with pytest.raises(ModelError, match=text):
         made(model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
