@@ -38,10 +38,10 @@ class Operator:
 
     def seconds(self, samples: float) -> float:
         """Seconds forward and backward of so many samples, between and beyond the measured sizes linear."""
-        return _at(self.forward, samples) + _at(self.backward, samples)
+        return at(self.forward, samples) + at(self.backward, samples)
 
 
-def _at(table: tuple[tuple[int, float], ...], samples: float) -> float:
+def at(table: tuple[tuple[int, float], ...], samples: float) -> float:
     """A table's value; beyond its last size in proportion, below its first one the first one's.
 
     A device is not faster with fewer samples than it can do at once.
