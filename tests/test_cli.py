@@ -119,7 +119,7 @@ def test_nothing_asked_is_a_mistake_that_shows_the_commands(kagome):
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (["fly"], 2, ["train, check, partition, report, doctor", "'fly'", "kagome --help"]),
+        (["fly"], 2, ["train, plan, check, partition, report, doctor", "'fly'", "kagome --help"]),
         (["train", "--train.epoch", "3"], 2, ["--train.epoch", "--train.epochs"]),
         (["train", "--training.epochs", "3"], 2, ["Unrecognized", "--training.epochs"]),
         (["train", "--train.epochs", "many"], 2, ["--train.epochs", "many"]),

@@ -1,4 +1,6 @@
-"""The command line: kagome train | check | partition | report | doctor, from the same dataclasses as the API.
+"""The command line: kagome train | plan | check | partition | report | doctor.
+
+Flags come from the same dataclasses as the API.
 
 Where it sits: reads flags and TOML into ``config.Run``, starts ranks where none are, and hands over to
 ``run``. A user's mistake ends in one message and a non-zero code, never in a traceback of ours.
@@ -9,13 +11,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from kagome import config
+from kagome.commands import (
+    COMMANDS,
+    CheckCommand,
+    DoctorCommand,
+    PartitionCommand,
+    PlanCommand,
+    ReportCommand,
+    TrainCommand,
+)
 from kagome.errors import CheckError, CheckpointError, ConfigError, KagomeError
 from kagome.ranks import environment
 
@@ -30,75 +41,6 @@ DEFAULT_RANKS = 2
 """Local ranks of ``kagome train`` with no flags at all."""
 LOADED = ("kagome.run.trainer", "kagome.model.zoo")
 """What every rank of a training imports."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainCommand(config.Run):
-    """Train a model on a graph, over as many ranks as are given.
-
-    A TOML file with the same sections may stand first: ``kagome train RUN.toml --train.epochs 50``.
-    """
-
-    nproc: int | None = None
-    """Local ranks to start; by default the product of the mesh. Under torchrun or srun, theirs are used."""
-    out: str | None = None
-    """Folder for the run's files; by default a new one under runs/."""
-    resume: str | None = None
-    """Folder of a run to go on with, on any number of ranks; its settings are the defaults."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckCommand:
-    """Compare split with whole on a sample of the graph: all outputs and gradients.
-
-    The exit code is 1 if they differ.
-    """
-
-    data: config.Data = field(default_factory=config.Data)
-    model: config.Model = field(default_factory=config.Model)
-    parallel: config.Parallel = field(default_factory=config.Parallel)
-    train: config.Train = field(default_factory=config.Train)
-    vertices: int = 200
-    """Vertices of the sample."""
-    all: bool = False
-    """Show all compared tensors, not only those that differ."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartitionCommand:
-    """Cut a graph and save the parts: then ``kagome train --data.partition DIR`` loads one part a rank."""
-
-    data: config.Data = field(default_factory=config.Data)
-    parts: int = 2
-    """How many."""
-    partitioner: config.Partitioner = "auto"
-    """How vertices are given to parts; ``auto`` takes METIS where it fits into memory, else streaming."""
-    seed: int = 0
-    """The partitioner's seed."""
-    out: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """Folder for the parts."""
-
-
-@dataclass(frozen=True)
-class ReportCommand:
-    """Write a run's report page again and print its table."""
-
-    run: tyro.conf.Positional[str]
-    """The run's folder."""
-
-
-@dataclass(frozen=True)
-class DoctorCommand:
-    """Say what this machine offers, and whether ranks can talk to each other here."""
-
-
-COMMANDS = {
-    "train": TrainCommand,
-    "check": CheckCommand,
-    "partition": PartitionCommand,
-    "report": ReportCommand,
-    "doctor": DoctorCommand,
-}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -139,6 +81,7 @@ def _run(name: str, args: list[str]) -> int:
         raise ConfigError(f"a command of {', '.join(COMMANDS)}", f"it is {name!r}", hint="kagome --help")
     actions: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
+        "plan": _plan,
         "check": _check,
         "partition": _partition,
         "report": _report,
@@ -294,6 +237,20 @@ def _builder(settings: config.Model) -> Callable[[Partition, Meta, Channel], nn.
 
 
 # The others --------------------------------------------------------------------------------------
+
+
+def _plan(args: list[str]) -> int:
+    command: PlanCommand = _parse(PlanCommand, args, "plan")
+    from kagome.run.planning import planned
+
+    found = planned(command, _builder(command.model))
+    if command.json:
+        print(found.to_json())
+    else:
+        from kagome.report.plans import print_plans
+
+        print_plans(found)
+    return 0
 
 
 def _check(args: list[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kagome.errors import PlanError
+from kagome.planner.coarse import coarsened
 from kagome.planner.devices import Devices, StageCost
 from kagome.planner.downsets import downsets
 from kagome.planner.graphpipe import GraphPipe
@@ -263,3 +265,24 @@ def test_search_does_not_grow_with_the_ways_to_cut() -> None:
     begun = time.monotonic()
     assert GraphPipe(cost, (8,)).plan().devices <= 8
     assert time.monotonic() - begun < 30
+
+
+@settings(deadline=None, max_examples=60)
+@given(cost=small(), most=st.integers(1, 4))
+def test_what_is_taken_together_costs_what_its_members_do(cost: StageCost, most: int) -> None:
+    """And cuts of the coarse graph are cuts of the fine one, with the same bytes."""
+    coarse = coarsened(cost.graph, most)
+    assert sorted(name for names in coarse.members.values() for name in names) == sorted(cost.graph.by_name)
+    other = replace(cost, graph=coarse.graph)
+    try:
+        plan = GraphPipe(other, (2,)).least((2,))
+    except PlanError:
+        return
+    fine = coarse.spelled_out(plan)
+    assert fine.shape(cost.graph) == plan.shape(coarse.graph)
+    for one, two in zip(plan.stages, fine.stages, strict=True):
+        assert sum(other.compute(one.operators, 1, 2)) == pytest.approx(
+            sum(cost.compute(two.operators, 1, 2))
+        )
+        assert other.graph.crossing(one.operators) == cost.graph.crossing(two.operators)
+        assert other.memory(one.operators, 1, 2) == cost.memory(two.operators, 1, 2)

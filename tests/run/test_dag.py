@@ -86,6 +86,14 @@ def test_a_plain_plan_for_any_ranks(ranks, world, name):
     same(found, plain(name, 12))
 
 
+@pytest.mark.parametrize(("world", "name"), [(2, "dlrm"), (4, "uno"), (4, "multimodal")])
+def test_a_plan_that_was_searched_for(ranks, world, name):
+    """On costs measured here: all ranks have work, and gradients are plain training's."""
+    found = ranks(world, trained, name, "auto", 16)
+    assert {rank["stage"] for rank in found} == set(range(len(found[0]["program"].splitlines())))
+    same(found, plain(name, 16))
+
+
 def test_branches_run_at_the_same_time(ranks):
     name, plan = PLANS["shared towers, 2 replicas"]
     found = ranks(4, trained, name, plan, 8, 1)

@@ -103,7 +103,6 @@ def test_batches_that_do_not_fit(batch, text):
 @pytest.mark.parametrize(
     ("plan", "error", "text"),
     [
-        ("auto", PlanError, "none yet"),
         (plan_of(8, ("first", 1, 2), ("between last", 1, 2)), PlanError, "in 2 stages, but there are 1"),
         (plan_of(8, ("first between", 1, 2)), PlanError, r"\['last'\] are in none"),
         (plan_of(8, ("first between last more", 1, 2)), PlanError, "'more'"),

@@ -177,6 +177,7 @@ class LocalChannel:
     ) -> Tensor:
         """All-to-all of rows; headers are always compared, as it costs nothing here."""
         parts = torch.split(rows.detach(), list(send_counts))
+        self.bytes[kind] += sum(part.nbytes for peer, part in enumerate(parts) if peer != self.rank)
         offers = self._share((header, action, parts))
         for peer, (theirs, doing, _) in enumerate(offers):
             if theirs != header:

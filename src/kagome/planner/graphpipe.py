@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from kagome.errors import PlanError
@@ -262,6 +262,27 @@ class GraphPipe:
         mixed = self.least(near)
         return mixed if trial(self.cost, mixed).seconds < seconds[best] else found[best]
 
+    def whole(self) -> StagePlan:
+        """The plan, with devices that it has no use for given to the slowest stages that can take one more.
+
+        Raises:
+            PlanError: If there are devices that no stage can take, or none fits the memory.
+        """
+        plan = self.plan()
+        while plan.devices < self.cost.devices.count:
+            taking = [n for n, stage in enumerate(plan.stages) if stage.devices < stage.micro_batch]
+            if not taking:
+                raise PlanError(
+                    f"{self.cost.devices.count} devices share the work",
+                    f"the plan has work for {plan.devices}",
+                    hint="a larger batch, or fewer devices",
+                )
+            slowest = max(taking, key=lambda n: self.seconds(plan.stages[n]))
+            stages = list(plan.stages)
+            stages[slowest] = replace(stages[slowest], devices=stages[slowest].devices + 1)
+            plan = replace(plan, stages=tuple(stages))
+        return plan
+
     def least(self, sizes: tuple[int, ...]) -> StagePlan:
         """The plan with the least bottleneck.
 
@@ -313,9 +334,11 @@ class GraphPipe:
 
     def bottleneck(self, plan: StagePlan) -> float:
         """Seconds a sample of a plan's slowest stage."""
-        return max(
-            self.cost.per_sample(stage.operators, stage.devices, stage.micro_batch) for stage in plan.stages
-        )
+        return max(map(self.seconds, plan.stages))
+
+    def seconds(self, stage: PlannedStage) -> float:
+        """Seconds a sample of a stage."""
+        return self.cost.per_sample(stage.operators, stage.devices, stage.micro_batch)
 
 
 def sorted_stages(cost: StageCost, stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:

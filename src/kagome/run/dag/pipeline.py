@@ -24,6 +24,7 @@ from kagome.model.masks import Masks
 from kagome.model.samples import Batch, count_of, inputs_of
 from kagome.planner.stageplan import StagePlan
 from kagome.report.spans import Span, Spans
+from kagome.run.dag.auto import searched
 from kagome.run.dag.checks import agreed, check_forms, common_zero, forms_of, lost, rough_operators
 from kagome.run.dag.job import Job, StageCode
 from kagome.run.dag.layout import Layout
@@ -61,7 +62,8 @@ def pipeline(
             minimised.
         optimizer: Gives the optimizer of a stage's weights; by default Adam with a rate of 0.001.
         devices: How many ranks there must be; by default as many as there are.
-        plan: A plan or its file; by default a chain of stages that take about the same time.
+        plan: A plan or its file; ``auto`` measures operators and links and takes what GraphPipe's search
+            finds; by default a chain of stages that take about the same time.
         batch: Samples of a batch; by default the plan's, else those of ``sample_batch``.
         batch_norm: Refuse batch norms, or let each micro-batch (each replica's share of it) have statistics
             of its own, which is not what plain training has.
@@ -78,7 +80,7 @@ def pipeline(
         ScheduleError: If micro-batches do not fit each other.
 
     Cost:
-        A few forwards and backwards of 4 samples; all weights once from rank 0.
+        A few forwards and backwards of 4 samples, with ``auto`` of up to 64; all weights once from rank 0.
     """
     with ExitStack() as stack:
         if channel is None:
@@ -109,7 +111,8 @@ class Pipeline:
 
     Attributes:
         plan: What is run.
-        operators: The model's operators by the names that a plan uses, with rough costs.
+        operators: The model's operators by the names that a plan uses, with their costs: rough ones, unless
+            a plan was searched for.
         program: All stages' programs as text, a line a stage.
         stage: This rank's stage.
     """
@@ -132,7 +135,11 @@ class Pipeline:
         self._seed, self._update = seed, 0
         inputs = self._moved(inputs_of(model, sample_batch))
         self._branches = branches_of(model, inputs, batch_norm=batch_norm)
-        self.operators = rough_operators(self.model, self._branches, inputs, channel)
+        if plan == "auto":
+            samples = batch or count_of(inputs)
+            self.operators, plan = searched(self.model, self._branches, inputs, channel, samples)
+        else:
+            self.operators = rough_operators(self.model, self._branches, inputs, channel)
         chosen = plan_of(plan, self.operators, channel.size, batch, count_of(inputs))
         self.plan = agreed(chosen, channel)
         shape = self.plan.shape(self.operators)

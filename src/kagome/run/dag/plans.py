@@ -29,12 +29,6 @@ def plan_of(
     Raises:
         PlanError: If it does not fit.
     """
-    if plan == "auto":
-        raise PlanError(
-            "plan='auto' asks for a search of plans",
-            "the pipeline has none yet",
-            hint="leave plan out, or give it what a planner returned: a StagePlan or its file",
-        )
     if plan is None:
         plan = default_plan(graph, devices, batch or sample)
     elif not isinstance(plan, StagePlan):

@@ -1,0 +1,180 @@
+"""GraphPipe's search against PipeDream's and Piper's: how fast are the plans, how long is the search.
+
+Run: python benchmarks/graphpipe/main.py   (resumes where it stopped; --smoke for a minute)
+
+Operators are measured on this machine; plans run in the simulator, chains of stages as chains. Of each
+planner all micro-batches are tried and the fastest plan counts, with the time of all its searches.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import nn
+
+from kagome.errors import PlanError
+from kagome.model.examples import DLRM, EXAMPLES, MultimodalTransformer, Uno
+from kagome.planner.coarse import Coarse, coarsened
+from kagome.planner.devices import Devices, StageCost
+from kagome.planner.graphpipe import GraphPipe
+from kagome.planner.operators import OperatorGraph
+from kagome.planner.pipedream import PipeDream
+from kagome.planner.piper import Piper
+from kagome.planner.profile import measure
+from kagome.planner.stageplan import StagePlan
+from kagome.planner.trial import Trial, trial
+
+HERE = Path(__file__).parent
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "multimodal": lambda: MultimodalTransformer(width=256, layers=8, joint=4, heads=8),
+    "dlrm": lambda: DLRM(bottom=(512, 512, 512, 256), top=(1024, 1024, 1024, 512, 256)),
+    "uno": lambda: Uno(width=1024, tower=8, layers=6),
+}
+SMALL: Mapping[str, Callable[[], nn.Module]] = {"uno": lambda: Uno(width=16, tower=2, layers=2)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Search stages for the paper's three models."""
+
+    models: tuple[str, ...] = tuple(MODELS)
+    """Models."""
+    devices: tuple[int, ...] = (4, 8, 16, 32)
+    """Devices."""
+    batch: int = 1024
+    """Samples of a batch."""
+    sizes: tuple[int, ...] = (4, 8, 16, 32, 64)
+    """Micro-batches."""
+    operators: int = 40
+    """To so many operators chains are taken together, for all planners."""
+    bandwidth: float = 7e7
+    """Bytes a second between devices. The processor that is measured does about a 175th of a V100's
+    multiplications; this is a 175th of 12.5 GB/s, so that computing and sending stand as they do there."""
+    memory: float = 16 * 2**30
+    """Bytes of a device."""
+    limit: float = 300.0
+    """Seconds of one search with one micro-batch, after which it counts as not ended."""
+    smoke: bool = False
+    """A small model, once."""
+    out: Path = HERE
+    """Folder of the results."""
+
+
+def operators(options: Options, model: str) -> OperatorGraph:
+    """A model's operators as measured here, kept in a file."""
+    file = options.out / f"operators_{model}.json"
+    if not file.exists():
+        torch.manual_seed(0)
+        sample, _ = EXAMPLES[model].batch(64)
+        built = (SMALL if options.smoke else MODELS)[model]()
+        file.write_text(measure(built, sample, (1, *options.sizes)).to_json())
+    return OperatorGraph.from_json(file.read_text())
+
+
+def best(
+    cost: StageCost, options: Options, planner: type[PipeDream] | type[Piper]
+) -> tuple[StagePlan | None, float, int]:
+    """The fastest chain over all micro-batches, seconds of all searches, and how many did not end."""
+    begun, found, ended = time.perf_counter(), [], 0
+    for size in options.sizes:
+        try:
+            found.append(planner(cost, size, seconds=options.limit).plan())
+        except PlanError:
+            ended += 1
+            if time.perf_counter() - begun > options.limit:
+                ended += len(options.sizes) - options.sizes.index(size) - 1
+                break
+    plan = min(found, key=lambda each: trial(cost, each, sequential=True).seconds) if found else None
+    return plan, time.perf_counter() - begun, ended
+
+
+def figures(plan: StagePlan | None, found: Trial | None, seconds: float, unended: int) -> dict[str, Any]:
+    """What is kept of a search."""
+    told: dict[str, Any] = {"search_seconds": seconds, "searches_not_ended": unended}
+    if plan is not None and found is not None:
+        told |= {
+            "throughput": found.throughput,
+            "stages": len(plan.stages),
+            "depth": found.depth,
+            "devices": plan.devices,
+            "micro_batches": sorted({stage.micro_batch for stage in plan.stages}),
+            "memory_bytes": max(found.memory),
+            "most_in_flight": max(found.run.held),
+            "bubble": found.run.bubble,
+        }
+    return told
+
+
+def row(options: Options, coarse: Coarse, devices: int) -> dict[str, Any]:
+    """All three planners on so many devices."""
+    cost = StageCost(coarse.graph, Devices(devices, options.memory, options.bandwidth), options.batch)
+    begun = time.perf_counter()
+    plan = GraphPipe(cost, options.sizes).plan()
+    seconds = time.perf_counter() - begun
+    told = {"graphpipe": figures(plan, trial(cost, plan), seconds, 0)}
+    for name, planner in (("pipedream", PipeDream), ("piper", Piper)):
+        chain, seconds, unended = best(cost, options, planner)
+        found = None if chain is None else trial(cost, chain, sequential=True)
+        told[name] = figures(chain, found, seconds, unended)
+    return told
+
+
+def table(rows: Mapping[str, Any]) -> str:
+    """Throughput and search time, and GraphPipe's over the others'."""
+    lines = [
+        "| model | devices | samples/s GraphPipe | PipeDream | Piper | over both at their best |"
+        " in flight GraphPipe / PipeDream / Piper | search s | PipeDream | Piper | shorter than the faster |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for key, told in rows.items():
+        model, devices = key.split("/")
+        own, *others = (told[name] for name in ("graphpipe", "pipedream", "piper"))
+        rates = [f"{each['throughput']:.1f}" if "throughput" in each else "-" for each in others]
+        held = [f"{each['most_in_flight']:.0f}" if "throughput" in each else "-" for each in (own, *others)]
+        known = [each["throughput"] for each in others if "throughput" in each]
+        faster = f"{own['throughput'] / max(known):.2f}" if known else "-"
+        times = [
+            f"{'> ' if each['searches_not_ended'] else ''}{each['search_seconds']:.1f}" for each in others
+        ]
+        least = min(each["search_seconds"] for each in others)
+        lines.append(
+            f"| {model} | {devices} | {own['throughput']:.1f} | {' | '.join(rates)} | {faster} |"
+            f" {' / '.join(held)} | {own['search_seconds']:.2f} | {' | '.join(times)} |"
+            f" {least / own['search_seconds']:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(options: Options) -> None:
+    """Search what is missing, write the table."""
+    torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "results.json"
+    rows: dict[str, Any] = json.loads(file.read_text())["rows"] if file.exists() else {}
+    for model in ("uno",) if options.smoke else options.models:
+        fine = operators(options, model)
+        coarse = coarsened(fine, options.operators)
+        print(
+            f"{model}: {len(fine.operators)} operators, {len(coarse.graph.operators)} taken together",
+            flush=True,
+        )
+        for devices in (2,) if options.smoke else options.devices:
+            key = f"{model}/{devices}"
+            if key not in rows:
+                rows[key] = row(options, coarse, devices)
+                facts = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
+                file.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1))
+                (options.out / "results.md").write_text(table(rows))
+                print(table({key: rows[key]}).splitlines()[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, config=(tyro.conf.OmitArgPrefixes,)))

@@ -1,0 +1,111 @@
+"""Commands: the flags of each command, as dataclasses.
+
+Where it sits: ``cli`` parses them; what they do is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+from kagome import config
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand(config.Run):
+    """Train a model on a graph, over as many ranks as are given.
+
+    A TOML file with the same sections may stand first: ``kagome train RUN.toml --train.epochs 50``.
+    """
+
+    nproc: int | None = None
+    """Local ranks to start; by default the product of the mesh. Under torchrun or srun, theirs are used."""
+    out: str | None = None
+    """Folder for the run's files; by default a new one under runs/."""
+    resume: str | None = None
+    """Folder of a run to go on with, on any number of ranks; its settings are the defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckCommand:
+    """Compare split with whole on a sample of the graph: all outputs and gradients.
+
+    The exit code is 1 if they differ.
+    """
+
+    data: config.Data = field(default_factory=config.Data)
+    model: config.Model = field(default_factory=config.Model)
+    parallel: config.Parallel = field(default_factory=config.Parallel)
+    train: config.Train = field(default_factory=config.Train)
+    vertices: int = 200
+    """Vertices of the sample."""
+    all: bool = False
+    """Show all compared tensors, not only those that differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionCommand:
+    """Cut a graph and save the parts: then ``kagome train --data.partition DIR`` loads one part a rank."""
+
+    data: config.Data = field(default_factory=config.Data)
+    parts: int = 2
+    """How many."""
+    partitioner: config.Partitioner = "auto"
+    """How vertices are given to parts; ``auto`` takes METIS where it fits into memory, else streaming."""
+    seed: int = 0
+    """The partitioner's seed."""
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """Folder for the parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Predict what each cut would cost on some devices, and say which is best and why.
+
+    The graph is loaded and cut; with --vertices and --edges it need not be there.
+    """
+
+    data: config.Data = field(default_factory=config.Data)
+    model: config.Model = field(default_factory=config.Model)
+    train: config.Train = field(default_factory=config.Train)
+    devices: int = 2
+    """Local ranks to plan for, where no cluster is named."""
+    cluster: str | None = None
+    """A cluster's TOML file, or one of h100x8, h100x64, a5000x16."""
+    allow: tuple[Literal["decoupled"], ...] = ()
+    """What may be another model or inexact."""
+    vertices: int | None = None
+    """Vertices of a graph that is not there."""
+    edges: int | None = None
+    """Its edges, each way counted."""
+    features: int = 128
+    """Its features a vertex."""
+    classes: int = 16
+    """Its classes."""
+    json: bool = False
+    """Print plans as JSON."""
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Write a run's report page again and print its table."""
+
+    run: tyro.conf.Positional[str]
+    """The run's folder."""
+
+
+@dataclass(frozen=True)
+class DoctorCommand:
+    """Say what this machine offers, and whether ranks can talk to each other here."""
+
+
+COMMANDS = {
+    "train": TrainCommand,
+    "plan": PlanCommand,
+    "check": CheckCommand,
+    "partition": PartitionCommand,
+    "report": ReportCommand,
+    "doctor": DoctorCommand,
+}

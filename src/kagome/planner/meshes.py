@@ -1,0 +1,261 @@
+"""Meshes: what each cut of a graph's training would cost, ranked, with a reason.
+
+Where it sits: pure arithmetic on what ``run.plan`` measured or was told; loads no torch.
+
+::
+
+    seconds an epoch = slowest rank's computing + what of its messages does not hide behind it
+    bytes            = rows that cross, times what a row costs
+    memory           = what the fullest rank holds
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from kagome.errors import PlanError
+from kagome.planner.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one part asks of its rank.
+
+    Args:
+        rows: Own rows.
+        edges: In-edges.
+        sent: Rows sent to peers, forward.
+        halo: Rows read of peers, of which gradients go back.
+        memory: Bytes held.
+    """
+
+    rows: float
+    edges: float
+    sent: float
+    halo: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a model costs here, by row and edge.
+
+    Args:
+        seconds: Of an epoch that computes nothing.
+        row: Seconds of a row.
+        edge: Seconds of an edge.
+        forward: Bytes that cross for a row that is sent, forward.
+        backward: Bytes that cross for a halo row, backward.
+        weights: Bytes of gradients.
+    """
+
+    seconds: float
+    row: float
+    edge: float
+    forward: float
+    backward: float
+    weights: float
+
+
+@dataclass(frozen=True)
+class Slices:
+    """What feature slices of a graph cost.
+
+    Args:
+        numbers: Bytes of all rows of all transposes of an epoch, whole.
+        memory: Bytes of the fullest rank, by number of slices.
+    """
+
+    numbers: float
+    memory: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train, and what it is predicted to cost.
+
+    Args:
+        settings: Of ``Parallel`` that differ from one rank's.
+        exact: Whether it gives what one rank gives.
+        epoch_seconds: Predicted.
+        compute_seconds: Of the slowest rank.
+        exposed_seconds: Of messages that do not hide.
+        bytes_per_epoch: Of all ranks, by kind.
+        memory_bytes: Of the fullest rank.
+        uncertain: By which share bytes may be off, where a cut was estimated.
+        reason: In one sentence.
+    """
+
+    settings: Mapping[str, int | bool]
+    exact: bool
+    epoch_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    bytes_per_epoch: Mapping[str, int]
+    memory_bytes: float
+    uncertain: float = 0.0
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """As a user would write it."""
+        return " ".join(f"{key}={value}" for key, value in self.settings.items()) or "one rank"
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all kinds."""
+        return sum(self.bytes_per_epoch.values())
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Ranked candidates.
+
+    Args:
+        fitting: Those that fit, the fastest first.
+        refused: The others, with why.
+        facts: What they were predicted from.
+    """
+
+    fitting: tuple[Candidate, ...]
+    refused: tuple[tuple[Candidate, str], ...]
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """As text: a list of plans, the best first."""
+        plans = [{**asdict(one), "name": one.name} for one in self.fitting]
+        refused = [{**asdict(one), "name": one.name, "refused": why} for one, why in self.refused]
+        return json.dumps({"plans": plans, "refused": refused, "facts": dict(self.facts)}, indent=1)
+
+
+HIDDEN = 0.9
+"""Of the smaller of computing and messages: what is measured to hide behind the other (benchmarks/README)."""
+ONE_ROUND = 2**20
+"""A sum goes in one round up to so many bytes of all ranks together: see ``comm.pending``."""
+SLOWED = 1.1
+"""Feature slices compute on all edges in narrow rows: so many times longer than in whole rows."""
+
+
+def parts(parts: int, loads: Sequence[Load], rates: Rates, cluster: Cluster, uncertain: float) -> Candidate:
+    """Graph parallelism on so many ranks.
+
+    Args:
+        parts: How many.
+        loads: Of each part; one stands for all where they are alike.
+        rates: Of the model.
+        cluster: Where it runs.
+        uncertain: By which share the halo may be off.
+    """
+    compute = max(_computing(rates, load.rows, load.edges) for load in loads) / cluster.speed
+    halo = [rates.forward * load.sent + rates.backward * load.halo for load in loads]
+    whole = sum(halo) if len(loads) == parts else halo[0] * parts
+    sums = summed(parts, rates.weights)
+    link = cluster.bandwidth(parts)
+    wires = (max(halo) + sums) / link + cluster.latency * 4 * (parts - 1) if parts > 1 else 0.0
+    exposed = wires - HIDDEN * min(wires, compute)
+    return Candidate(
+        {} if parts == 1 else {"graph": parts},
+        True,
+        compute + exposed,
+        compute,
+        exposed,
+        {} if parts == 1 else {"halo": round(whole), "weights": round(sums * parts)},
+        max(load.memory for load in loads),
+        uncertain if parts > 1 else 0.0,
+    )
+
+
+def slices(
+    count: int, whole: Load, rates: Rates, costs: Slices, cluster: Cluster, *, decoupled: bool
+) -> Candidate:
+    """Feature slices on so many ranks; messages are waited for.
+
+    Args:
+        count: How many.
+        whole: The whole graph's load.
+        rates: Of the model.
+        costs: Of its transposes.
+        cluster: Where it runs.
+        decoupled: Whether maps come first.
+    """
+    compute = _computing(rates, whole.rows, whole.edges) / count * SLOWED / cluster.speed
+    crossing = costs.numbers * (count - 1) / count
+    sums = summed(count, rates.weights)
+    link = cluster.bandwidth(count)
+    exposed = crossing / count / link + sums / link + cluster.latency * 4 * (count - 1)
+    settings: dict[str, int | bool] = {"tensor": count}
+    if decoupled:
+        settings["decouple"] = True
+    return Candidate(
+        settings,
+        not decoupled,
+        compute + exposed,
+        compute,
+        exposed,
+        {"transpose": round(crossing), "weights": round(sums * count)},
+        costs.memory[count],
+    )
+
+
+def summed(ranks: int, size: float) -> float:
+    """Bytes that each rank sends for a sum of so many bytes: in one round if it is small, else in two."""
+    one_round = ranks == 2 or ranks * size <= ONE_ROUND
+    return (ranks - 1) * size if one_round else 2 * (ranks - 1) / ranks * size
+
+
+def _computing(rates: Rates, rows: float, edges: float) -> float:
+    return rates.seconds + rates.row * rows + rates.edge * edges
+
+
+def ranked(
+    candidates: Sequence[Candidate], cluster: Cluster, facts: Mapping[str, object] | None = None
+) -> Plans:
+    """Candidates that fit by predicted time, each with its reason beside the next best; and the others.
+
+    Raises:
+        PlanError: If none fits.
+    """
+    fitting = sorted(
+        (one for one in candidates if one.memory_bytes <= cluster.memory), key=lambda one: one.epoch_seconds
+    )
+    refused = [
+        (one, f"needs {one.memory_bytes / 2**30:.2f} GiB a rank, there are {cluster.memory / 2**30:.2f}")
+        for one in candidates
+        if one.memory_bytes > cluster.memory
+    ]
+    if not fitting:
+        least = min(candidates, key=lambda one: one.memory_bytes)
+        raise PlanError(
+            f"a cut fits {cluster.size} devices of {cluster.memory / 2**30:.2f} GiB",
+            f"{least.name} needs least, {least.memory_bytes / 2**30:.2f} GiB a rank",
+            hint="more devices, a narrower model, --model.recompute, or --parallel.allow decoupled",
+        )
+    told = [_with_reason(one, fitting) for one in fitting]
+    return Plans(tuple(told), tuple(refused), facts or {})
+
+
+def _with_reason(one: Candidate, fitting: Sequence[Candidate]) -> Candidate:
+    """A sentence that sets a candidate beside its runner-up, or beside the best."""
+    best = fitting[0]
+    other = (fitting[1] if len(fitting) > 1 else None) if one is best else best
+    share = one.exposed_seconds / one.epoch_seconds if one.epoch_seconds else 0.0
+    waits = f"{share:.0%} of an epoch waits for messages" if one.settings else "nothing crosses"
+    if other is None:
+        text = f"the only one that fits; {waits}"
+    else:
+        ratio = max(one.epoch_seconds, other.epoch_seconds) / min(one.epoch_seconds, other.epoch_seconds)
+        verb = "faster" if one is best else "slower"
+        text = f"{ratio:.2f} times {verb} than {other.name}: {_why(one, other)}; {waits}"
+    values = {**{name: getattr(one, name) for name in one.__dataclass_fields__}, "reason": text}
+    return Candidate(**values)
+
+
+def _why(one: Candidate, other: Candidate) -> str:
+    computing = one.compute_seconds - other.compute_seconds
+    waiting = one.exposed_seconds - other.exposed_seconds
+    faster = computing + waiting < 0
+    if abs(computing) >= abs(waiting):
+        return "it computes less a rank" if faster else "it computes more a rank"
+    return "less of it waits for messages" if faster else "more of it waits for messages"

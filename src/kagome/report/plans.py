@@ -1,0 +1,99 @@
+"""Plans: what each cut is predicted to cost, as a table that a person understands at first sight.
+
+Where it sits: ``kagome plan`` prints it; it sees plain records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+from kagome.report.units import bytes_text, seconds_text
+
+
+class Row(Protocol):
+    """One plan."""
+
+    @property
+    def name(self) -> str:
+        """Its settings."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether it gives what one rank gives."""
+
+    @property
+    def epoch_seconds(self) -> float:
+        """Predicted."""
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Waited for messages."""
+
+    @property
+    def total_bytes(self) -> int:
+        """That cross, of all ranks."""
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of the fullest rank."""
+
+    @property
+    def uncertain(self) -> float:
+        """By which share bytes may be off."""
+
+    @property
+    def reason(self) -> str:
+        """Why it stands where it stands."""
+
+
+class Ranked(Protocol):
+    """Plans, the best first, and those that do not fit."""
+
+    @property
+    def fitting(self) -> Sequence[Row]:
+        """Those that fit."""
+
+    @property
+    def refused(self) -> Sequence[tuple[Row, str]]:
+        """The others, with why."""
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """What they were predicted from."""
+
+
+def print_plans(plans: Ranked, console: Console | None = None) -> None:
+    """Print the table, and a sentence a plan."""
+    console = console or Console()
+    facts = plans.facts
+    graph = f"{facts['vertices']:,} vertices, {facts['edges']:,} edges"
+    title = f"{facts['ranks']} ranks of {facts['cluster']}; {graph}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("plan", "exact", "an epoch", "of it waiting", "crosses", "memory a rank"):
+        table.add_column(name, justify="left" if name in ("plan", "exact") else "right")
+    for one in plans.fitting:
+        table.add_row(*_cells(one))
+    for one, _ in plans.refused:
+        table.add_row(*_cells(one), style="dim")
+    console.print(table)
+    for number, one in enumerate(plans.fitting, start=1):
+        console.print(f"{number}. {one.name}: {one.reason}.", soft_wrap=True)
+    for one, why in plans.refused:
+        console.print(f"-  {one.name}: {why}.", soft_wrap=True)
+
+
+def _cells(one: Row) -> tuple[str, ...]:
+    about = f" +-{one.uncertain:.0%}" if one.uncertain else ""
+    share = one.exposed_seconds / one.epoch_seconds if one.epoch_seconds else 0.0
+    return (
+        one.name,
+        "yes" if one.exact else "no",
+        seconds_text(one.epoch_seconds),
+        f"{share:.0%}",
+        bytes_text(one.total_bytes) + about,
+        bytes_text(round(one.memory_bytes)),
+    )

@@ -1,0 +1,92 @@
+"""Auto: operators and links measured here, and the plan that the search finds for them.
+
+Where it sits: ``pipeline`` asks for it with ``plan="auto"``; rank 0 searches, all ranks get what it found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from kagome.available import available_bytes
+from kagome.comm.channel import Channel
+from kagome.errors import PlanError
+from kagome.model.branches import Branches
+from kagome.planner.coarse import coarsened
+from kagome.planner.devices import Devices, StageCost
+from kagome.planner.graphpipe import GraphPipe
+from kagome.planner.operators import OperatorGraph
+from kagome.planner.profile import measured
+from kagome.planner.stageplan import StagePlan
+
+LARGEST: Final = 64
+"""Samples of the largest micro-batch that is tried."""
+MOST: Final = 60
+"""Operators that are searched over; chains of more are taken together."""
+PROBE: Final = 1 << 20
+"""Numbers that are summed to learn how fast links are."""
+
+
+def sizes_of(batch: int) -> tuple[int, ...]:
+    """Micro-batches to try: powers of two that divide a batch."""
+    found = tuple(size for size in (2**power for power in range(LARGEST.bit_length())) if not batch % size)
+    return tuple(size for size in found if size <= max(1, batch // 2)) or (1,)
+
+
+def searched(
+    model: nn.Module, branches: Branches, inputs: Mapping[str, Tensor], channel: Channel, batch: int
+) -> tuple[OperatorGraph, StagePlan]:
+    """Measure operators and links, and search.
+
+    Returns:
+        The operators with their costs, and the plan; the same on all ranks.
+
+    Raises:
+        PlanError: If no plan fits the memory, or a batch has fewer samples than there are ranks.
+
+    Cost:
+        Each operator a few times at a few sizes on rank 0; two sums of 4 MiB over all ranks.
+    """
+    sizes = sizes_of(batch)
+    link, free = bandwidth(channel), _memory(channel)
+    answer: tuple[str, str, PlanError | None] = "", "", None
+    if channel.rank == 0:
+        graph = measured(model, branches, inputs, sizes)
+        try:
+            coarse = coarsened(graph, MOST)
+            cost = StageCost(coarse.graph, Devices(channel.size, free, link), batch)
+            plan = coarse.spelled_out(GraphPipe(cost, sizes).whole())
+            answer = graph.to_json(), plan.to_json(), None
+        except PlanError as error:
+            answer = "", "", error
+    told = channel.gather_objects(answer, "plan")[0]
+    assert isinstance(told, tuple)
+    operators, found, failure = told
+    if failure is not None:
+        raise failure
+    return OperatorGraph.from_json(operators), StagePlan.from_json(found)
+
+
+def bandwidth(channel: Channel) -> float:
+    """Bytes a second between two ranks, while all are talking."""
+    if channel.size == 1:
+        return float("inf")
+    numbers = torch.zeros(PROBE, device=channel.device)
+    seconds = []
+    for turn in range(2):
+        begun = time.perf_counter()
+        channel.all_reduce(numbers, action=f"probe {turn} of links", kind="other")
+        seconds.append(time.perf_counter() - begun)
+    return 2 * (channel.size - 1) / channel.size * numbers.nbytes / min(seconds)
+
+
+def _memory(channel: Channel) -> float:
+    """Bytes that each rank may take."""
+    if channel.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(channel.device)[0])
+    free = available_bytes()
+    return float("inf") if free is None else free / channel.size

@@ -1,0 +1,150 @@
+"""Plans of whole meshes: bytes are those of a run, what does not fit is refused, reasons are told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch_geometric.data import Data
+
+import kagome
+from kagome import cli
+from kagome.comm.channel import Channel
+from kagome.config import Model, Parallel, Report, Train
+from kagome.errors import PlanError
+from kagome.model.zoo import build_model
+from kagome.planner.cluster import READY, Cluster
+from kagome.planner.meshes import Candidate, Load, Rates, Slices, parts, ranked, slices
+from kagome.run.planning import Graph, here, plans
+from kagome.run.source import from_data
+
+SBM = "sbm:vertices=300,degree=8,features=10,classes=4,communities=4"
+
+
+def model_of(name: str, data: Data) -> torch.nn.Module:
+    torch.manual_seed(0)
+    settings = Model(name=name, layers=3, hidden=8, heads=2, dropout=0.2)
+    return build_model(settings, in_channels=10, out_channels=4, num_nodes=int(data.num_nodes or 0))
+
+
+def run(channel: Channel, name: str, mesh: dict[str, int]) -> dict[str, int]:
+    """Bytes by kind of an epoch after the first."""
+    data = kagome.load(SBM)
+    train, report = Train(epochs=3, check=False), Report(page=False, trace=False, progress=False)
+    cut = Parallel(partitioner="metis", reuse=False, **mesh)
+    with kagome.Trainer(model_of(name, data), data, parallel=cut, train=train, report=report) as trainer:
+        trainer.fit()
+        return dict(trainer.records[-1].bytes)
+
+
+@pytest.mark.parametrize(("name", "size"), [("gcn", 2), ("gcn", 3), ("sage", 2), ("gat", 2), ("gcn2", 3)])
+def test_bytes_are_those_of_a_run(ranks: Callable[..., list], name: str, size: int) -> None:
+    data = kagome.load(SBM)
+    model, alone = model_of(name, data), Channel(None, "cpu")
+    part, _ = from_data(data, alone, method="contiguous", seed=0)
+    graph = Graph(300, int(data.edge_index.size(1)), data)
+    optimizer = torch.optim.Adam(model.parameters())
+    found = plans(model, optimizer, part, graph, here(size, 1e9))
+    by_name = {one.name: one for one in found.fitting}
+    cut = ranks(size, run, name, {"graph": size})[0]
+    predicted = by_name[f"graph={size}"].bytes_per_epoch
+    assert predicted["halo"] == cut["halo"]
+    assert predicted["weights"] == cut["weights"]
+    sliced = by_name.get(f"tensor={size}")
+    if sliced is not None and 300 % size == 0 and name in ("gcn", "sage"):
+        told = ranks(size, run, name, {"tensor": size})[0]["transpose"]
+        assert sliced.bytes_per_epoch["transpose"] == pytest.approx(
+            told, rel=0.02
+        )  # uneven parts and columns
+
+
+LOADS = [Load(50, 400, 20, 20, 1e6), Load(60, 500, 30, 30, 2e6)]
+RATES = Rates(0.0, 1e-5, 1e-6, 64.0, 64.0, 1e4)
+ONE = Cluster("test", 1, 2, 4e6, 1.0, 1e6, 1e6, 0.0)
+
+
+def test_the_slowest_part_counts_and_messages_hide_behind_it() -> None:
+    found = parts(2, LOADS, RATES, ONE, 0.0)
+    assert found.compute_seconds == pytest.approx(60e-5 + 500e-6)
+    assert found.bytes_per_epoch == {"halo": 64 * 100, "weights": 20_000}
+    assert found.exposed_seconds == pytest.approx((64 * 60 + 1e4) / 1e6 - 0.9 * 1.1e-3)
+    assert found.memory_bytes == 2e6
+    sliced = slices(2, Load(110, 900, 0, 0, 3e6), RATES, Slices(8e4, {2: 3e6}), ONE, decoupled=True)
+    assert sliced.bytes_per_epoch == {"transpose": 40_000, "weights": 20_000}
+    assert not sliced.exact
+    assert sliced.name == "tensor=2 decouple=True"
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    one, two = parts(1, [Load(110, 900, 0, 0, 9e6)], RATES, ONE, 0.0), parts(2, LOADS, RATES, ONE, 0.0)
+    found = ranked([one, two], ONE)
+    assert [each.name for each in found.fitting] == ["graph=2"]
+    assert [(each.name, why) for each, why in found.refused] == [
+        ("one rank", "needs 0.01 GiB a rank, there are 0.00")
+    ]
+    assert "the only one that fits" in found.fitting[0].reason
+    with pytest.raises(PlanError, match="graph=2 needs least"):
+        ranked([one, two], replace(ONE, memory=1e6))
+
+
+def test_each_plan_has_a_reason_beside_the_next_best() -> None:
+    slow = Candidate({"graph": 2}, True, 3.0, 1.0, 2.0, {"halo": 5}, 1.0)
+    fast = Candidate({}, True, 2.0, 2.0, 0.0, {}, 1.0)
+    found = ranked([slow, fast], ONE)
+    assert [one.name for one in found.fitting] == ["one rank", "graph=2"]
+    assert found.fitting[0].reason.startswith("1.50 times faster than graph=2: less of it waits for messages")
+    assert found.fitting[1].reason.startswith("1.50 times slower than one rank: more of it waits")
+    assert json.loads(found.to_json())["plans"][0]["name"] == "one rank"
+
+
+def test_clusters(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    lines = ['name = "own"', "hosts = 2", "devices = 4", "memory = 8e9", "speed = 3", "inside = 1e10"]
+    file.write_text("\n".join([*lines, "between = 1e9"]))
+    own = Cluster.load(file)
+    assert (own.size, own.bandwidth(4), own.bandwidth(5)) == (8, 1e10, 1e9)
+    assert Cluster.load("h100x64") is READY["h100x64"]
+    file.write_text("\n".join(lines))
+    with pytest.raises(PlanError, match="between"):
+        Cluster.load(file)
+    with pytest.raises(PlanError, match="no file nowhere"):
+        Cluster.load("nowhere.toml")
+
+
+def test_a_graph_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """ogbn-papers100M on 64 GPUs, planned from its counts."""
+    counts = ("--vertices", "111059956", "--edges", "1615685872", "--features", "32", "--classes", "172")
+    shape = ("--model.name", "sage", "--model.hidden", "32", "--cluster", "h100x64")
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", *counts, *shape, "--json"])
+    assert left.value.code == 0
+    told = json.loads(capsys.readouterr().out)
+    best = told["plans"][0]
+    assert best["settings"].keys() <= {"graph", "tensor", "decouple"}
+    assert {one["settings"].get("graph", 1) for one in told["plans"] + told["refused"]} >= {1, 8, 64}
+    assert told["refused"][0]["refused"].startswith("needs ")
+    assert all(one["uncertain"] > 0 for one in told["plans"] if one["settings"].get("graph", 1) > 1)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", "--vertices", "10"])
+    assert left.value.code == 1
+    assert "--edges None" in capsys.readouterr().err
+
+
+def test_the_table_is_read_at_first_sight(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", "--data.name", SBM, "--devices", "2", "--allow", "decoupled"])
+    assert left.value.code == 0
+    out = capsys.readouterr().out
+    for word in (
+        "one rank",
+        "graph=2",
+        "tensor=2 decouple=True",
+        "memory a rank",
+        "1. ",
+        "times faster than",
+    ):
+        assert word in out, word
