@@ -14,7 +14,7 @@ from kagome.kernels.structure import Structure
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("way", [plain, loops], ids=["plain", "loops"])
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_way_gives_what_autograd_gives(check, way, data):
     check(way, data.draw(cases()))

@@ -5,7 +5,9 @@ Every convolution, every model of the zoo, the odd models; the memory of deep on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import groupby
 
 import pytest
 import torch
@@ -29,9 +31,16 @@ from parity import case_build, odd, random_owner
 from twice import FAN_IN, FAN_OUT, Ranks, assert_same, both, on_one_rank, zoo
 
 
+def one_each() -> Iterator[tuple[ConvCase, tuple[int, int]]]:
+    """Of each class's variants one, on 2 or 3 ranks in turn: what differs between them is exact elsewhere."""
+    for number, (_, found) in enumerate(groupby(splits(), key=lambda each: each[0].name)):
+        variants = list(found)
+        yield variants[number % len(variants)]
+
+
 @pytest.mark.parametrize(
     ("case", "split"),
-    [pytest.param(*each, id=f"{each[1][0]}-ranks-{each[0].name}-{each[0].variant}") for each in splits()],
+    [pytest.param(*each, id=f"{each[1][0]}-ranks-{each[0].name}-{each[0].variant}") for each in one_each()],
 )
 def test_every_convolution(ranks: Ranks, case: ConvCase, split: tuple[int, int]) -> None:
     world, epochs = split
@@ -123,7 +132,7 @@ def band() -> Data:
 @pytest.mark.parametrize(
     ("name", "share"),
     # Where kernels keep inputs alone, as GCNII's do, there is nothing to win; and little to lose.
-    [("resgcn+", 0.5), ("deepgcn", 0.3), ("gat", 0.5), ("transformer", 0.4), ("gcn2", 1.1)],
+    [("deepgcn", 0.3), ("gat", 0.5), ("gcn2", 1.1)],
 )
 def test_deep_models_keep_less(ranks: Ranks, name: str, share: float) -> None:
     build = partial(zoo, name, layers=12, hidden=32, heads=4)
