@@ -35,6 +35,9 @@ SLURM = {
     "SLURM_JOB_ID": "123456",
 }
 
+LOADED = ("kagome.run.trainer",)
+"""What ranks are forked of, as in ``kagome train``."""
+
 
 def test_no_launcher_means_one_rank():
     assert environment({}) == Ranks(0, 1, 0, 1, "", 0, "single")
@@ -139,7 +142,7 @@ def fails(how: str) -> None:
 def test_a_failed_rank_ends_the_job_soon_with_its_own_words(how, words, no_words):
     begun = time.monotonic()
     with pytest.raises(LaunchError) as caught:
-        start_local(3, fails, how)
+        start_local(3, fails, how, loaded=LOADED if how in ("bug", "killed") else ())
     assert time.monotonic() - begun < 15 + 10  # the start of three processes included
     for word in words:
         assert word in str(caught.value)
@@ -164,13 +167,13 @@ sys.path.insert(0, {here!r})
 from kagome.launch import start_local
 from test_launch import {function}
 if __name__ == "__main__":
-    start_local(2, {function}, {argument!r})
+    start_local(2, {function}, {argument!r}, loaded={loaded!r})
 """
 
 
-def script(folder: Path, function: str, argument: str) -> subprocess.Popen:
-    path = folder / "script.py"
-    path.write_text(SCRIPT.format(here=str(Path(__file__).parent), function=function, argument=argument))
+def script(folder: Path, function: str, argument: str, loaded: tuple[str, ...] = LOADED) -> subprocess.Popen:
+    path, here = folder / "script.py", str(Path(__file__).parent)
+    path.write_text(SCRIPT.format(here=here, function=function, argument=argument, loaded=loaded))
     return subprocess.Popen(
         [sys.executable, str(path)],
         stdout=subprocess.PIPE,
@@ -180,13 +183,28 @@ def script(folder: Path, function: str, argument: str) -> subprocess.Popen:
     )
 
 
+def ready(folder: Path) -> None:
+    """Wait until both ranks are there."""
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("ready-*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("loaded", [LOADED, ()], ids=["forked", "spawned"])
+def test_ranks_outlive_no_launcher(tmp_path, loaded):
+    """Killed, it tells nobody; the system tells the ranks, through the process they were forked of."""
+    job = script(tmp_path, "save_at_sigterm", str(tmp_path), loaded)
+    ready(tmp_path)
+    job.kill()
+    job.communicate(timeout=40)  # the ranks have the other end of its output: they have ended
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
 @pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
 def test_a_stop_reaches_the_ranks_once_and_lets_them_save(tmp_path, how):
     job = script(tmp_path, "save_at_sigterm", str(tmp_path))
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("ready-*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    ready(tmp_path)
     if how == "Ctrl-C":
         os.killpg(job.pid, signal.SIGINT)  # as a terminal does: launcher and ranks
     else:

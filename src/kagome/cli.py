@@ -115,6 +115,13 @@ def _train(args: list[str]) -> int:
         return train_rank(settings, out, resume)
     nproc = command.nproc or _ranks(settings)
     nproc = nproc or (1 if args else DEFAULT_RANKS)
+    if settings.parallel.plan == "auto":
+        from kagome.run.planning import chosen
+
+        settings, plans = chosen(settings, nproc, _builder(settings.model))
+        out = out or _new_folder(settings)
+        Path(out).mkdir(parents=True, exist_ok=True)
+        (Path(out) / "plan.json").write_text(plans.to_json())
     settings.parallel.fit(nproc)
     if nproc == 1:
         return train_rank(settings, out, resume)

@@ -6,7 +6,7 @@ Where it sits: ``cli`` parses them; what they do is there.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -74,8 +74,8 @@ class PlanCommand:
     """Local ranks to plan for, where no cluster is named."""
     cluster: str | None = None
     """A cluster's TOML file, or one of h100x8, h100x64, a5000x16."""
-    allow: tuple[Literal["decoupled"], ...] = ()
-    """What may be another model or inexact."""
+    allow: tuple[config.Allowed, ...] = ()
+    """What may be another model (``decoupled``) or inexact (rows of an earlier epoch, ``history``)."""
     vertices: int | None = None
     """Vertices of a graph that is not there."""
     edges: int | None = None

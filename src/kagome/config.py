@@ -8,18 +8,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kagome import clashes
+from kagome import clashes, planfile
 from kagome.errors import ConfigError
 
 Partitioner = Literal["auto", "metis", "streaming", "contiguous", "random"]
 CrossChunk = Literal["history", "drop", "exact"]
 Schedule = Literal["auto", "fill-drain", "1f1b", "kfkb"]
 CodecName = Literal["none", "fp32", "bf16", "fp16", "int8", "int4", "int2", "onebit"]
+Allowed = Literal["decoupled", "history"]
 Metric = Literal["auto", "accuracy", "roc_auc", "f1_micro"]
 
 
@@ -135,8 +137,15 @@ class Parallel:
     same."""
     shared_memory: bool = True
     """Ranks of one host hand each other large messages in memory that both see, not through a socket."""
+    plan: str = "manual"
+    """``auto`` predicts all cuts for --nproc ranks and takes the best; a file that ``kagome plan --json``
+    wrote gives its first plan; ``manual`` is what the settings here say."""
+    allow: tuple[Allowed, ...] = ()
+    """What ``auto`` may take: another model (``decoupled``), rows of an earlier epoch (``history``)."""
 
     def __post_init__(self) -> None:
+        if self.plan not in ("manual", "auto"):
+            self._take(planfile.load(self.plan))
         _at_least(
             "parallel",
             self,
@@ -163,12 +172,35 @@ class Parallel:
                 )
         clashes.check(self)
 
+    def _take(self, settings: Mapping[str, Any]) -> None:
+        """Settings of a plan in place of defaults: from here on the mesh is as if it had been written out.
+
+        Raises:
+            ConfigError: If one of them was set here to another value.
+        """
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, value in settings.items():
+            if getattr(self, name) not in (defaults[name], value):
+                raise ConfigError(
+                    f"the plan in {self.plan} has {name}={value!r}",
+                    f"{name}={getattr(self, name)!r} was set as well",
+                    hint="one of the two",
+                )
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "plan", "manual")
+
     def fit(self, world_size: int) -> Parallel:
         """The same cut for a given number of ranks, with nothing left open.
 
         Raises:
             ConfigError: If the cut needs another number of ranks, or settings clash on it.
         """
+        if self.plan == "auto":
+            raise ConfigError(
+                "plan='auto' is for kagome train --nproc, which predicts cuts before ranks start",
+                f"{world_size} ranks are there already",
+                hint="kagome plan --json > plan.json, then plan='plan.json' (--parallel.plan plan.json)",
+            )
         parts = world_size // (self.pipe * self.tensor) if self.graph is None else self.graph
         chunks = self.chunks or (4 * self.pipe if self.pipe > 1 else 1)
         fitted = dataclasses.replace(self, graph=max(parts, 1), chunks=chunks)

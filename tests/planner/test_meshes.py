@@ -13,14 +13,17 @@ from torch_geometric.data import Data
 
 import kagome
 from kagome import cli
+from kagome.cli import _builder
 from kagome.comm.channel import Channel
-from kagome.config import Model, Parallel, Report, Train
-from kagome.errors import PlanError
+from kagome.config import Data as Source
+from kagome.config import Model, Parallel, Report, Run, Train
+from kagome.errors import ConfigError, PlanError
 from kagome.model.zoo import build_model
 from kagome.planner.cluster import READY, Cluster
-from kagome.planner.meshes import Candidate, Load, Rates, Slices, parts, ranked, slices
-from kagome.run.planning import Graph, here, plans
+from kagome.planner.meshes import CHUNK, Candidate, Cut, Load, Rates, Slices, parts, pipes, ranked, slices
+from kagome.run.planning import chosen, here
 from kagome.run.source import from_data
+from kagome.run.study import Graph, Study
 
 SBM = "sbm:vertices=300,degree=8,features=10,classes=4,communities=4"
 
@@ -48,7 +51,7 @@ def test_bytes_are_those_of_a_run(ranks: Callable[..., list], name: str, size: i
     part, _ = from_data(data, alone, method="contiguous", seed=0)
     graph = Graph(300, int(data.edge_index.size(1)), data)
     optimizer = torch.optim.Adam(model.parameters())
-    found = plans(model, optimizer, part, graph, here(size, 1e9))
+    found = Study.of(model, optimizer, part, graph).plans(here(size, 1e9))
     by_name = {one.name: one for one in found.fitting}
     cut = ranks(size, run, name, {"graph": size})[0]
     predicted = by_name[f"graph={size}"].bytes_per_epoch
@@ -67,16 +70,33 @@ RATES = Rates(0.0, 1e-5, 1e-6, 64.0, 64.0, 1e4)
 ONE = Cluster("test", 1, 2, 4e6, 1.0, 1e6, 1e6, 0.0)
 
 
-def test_the_slowest_part_counts_and_messages_hide_behind_it() -> None:
+def test_the_slowest_part_counts_and_its_messages() -> None:
     found = parts(2, LOADS, RATES, ONE, 0.0)
     assert found.compute_seconds == pytest.approx(60e-5 + 500e-6)
     assert found.bytes_per_epoch == {"halo": 64 * 100, "weights": 20_000}
-    assert found.exposed_seconds == pytest.approx((64 * 60 + 1e4) / 1e6 - 0.9 * 1.1e-3)
+    assert found.exposed_seconds == pytest.approx((64 * 60 + 1e4) / 1e6)
     assert found.memory_bytes == 2e6
     sliced = slices(2, Load(110, 900, 0, 0, 3e6), RATES, Slices(8e4, {2: 3e6}), ONE, decoupled=True)
     assert sliced.bytes_per_epoch == {"transpose": 40_000, "weights": 20_000}
     assert not sliced.exact
     assert sliced.name == "tensor=2 decouple=True"
+
+
+def test_stages_wait_for_each_other() -> None:
+    """Fill-drain over 8 chunks: the second stage begins an eighth later; exact order waits more."""
+    cut = Cut((0.5, 0.5), 8e3, (1, 1))
+    alone = [Load(110, 900, 0, 0, 3e6)]
+    rates, fast = replace(RATES, row=1e-2), replace(ONE, inside=1e12)
+    history, exact = (pipes(cut, 1, alone, rates, fast, 0.0, exact=way) for way in (False, True))
+    busy = 0.5 * (110 * 1e-2 + 900e-6) + 8 * CHUNK
+    assert history.compute_seconds == pytest.approx(busy)
+    assert history.epoch_seconds == pytest.approx(busy * 9 / 8, rel=1e-3)
+    assert exact.epoch_seconds >= history.epoch_seconds
+    assert (history.exact, exact.exact) == (False, True)
+    assert history.bytes_per_epoch == {"stage": 8_000, "halo": 0, "weights": 0}
+    both = pipes(cut, 2, LOADS, RATES, ONE, 0.0, exact=False)
+    assert both.name == "pipe=2 graph=2"
+    assert both.bytes_per_epoch["halo"] == 6_400
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
@@ -136,15 +156,60 @@ def test_a_graph_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_table_is_read_at_first_sight(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        cli.main(["plan", "--data.name", SBM, "--devices", "2", "--allow", "decoupled"])
+        cli.main(["plan", "--data.name", SBM, "--devices", "2", "--allow", "decoupled", "history"])
     assert left.value.code == 0
     out = capsys.readouterr().out
     for word in (
         "one rank",
         "graph=2",
         "tensor=2 decouple=True",
+        "pipe=2 cross_chunk=exact",
         "memory a rank",
         "1. ",
         "times faster than",
     ):
         assert word in out, word
+
+
+def test_a_plan_s_file_is_the_mesh(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"plans": [{"settings": {"pipe": 2, "graph": 2, "cross_chunk": "exact"}}]}))
+    cut = Parallel(plan=str(file))
+    assert (cut.pipe, cut.graph, cut.cross_chunk, cut.plan) == (2, 2, "exact", "manual")
+    assert cut.fit(4) == Parallel(pipe=2, graph=2, cross_chunk="exact").fit(4)
+    with pytest.raises(ConfigError, match="pipe=2, but pipe=4"):
+        Parallel(plan=str(file), pipe=4)
+    file.write_text(json.dumps({"plans": [{"settings": {"graph": "two"}}]}))
+    with pytest.raises(ConfigError, match="graph='two'"):
+        Parallel(plan=str(file))
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match="kagome plan --json"):
+        Parallel(plan=str(file))
+    with pytest.raises(ConfigError, match="no file"):
+        Parallel(plan=str(tmp_path / "none.json"))
+    with pytest.raises(ConfigError, match="3 ranks are there already"):
+        Parallel(plan="auto").fit(3)
+
+
+def test_auto_takes_the_best_cut_for_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Run(data=Source(name=SBM), parallel=Parallel(plan="auto", allow=("decoupled",)))
+    found, told = chosen(settings, 2, _builder(settings.model))
+    assert told.fitting[0].ranks == 2
+    assert found.parallel.plan == "manual"
+    cut = found.parallel.fit(2)
+    assert cut.pipe * (cut.graph or 1) * cut.tensor == 2
+    assert "kagome: " in capsys.readouterr().err
+
+
+def test_a_run_by_the_planner_says_what_was_predicted(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ("--nproc", "2", "--parallel.plan", "auto", "--train.epochs", "3", "--out", str(out))
+    with pytest.raises(SystemExit) as left:
+        cli.main(["train", "--data.name", SBM, "--report.no-progress", *words])
+    assert left.value.code == 0
+    summary, plan = (json.loads((out / name).read_text()) for name in ("summary.json", "plan.json"))
+    assert summary["predicted"]["epoch_seconds"] == plan["plans"][0]["epoch_seconds"] > 0
+    for kind in ("halo", "weights"):
+        if kind in summary["predicted"]["bytes_per_epoch"]:
+            assert summary["predicted"]["bytes_per_epoch"][kind] == summary["bytes_per_epoch"][kind]
+    assert 'plan = "manual"' in (out / "config.toml").read_text()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import mmap
+import sys
 from pathlib import Path
 
 import pytest
 
+import warm
 from kagome.errors import ConfigError
 from kagome.report.meters import EpochRecord, JsonLines, Memory, by_kind, hidden_shares, read_records
 
@@ -113,3 +115,22 @@ def test_memory_sees_what_was_needed_for_a_moment() -> None:
     if memory.exact:
         assert 60 << 20 <= memory.peak() <= 192 << 20
     assert memory.peak() >= 0
+
+
+FORKED = """
+import numpy as np
+from kagome.run.trainer import AFTER_IMPORTS
+block = np.ones(64 << 17)
+print(AFTER_IMPORTS.peak())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
+def test_a_rank_that_was_forked_counts_what_it_took_itself(tmp_path: Path) -> None:
+    """Its imports are those of the process that it was forked of, library pages that it never touched too."""
+    script = tmp_path / "block.py"
+    script.write_text(FORKED)
+    done = warm.run(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert 60 << 20 < int(done.stdout) < 100 << 20

@@ -25,19 +25,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil
 
 from kagome.errors import PlanError
 from kagome.planner.devices import StageCost
+from kagome.planner.groups import Facts, Group, Head, Heads, everything, groups, runs
 from kagome.planner.series import Tree, tree_of
 from kagome.planner.stageplan import PlannedStage, StagePlan
 from kagome.planner.trial import trial
-from kagome.schedule.dag import Turns, window
 
-Head = tuple[int, int]
-"""Samples that a stage holds, and its micro-batch."""
-Heads = tuple[Head, ...]
-Table = dict[tuple[int, int, int], list[float]]
-"""Node, its children as bits, micro-batch -> seconds a sample by devices."""
 FEW = 6
 """Of so many branches any may share a stage; of more, those that stand next to each other."""
 
@@ -49,12 +45,21 @@ class Part:
     Args:
         devices: How many it takes.
         heads: What its first stages hold: what a stage before it must be ahead of.
-        stages: Its stages, sources first.
+        stage: A stage of its own, if it has one.
+        parts: What it is made of besides.
     """
 
     devices: int
     heads: Heads
-    stages: tuple[PlannedStage, ...] = ()
+    stage: PlannedStage | None = None
+    parts: tuple[Part, ...] = ()
+
+    def stages(self) -> Iterator[PlannedStage]:
+        """All its stages."""
+        if self.stage is not None:
+            yield self.stage
+        for part in self.parts:
+            yield from part.stages()
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,25 +67,20 @@ class Search:
     """One question: is there a plan of which no stage takes more than so many seconds a sample.
 
     Args:
-        cost: Of any stage.
-        sizes: Micro-batches that stages may have.
+        facts: Of the model and the devices.
         bottleneck: Seconds a sample.
-        least: Shared by all questions.
-        lightest: The least seconds a sample that an operator takes, by its name.
+        total: The least seconds a sample that all operators take.
     """
 
-    cost: StageCost
-    sizes: tuple[int, ...]
+    facts: Facts
     bottleneck: float
-    least: Table
-    lightest: dict[str, float]
+    total: float
     _known: dict[tuple[int, int, Heads], list[Part]] = field(default_factory=dict)
-    _needed: dict[tuple[int, int, int], int | None] = field(default_factory=dict)
 
     def solve(self, node: Tree, behind: Heads) -> list[Part]:
         """Plans for a node, given what is held behind it; of which none beats another in everything."""
         if node.kind == "leaf":
-            return self._best(self._stage(node, 0, Part(0, behind), behind))
+            return self._best(self._stage(self.facts.group(node, 0), Part(0, behind), behind))
         if not node.rows:
             return self._from(node, everything(node), behind)
         ways = (node, *node.rows)
@@ -98,27 +98,31 @@ class Search:
 
     def _room(self, node: Tree, left: int) -> int:
         """Devices that are left for some of a node's children: all other operators need some too."""
-        others = sum(self.lightest.values()) - sum(self.lightest[name] for name in names_of(node, left))
-        return self.cost.devices.count - int(others / self.bottleneck * (1 - 1e-9))
+        others = self.total - self.facts.group(node, left).lightest
+        return self.facts.cost.devices.count - int(others / self.bottleneck * (1 - 1e-9))
 
     def _series(self, node: Tree, left: int, behind: Heads) -> Iterator[Part]:
+        most = self.bottleneck * self.facts.cost.devices.count * (1 + 1e-9)
         for taken in runs(left):
-            if not self._fits(node, taken):
-                break  # more operators only take longer
-            for rest in self._from(node, left & ~taken, behind):
-                yield from self._stage(node, taken, rest, rest.heads)
+            group = self.facts.group(node, taken)
+            if group.lightest > most:
+                break  # more operators only compute longer; they may send less
+            if self._fits(group):
+                for rest in self._from(node, left & ~taken, behind):
+                    yield from self._stage(group, rest, rest.heads)
         first = left & -left
         child = node.children[first.bit_length() - 1]
         if child.kind != "leaf":
             for rest in self._from(node, left & ~first, behind):
                 for part in self.solve(child, rest.heads):
-                    yield Part(part.devices + rest.devices, part.heads, part.stages + rest.stages)
+                    yield Part(part.devices + rest.devices, part.heads, None, (part, rest))
 
     def _parallel(self, node: Tree, left: int, behind: Heads) -> Iterator[Part]:
         empty = Part(0, behind)
         for taken in groups(left) if left.bit_count() <= FEW else runs(left):
-            if self._fits(node, taken):
-                alone = self._best(self._stage(node, taken, empty, behind))
+            group = self.facts.group(node, taken)
+            if self._fits(group):
+                alone = self._best(self._stage(group, empty, behind))
                 yield from self._beside(alone, self._from(node, left & ~taken, behind))
         first = left & -left
         child = node.children[first.bit_length() - 1]
@@ -128,44 +132,40 @@ class Search:
     def _beside(self, one: Sequence[Part], two: Sequence[Part]) -> Iterator[Part]:
         for a in one:
             for b in two:
-                yield Part(a.devices + b.devices, merged((*a.heads, *b.heads)), a.stages + b.stages)
+                yield Part(a.devices + b.devices, merged((*a.heads, *b.heads)), None, (a, b))
 
-    def _stage(self, node: Tree, taken: int, rest: Part, readers: Heads) -> Iterator[Part]:
-        """A stage of some children, before the rest."""
-        most = self.cost.devices.count - rest.devices
-        names = names_of(node, taken)
-        for size in self.sizes:
-            devices = self._devices(node, taken, size)
-            if devices is None or devices > most:
+    def _stage(self, group: Group, rest: Part, readers: Heads) -> Iterator[Part]:
+        """A stage before the rest."""
+        devices, memory = self.facts.cost.devices, self.facts.cost.devices.memory
+        most = devices.count - rest.devices
+        for size in self.facts.sizes:
+            need = self._devices(group, size)
+            if need is None or need > most:
                 continue
-            k = max(1, *(reader // size for _, reader in readers)) if readers else 1
-            turns = Turns(size, k)
-            held = window(turns, [(h, Turns(s)) for h, s in readers], self.cost.batch)
-            while devices <= most and self.cost.memory(names, devices, held) > self.cost.devices.memory:
-                devices += 1
-            if devices <= most and devices <= size:
-                stage = PlannedStage(names, devices, size, k)
-                yield Part(devices + rest.devices, ((held, size),), (stage, *rest.stages))
+            k, held = self.facts.turns(size, readers)
+            if group.fixed + group.kept * held / need > memory:
+                if group.fixed >= memory:
+                    continue
+                need = max(need, ceil(group.kept * held / (memory - group.fixed)))
+            if need <= min(most, size):
+                stage = PlannedStage(group.names, need, size, k)
+                yield Part(need + rest.devices, ((held, size),), stage, (rest,))
 
-    def _fits(self, node: Tree, taken: int) -> bool:
-        return any(self._devices(node, taken, size) is not None for size in self.sizes)
+    def _fits(self, group: Group) -> bool:
+        return any(self._devices(group, size) is not None for size in self.facts.sizes)
 
-    def _devices(self, node: Tree, taken: int, size: int) -> int | None:
+    def _devices(self, group: Group, size: int) -> int | None:
         """The fewest devices with which a stage is fast enough."""
-        key = id(node), taken, size
-        if key not in self._needed:
-            if key not in self.least:
-                names, most = names_of(node, taken), min(self.cost.devices.count, size)
-                self.least[key] = [self.cost.per_sample(names, d, size) for d in range(1, most + 1)]
-            each = enumerate(self.least[key], start=1)
-            self._needed[key] = next((d for d, seconds in each if seconds <= self.bottleneck), None)
-        return self._needed[key]
+        for devices, seconds in enumerate(self.facts.seconds(group, size), start=1):
+            if seconds <= self.bottleneck:
+                return devices
+        return None
 
     def _best(self, parts: Iterable[Part]) -> list[Part]:
         """Those that no other one beats: fewer devices, less held, with micro-batches of the same sizes."""
         kept: dict[tuple[int, ...], list[Part]] = {}
         for part in parts:
-            if part.devices > self.cost.devices.count:
+            if part.devices > self.facts.cost.devices.count:
                 continue
             group = kept.setdefault(tuple(size for _, size in part.heads), [])
             if any(_beats(other, part) for other in group):
@@ -187,40 +187,6 @@ def merged(heads: Iterable[Head]) -> Heads:
     for held, size in heads:
         most[size] = max(held, most.get(size, 0))
     return tuple(sorted((held, size) for size, held in most.items()))
-
-
-def names_of(node: Tree, taken: int) -> tuple[str, ...]:
-    """Operators of some children of a node."""
-    if node.kind == "leaf":
-        return node.names
-    return tuple(
-        name for place, child in enumerate(node.children) if taken >> place & 1 for name in child.names
-    )
-
-
-def everything(node: Tree) -> int:
-    """All children of a node, as bits."""
-    return (1 << len(node.children)) - 1
-
-
-def runs(left: int) -> Iterator[int]:
-    """The first of what is left, the first two, and so on, as bits."""
-    taken = 0
-    while left:
-        taken |= left & -left
-        left &= left - 1
-        yield taken
-
-
-def groups(left: int) -> Iterator[int]:
-    """All groups of what is left that have the first of it, as bits."""
-    first = left & -left
-    others = some = left & ~first
-    while True:
-        yield first | some
-        if not some:
-            return
-        some = (some - 1) & others
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,12 +261,12 @@ class GraphPipe:
         Source: GraphPipe, binary search on time per sample.
         """
         devices, names = self.cost.devices.count, self.tree.names
-        known: Table = {}
+        facts = Facts(self.cost, sizes, self._lightest(sizes))
         low, high = (
-            sum(self._lightest(sizes).values()) / devices,
+            sum(facts.lightest.values()) / devices,
             max(self.cost.per_sample(names, 1, s) for s in sizes) * 1.01,
         )
-        found = self._ask(sizes, high, known)
+        found = self._ask(facts, high)
         if found is None:
             need = self.cost.memory(names, 1, min(sizes))
             raise PlanError(
@@ -310,7 +276,7 @@ class GraphPipe:
             )
         while high > low * (1 + self.tolerance):
             middle = (low * high) ** 0.5
-            better = self._ask(sizes, middle, known)
+            better = self._ask(facts, middle)
             if better is None:
                 low = middle
             else:
@@ -325,12 +291,12 @@ class GraphPipe:
             for name in self.tree.names
         }
 
-    def _ask(self, sizes: tuple[int, ...], bottleneck: float, known: Table) -> StagePlan | None:
-        parts = Search(self.cost, sizes, bottleneck, known, self._lightest(sizes)).solve(self.tree, ())
+    def _ask(self, facts: Facts, bottleneck: float) -> StagePlan | None:
+        parts = Search(facts, bottleneck, sum(facts.lightest.values())).solve(self.tree, ())
         if not parts:
             return None
         best = min(parts, key=lambda part: (max(held for held, _ in part.heads), part.devices))
-        return StagePlan(self.cost.batch, sorted_stages(self.cost, best.stages))
+        return StagePlan(self.cost.batch, sorted_stages(self.cost, tuple(best.stages())))
 
     def bottleneck(self, plan: StagePlan) -> float:
         """Seconds a sample of a plan's slowest stage."""

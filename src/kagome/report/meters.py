@@ -174,9 +174,13 @@ class Memory:
     would count as well (then ``exact`` is False). Without ``/proc`` it is ``ru_maxrss``, which in a child
     process may also start at the size of the process that started it.
 
+    A rank may be forked of a process that has done the imports and made this. Pages of libraries count for it
+    only once it touches them again: those that it has not are added, so that both kinds of ranks tell alike.
+
     Attributes:
         exact: Whether the peak counts from here on only.
         start: Resident bytes at the start.
+        files: Those of them that are pages of files: of libraries.
     """
 
     def __init__(self) -> None:
@@ -187,13 +191,15 @@ class Memory:
         except OSError:
             pass
         self.start = _status("VmRSS") or _max_resident()
+        self.files = _status("RssFile") or 0
         # The counters may be some pages out of step, and a sandbox may accept the write and do nothing.
         high = _status("VmHWM")
         self.exact = self.exact and high is not None and high - self.start < 4 << 20
 
     def peak(self) -> int:
         """Bytes: the highest resident size so far, less that at the start."""
-        return max((_status("VmHWM") or _max_resident()) - self.start, 0)
+        untouched = max(self.files - (_status("RssFile") or self.files), 0)
+        return max((_status("VmHWM") or _max_resident()) + untouched - self.start, 0)
 
 
 def _status(key: str) -> int | None:

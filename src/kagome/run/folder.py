@@ -5,6 +5,7 @@ Where it sits: ``trainer`` writes through it; ``report.page`` reads the folder a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,18 @@ class RunWriter:
         if self._board is not None:
             self._board.write(record)
 
+    def _predicted(self) -> dict[str, Any] | None:
+        """What the planner said of this run, if it chose the cut."""
+        path = self.folder / "plan.json"
+        if not path.exists():
+            return None
+        plan = json.loads(path.read_text())["plans"][0]
+        return {
+            "epoch_seconds": plan["epoch_seconds"],
+            "bytes_per_epoch": {**plan["bytes_per_epoch"], "total": sum(plan["bytes_per_epoch"].values())},
+            "peak_memory_bytes": plan["memory_bytes"],
+        }
+
     def finish(
         self,
         values: Mapping[str, Any],
@@ -107,7 +120,7 @@ class RunWriter:
         with torch.no_grad():
             save_model(model, str(self.folder / ".model.safetensors"))
         (self.folder / ".model.safetensors").rename(self.folder / "model.safetensors")
-        write_summary(self.folder / "summary.json", values)
+        write_summary(self.folder / "summary.json", {**values, "predicted": self._predicted()})
         if self.settings.report.trace:
             write_trace(self.folder / "trace.json", spans)
         if self.settings.report.page:

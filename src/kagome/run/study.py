@@ -1,0 +1,269 @@
+"""Study: a model and a graph measured once, from which cuts for any cluster are predicted.
+
+Where it sits: ``planning`` makes one; the arithmetic is ``planner.meshes``'.
+
+::
+
+    model ──epochs on small graphs──> seconds a row and edge, bytes a row that crosses     (rates.py)
+    graph ──cut, or its degrees──> rows, edges and halo of each part                       (counts.py)
+    both  ──> bytes held                                                                   (forecast.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+
+from kagome.comm.channel import Channel
+from kagome.config import Parallel, Train
+from kagome.errors import KagomeError, PlanError
+from kagome.graph.partition import Partition, extract
+from kagome.graph.partitioners import assign
+from kagome.model.stages import stage_bytes
+from kagome.planner.cluster import Cluster
+from kagome.planner.meshes import Candidate, Cut, Load, Plans, Rates, Slices, parts, pipes, ranked, slices
+from kagome.run.counts import Counts, split_counts
+from kagome.run.forecast import Rates as Held
+from kagome.run.forecast import Way, rates_of
+from kagome.run.rates import crossing, timed, transposes
+from kagome.run.staging import stage_model
+
+LARGEST = 4_000_000
+"""Edges of the largest graph that is timed: what is larger is made in proportion."""
+GUESSED = 0.5
+"""By which share a halo may be off where no graph was cut: degrees do not tell of communities."""
+COMMUNITIES = 0.6
+"""Of the halo of a random cut, what METIS leaves on graphs of people, pages and papers: about the middle of
+those in shared data sets."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What is known of a graph.
+
+    Args:
+        vertices: How many.
+        edges: Entries of ``edge_index``.
+        data: The graph itself, if it is there.
+    """
+
+    vertices: int
+    edges: int
+    data: Data | None = None
+
+    def counts(self, number: int, seed: int) -> tuple[tuple[Counts, ...], float]:
+        """Of each part of a cut, or one that stands for all; and by which share its halo may be off."""
+        n, e = self.vertices, self.edges
+        if self.data is not None:
+            edge_index: Tensor = self.data.edge_index
+            owner = torch.zeros(n, dtype=torch.long)
+            if number > 1:
+                owner = assign("metis", edge_index, n, number, seed)
+            return split_counts(edge_index, owner, number, getattr(self.data, "train_mask", None)), 0.0
+        degree = e / max(n, 1)
+        # Of d neighbours of a vertex none lies in a part with probability (1 - 1/P)^d, in a random cut.
+        outside = (number - 1) * (1 - (1 - 1 / number) ** degree) * COMMUNITIES
+        halo = round(n * outside / number)
+        cut = round(e / number * (1 - 1 / number) * COMMUNITIES)
+        one = Counts(-(-n // number), halo, -(-e // number), 0, cut, halo, n // number)
+        return (one,), 0.0 if number == 1 else GUESSED
+
+
+def made(graph: Graph, like: Partition, seed: int) -> Callable[[float], Partition]:
+    """Graphs for one rank in proportion to a graph: as many edges a vertex, drawn at random."""
+
+    def of(share: float) -> Partition:
+        generator = torch.Generator().manual_seed(seed)
+        n, e = max(2, round(graph.vertices * share)), max(2, round(graph.edges * share))
+        nodes = {name: value[torch.arange(n) % max(value.size(0), 1)] for name, value in like.nodes.items()}
+        edge_index = torch.randint(0, n, (2, e), generator=generator)
+        return extract(
+            Data(edge_index=edge_index, num_nodes=n, **nodes), torch.zeros(n, dtype=torch.long), 0, 1
+        )
+
+    return of
+
+
+def samples_of(graph: Graph, like: Partition, seed: int) -> list[Partition]:
+    """Graphs to time a model on: the graph itself if it is small, a smaller one, one with fewer edges."""
+    share = min(1.0, LARGEST / max(graph.edges, 1))
+    of, sparse = made(graph, like, seed), replace(graph, edges=max(graph.edges // 4, 1))
+    found = [of(share), of(share / 4), made(sparse, like, seed)(share)]
+    if graph.data is not None and share == 1.0:
+        found[0] = like
+    return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model, measured.
+
+    Args:
+        model: The model.
+        decoupled: Whether all maps come first.
+        rates: Seconds and bytes that cross, by row and edge.
+        held: Bytes held.
+        transposed: Bytes a vertex of all transposes, as if all of a row crossed; None where none is made.
+    """
+
+    model: nn.Module
+    decoupled: bool
+    rates: Rates
+    held: Held
+    transposed: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """A graph and the models that may be trained on it.
+
+    Args:
+        part: The whole graph as one part; or a small one that looks like it, where the graph is not there.
+        graph: What is known of the graph.
+        models: Each measured; the user's own first.
+        seed: Of cuts and made graphs.
+    """
+
+    part: Partition
+    graph: Graph
+    models: tuple[Measured, ...]
+    seed: int = 0
+    _parts: dict[int, tuple[tuple[Counts, ...], float]] = field(default_factory=dict)
+    _stages: dict[int, Cut | None] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        part: Partition,
+        graph: Graph,
+        *,
+        decoupled: nn.Module | None = None,
+        seed: int = 0,
+    ) -> Study:
+        """Measure.
+
+        Args:
+            model: As it would be trained.
+            optimizer: Over its parameters; for the memory of its state.
+            part: See :class:`Study`.
+            graph: What is known of the graph.
+            decoupled: The model with all maps first, if it may be taken.
+            seed: Of cuts and made graphs.
+
+        Raises:
+            PlanError: If the model fails on a small graph.
+
+        Cost:
+            Five epochs of each model on each of three graphs of up to 4 million edges.
+        """
+        models = [(model, False)] + ([] if decoupled is None else [(decoupled, True)])
+        found = tuple(_measured(each, first, optimizer, part, graph, seed) for each, first in models)
+        return Study(part, graph, found, seed)
+
+    def parts(self, number: int) -> tuple[tuple[Counts, ...], float]:
+        """The parts of a cut, and by which share their halo may be off."""
+        if number not in self._parts:
+            self._parts[number] = self.graph.counts(number, self.seed)
+        return self._parts[number]
+
+    def stages(self, number: int) -> Cut | None:
+        """The user's model over so many stages; None where it cannot be cut so."""
+        if number not in self._stages:
+            self._stages[number] = _cut(self.models[0].model, self.part, self.graph, number, self.seed)
+        return self._stages[number]
+
+    def plans(self, cluster: Cluster, *, history: bool = False) -> Plans:
+        """Rank the cuts for a cluster.
+
+        Args:
+            cluster: Where it is to run, on some or all devices.
+            history: Whether rows of an earlier epoch may be read.
+
+        Raises:
+            PlanError: If nothing fits.
+
+        Cost:
+            A METIS cut for each number of parts, once a study.
+        """
+        size = cluster.size
+        numbers = [number for number in range(1, size + 1) if size % number == 0]
+        found: list[Candidate] = []
+        for each in self.models:
+            for number in numbers:
+                counts, uncertain = self.parts(number)
+                loads = [_load(count, each.held) for count in counts]
+                found.append(parts(number, loads, each.rates, cluster, uncertain, decoupled=each.decoupled))
+            if size > 1 and each.transposed is not None:
+                found.append(self._slices(each, size, cluster))
+        own = self.models[0]
+        for stages in numbers[1:]:
+            cut = self.stages(stages)
+            if cut is None:
+                break  # nor into more
+            counts, uncertain = self.parts(size // stages)
+            loads = [_load(count, own.held) for count in counts]
+            for exact in (True, False) if history else (True,):
+                found.append(pipes(cut, size // stages, loads, own.rates, cluster, uncertain, exact=exact))
+        facts = {"vertices": self.graph.vertices, "edges": self.graph.edges}
+        return ranked(found, cluster, {"cluster": cluster.name, "ranks": size, **facts})
+
+    def _slices(self, each: Measured, size: int, cluster: Cluster) -> Candidate:
+        assert each.transposed is not None
+        whole = self.parts(1)[0][0]
+        memory = _sliced(whole, size, each.held, each.transposed)
+        costs = Slices(each.transposed * self.graph.vertices, {size: memory})
+        load = _load(whole, each.held)
+        return slices(size, load, each.rates, costs, cluster, decoupled=each.decoupled)
+
+
+def _measured(
+    model: nn.Module,
+    decoupled: bool,
+    optimizer: torch.optim.Optimizer | None,
+    part: Partition,
+    graph: Graph,
+    seed: int,
+) -> Measured:
+    held = rates_of(model, optimizer, part, Way(several=True))
+    if held.fault:
+        raise PlanError("a model runs on small graphs, where it is measured", held.fault, hint="kagome check")
+    (none, row, edge), _ = timed(model, samples_of(graph, part, seed))
+    forward, backward = crossing(model, part, seed)
+    rates = Rates(none, row, edge, forward, backward, float(held.gradients))
+    return Measured(model, decoupled, rates, held, transposes(model, part, seed))
+
+
+def _cut(model: nn.Module, part: Partition, graph: Graph, stages: int, seed: int) -> Cut | None:
+    """A model's layers over stages; None where it cannot be cut into so many."""
+    device = torch.device("cpu")
+    try:
+        staging = stage_model(
+            model, part, Channel(None, "cpu"), Parallel(pipe=stages), Train(seed=seed), device
+        )
+    except KagomeError:
+        return None
+    spent = [sum(staging.seconds.get(step.name, 0.0) for step in stage.steps) for stage in staging.stages]
+    total = sum(spent) or 1.0
+    reads = sum(isinstance(module, MessagePassing) for module in model.modules())
+    return Cut(
+        tuple(each / total for each in spent),
+        float(stage_bytes(staging.stages, staging.survey, graph.vertices, graph.edges)),
+        tuple(max(1, round(reads * each / total)) for each in spent),
+    )
+
+
+def _load(counts: Counts, held: Held) -> Load:
+    return Load(counts.rows, counts.edges, counts.sent, counts.halo, float(held.at(counts).total))
+
+
+def _sliced(whole: Counts, size: int, held: Held, numbers: float) -> float:
+    """Bytes of a rank in feature slices: its rows, all edges, and a slice of what is transposed."""
+    own = Counts(-(-whole.rows // size), 0, -(-whole.edges // size), 0, 0, 0, -(-whole.train // size))
+    edges = held.at(replace(own, edges=whole.edges)).total - held.at(own).total
+    return float(held.at(own).total + edges + numbers * whole.rows / size)
