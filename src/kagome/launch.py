@@ -9,6 +9,7 @@ import json
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -93,7 +94,7 @@ def _launched(nproc: int, function: Callable[..., object], args: tuple[object, .
         )
         with _quiet_agent(), _signals(folder) as caught, guard:
             try:
-                results = elastic_launch(config, _rank_main)(function, args, name)
+                results = elastic_launch(config, _rank_main)(function, args, name, os.getpid())
             except ChildFailedError as error:
                 rank, failure = min(error.failures.items())
                 raise guard.blame(rank, failure.exitcode) from None
@@ -114,11 +115,11 @@ def _begin_loading(modules: Sequence[str]) -> str:
     return "forkserver"
 
 
-def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: str) -> object:
+def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: str, launcher: int) -> object:
     """What each rank runs: the function, and a note of how it ended for the launcher."""
     folder, rank = Path(name), int(os.environ["RANK"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with_parent()
+    _die_with(launcher)
     _write(folder / f"pid-{rank}", os.getpid())
     try:
         result = function(*args)
@@ -131,8 +132,8 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
         text = str(error) if isinstance(error, KagomeError) else _trace(error)
         _write(folder / f"failed-{rank}", [2 if isinstance(error, CommError) else 1, time.time(), text])
         raise SystemExit(1) from None
-    if (folder / "stopping").exists():
-        raise SystemExit(128 + signal.SIGTERM)  # the agent takes no result any more: end now, not when killed
+    if (folder / "stopping").exists() or _ended(launcher):
+        raise SystemExit(128 + signal.SIGTERM)  # no agent takes a result any more: end now, not when killed
     _write(folder / f"done-{rank}", 0)
     return result if rank == 0 else None
 
@@ -242,12 +243,38 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def _die_with_parent() -> None:
-    """Ask for SIGTERM when the launcher is killed; torch asked for SIGINT, which is ignored here."""
-    if sys.platform == "linux":
+def _die_with(launcher: int) -> None:
+    """See to a SIGTERM when the launcher is killed; torch asked for SIGINT, which is ignored here.
+
+    The parent of a forked rank is the process that it was forked of, which lives as long as its ranks.
+    """
+    if sys.platform != "linux":
+        return
+    if os.getppid() == launcher:
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        return
+
+    def watch() -> None:
+        _ended(launcher, wait=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="kagome-launcher", daemon=True).start()
+
+
+def _ended(pid: int, *, wait: bool = False) -> bool:
+    """Whether a process has ended, though its parent may not have asked how."""
+    if sys.platform != "linux":
+        return not _alive(pid)
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], None if wait else 0.0)[0])
+    finally:
+        os.close(handle)
 
 
 @contextmanager
