@@ -9,8 +9,7 @@ FLAGS ?=
 WORKERS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
-# Bytecode is made when a module is first imported: most of what is installed never is.
-PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt $(PIP_OPTIONS)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_OPTIONS)
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 DEFINED := pyproject.toml constraints.txt
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import groupby
 
 import pytest
 import torch
@@ -47,7 +48,15 @@ def in_threads(
         return joined(LocalGroup(size).run(work), data.num_nodes)
 
 
-@pytest.mark.parametrize("case", BUILDABLE, ids=lambda case: f"{case.name}-{case.variant}".replace(" ", "_"))
+def one_each() -> Iterator[ConvCase]:
+    """Of each class's variants every second one: all are exact in parts, by other tests."""
+    for _, found in groupby(BUILDABLE, key=lambda case: case.name):
+        yield from list(found)[::2]
+
+
+@pytest.mark.parametrize(
+    "case", list(one_each()), ids=lambda case: f"{case.name}-{case.variant}".replace(" ", "_")
+)
 def test_each_convolution_is_whole(case: ConvCase) -> None:
     data = sample_graph(seed=1, groups_of_four=case.needs_groups_of_four)
     size, epochs = (3, 1) if len(case.variant) % 2 else (2, 2)

@@ -14,8 +14,7 @@ from kagome.comm.channel import Channel
 from kagome.config import Model
 from kagome.model.zoo import build_model
 
-NAMES = ["gcn", "sage", "gin", "gat", "gatv2", "pna", "edgecnn", "gcn2", "appnp", "sgc", "deepgcn", "resgcn+",
-         "transformer"]  # fmt: skip
+NAMES = ["gcn", "gat", "pna", "edgecnn", "gcn2", "appnp", "resgcn+", "transformer"]
 
 EARLY, LATE = 4, 8
 

@@ -34,7 +34,9 @@ from kagome.run.rates import crossing, timed, transposes
 from kagome.run.staging import stage_model
 
 LARGEST = 4_000_000
-"""Edges of the largest graph that is timed: what is larger is made in proportion."""
+"""Edges of the largest graph that is timed as it is."""
+MADE = 1_000_000
+"""Edges of the largest that is made in proportion to one that is larger, or not there."""
 GUESSED = 0.5
 """By which share a halo may be off where no graph was cut: degrees do not tell of communities."""
 COMMUNITIES = 0.6
@@ -91,10 +93,11 @@ def made(graph: Graph, like: Partition, seed: int) -> Callable[[float], Partitio
 
 def samples_of(graph: Graph, like: Partition, seed: int) -> list[Partition]:
     """Graphs to time a model on: the graph itself if it is small, a smaller one, one with fewer edges."""
-    share = min(1.0, LARGEST / max(graph.edges, 1))
+    there = graph.data is not None and graph.edges <= LARGEST
+    share = 1.0 if there else min(1.0, MADE / max(graph.edges, 1))
     of, sparse = made(graph, like, seed), replace(graph, edges=max(graph.edges // 4, 1))
     found = [of(share), of(share / 4), made(sparse, like, seed)(share)]
-    if graph.data is not None and share == 1.0:
+    if there:
         found[0] = like
     return found
 
