@@ -13,12 +13,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 DEFINED := pyproject.toml constraints.txt
 
-.PHONY: help train test coverage lint table clean
+.PHONY: help train test test-all coverage lint table clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   train on the built-in data set with 2 local ranks (FLAGS=... adds flags)"
-	@echo "make test    lint, types, and all tests"
+	@echo "make test    lint, types, and the tests; of long ones that repeat what others prove only some"
+	@echo "make test-all  lint, types, and all tests"
 	@echo "make coverage  all tests again, and which lines they run"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make table   write docs/convolutions.md anew"
@@ -30,6 +31,11 @@ train: $(VENV)/.ready-train
 test: lint
 	@echo "== tests"
 	@$(BIN)/python -m pytest $(WORKERS)
+
+# With the variants and slow ones that `make test` leaves out (tests/shorter.py): half as long again.
+test-all: lint
+	@echo "== all tests"
+	@$(BIN)/python -m pytest --all-tests $(WORKERS)
 
 # Half as long again as the tests alone: processes that tests start are counted too.
 coverage: $(VENV)/.ready-test

@@ -13,6 +13,8 @@ import torch
 
 from pool import Pool
 
+pytest_plugins = ["shorter"]
+
 
 def pytest_report_header() -> str:
     return f"torch {torch.__version__}, {torch.get_num_threads()} threads"

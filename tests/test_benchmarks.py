@@ -26,7 +26,6 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-@pytest.mark.slow
 def test_one_device_against_pyg(tmp_path: Path) -> None:
     run(SINGLE / "main.py", tmp_path, "--threads", "1")
     (row,) = read(tmp_path / "results.json")["rows"]
@@ -54,7 +53,6 @@ def test_growth_is_measured_and_drawn(tmp_path: Path) -> None:
     assert "hidden width" in drawn
 
 
-@pytest.mark.slow
 def test_aggregation_methods_agree(tmp_path: Path) -> None:
     run(SINGLE / "aggregation.py", tmp_path, "--threads", "1")
     told = read(tmp_path / "results_aggregation.json")
@@ -133,7 +131,6 @@ def test_a_trial_is_ended_before_it_takes_all_memory(monkeypatch: pytest.MonkeyP
     assert process.exitcode == -9
 
 
-@pytest.mark.slow
 def test_exact_dropout_is_measured_beside_pytorchs(tmp_path: Path) -> None:
     run(SINGLE / "exactness.py", tmp_path, "--threads", "1")
     (row,) = read(tmp_path / "results_exactness.json")["rows"]

@@ -65,6 +65,7 @@ def ended(job: subprocess.Popen, timeout: float = 90) -> tuple[int, str, str]:
     return job.returncode, out, err
 
 
+@pytest.mark.slow
 def test_train_on_the_parts_of_a_saved_partition(start, tmp_path, monkeypatch):
     """With no --nproc the partition says how many ranks; it was one, and then an error."""
     monkeypatch.chdir(tmp_path)
@@ -84,6 +85,7 @@ def test_a_user_s_mistake_on_several_ranks_is_one_message(start):
     assert "Traceback" not in err + out
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_job_soon_with_its_own_traceback(start):
     flags = (
         "--model.name",
@@ -105,6 +107,7 @@ def test_a_rank_that_dies_ends_the_job_soon_with_its_own_traceback(start):
     assert "kagome/launch.py" not in err + out
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_sigterm_saves_and_a_resume_on_other_ranks_goes_on(start, tmp_path, monkeypatch, nproc):
     many = ("train", *FEW[:2], "--train.epochs", "100000", "--report.no-progress", "--train.no-check")
@@ -149,6 +152,7 @@ def test_torchrun_gives_the_curve_of_one_process(start, tmp_path, monkeypatch):
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_mistake_is_no_traceback_of_ours(start):
     through = (TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m")
     code, _, err = ended(start("train", *FEW, "--parallel.graph", "3", through=through))

@@ -60,7 +60,6 @@ def test_without_its_programs_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         emulated.Cluster(2, 100).__enter__()
 
 
-@pytest.mark.slow
 def test_links_and_shares_are_as_asked_and_nothing_is_left() -> None:
     need_cluster()
     before = outside()
@@ -81,7 +80,6 @@ def test_links_and_shares_are_as_asked_and_nothing_is_left() -> None:
     assert outside() == before
 
 
-@pytest.mark.slow
 def test_ranks_are_set_as_by_torchrun_and_end_together() -> None:
     need_cluster()
     told = "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $GLOO_SOCKET_IFNAME $OWN"
@@ -98,7 +96,6 @@ def test_ranks_are_set_as_by_torchrun_and_end_together() -> None:
     assert left() == []
 
 
-@pytest.mark.slow
 def test_errors_and_crashes_leave_nothing() -> None:
     need_cluster()
 

@@ -60,7 +60,6 @@ def test_every_example_is_run_by_a_test_here() -> None:
             assert len(path.read_text().splitlines()) < 80, path.name
 
 
-@pytest.mark.slow
 def test_readme_script_is_the_example_and_gives_the_same_on_two_ranks(tmp_path: Path) -> None:
     (script,) = blocks(ROOT / "README.md", "python")
     assert len([line for line in script.splitlines() if line]) == 12
@@ -74,7 +73,6 @@ def test_readme_script_is_the_example_and_gives_the_same_on_two_ranks(tmp_path: 
     assert "scores (1797, 10)" in two
 
 
-@pytest.mark.slow
 def test_own_model_gives_the_same_on_three_ranks(tmp_path: Path) -> None:
     script = EXAMPLES / "own_model.py"
     alone = printed(script, cwd=tmp_path, EPOCHS="12")
@@ -124,7 +122,6 @@ def test_ci_run_can_be_executed() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-@pytest.mark.slow
 def test_readme_names_flags_that_exist(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
     shown = re.findall(r"kagome (\w+)((?: +[^\s#`]+)*)", "\n".join(blocks(ROOT / "README.md", "sh")))

@@ -126,6 +126,7 @@ def fails(how: str) -> None:
         mesh.graph.all_reduce(torch.ones(3), action="epoch 1: weights")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("how", "words", "no_words"),
     [
@@ -191,6 +192,7 @@ def ready(folder: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("loaded", [LOADED, ()], ids=["forked", "spawned"])
 def test_ranks_outlive_no_launcher(tmp_path, loaded):
     """Killed, it tells nobody; the system tells the ranks, through the process they were forked of."""
@@ -201,6 +203,7 @@ def test_ranks_outlive_no_launcher(tmp_path, loaded):
     assert len(list(tmp_path.glob("saved-*"))) == 2
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
 def test_a_stop_reaches_the_ranks_once_and_lets_them_save(tmp_path, how):
     job = script(tmp_path, "save_at_sigterm", str(tmp_path))

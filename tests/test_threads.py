@@ -135,6 +135,7 @@ def counted() -> tuple[tuple[int, ...], int, int, int]:
     return mesh.threads, before, inside, torch.get_num_threads()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("asked", [None, "1", "2"])
 def test_started_ranks_compute_with_their_share(monkeypatch, asked):
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
@@ -159,6 +160,7 @@ assert torch.get_num_threads() == before
 """
 
 
+@pytest.mark.slow
 def test_a_single_process_has_all_cores_unless_it_chose(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     env = {k: v for k, v in os.environ.items() if not k.endswith("NUM_THREADS") and k != "RANK"}
@@ -172,6 +174,7 @@ def test_a_single_process_has_all_cores_unless_it_chose(tmp_path):
     assert said(OMP_NUM_THREADS="1") == "(1,) 1 0\n"
 
 
+@pytest.mark.slow
 def test_torchrun_s_own_one_thread_gives_way(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     env = {k: v for k, v in os.environ.items() if not k.endswith("NUM_THREADS") and k != "RANK"}

@@ -6,14 +6,11 @@ import json
 import platform
 from pathlib import Path
 
-import pytest
-
 import warm
 
 WIRE = Path(__file__).parents[1] / "benchmarks" / "wire"
 
 
-@pytest.mark.slow
 def test_coding_is_timed_beside_plain_and_a_copy(tmp_path: Path) -> None:
     done = warm.run(WIRE / "coding.py", "--smoke", "--out", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -38,8 +38,31 @@ def check(cut: Parallel) -> None:
             f"cross_chunk={cut.cross_chunk!r} lets them read each other's rows",
             hint="schedule='fill-drain', or cross_chunk='drop', which loses edges",
         )
+    _planned(cut)
     _lateness(cut)
     _choice_of_rows(cut)
+
+
+def _planned(cut: Parallel) -> None:
+    if cut.allow and cut.plan != "auto":
+        raise ConfigError(
+            "allow says what plan='auto' may take", f"plan={cut.plan!r} chooses nothing", hint="plan='auto'"
+        )
+    mesh = {
+        "graph": None,
+        "pipe": 1,
+        "tensor": 1,
+        "decouple": False,
+        "chunks": None,
+        "cross_chunk": "history",
+    }
+    for name, free in mesh.items():
+        if cut.plan == "auto" and getattr(cut, name) != free:
+            raise ConfigError(
+                "plan='auto' chooses the cut",
+                f"{name}={getattr(cut, name)!r} was set as well",
+                hint="one of the two",
+            )
 
 
 def _lateness(cut: Parallel) -> None:

@@ -61,6 +61,7 @@ def crossing(channel: Channel, pattern: str, width: int, dtype: torch.dtype) -> 
     return True
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("pattern", ["uneven", "empty", "one way"])
 @pytest.mark.parametrize("width", [0, 1, 7])

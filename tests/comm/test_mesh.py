@@ -178,6 +178,7 @@ def loses(channel: Channel) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_peers_of_a_stage_are_named_as_ranks_of_the_world(ranks):
     texts = ranks(4, loses, spoils=True)
     assert texts[0].startswith("rank 0 waited in 'halo' for rank 1")
@@ -190,5 +191,6 @@ def join_both() -> tuple[int, int, float]:
         return mesh.stage, mesh.part, total
 
 
+@pytest.mark.slow
 def test_started_ranks_meet_along_two_axes():
     assert start_local(4, join_both) == (0, 0, 2.0)

@@ -419,6 +419,7 @@ class TestPyg:
         with pytest.raises(DataError, match=said):
             load("pyg:Invented", tmp_path)
 
+    @pytest.mark.slow
     def test_several_processes_at_once(self, tmp_path: Path) -> None:
         minesweeper(tmp_path / "shared")
         call = (

@@ -32,6 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, data_folder: Path) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", TABLE)
 def test_sizes(name: str, root: Path) -> None:
     if name.endswith("attributed"):

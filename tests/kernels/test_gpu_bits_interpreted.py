@@ -79,11 +79,9 @@ def in_process(program: str, **more: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.slow
 def test_the_triton_kernels_give_the_bits_of_plain() -> None:
     assert in_process(INTERPRETED, TRITON_INTERPRET="1") == ["cases", "edges"]
 
 
-@pytest.mark.slow
 def test_the_triton_kernels_compile_without_fused_products() -> None:
     assert in_process(COMPILED) == ["encode_kernel", "decode_kernel"]

@@ -27,7 +27,6 @@ for check in CHECKS:
 """
 
 
-@pytest.mark.slow
 def test_the_triton_kernels_give_what_autograd_gives():
     pytest.importorskip("triton", reason="Triton is not installed; torch's CUDA builds bring it")
     place = str(Path(__file__).parent)
@@ -77,7 +76,6 @@ for module in (gpu_rows, gpu_heads):
 """
 
 
-@pytest.mark.slow
 def test_the_triton_kernels_compile_for_a_gpu_that_is_not_here():
     pytest.importorskip("triton", reason="Triton is not installed; torch's CUDA builds bring it")
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=280)

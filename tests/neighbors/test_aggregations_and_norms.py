@@ -97,6 +97,7 @@ def test_an_aggregation_of_neighbours_is_exact(name: str) -> None:
     assert result.worst < 1e-10
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("index", ["no index", "one graph", "groups"])
 @pytest.mark.parametrize("name", SUMS)
 def test_a_readout_of_all_vertices_is_exact(name: str, index: str) -> None:

@@ -38,6 +38,7 @@ def one_each() -> Iterator[tuple[ConvCase, tuple[int, int]]]:
         yield variants[number % len(variants)]
 
 
+@pytest.mark.some(28)
 @pytest.mark.parametrize(
     ("case", "split"),
     [pytest.param(*each, id=f"{each[1][0]}-ranks-{each[0].name}-{each[0].variant}") for each in one_each()],
@@ -52,6 +53,7 @@ def test_every_convolution(ranks: Ranks, case: ConvCase, split: tuple[int, int])
 ZOO = ("gcn", "sage", "gin", "gat", "gatv2", "pna", "edgecnn", "gcn2", "appnp", "sgc", "deepgcn", "resgcn+")
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize(("world", "fast"), [(1, True), (3, True), (2, False)])
 @pytest.mark.parametrize("name", [*ZOO, "transformer"])
 def test_every_model_of_the_zoo(ranks: Ranks, name: str, world: int, fast: bool) -> None:
@@ -60,6 +62,7 @@ def test_every_model_of_the_zoo(ranks: Ranks, name: str, world: int, fast: bool)
     assert world == 1 or once[0].traffic[0]["halo"] > 0
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("name", sorted(set(ODD_MODELS) - MUST_BE_REFUSED))
 def test_odd_models(ranks: Ranks, name: str, world: int) -> None:
@@ -129,6 +132,7 @@ def band() -> Data:
     return Data(x=x, edge_index=torch.stack([source, target]))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "share"),
     # Where kernels keep inputs alone, as GCNII's do, there is nothing to win; and little to lose.

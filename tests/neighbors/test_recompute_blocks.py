@@ -194,6 +194,7 @@ class Sided(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.some(9)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("build", [ThroughData, ThroughLists, Cached, Twice, Normed, Sided])
 def test_what_layers_are_given_and_keep(ranks: Ranks, build: Build, world: int) -> None:

@@ -54,6 +54,7 @@ def one_each() -> Iterator[ConvCase]:
         yield from list(found)[::2]
 
 
+@pytest.mark.some(64)
 @pytest.mark.parametrize(
     "case", list(one_each()), ids=lambda case: f"{case.name}-{case.variant}".replace(" ", "_")
 )
@@ -163,6 +164,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_whole(ranks: Callable[..., list], name: str, size: int) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 import warm
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "graphpipe" / "main.py"
 
 
-@pytest.mark.slow
 def test_three_planners_are_compared(tmp_path: Path) -> None:
     words = ("--smoke", "--sizes", 2, 4, "--batch", 32, "--operators", 12, "--out", tmp_path)
     done = warm.run(PROGRAM, *words, cwd=tmp_path)

@@ -6,22 +6,25 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch_geometric.data import Data
+from torch_geometric.nn import GCN
 
 import kagome
 from kagome import cli
 from kagome.cli import _builder
 from kagome.comm.channel import Channel
+from kagome.commands import PlanCommand
 from kagome.config import Data as Source
 from kagome.config import Model, Parallel, Report, Run, Train
 from kagome.errors import ConfigError, PlanError
 from kagome.model.zoo import build_model
 from kagome.planner.cluster import READY, Cluster
-from kagome.planner.meshes import CHUNK, Candidate, Cut, Load, Rates, Slices, parts, pipes, ranked, slices
-from kagome.run.planning import chosen, here
+from kagome.planner.meshes import CHUNK, Candidate, Cut, Load, Rates, parts, pipes, ranked, slices
+from kagome.run.planning import chosen, here, planned
 from kagome.run.source import from_data
 from kagome.run.study import Graph, Study
 
@@ -44,6 +47,7 @@ def run(channel: Channel, name: str, mesh: dict[str, int]) -> dict[str, int]:
         return dict(trainer.records[-1].bytes)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("name", "size"), [("gcn", 2), ("gcn", 3), ("sage", 2), ("gat", 2), ("gcn2", 3)])
 def test_bytes_are_those_of_a_run(ranks: Callable[..., list], name: str, size: int) -> None:
     data = kagome.load(SBM)
@@ -76,7 +80,7 @@ def test_the_slowest_part_counts_and_its_messages() -> None:
     assert found.bytes_per_epoch == {"halo": 64 * 100, "weights": 20_000}
     assert found.exposed_seconds == pytest.approx((64 * 60 + 1e4) / 1e6)
     assert found.memory_bytes == 2e6
-    sliced = slices(2, Load(110, 900, 0, 0, 3e6), RATES, Slices(8e4, {2: 3e6}), ONE, decoupled=True)
+    sliced = slices(2, Load(110, 900, 0, 0, 3e6), 8e4, RATES, ONE, decoupled=True)
     assert sliced.bytes_per_epoch == {"transpose": 40_000, "weights": 20_000}
     assert not sliced.exact
     assert sliced.name == "tensor=2 decouple=True"
@@ -213,3 +217,40 @@ def test_a_run_by_the_planner_says_what_was_predicted(tmp_path: Path) -> None:
         if kind in summary["predicted"]["bytes_per_epoch"]:
             assert summary["predicted"]["bytes_per_epoch"][kind] == summary["bytes_per_epoch"][kind]
     assert 'plan = "manual"' in (out / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("mesh", [{"graph": 2}, {"pipe": 2}, {"decouple": True}, {"cross_chunk": "exact"}])
+def test_auto_and_a_cut_of_one_s_own_clash(mesh: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="chooses the cut"):
+        Parallel(plan="auto", **mesh)
+    with pytest.raises(ConfigError, match="may take"):
+        Parallel(allow=("history",), **mesh)
+
+
+def test_how_a_model_is_run_counts(tmp_path: Path) -> None:
+    """Layers that run again keep less; without fast paths there are no slices; what cannot be is told."""
+    asked = PlanCommand(data=Source(name=SBM), model=Model(name="gin", layers=3), allow=("decoupled",))
+    usual = planned(asked, _builder(asked.model))
+    assert any("not decoupled" in note for note in usual.facts["notes"])
+    again = planned(replace(asked, model=replace(asked.model, recompute=True)), _builder(asked.model))
+    plain = planned(replace(asked, model=replace(asked.model, fast=False)), _builder(asked.model))
+    held = [
+        next(one for one in found.fitting if one.name == "graph=2").memory_bytes for found in (usual, again)
+    ]
+    assert held[1] < held[0]
+    names = [{one.name for one in found.fitting} for found in (usual, again, plain)]
+    assert "tensor=2" in names[0]
+    assert "tensor=2" not in names[2]
+    assert not any("pipe" in name for name in names[1])
+
+
+def test_attributes_of_edges_come_along() -> None:
+    """A layer that asks for them is measured with them."""
+    data = kagome.load(SBM)
+    data.edge_weight = torch.rand(data.edge_index.size(1))
+    part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
+    model = GCN(10, 8, 2, 4)
+    found = Study.of(model, torch.optim.Adam(model.parameters()), part, Graph(300, 1200, data)).plans(
+        here(2, 1e9)
+    )
+    assert {"one rank", "graph=2", "tensor=2"} <= {one.name for one in found.fitting}

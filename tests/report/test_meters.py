@@ -125,7 +125,6 @@ print(AFTER_IMPORTS.peak())
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
 def test_a_rank_that_was_forked_counts_what_it_took_itself(tmp_path: Path) -> None:
     """Its imports are those of the process that it was forked of, library pages that it never touched too."""

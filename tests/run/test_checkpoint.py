@@ -62,6 +62,7 @@ def run(saved, tmp_path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "run"))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_resume_on_another_number_of_ranks_goes_on_with_the_same_curve(ranks, uninterrupted, run, world):
     """Weights, optimizer, scheduler, draws, best epoch and patience all survive."""

@@ -30,6 +30,7 @@ def same(a: dict, b: dict, *, atol: float) -> None:
     torch.testing.assert_close(a["scores"], b["scores"], rtol=0, atol=atol * 100)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("name", ["gcn", "gat"])
 def test_with_dropout_and_batch_norm_the_curve_is_the_same_on_any_number_of_ranks(

@@ -86,6 +86,7 @@ def test_a_plain_plan_for_any_ranks(ranks, world, name):
     same(found, plain(name, 12))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("world", "name"), [(2, "dlrm"), (4, "uno"), (4, "multimodal")])
 def test_a_plan_that_was_searched_for(ranks, world, name):
     """On costs measured here: all ranks have work, and gradients are plain training's."""

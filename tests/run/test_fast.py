@@ -60,6 +60,7 @@ def losses(channel: Any, name: str, fast: bool) -> tuple[list[float], list[str]]
         return [record.loss for record in trainer.records], trainer.notes
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ["GCN", "SAGE", "GAT", "GATv2", "EdgeCNN"])
 def test_a_run_is_the_same_without_fast_paths(ranks: Callable[..., list], world: int, name: str) -> None:

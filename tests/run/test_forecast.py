@@ -88,6 +88,7 @@ def in_other_ways(channel: Channel) -> list[list[dict[str, Any]]]:
     ]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_so_it_is_in_other_ways_of_running(ranks, world: int) -> None:
     recomputed, deep, amp, *rest = ranks(world, in_other_ways)[0]

@@ -201,6 +201,7 @@ def trained(channel: Channel, size: int, vertices: int) -> dict[str, Any]:
         gradients.BUCKET_BYTES = before
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("vertices", [200, 40])
 def test_training_has_the_same_bits_in_any_buckets(ranks, vertices):
     """Also where some rank has no training vertex: its gradients come late, or not at all."""

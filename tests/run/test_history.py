@@ -34,12 +34,14 @@ def compare(ranks: Any, name: str, parallel: dict[str, Any], epochs: int, atol: 
             assert torch.equal(value, found[0]["weights"][key]), f"{key} drifts apart"
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("name", "pipe", "graph"), rotated(MODELS, reversed(MESHES)))
 @pytest.mark.parametrize("chunks", [4])
 def test_the_gradient_after_the_first_epoch_with_history(ranks, name, pipe, graph, chunks):
     compare(ranks, name, mesh(pipe, graph, chunks), 2, 1e-10)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "pipe", "graph"), rotated(["gcn", "sage", "gcnii", "jumping", "gat"], MESHES)
 )
@@ -47,6 +49,7 @@ def test_the_same_with_fast_paths(ranks, name, pipe, graph):
     compare(ranks, name, mesh(pipe, graph, 3), 3, 1e-9, fast=True)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("history_epochs", "pipe", "graph"), rotated([1, 3], MESHES))
 def test_rows_are_kept_each_so_many_epochs(ranks, pipe, graph, history_epochs):
     parallel = mesh(pipe, graph, 3, history_epochs=history_epochs)
@@ -84,6 +87,7 @@ def test_history_is_no_exact_training(ranks):
     assert abs(found["losses"][2] - exact["losses"][2]) > 1e-5
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", ["gcn", "normed", "gat"])
 @pytest.mark.parametrize(("pipe", "graph"), [(1, 1), (2, 2)])
 def test_evaluation_is_exact(ranks, name, pipe, graph):

@@ -111,6 +111,7 @@ def same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
 # The gradient of late rows ------------------------------------------------------------------------------
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("world", "name"), [(2, "gcn"), (3, "sage"), (2, "gat"), (3, "gcnii"), (2, "normed"), (4, "gcn")]
 )
@@ -184,6 +185,7 @@ def by_the_channel(channel: Channel, *given: Any) -> dict[str, Any]:
         return trained(channel, *given)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_without_codec_and_age_it_is_the_channel_to_the_bit(ranks, world):
     parallel = {"codec": "none", "max_age": 0, "error_feedback": True}
@@ -197,6 +199,7 @@ def test_without_codec_and_age_it_is_the_channel_to_the_bit(ranks, world):
 # Coded and late -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_onebit_and_late_trains_evaluates_exactly_and_repeats(ranks, world):
     parallel = {"codec": "onebit", "max_age": 1}

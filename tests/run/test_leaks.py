@@ -59,11 +59,13 @@ def left_behind(channel: Channel, name: str, fast: bool, recompute: bool) -> dic
     return {key: count for key, count in (found[1] - found[0]).items() if count >= LATE - EARLY}
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_tensor_of_an_epoch_outlives_it(ranks, name):
     assert ranks(2, left_behind, name, True, False) == [{}] * 2
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(("world", "fast"), [(1, True), (2, False), (3, True)])
 @pytest.mark.parametrize("name", ["gcn", "sage", "gat"])
 def test_nor_on_other_ranks_or_as_pyg_runs_it(ranks, world, name, fast):

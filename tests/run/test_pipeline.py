@@ -25,6 +25,7 @@ def one_rank(ranks):
     return get
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("name", "pipe"), rotated(MODELS, [2, 4, 3]))
 def test_one_chunk_through_stages(ranks, one_rank, name, pipe):
     found = ranks(pipe, trained, name, {"pipe": pipe, "chunks": 1})
@@ -32,11 +33,13 @@ def test_one_chunk_through_stages(ranks, one_rank, name, pipe):
     same(found, one_rank(name))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("name", "pipe", "chunks"), rotated(MODELS, [(1, 4), (2, 2), (3, 4), (2, 4)]))
 def test_exact_chunks_through_stages(ranks, one_rank, name, pipe, chunks):
     same(ranks(pipe, trained, name, {"pipe": pipe, "chunks": chunks, **EXACT}), one_rank(name))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("name", "pipe", "chunks"), rotated(MODELS, [(2, 3), (1, 3), (2, 1), (2, 3)]))
 def test_parts_and_exact_chunks(ranks, one_rank, name, pipe, chunks):
     found = ranks(2 * pipe, trained, name, {"pipe": pipe, "graph": 2, "chunks": chunks, **EXACT})
@@ -44,6 +47,7 @@ def test_parts_and_exact_chunks(ranks, one_rank, name, pipe, chunks):
     same(found, one_rank(name))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     rotated(

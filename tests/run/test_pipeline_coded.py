@@ -39,6 +39,7 @@ def world(mesh: dict[str, Any]) -> int:
 # Bytes ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("mesh", "name"), [({"pipe": 2, "chunks": 1}, "gcn"), ({**HYBRID, **HISTORY}, "gcnii")]
 )
@@ -59,6 +60,7 @@ def coded_bytes(codec: CodecName, rank: dict[str, Any], chunks: list[Tensor]) ->
     return 2 * sum(sizes)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("mesh", "name", "codec"),
     rotated(
@@ -147,6 +149,7 @@ def scores_of(name: str, weights: dict[str, Tensor]) -> Tensor:
     return scores
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -172,6 +175,7 @@ def test_losses_fall_and_evaluation_is_exact(ranks, name, mesh):
 # What is exact ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("more", [{"codec": "onebit"}, {"codec_stage": "onebit"}])
 def test_exact_epochs_and_probes_of_history_are_exact(ranks, more):
     """The first epoch fills the tables, the second measures: both go by the exact gradient."""
@@ -225,6 +229,7 @@ def test_without_history_the_ladder_probes_with_the_exact_gradient(ranks, mesh):
 # Late rows -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("guard", [True, False])
 def test_late_rows_through_stages_are_late_rows(ranks, guard):
     """A stage's sites are as late as they are in a model that is whole."""
@@ -274,6 +279,7 @@ def resumed(channel: Channel, parallel: dict[str, Any], folder: str) -> list[Any
     return found
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "parallel", [{"graph": 2, "max_age": 2}, {"pipe": 2, "graph": 2, "chunks": 1, "max_age": 2}]
 )

@@ -113,6 +113,7 @@ def small(channel: Channel, vertices: int, parallel: dict[str, Any], trains: int
     return told(model("gcnii", 0.2), given, 4, parallel)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("vertices", [3, 7])
 @pytest.mark.parametrize(
     "mesh",
@@ -129,6 +130,7 @@ def test_empty_chunks_and_chunks_without_a_training_vertex_are_exact(ranks, mesh
     same(ranks(world, small, vertices, {**mesh, **EXACT}), ranks(1, small, vertices, {})[0])
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "mesh",
     [{"pipe": 1, "chunks": 6}, {"pipe": 3, "chunks": 2}, {"pipe": 2, "graph": 2, "chunks": 5}],
@@ -209,6 +211,7 @@ def armed(channel: Channel, failing: int, how: str, parallel: dict[str, Any]) ->
     return "", "", said.getvalue()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("kind", "failing", "how"),
     [("history", 0, "backward"), ("history", 1, "forward"), ("exact", 0, "backward"), ("drop", 1, "forward")],

@@ -67,6 +67,7 @@ def runs(ranks, kind, tmp_path_factory) -> Any:
     return get
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize(
     ("kind", "wrote", "reads"),
     rotated(
@@ -102,6 +103,7 @@ def test_a_resume_on_another_mesh_goes_on_with_the_same_curve(
     assert [record.epoch for record in read_records(folder / "metrics.jsonl")] == list(range(1, EPOCHS + 1))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["stages", "three", "hybrid"])
 def test_every_rank_ends_with_the_best_weights_and_rank_0_with_all_scores(ranks, name, tmp_path):
     found = ranks(world(name), saved, MESHES[name], EPOCHS, str(tmp_path / "run"))
@@ -123,6 +125,7 @@ def test_the_best_epoch_is_not_the_last(uninterrupted):
     assert uninterrupted["best_epoch"] not in (0, EPOCHS)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("reads", [{"pipe": 2, "chunks": 4}, {"pipe": 2, "graph": 2, "chunks": 2}])
 def test_a_run_with_history_goes_on_with_an_exact_epoch(ranks, tmp_path, reads):
     """Tables are not saved: the first epoch after a resume fills them."""

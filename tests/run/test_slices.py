@@ -55,6 +55,7 @@ def trained(
     return ranks(size, run, name, cut, out, resume)[0]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", ["gcn", "gat"])
 def test_a_curve_does_not_know_how_many_slices(ranks: Callable[..., list], name: str, size: int) -> None:
@@ -84,6 +85,7 @@ def test_the_check_splits_features_too(ranks: Callable[..., list]) -> None:
     assert any("split over 3 and whole equal" in note for note in notes)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("cut", [{}, {"tensor": 2}, {"tensor": 3, "memory_gib": 4e-5}, {"graph": 2}])
 def test_a_decoupled_curve_is_its_own_on_one_rank(ranks: Callable[..., list], cut: dict[str, Any]) -> None:
     size = cut.get("tensor", cut.get("graph", 1))
@@ -119,6 +121,7 @@ def depths(channel: Channel) -> dict[int, int]:
 MESHES = [(1, {}), (2, {"tensor": 2}), (3, {"graph": 3}), (4, {"tensor": 4})]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("place", range(len(MESHES)))
 def test_checkpoints_move_between_slices_parts_and_one_rank(
     ranks: Callable[..., list], tmp_path: Path, place: int

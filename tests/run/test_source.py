@@ -227,6 +227,7 @@ def test_parts_are_cut_once_and_reused_until_the_file_or_the_seed_changes(ranks,
     assert len(entries(folder)) == 4
 
 
+@pytest.mark.slow
 def test_without_reuse_nothing_is_read_or_kept(ranks, tmp_path):
     folder, data = tmp_path / "cache", edges_file(tmp_path / "g.npz", 1)
     for _ in range(2):
@@ -234,6 +235,7 @@ def test_without_reuse_nothing_is_read_or_kept(ranks, tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_entry_is_made_again(ranks, tmp_path):
     folder, data = tmp_path / "cache", edges_file(tmp_path / "g.npz", 1)
     first = ranks(2, reusing, data, str(folder), 0, True)
@@ -245,6 +247,7 @@ def test_a_damaged_entry_is_made_again(ranks, tmp_path):
     assert "reused" in ranks(2, reusing, data, str(folder), 0, True)[0][3][0]
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_done_without(ranks, tmp_path):
     (tmp_path / "cache").write_text("a file")
     data = edges_file(tmp_path / "g.npz", 1)
@@ -297,6 +300,7 @@ def short_of_memory(channel: Channel, folder: str, amount: int | None) -> tuple:
     return [(meta.method, sum("GiB are available" in note for note in meta.notes)) for meta in (named, given)]
 
 
+@pytest.mark.slow
 def test_auto_streams_where_metis_does_not_fit_and_says_so(ranks, tmp_path):
     folder = str(tmp_path / "cache")
     for _ in range(2):  # cut, then reused

@@ -1,10 +1,10 @@
 """Meshes: what each cut of a graph's training would cost, ranked, with a reason.
 
-Where it sits: pure arithmetic on what ``run.plan`` measured or was told; loads no torch.
+Where it sits: pure arithmetic on what ``run.study`` measured or was told; loads no torch.
 
 ::
 
-    seconds an epoch = slowest rank's computing + what of its messages does not hide behind it
+    seconds an epoch = slowest rank's computing + its messages: none of them is taken to hide behind it
     bytes            = rows that cross, times what a row costs
     memory           = what the fullest rank holds
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 
 from kagome.errors import PlanError
@@ -65,19 +65,6 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Slices:
-    """What feature slices of a graph cost.
-
-    Args:
-        numbers: Bytes of all rows of all transposes of an epoch, whole.
-        memory: Bytes of the fullest rank, by number of slices.
-    """
-
-    numbers: float
-    memory: Mapping[int, float]
-
-
-@dataclass(frozen=True)
 class Candidate:
     """One way to train, and what it is predicted to cost.
 
@@ -86,7 +73,7 @@ class Candidate:
         exact: Whether it gives what one rank gives.
         epoch_seconds: Predicted.
         compute_seconds: Of the slowest rank.
-        exposed_seconds: Of messages that do not hide.
+        exposed_seconds: Of waiting for messages and other stages.
         bytes_per_epoch: Of all ranks, by kind.
         memory_bytes: Of the fullest rank.
         uncertain: By which share bytes may be off, where a cut was estimated.
@@ -140,9 +127,6 @@ class Plans:
         return json.dumps({"plans": plans, "refused": refused, "facts": dict(self.facts)}, indent=1)
 
 
-HIDDEN = 0.0
-"""Of the smaller of computing and messages: what hides behind the other. A layer's halo hides behind the sum
-of its own edges alone; between emulated hosts none was seen to (benchmarks/planner), and none is counted."""
 ONE_ROUND = 2**20
 """A sum goes in one round up to so many bytes of all ranks together: see ``comm.pending``."""
 SLOWED = 1.1
@@ -168,57 +152,46 @@ def parts(
         uncertain: By which share the halo may be off.
         decoupled: Whether maps come first.
     """
-    compute = max(_computing(rates, load.rows, load.edges) for load in loads) / cluster.speed
-    halo = [rates.forward * load.sent + rates.backward * load.halo for load in loads]
-    whole = sum(halo) if len(loads) == parts else halo[0] * parts
+    compute = _slowest(rates, loads, cluster)
+    most, halo = _halos(rates, loads, parts)
     sums = summed(parts, rates.weights)
-    link = cluster.bandwidth(parts)
-    wires = (max(halo) + sums) / link + cluster.latency * 4 * (parts - 1) if parts > 1 else 0.0
-    exposed = wires - HIDDEN * min(wires, compute)
-    settings: dict[str, int | bool | str] = {} if parts == 1 else {"graph": parts}
-    if decoupled:
-        settings["decouple"] = True
+    waits = (most + sums) / cluster.bandwidth(parts) + cluster.latency * 4 * (parts - 1)
     return Candidate(
-        settings,
+        _settings(decoupled, graph=parts),
         not decoupled,
-        compute + exposed,
+        compute + waits,
         compute,
-        exposed,
-        {} if parts == 1 else {"halo": round(whole), "weights": round(sums * parts)},
+        waits,
+        {} if parts == 1 else {"halo": round(halo), "weights": round(sums * parts)},
         max(load.memory for load in loads),
         uncertain if parts > 1 else 0.0,
     )
 
 
 def slices(
-    count: int, whole: Load, rates: Rates, costs: Slices, cluster: Cluster, *, decoupled: bool
+    count: int, whole: Load, crossing: float, rates: Rates, cluster: Cluster, *, decoupled: bool
 ) -> Candidate:
-    """Feature slices on so many ranks; messages are waited for.
+    """Feature slices on so many ranks.
 
     Args:
         count: How many.
-        whole: The whole graph's load.
+        whole: The whole graph's rows and edges; a rank's memory.
+        crossing: Bytes of all transposes of an epoch, as if all of a row crossed.
         rates: Of the model.
-        costs: Of its transposes.
         cluster: Where it runs.
         decoupled: Whether maps come first.
     """
     compute = _computing(rates, whole.rows, whole.edges) / count * SLOWED / cluster.speed
-    crossing = costs.numbers * (count - 1) / count
-    sums = summed(count, rates.weights)
-    link = cluster.bandwidth(count)
-    exposed = crossing / count / link + sums / link + cluster.latency * 4 * (count - 1)
-    settings: dict[str, int | bool | str] = {"tensor": count}
-    if decoupled:
-        settings["decouple"] = True
+    sent, sums = crossing * (count - 1) / count, summed(count, rates.weights)
+    waits = (sent / count + sums) / cluster.bandwidth(count) + cluster.latency * 4 * (count - 1)
     return Candidate(
-        settings,
+        _settings(decoupled, tensor=count),
         not decoupled,
-        compute + exposed,
+        compute + waits,
         compute,
-        exposed,
-        {"transpose": round(crossing), "weights": round(sums * count)},
-        costs.memory[count],
+        waits,
+        {"transpose": round(sent), "weights": round(sums * count)},
+        whole.memory,
     )
 
 
@@ -272,13 +245,9 @@ def pipes(
     """
     stages = len(cut.shares)
     chunks = 4 * stages
-    compute = max(_computing(rates, load.rows, load.edges) for load in loads) / cluster.speed
-    link = cluster.bandwidth(stages * number)
+    compute, link = _slowest(rates, loads, cluster), cluster.bandwidth(stages * number)
     message = cut.crossing / max(stages - 1, 1) / 2 / number / chunks / link + cluster.latency
-    halo = [rates.forward * load.sent + rates.backward * load.halo for load in loads]
-    whole = sum(halo) if len(loads) == number else halo[0] * number
-    if number == 1:
-        whole = 0.0
+    most, halo = _halos(rates, loads, number)
 
     def seconds(action: Action) -> float:
         pieces = cut.reads[action.stage] if exact else 1
@@ -288,24 +257,36 @@ def pipes(
     shape = Shape(stages, tuple(range(chunks)))
     programs = exact_program(shape, [max(reads, 1) for reads in cut.reads]) if exact else fill_drain(shape)
     run = simulate(programs, seconds, transfer=lambda action: message)
-    sums = summed(number, rates.weights / stages) if number > 1 else 0.0
-    waits = (max(halo) / stages + sums) / link if number > 1 else 0.0
+    sums = summed(number, rates.weights / stages)
+    waits = (most / stages + sums) / link
     busy = max(map(run.busy, range(stages)))
-    settings: dict[str, int | bool | str] = {"pipe": stages}
-    if number > 1:
-        settings["graph"] = number
-    if exact:
-        settings["cross_chunk"] = "exact"
+    settings = _settings(False, pipe=stages, graph=number)
     return Candidate(
-        settings,
+        {**settings, "cross_chunk": "exact"} if exact else settings,
         exact,
         run.seconds + waits,
         busy,
         run.seconds + waits - busy,
-        {"stage": round(cut.crossing), "halo": round(whole), "weights": round(sums * number * stages)},
+        {"stage": round(cut.crossing), "halo": round(halo), "weights": round(sums * number * stages)},
         max(load.memory for load in loads) * max(cut.shares) * TABLES,
         uncertain if number > 1 else 0.0,
     )
+
+
+def _settings(decoupled: bool, **axes: int) -> dict[str, int | bool | str]:
+    """What a user would write."""
+    mesh: dict[str, int | bool | str] = {axis: size for axis, size in axes.items() if size > 1}
+    return {**mesh, "decouple": True} if decoupled else mesh
+
+
+def _halos(rates: Rates, loads: Sequence[Load], parts: int) -> tuple[float, float]:
+    """Bytes that the busiest part sends, and all of them; one load stands for all parts if they are alike."""
+    each = [rates.forward * load.sent + rates.backward * load.halo for load in loads]
+    return max(each), sum(each) if len(each) == parts else each[0] * parts
+
+
+def _slowest(rates: Rates, loads: Sequence[Load], cluster: Cluster) -> float:
+    return max(_computing(rates, load.rows, load.edges) for load in loads) / cluster.speed
 
 
 def _computing(rates: Rates, rows: float, edges: float) -> float:
@@ -352,8 +333,7 @@ def _with_reason(one: Candidate, fitting: Sequence[Candidate]) -> Candidate:
         ratio = max(one.epoch_seconds, other.epoch_seconds) / min(one.epoch_seconds, other.epoch_seconds)
         verb = "faster" if one is best else "slower"
         text = f"{ratio:.2f} times {verb} than {other.name}: {_why(one, other)}; {waits}"
-    values = {**{name: getattr(one, name) for name in one.__dataclass_fields__}, "reason": text}
-    return Candidate(**values)
+    return replace(one, reason=text)
 
 
 def _why(one: Candidate, other: Candidate) -> str:

@@ -10,52 +10,26 @@ are then the same.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from kagome.errors import PlanError
-from kagome.planner.devices import StageCost
-from kagome.planner.downsets import downsets, memory, per_sample
-from kagome.planner.pipedream import refuse_late
-from kagome.planner.stageplan import PlannedStage, StagePlan
+from kagome.planner.chain import ChainPlanner, Cut, in_time
+from kagome.planner.downsets import Downsets, memory, per_sample
 
 
 @dataclass(frozen=True, eq=False)
-class Piper:
-    """The planner.
+class Piper(ChainPlanner):
+    """The planner; see :class:`ChainPlanner` for its arguments."""
 
-    Args:
-        cost: Of any stage.
-        micro_batch: Of all stages.
-        most: Down-sets that it will look at.
-        seconds: How long it may search; None without a limit.
-    """
-
-    cost: StageCost
-    micro_batch: int
-    most: int = 100_000
-    seconds: float | None = None
-
-    def plan(self) -> StagePlan:
-        """The plan with the least bottleneck.
-
-        Raises:
-            PlanError: If there are too many down-sets, it takes too long, or nothing fits.
-
-        Cost: the square of the number of down-sets, times devices squared.
-        """
-        deadline = None if self.seconds is None else time.monotonic() + self.seconds
-        sets = downsets(self.cost, self.micro_batch, most=self.most, deadline=deadline)
-        count, last = self.cost.devices.count, len(sets.sets) - 1
+    def _cuts(self, sets: Downsets, deadline: float | None) -> list[Cut] | None:
+        count, last, free = self.cost.devices.count, len(sets.sets) - 1, self.cost.devices.memory
         rest = np.full((last + 1, count + 1), np.inf)  # the slowest stage behind a cut, by devices there
         rest[last, :] = 0.0
         whence = np.zeros((last + 1, count + 1, 2), dtype=np.int64)
         micro_batches = self.cost.batch // self.micro_batch
         degrees = [d for d in range(1, min(count, self.micro_batch) + 1) if micro_batches % d == 0]
-        for outer in range(last, 0, -1):
-            refuse_late(deadline, last - outer, last)
+        for outer in in_time(range(last, 0, -1), deadline):
             inner = sets.inside(outer)
             for d in degrees:
                 seconds = per_sample(self.cost, sets, inner, outer, d, self.micro_batch)
@@ -64,22 +38,16 @@ class Piper:
                         continue
                     held = min(-(-k // d) * self.micro_batch, self.cost.batch)
                     slowest = np.maximum(rest[outer, k - d], seconds)
-                    slowest[memory(sets, inner, outer, d, held) > self.cost.devices.memory] = np.inf
+                    slowest[memory(sets, inner, outer, d, held) > free] = np.inf
                     better = slowest < rest[inner, k]
                     rest[inner[better], k] = slowest[better]
                     whence[inner[better], k] = outer, d
-        k = int(rest[0].argmin())
-        if not np.isfinite(rest[0, k]):
-            raise PlanError(
-                f"the model fits {count} devices of {self.cost.devices.memory / 2**30:.3g} GiB",
-                "no chain of stages does",
-                hint="take more devices, or smaller micro-batches",
-            )
-        stages, at = [], 0
+        at, left = 0, int(rest[0].argmin())
+        if not np.isfinite(rest[0, left]):
+            return None
+        cuts: list[Cut] = []
         while at != last:
-            outer, d = (int(value) for value in whence[at, k])
-            members = sets.sets[outer] & ~sets.sets[at]
-            names = tuple(o.name for n, o in enumerate(self.cost.graph.operators) if members >> n & 1)
-            stages.append(PlannedStage(names, d, self.micro_batch))
-            at, k = outer, k - d
-        return StagePlan(self.cost.batch, tuple(stages))
+            outer, d = (int(value) for value in whence[at, left])
+            cuts.append((at, outer, d))
+            at, left = outer, left - d
+        return cuts

@@ -6,7 +6,7 @@ Where it sits: ``kagome plan`` prints it; it sees plain records.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -62,7 +62,7 @@ class Ranked(Protocol):
         """The others, with why."""
 
     @property
-    def facts(self) -> Mapping[str, object]:
+    def facts(self) -> Mapping[str, Any]:
         """What they were predicted from."""
 
 
@@ -82,6 +82,8 @@ def print_plans(plans: Ranked, console: Console | None = None) -> None:
     console.print(table)
     for number, one in enumerate(plans.fitting, start=1):
         console.print(f"{number}. {one.name}: {one.reason}.", soft_wrap=True)
+    for note in facts.get("notes", ()):
+        console.print(f"-  {note}", soft_wrap=True)
     for one, why in plans.refused:
         console.print(f"-  {one.name}: {why}.", soft_wrap=True)
 

@@ -18,13 +18,15 @@ from kagome.available import available_bytes
 from kagome.comm.channel import Channel
 from kagome.commands import PlanCommand
 from kagome.config import Run
-from kagome.errors import PlanError
+from kagome.errors import ModelError, PlanError
 from kagome.graph.data import load_data
 from kagome.graph.partition import Partition
 from kagome.graph.store import Meta
 from kagome.model.decouple import decouple
 from kagome.planner.cluster import GIB, Cluster
 from kagome.planner.meshes import Plans
+from kagome.run.forecast import Way
+from kagome.run.ready import few_rows, materialise
 from kagome.run.source import from_data
 from kagome.run.study import Graph, Study
 from kagome.threads import cores
@@ -72,16 +74,23 @@ def planned(asked: PlanCommand, build: Callable[[Partition, Meta, Channel], nn.M
     part, meta = from_data(data, alone, method="contiguous", seed=seed)
     torch.manual_seed(seed)
     model = build(part, meta, alone)
-    optimizer = torch.optim.Adam(model.parameters(), lr=asked.train.lr)
-    first = None
+    device = torch.device("cpu")
+    materialise(model, part, device)
+    first, notes = None, []
     if "decoupled" in asked.allow:
-        sample = {"x": part.nodes["x"][:4], "edge_index": torch.tensor([[0, 1], [1, 0]])}
-        first = decouple(model, sample)
+        try:
+            first = decouple(model, few_rows(part, device))
+        except ModelError as error:
+            notes.append(f"not decoupled: {error}")
     ranks = asked.devices
     cluster = here(ranks, LOCAL) if asked.cluster is None else Cluster.load(asked.cluster)
     torch.set_num_threads(max(1, len(cores()) // ranks) if asked.cluster is None else 1)
-    study = Study.of(model, optimizer, part, graph, decoupled=first, seed=seed)
-    return study.plans(cluster, history="history" in asked.allow)
+    run = asked.model
+    way = Way(True, fast=run.fast, recompute=run.recompute, amp=asked.train.amp == "bf16", seed=seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=asked.train.lr)
+    study = Study.of(model, optimizer, part, graph, decoupled=first, way=way)
+    found = study.plans(cluster, history="history" in asked.allow)
+    return replace(found, facts={**found.facts, "notes": notes})
 
 
 def chosen(
@@ -119,7 +128,7 @@ def chosen(
     print(f"kagome: {best.name}: {best.reason}.", file=sys.stderr)
     others = tuple(one for one in found.fitting if one is not best)
     mesh: dict[str, Any] = dict(best.settings)
-    parallel = replace(cut, plan="manual", **mesh)
+    parallel = replace(cut, plan="manual", allow=(), **mesh)
     return replace(settings, parallel=parallel), replace(found, fitting=(best, *others))
 
 

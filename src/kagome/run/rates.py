@@ -1,6 +1,6 @@
 """Rates: what a model costs by row and edge, in seconds and in bytes that cross, from epochs on small graphs.
 
-Where it sits: ``planning`` scales them to parts; ``forecast`` does the same for memory.
+Where it sits: ``study`` scales them to parts; ``forecast`` does the same for memory.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,7 +25,10 @@ from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
+from kagome.neighbors.lazy import EscapeError
+from kagome.neighbors.recompute import recompute
 from kagome.run.counts import counts_of
+from kagome.run.forecast import Way
 from kagome.run.made import made_pieces
 
 SETTLED = 2
@@ -46,26 +50,65 @@ class Epoch:
     bytes: Mapping[str, int]
 
 
+def drawn(like: Partition, vertices: int, edges: int, seed: int) -> Data:
+    """A graph of random edges, its rows a part's own, again and again.
+
+    Args:
+        like: Where attributes of vertices and edges are taken from.
+        vertices: How many.
+        edges: How many.
+        seed: Of the edges.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = [(like.nodes, vertices), (like.edges, edges)]
+    attributes = {
+        name: value[torch.arange(count) % max(value.size(0), 1)]
+        for values, count in rows
+        for name, value in values.items()
+    }
+    edge_index = torch.randint(0, vertices, (2, edges), generator=generator)
+    return Data(edge_index=edge_index, num_nodes=vertices, **attributes)
+
+
 def epochs(
-    model: nn.Module, piece: Partition, channel: LocalChannel, count: int, *, slices: bool = False
-) -> list[Epoch]:
-    """Train a copy of a model for some epochs, weights as they are.
+    model: nn.Module, pieces: Sequence[Partition], count: int, way: Way, *, slices: bool = False
+) -> list[list[Epoch]]:
+    """Train copies of a model for some epochs, weights as they are; a rank a piece, as threads.
 
     Args:
         model: Left as it is.
-        piece: What this rank has.
-        channel: Threads, one a rank.
+        pieces: What each rank has.
         count: Epochs.
+        way: How the model will be run.
         slices: Whether ranks take columns where they can.
     """
-    model = copy.deepcopy(model).train()
-    scope = Interception(piece, channel, handlers=HANDLERS, slices=slices)
+
+    def run(way: Way) -> list[list[Epoch]]:
+        models = [copy.deepcopy(model).train() for _ in pieces]
+        if len(pieces) == 1:
+            return [_epochs(models[0], pieces[0], LocalChannel(LocalGroup(1), 0), count, way, slices)]
+        group = LocalGroup(len(pieces))
+        return group.run(lambda c: _epochs(models[c.rank], pieces[c.rank], c, count, way, slices))
+
+    try:
+        return run(way)
+    except EscapeError:
+        return run(replace(way, fast=False))  # as the engine does
+
+
+def _epochs(
+    model: nn.Module, piece: Partition, channel: LocalChannel, count: int, way: Way, slices: bool
+) -> list[Epoch]:
+    scope = Interception(piece, channel, seed=way.seed, handlers=HANDLERS, fast=way.fast, slices=slices)
     undo, found = [apply_rules(model, scope), install(model, scope)], []
+    if way.recompute:
+        undo.append(recompute(model, scope))
     try:
         calling = Calling.of(model, set(scope.inputs))
         for epoch in range(1, count + 1):
             before, begun = dict(channel.bytes), time.perf_counter()
-            with scope.running(epoch, training=True):
+            cast = torch.autocast("cpu", torch.bfloat16) if way.amp else nullcontext()
+            with scope.running(epoch, training=True), cast:
                 out = calling.call(model, scope.inputs)
             loss = out.float().square().mean() + scope.turn.token
             loss.backward()
@@ -78,57 +121,56 @@ def epochs(
     return found
 
 
-def crossing(model: nn.Module, part: Partition, seed: int = 0) -> tuple[float, float]:
+def crossing(model: nn.Module, part: Partition, way: Way) -> tuple[float, float]:
     """Bytes of halos of a settled epoch: forward for a row that is sent, backward for one that is read.
 
     Args:
         model: Any.
         part: Where attributes are drawn from.
-        seed: Of the made graph.
+        way: How the model will be run.
     """
-    pieces = made_pieces(part, several=True, loops=False, seed=seed)
-    found = LocalGroup(len(pieces)).run(lambda c: epochs(model, pieces[c.rank], c, SETTLED)[-1].bytes)
+    pieces = made_pieces(part, several=True, loops=False, seed=way.seed)
+    found = [each[-1].bytes["halo"] for each in epochs(model, pieces, SETTLED, way)]
     counts = [counts_of(piece) for piece in pieces]
     units = np.array([[one.sent, one.halo] for one in counts], dtype=float)
-    rates = np.linalg.lstsq(units, np.array([each["halo"] for each in found], dtype=float), rcond=None)[0]
+    rates = np.linalg.lstsq(units, np.array(found, dtype=float), rcond=None)[0]
     return float(round(rates[0])), float(round(rates[1]))
 
 
-def transposes(model: nn.Module, part: Partition, seed: int = 0) -> float | None:
-    """Bytes a vertex of a settled epoch's transposes, as if all of a row crossed; None if none is made."""
-    generator = torch.Generator().manual_seed(seed)
-    features = {name: value[torch.arange(EVEN) % max(value.size(0), 1)] for name, value in part.nodes.items()}
-    edge_index = torch.randint(0, EVEN, (2, 4 * EVEN), generator=generator)
-    data = Data(edge_index=edge_index, num_nodes=EVEN, **features)
-    owner = torch.arange(EVEN) // (EVEN // 2)
+def transposes(model: nn.Module, part: Partition, way: Way) -> float | None:
+    """Bytes a vertex of a settled epoch's transposes, as if all of a row crossed; None if none is made.
+
+    Args:
+        model: Any.
+        part: Where attributes are drawn from.
+        way: How the model will be run.
+    """
+    if not way.fast or way.amp:
+        return None  # refused by the engine
+    data, owner = drawn(part, EVEN, 4 * EVEN, way.seed), torch.arange(EVEN) // (EVEN // 2)
     pieces = [extract(data, owner, rank, 2) for rank in range(2)]
     try:
-        found = LocalGroup(2).run(lambda c: epochs(model, pieces[c.rank], c, SETTLED, slices=True)[-1].bytes)
+        found = epochs(model, pieces, SETTLED, way, slices=True)
     except KagomeError:
         return None
-    sent = sum(each["transpose"] for each in found)
+    sent = sum(each[-1].bytes["transpose"] for each in found)
     return 2 * sent / EVEN if sent else None  # of two ranks each sends half
 
 
 def timed(
-    model: nn.Module, samples: Sequence[Partition], turns: int = 3
-) -> tuple[tuple[float, float, float], list[float]]:
-    """Seconds of an epoch that has no rows, of a row and of an edge, on this machine.
+    model: nn.Module, samples: Sequence[Partition], way: Way, turns: int = 3
+) -> tuple[float, float, float]:
+    """Seconds of an epoch that has no rows, of a row and of an edge, on this machine; none below 0.
 
     Args:
         model: Any.
         samples: Graphs for one rank, of different sizes.
+        way: How the model will be run.
         turns: Settled epochs of each, of which the median counts.
-
-    Returns:
-        The three, none below 0, and each sample's seconds.
     """
-    found = []
-    for piece in samples:
-        each = epochs(model, piece, LocalChannel(LocalGroup(1), 0), SETTLED + turns)[SETTLED:]
-        found.append(float(np.median([epoch.seconds for epoch in each])))
+    found = [epochs(model, [piece], SETTLED + turns, way)[0][SETTLED:] for piece in samples]
+    seconds = np.array([np.median([epoch.seconds for epoch in each]) for each in found])
     units = np.array([[1.0, s.own.numel(), s.edge_index.size(1)] for s in samples])
-    seconds = np.array(found)
     # Each sample counts by its share, not by its seconds: small parts are predicted too.
     solved, _ = nnls(units / seconds[:, None], np.ones(len(samples)))
-    return (float(solved[0]), float(solved[1]), float(solved[2])), found
+    return float(solved[0]), float(solved[1]), float(solved[2])

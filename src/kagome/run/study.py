@@ -11,7 +11,6 @@ Where it sits: ``planning`` makes one; the arithmetic is ``planner.meshes``'.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,11 +25,11 @@ from kagome.graph.partition import Partition, extract
 from kagome.graph.partitioners import assign
 from kagome.model.stages import stage_bytes
 from kagome.planner.cluster import Cluster
-from kagome.planner.meshes import Candidate, Cut, Load, Plans, Rates, Slices, parts, pipes, ranked, slices
+from kagome.planner.meshes import Candidate, Cut, Load, Plans, Rates, parts, pipes, ranked, slices
 from kagome.run.counts import Counts, split_counts
 from kagome.run.forecast import Rates as Held
 from kagome.run.forecast import Way, rates_of
-from kagome.run.rates import crossing, timed, transposes
+from kagome.run.rates import crossing, drawn, timed, transposes
 from kagome.run.staging import stage_model
 
 LARGEST = 4_000_000
@@ -42,6 +41,9 @@ GUESSED = 0.5
 COMMUNITIES = 0.6
 """Of the halo of a random cut, what METIS leaves on graphs of people, pages and papers: about the middle of
 those in shared data sets."""
+
+WAY = Way(several=True)
+"""How a model is run if nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -76,30 +78,17 @@ class Graph:
         return (one,), 0.0 if number == 1 else GUESSED
 
 
-def made(graph: Graph, like: Partition, seed: int) -> Callable[[float], Partition]:
-    """Graphs for one rank in proportion to a graph: as many edges a vertex, drawn at random."""
-
-    def of(share: float) -> Partition:
-        generator = torch.Generator().manual_seed(seed)
-        n, e = max(2, round(graph.vertices * share)), max(2, round(graph.edges * share))
-        nodes = {name: value[torch.arange(n) % max(value.size(0), 1)] for name, value in like.nodes.items()}
-        edge_index = torch.randint(0, n, (2, e), generator=generator)
-        return extract(
-            Data(edge_index=edge_index, num_nodes=n, **nodes), torch.zeros(n, dtype=torch.long), 0, 1
-        )
-
-    return of
-
-
 def samples_of(graph: Graph, like: Partition, seed: int) -> list[Partition]:
     """Graphs to time a model on: the graph itself if it is small, a smaller one, one with fewer edges."""
     there = graph.data is not None and graph.edges <= LARGEST
     share = 1.0 if there else min(1.0, MADE / max(graph.edges, 1))
-    of, sparse = made(graph, like, seed), replace(graph, edges=max(graph.edges // 4, 1))
-    found = [of(share), of(share / 4), made(sparse, like, seed)(share)]
-    if there:
-        found[0] = like
-    return found
+
+    def made(vertices: float, edges: float) -> Partition:
+        n = max(2, round(vertices))
+        return extract(drawn(like, n, max(2, round(edges)), seed), torch.zeros(n, dtype=torch.long), 0, 1)
+
+    n, e = graph.vertices * share, graph.edges * share
+    return [like if there else made(n, e), made(n / 4, e / 4), made(n, e / 4)]
 
 
 @dataclass(frozen=True)
@@ -129,13 +118,13 @@ class Study:
         part: The whole graph as one part; or a small one that looks like it, where the graph is not there.
         graph: What is known of the graph.
         models: Each measured; the user's own first.
-        seed: Of cuts and made graphs.
+        way: How they will be run; its seed is that of cuts and made graphs too.
     """
 
     part: Partition
     graph: Graph
     models: tuple[Measured, ...]
-    seed: int = 0
+    way: Way
     _parts: dict[int, tuple[tuple[Counts, ...], float]] = field(default_factory=dict)
     _stages: dict[int, Cut | None] = field(default_factory=dict)
 
@@ -147,7 +136,7 @@ class Study:
         graph: Graph,
         *,
         decoupled: nn.Module | None = None,
-        seed: int = 0,
+        way: Way = WAY,
     ) -> Study:
         """Measure.
 
@@ -157,7 +146,7 @@ class Study:
             part: See :class:`Study`.
             graph: What is known of the graph.
             decoupled: The model with all maps first, if it may be taken.
-            seed: Of cuts and made graphs.
+            way: How they will be run.
 
         Raises:
             PlanError: If the model fails on a small graph.
@@ -166,19 +155,19 @@ class Study:
             Five epochs of each model on each of three graphs of up to 4 million edges.
         """
         models = [(model, False)] + ([] if decoupled is None else [(decoupled, True)])
-        found = tuple(_measured(each, first, optimizer, part, graph, seed) for each, first in models)
-        return Study(part, graph, found, seed)
+        found = tuple(_measured(each, first, optimizer, part, graph, way) for each, first in models)
+        return Study(part, graph, found, way)
 
     def parts(self, number: int) -> tuple[tuple[Counts, ...], float]:
         """The parts of a cut, and by which share their halo may be off."""
         if number not in self._parts:
-            self._parts[number] = self.graph.counts(number, self.seed)
+            self._parts[number] = self.graph.counts(number, self.way.seed)
         return self._parts[number]
 
     def stages(self, number: int) -> Cut | None:
         """The user's model over so many stages; None where it cannot be cut so."""
         if number not in self._stages:
-            self._stages[number] = _cut(self.models[0].model, self.part, self.graph, number, self.seed)
+            self._stages[number] = _cut(self.models[0].model, self.part, self.graph, number, self.way)
         return self._stages[number]
 
     def plans(self, cluster: Cluster, *, history: bool = False) -> Plans:
@@ -219,10 +208,9 @@ class Study:
     def _slices(self, each: Measured, size: int, cluster: Cluster) -> Candidate:
         assert each.transposed is not None
         whole = self.parts(1)[0][0]
-        memory = _sliced(whole, size, each.held, each.transposed)
-        costs = Slices(each.transposed * self.graph.vertices, {size: memory})
-        load = _load(whole, each.held)
-        return slices(size, load, each.rates, costs, cluster, decoupled=each.decoupled)
+        load = replace(_load(whole, each.held), memory=_sliced(whole, size, each.held, each.transposed))
+        crossing = each.transposed * self.graph.vertices
+        return slices(size, load, crossing, each.rates, cluster, decoupled=each.decoupled)
 
 
 def _measured(
@@ -231,24 +219,23 @@ def _measured(
     optimizer: torch.optim.Optimizer | None,
     part: Partition,
     graph: Graph,
-    seed: int,
+    way: Way,
 ) -> Measured:
-    held = rates_of(model, optimizer, part, Way(several=True))
+    held = rates_of(model, optimizer, part, way)
     if held.fault:
         raise PlanError("a model runs on small graphs, where it is measured", held.fault, hint="kagome check")
-    (none, row, edge), _ = timed(model, samples_of(graph, part, seed))
-    forward, backward = crossing(model, part, seed)
-    rates = Rates(none, row, edge, forward, backward, float(held.gradients))
-    return Measured(model, decoupled, rates, held, transposes(model, part, seed))
+    seconds = timed(model, samples_of(graph, part, way.seed), way)
+    rates = Rates(*seconds, *crossing(model, part, way), float(held.gradients))
+    return Measured(model, decoupled, rates, held, transposes(model, part, way))
 
 
-def _cut(model: nn.Module, part: Partition, graph: Graph, stages: int, seed: int) -> Cut | None:
-    """A model's layers over stages; None where it cannot be cut into so many."""
-    device = torch.device("cpu")
+def _cut(model: nn.Module, part: Partition, graph: Graph, stages: int, way: Way) -> Cut | None:
+    """A model's layers over stages; None where it cannot be cut into so many, or stages cannot run it so."""
+    if way.recompute:
+        return None
+    device, train = torch.device("cpu"), Train(seed=way.seed, amp="bf16" if way.amp else "none")
     try:
-        staging = stage_model(
-            model, part, Channel(None, "cpu"), Parallel(pipe=stages), Train(seed=seed), device
-        )
+        staging = stage_model(model, part, Channel(None, "cpu"), Parallel(pipe=stages), train, device)
     except KagomeError:
         return None
     spent = [sum(staging.seconds.get(step.name, 0.0) for step in stage.steps) for stage in staging.stages]
