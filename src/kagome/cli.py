@@ -116,12 +116,14 @@ def _train(args: list[str]) -> int:
     nproc = command.nproc or _ranks(settings)
     nproc = nproc or (1 if args else DEFAULT_RANKS)
     if settings.parallel.plan == "auto":
+        from kagome.report.plan_page import write_plans
         from kagome.run.planning import chosen
 
         settings, plans = chosen(settings, nproc, _builder(settings.model))
         out = out or _new_folder(settings)
         Path(out).mkdir(parents=True, exist_ok=True)
         (Path(out) / "plan.json").write_text(plans.to_json())
+        write_plans(Path(out) / "plan.html", plans)
     settings.parallel.fit(nproc)
     if nproc == 1:
         return train_rank(settings, out, resume)
@@ -254,9 +256,12 @@ def _plan(args: list[str]) -> int:
     if command.json:
         print(found.to_json())
     else:
+        from kagome.report.plan_page import write_plans
         from kagome.report.plans import print_plans
 
         print_plans(found)
+        if command.page:
+            print(f"page: {write_plans(command.page, found)}")
     return 0
 
 

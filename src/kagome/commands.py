@@ -84,8 +84,10 @@ class PlanCommand:
     """Its features a vertex."""
     classes: int = 16
     """Its classes."""
+    page: str = "runs/plan.html"
+    """The page that shows the plans, and an epoch of the best; empty for none."""
     json: bool = False
-    """Print plans as JSON."""
+    """Print plans as JSON, and write no page."""
 
 
 @dataclass(frozen=True)

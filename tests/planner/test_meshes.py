@@ -24,6 +24,7 @@ from kagome.errors import ConfigError, PlanError
 from kagome.model.zoo import build_model
 from kagome.planner.cluster import READY, Cluster
 from kagome.planner.meshes import CHUNK, Candidate, Cut, Load, Rates, parts, pipes, ranked, slices
+from kagome.report.plan_page import plans_html
 from kagome.run.planning import chosen, here, planned
 from kagome.run.source import from_data
 from kagome.run.study import Graph, Study
@@ -158,11 +159,20 @@ def test_a_graph_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--edges None" in capsys.readouterr().err
 
 
-def test_the_table_is_read_at_first_sight(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_read_at_first_sight(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the page shows the same plans, with an epoch of each of the best."""
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as left:
         cli.main(["plan", "--data.name", SBM, "--devices", "2", "--allow", "decoupled", "history"])
     assert left.value.code == 0
     out = capsys.readouterr().out
+    page = Path("runs/plan.html").read_text()
+    assert page.count('role="img"') > 6
+    assert "page: runs/plan.html" in out
+    for word in ("pipe=2 cross_chunk=exact", "tensor=2", "1. ", "3. ", "the slowest rank computes"):
+        assert word in page, word
     for word in (
         "one rank",
         "graph=2",
@@ -254,3 +264,22 @@ def test_attributes_of_edges_come_along() -> None:
         here(2, 1e9)
     )
     assert {"one rank", "graph=2", "tensor=2"} <= {one.name for one in found.fitting}
+
+
+def test_the_page_draws_stages_over_time() -> None:
+    """Of a pipeline the programs in the simulator, of parts each rank's computing and waiting."""
+    load = Load(rows=1e5, edges=1e6, sent=1e4, halo=1e4, memory=1e9)
+    uneven = [load, replace(load, edges=3e6)]
+    rates = Rates(seconds=0.0, row=1e-6, edge=1e-7, forward=512.0, backward=512.0, weights=1e5)
+    cluster = Cluster("two", 1, 2, 2e9, 1.0, 1e9, 1e9, 1e-5)
+    cut = Cut((0.5, 0.5), 1e7, (1, 1))
+    candidates = [
+        parts(2, uneven, rates, cluster, 0.0),
+        pipes(cut, 1, [load], rates, cluster, 0.0, exact=False),
+    ]
+    found = ranked(candidates, cluster, {"cluster": "two", "ranks": 2, "vertices": 10, "edges": 20})
+    assert {one.name: one.run is None for one in found.fitting} == {"graph=2": True, "pipe=2": False}
+    page = plans_html(found)
+    assert page.count("waiting for the slowest: ") == 1  # the part with fewer edges
+    assert "stage 1, 1F0" in page
+    assert "run" not in json.loads(found.to_json())["plans"][0]

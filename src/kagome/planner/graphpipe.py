@@ -11,9 +11,9 @@ Where it sits: one of three stage planners beside ``pipedream`` and ``piper``; a
 
 A stage is children of one node of the tree that stand next to each other, any of a few branches, or operators
 that stand next to each other in a row of all below a node; the plans searched are those. Stages that hold
-pieces of several branches are beyond them, unless a row has them side by side. In a row a stage counts as ahead
-of the next one, read or not. What is kept of a part is the fewest devices for each number of samples in flight
-at its head: more devices than a bottleneck asks for buy nothing but memory.
+pieces of several branches are beyond them, unless a row has them side by side. In a row a stage counts as
+ahead of the next one, read or not. What is kept of a part is the fewest devices for each number of samples in
+flight at its head: more devices than a bottleneck asks for buy nothing but memory.
 
 Source: GraphPipe, ASPLOS 2025: series-parallel decomposition, binary search on the bottleneck, dynamic
 program over part, devices and the successor's schedule.

@@ -21,7 +21,7 @@ from kagome.planner.cluster import Cluster
 from kagome.schedule.actions import Action, Kind
 from kagome.schedule.schedules import Shape, fill_drain
 from kagome.schedule.schedules import exact as exact_program
-from kagome.schedule.simulate import simulate
+from kagome.schedule.simulate import Run, simulate
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,9 @@ class Candidate:
         memory_bytes: Of the fullest rank.
         uncertain: By which share bytes may be off, where a cut was estimated.
         reason: In one sentence.
+        busy: Seconds that each rank computes; one stands for all where they are alike. Empty for a pipeline.
+        run: What a pipeline's stages do over time; waiting for neighbours and sums comes on top. Of the best
+            plans alone.
     """
 
     settings: Mapping[str, int | bool | str]
@@ -89,6 +92,8 @@ class Candidate:
     memory_bytes: float
     uncertain: float = 0.0
     reason: str = ""
+    busy: tuple[float, ...] = ()
+    run: Run | None = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -104,6 +109,12 @@ class Candidate:
     def total_bytes(self) -> int:
         """Of all kinds."""
         return sum(self.bytes_per_epoch.values())
+
+    def record(self) -> dict[str, object]:
+        """All but what its stages do over time, as JSON has it."""
+        told = asdict(replace(self, run=None))
+        del told["run"]
+        return {**told, "name": self.name}
 
 
 @dataclass(frozen=True)
@@ -122,13 +133,15 @@ class Plans:
 
     def to_json(self) -> str:
         """As text: a list of plans, the best first."""
-        plans = [{**asdict(one), "name": one.name} for one in self.fitting]
-        refused = [{**asdict(one), "name": one.name, "refused": why} for one, why in self.refused]
+        plans = [one.record() for one in self.fitting]
+        refused = [{**one.record(), "refused": why} for one, why in self.refused]
         return json.dumps({"plans": plans, "refused": refused, "facts": dict(self.facts)}, indent=1)
 
 
 ONE_ROUND = 2**20
 """A sum goes in one round up to so many bytes of all ranks together: see ``comm.pending``."""
+DRAWN = 3
+"""Of so many plans what happens over time is kept."""
 SLOWED = 1.1
 """Feature slices compute on all edges in narrow rows: so many times longer than in whole rows."""
 
@@ -152,7 +165,8 @@ def parts(
         uncertain: By which share the halo may be off.
         decoupled: Whether maps come first.
     """
-    compute = _slowest(rates, loads, cluster)
+    busy = tuple(_computing(rates, load.rows, load.edges) / cluster.speed for load in loads)
+    compute = max(busy)
     most, halo = _halos(rates, loads, parts)
     sums = summed(parts, rates.weights)
     waits = (most + sums) / cluster.bandwidth(parts) + cluster.latency * 4 * (parts - 1)
@@ -165,6 +179,7 @@ def parts(
         {} if parts == 1 else {"halo": round(halo), "weights": round(sums * parts)},
         max(load.memory for load in loads),
         uncertain if parts > 1 else 0.0,
+        busy=busy,
     )
 
 
@@ -192,6 +207,7 @@ def slices(
         waits,
         {"transpose": round(sent), "weights": round(sums * count)},
         whole.memory,
+        busy=(compute,),
     )
 
 
@@ -245,7 +261,8 @@ def pipes(
     """
     stages = len(cut.shares)
     chunks = 4 * stages
-    compute, link = _slowest(rates, loads, cluster), cluster.bandwidth(stages * number)
+    compute = max(_computing(rates, load.rows, load.edges) for load in loads) / cluster.speed
+    link = cluster.bandwidth(stages * number)
     message = cut.crossing / max(stages - 1, 1) / 2 / number / chunks / link + cluster.latency
     most, halo = _halos(rates, loads, number)
 
@@ -270,6 +287,7 @@ def pipes(
         {"stage": round(cut.crossing), "halo": round(halo), "weights": round(sums * number * stages)},
         max(load.memory for load in loads) * max(cut.shares) * TABLES,
         uncertain if number > 1 else 0.0,
+        run=run,
     )
 
 
@@ -283,10 +301,6 @@ def _halos(rates: Rates, loads: Sequence[Load], parts: int) -> tuple[float, floa
     """Bytes that the busiest part sends, and all of them; one load stands for all parts if they are alike."""
     each = [rates.forward * load.sent + rates.backward * load.halo for load in loads]
     return max(each), sum(each) if len(each) == parts else each[0] * parts
-
-
-def _slowest(rates: Rates, loads: Sequence[Load], cluster: Cluster) -> float:
-    return max(_computing(rates, load.rows, load.edges) for load in loads) / cluster.speed
 
 
 def _computing(rates: Rates, rows: float, edges: float) -> float:
@@ -305,7 +319,10 @@ def ranked(
         (one for one in candidates if one.memory_bytes <= cluster.memory), key=lambda one: one.epoch_seconds
     )
     refused = [
-        (one, f"needs {one.memory_bytes / 2**30:.2f} GiB a rank, there are {cluster.memory / 2**30:.2f}")
+        (
+            replace(one, run=None),
+            f"needs {one.memory_bytes / 2**30:.2f} GiB a rank, there are {cluster.memory / 2**30:.2f}",
+        )
         for one in candidates
         if one.memory_bytes > cluster.memory
     ]
@@ -316,7 +333,10 @@ def ranked(
             f"{least.name} needs least, {least.memory_bytes / 2**30:.2f} GiB a rank",
             hint="more devices, a narrower model, or --allow history decoupled",
         )
-    told = [_with_reason(one, fitting) for one in fitting]
+    told = [
+        _with_reason(one if place < DRAWN else replace(one, run=None), fitting)
+        for place, one in enumerate(fitting)
+    ]
     return Plans(tuple(told), tuple(refused), facts or {})
 
 

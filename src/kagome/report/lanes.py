@@ -41,7 +41,29 @@ def lanes_svg(measured: Measured, predicted: Run | None = None) -> str:
     groups = [("measured", "rank", measured.slices[:MOST_ROWS])]
     if predicted is not None:
         groups.append(("predicted", "stage", predicted.spans[:MOST_ROWS]))
-    length = max(measured.seconds, 0.0 if predicted is None else predicted.seconds) or 1e-9
+    length = max(measured.seconds, 0.0 if predicted is None else predicted.seconds)
+    what = f"Epoch {measured.epoch}, actions of each rank over time, measured and predicted"
+    return _chart(groups, length, what)
+
+
+def predicted_svg(predicted: Run) -> str:
+    """An epoch of a pipeline that nobody ran yet.
+
+    Of more than :data:`MOST_ROWS` stages the first are drawn.
+
+    Args:
+        predicted: Its programs in ``simulate``.
+
+    Returns:
+        As :func:`lanes_svg`.
+    """
+    groups = [("predicted", "stage", predicted.spans[:MOST_ROWS])]
+    return _chart(groups, predicted.seconds, "Actions of each stage over time, as predicted")
+
+
+def _chart(groups: Sequence[tuple[str, str, Sequence[Sequence[Slice]]]], seconds: float, what: str) -> str:
+    """Groups of rows, each with a title and what a row is called, to one scale."""
+    length = seconds or 1e-9
     count = sum(len(rows) for _, _, rows in groups)
     height, step = (18, 22) if count <= 32 else (9, 11)
     drawn: list[str] = []
@@ -58,13 +80,11 @@ def lanes_svg(measured: Measured, predicted: Run | None = None) -> str:
             drawn += _row(runs, f"{label} {number}", top, height, length)
             top += step
         top += 8
-    lines = axis(length, top)
     names = ("forward", "backward", "sending")
     keys = legend([*((ink(name), name) for name in names), ("ink-dim", "waiting for a message")])
     return (
         f'{keys}<div class="scroll"><svg class="gantt lanes" height="{top + 20}" role="img" '
-        f'aria-label="Epoch {measured.epoch}, actions of each rank over time, measured and predicted">'
-        f"{''.join(lines + drawn)}</svg></div>"
+        f'aria-label="{what}">{"".join(axis(length, top) + drawn)}</svg></div>'
     )
 
 

@@ -6,14 +6,13 @@ directory.
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from kagome.report import sections
 from kagome.report.files import write_text
 from kagome.report.folder import RunFolder, read_folder
-from kagome.report.style import MARK, STYLE
+from kagome.report.html import document
 
 
 def write_page(folder: str | Path) -> Path:
@@ -50,15 +49,7 @@ def page_html(run: RunFolder) -> str:
         sections.notes(run),
         sections.settings(run),
     )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)} | Kagome</title>\n<style>{STYLE}</style></head>\n<body><main>\n"
-        f"<header>{MARK}<div><h1>{escape(title)}</h1><p>{escape(facts)}</p></div></header>\n"
-        + "\n".join(part for part in parts if part)
-        + f"\n<footer>Kagome, run directory {escape(str(run.path.resolve()))}</footer>\n"
-        + "</main></body></html>\n"
-    )
+    return document(title, facts, parts, f"Kagome, run directory {run.path.resolve()}")
 
 
 def title_of(run: RunFolder) -> tuple[str, str]:

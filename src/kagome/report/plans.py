@@ -1,6 +1,6 @@
 """Plans: what each cut is predicted to cost, as a table that a person understands at first sight.
 
-Where it sits: ``kagome plan`` prints it; it sees plain records.
+Where it sits: ``kagome plan`` prints it, ``plan_page`` shows it; they see plain records.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kagome.report.units import bytes_text, seconds_text
+from kagome.schedule.simulate import Run
+
+HEAD = ("plan", "exact", "an epoch", "of it waiting", "crosses", "memory a rank")
+"""Columns of the table."""
 
 
 class Row(Protocol):
@@ -49,6 +53,18 @@ class Row(Protocol):
     def reason(self) -> str:
         """Why it stands where it stands."""
 
+    @property
+    def compute_seconds(self) -> float:
+        """Of the slowest rank."""
+
+    @property
+    def busy(self) -> Sequence[float]:
+        """Seconds that each rank computes."""
+
+    @property
+    def run(self) -> Run | None:
+        """What a pipeline's stages do over time."""
+
 
 class Ranked(Protocol):
     """Plans, the best first, and those that do not fit."""
@@ -69,26 +85,31 @@ class Ranked(Protocol):
 def print_plans(plans: Ranked, console: Console | None = None) -> None:
     """Print the table, and a sentence a plan."""
     console = console or Console()
-    facts = plans.facts
-    graph = f"{facts['vertices']:,} vertices, {facts['edges']:,} edges"
-    title = f"{facts['ranks']} ranks of {facts['cluster']}; {graph}"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in ("plan", "exact", "an epoch", "of it waiting", "crosses", "memory a rank"):
+    table = Table(title=title_of(plans), title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in HEAD:
         table.add_column(name, justify="left" if name in ("plan", "exact") else "right")
     for one in plans.fitting:
-        table.add_row(*_cells(one))
+        table.add_row(*cells(one))
     for one, _ in plans.refused:
-        table.add_row(*_cells(one), style="dim")
+        table.add_row(*cells(one), style="dim")
     console.print(table)
     for number, one in enumerate(plans.fitting, start=1):
         console.print(f"{number}. {one.name}: {one.reason}.", soft_wrap=True)
-    for note in facts.get("notes", ()):
+    for note in plans.facts.get("notes", ()):
         console.print(f"-  {note}", soft_wrap=True)
     for one, why in plans.refused:
         console.print(f"-  {one.name}: {why}.", soft_wrap=True)
 
 
-def _cells(one: Row) -> tuple[str, ...]:
+def title_of(plans: Ranked) -> str:
+    """For what they are."""
+    facts = plans.facts
+    graph = f"{facts['vertices']:,} vertices, {facts['edges']:,} edges"
+    return f"{facts['ranks']} ranks of {facts['cluster']}; {graph}"
+
+
+def cells(one: Row) -> tuple[str, ...]:
+    """A plan's row in the table, a cell for each of :data:`HEAD`."""
     about = f" +-{one.uncertain:.0%}" if one.uncertain else ""
     share = one.exposed_seconds / one.epoch_seconds if one.epoch_seconds else 0.0
     return (

@@ -14,6 +14,7 @@ from kagome.report import crossing as crossings
 from kagome.report import holdings
 from kagome.report.diagnosis import diagnose
 from kagome.report.folder import RunFolder
+from kagome.report.html import section, table
 from kagome.report.lanes import MOST_ROWS, lanes_svg
 from kagome.report.meters import KINDS
 from kagome.report.pipeline import Shares, measure, predict
@@ -110,7 +111,7 @@ def bottleneck(run: RunFolder) -> str:
         text = [(ink(name), f"{name} {share_text(share)}") for name, share in finding.shares]
         row = Bar("", [(ink(name), name, share) for name, share in finding.shares], "")
         body += f'<div class="shares">{bars([row], share_text)}{legend(text)}</div>'
-    return _section("Bottleneck", body, css="verdict")
+    return section("Bottleneck", body, css="verdict")
 
 
 def learning(run: RunFolder) -> str:
@@ -124,7 +125,7 @@ def learning(run: RunFolder) -> str:
         _series(run, "val_metric", "validation", "orange"),
     ]
     metrics = curves(metric.capitalize().replace("_", " "), rated, metric_text, mark=mark)
-    return _section("Learning", f'<div class="pair">{loss}{metrics}</div>') if loss or metrics else ""
+    return section("Learning", f'<div class="pair">{loss}{metrics}</div>') if loss or metrics else ""
 
 
 def time(run: RunFolder) -> str:
@@ -155,7 +156,7 @@ def time(run: RunFolder) -> str:
         pieces = ", ".join(f"{name} {seconds_text(value)}" for name, value in set_up)
         lead += f" Set-up, on the slowest rank: {pieces}."
     content = f'<div class="pair">{body and f"<div>{body}</div>"}{length}</div>'
-    return _section("Time", content, lead if body else "") if body or length else ""
+    return section("Time", content, lead if body else "") if body or length else ""
 
 
 def timeline(run: RunFolder) -> str:
@@ -168,7 +169,7 @@ def timeline(run: RunFolder) -> str:
     )
     if len(run.spans) > MOST_RANKS:
         lead += f" The first {MOST_RANKS} of {len(run.spans)} ranks are drawn."
-    return _section("One epoch", chart, lead) if chart else ""
+    return section("One epoch", chart, lead) if chart else ""
 
 
 def pipeline(run: RunFolder) -> str:
@@ -198,15 +199,15 @@ def pipeline(run: RunFolder) -> str:
     if expected is not None:
         values = seconds_text(expected.seconds), share_text(expected.bubble), share_text(expected.imbalance)
         rows = [[*row, value] for row, value in zip(rows, values, strict=True)]
-    figures = _table(["", "measured", "predicted"][: len(rows[0])], rows)
+    figures = table(["", "measured", "predicted"][: len(rows[0])], rows)
     ranks = [("all", "-", found.whole)]
     for rank, (stage, shares) in enumerate(zip(found.stages, found.ranks, strict=True)):
         ranks.append((f"rank {rank}", "-" if stage is None else str(stage), shares))
-    table = _table(
+    numbers = table(
         ["", "stage", "computing", "waiting", "sending", "other", "idle", "exposed communication"],
         [[name, stage, *_shares(shares)] for name, stage, shares in ranks],
     )
-    return _section("Pipeline", lanes_svg(found, expected) + figures + table, lead)
+    return section("Pipeline", lanes_svg(found, expected) + figures + numbers, lead)
 
 
 def _shares(shares: Shares) -> list[str]:
@@ -234,16 +235,16 @@ def traffic(run: RunFolder) -> str:
     )
     lead += "epochs after the first."
     waited, hidden = (run.summary.get(name) or {} for name in ("waited_per_epoch", "hidden_share"))
-    table = _table(
+    numbers = table(
         ["kind", "waited an epoch", "hidden"],
         [[k, seconds_text(waited[k]), share_text(hidden.get(k, 0.0))] for k in KINDS if k in waited],
     )
-    if table:
-        table = (
+    if numbers:
+        numbers = (
             "<p>What a rank waited for others, and the share of the time between an exchange's begin and its "
-            f"end in which it computed instead.</p>{table}"
+            f"end in which it computed instead.</p>{numbers}"
         )
-    return _section("Data sent", bars(rows, bytes_text) + table, lead)
+    return section("Data sent", bars(rows, bytes_text) + numbers, lead)
 
 
 def crossing(run: RunFolder) -> str:
@@ -253,22 +254,22 @@ def crossing(run: RunFolder) -> str:
         return ""
     total = (run.summary.get("bytes_per_epoch") or {}).get("total")
     climbed = "".join(f"<li>{escape(line)}</li>" for line in crossings.climbed(found))
-    body = _table(*crossings.table(found)) + (climbed and f"<ul>{climbed}</ul>")
-    return _section("What crossed", body, crossings.lead(found, total))
+    body = table(*crossings.table(found)) + (climbed and f"<ul>{climbed}</ul>")
+    return section("What crossed", body, crossings.lead(found, total))
 
 
 def memory(run: RunFolder) -> str:
     """Peak memory by rank, and what is held, by kind."""
     sizes = run.summary.get("peak_memory_bytes") or []
-    held = _table(*holdings.table((run.summary.get("memory") or [])[:MOST_RANKS]))
+    held = table(*holdings.table((run.summary.get("memory") or [])[:MOST_RANKS]))
     if not sizes or not max(sizes):
-        return _section("Memory", held, _HELD) if held else ""
+        return section("Memory", held, _HELD) if held else ""
     rows = [Bar(f"rank {r}", [(ink("memory"), "peak", n)], bytes_text(n)) for r, n in enumerate(sizes)][
         :MOST_RANKS
     ]
     lead = "Peak of each rank. On a GPU the allocator's; on a CPU resident memory less what the imports took."
     body = f'<div class="{_density(rows)}">{bars(rows, bytes_text)}</div>'
-    return _section("Memory", body + (held and f"<p>{escape(_HELD)}</p>{held}"), lead)
+    return section("Memory", body + (held and f"<p>{escape(_HELD)}</p>{held}"), lead)
 
 
 def partition(run: RunFolder) -> str:
@@ -291,43 +292,38 @@ def partition(run: RunFolder) -> str:
     if owned and halo:
         facts.append(f"halo rows are {halo / owned:.2f} times the vertices")
     columns = _names(rows, ("part", "vertices", "edges", "halo"))
-    table = _table(
+    numbers = table(
         [column.replace("_", " ") for column in columns],
         [[_cell(r.get(c), c) for c in columns] for r in rows],
     )
     advice = found.get("advice") or []
     for sentence in [advice] if isinstance(advice, str) else advice:
-        table += f"<p>{escape(str(sentence))}</p>"
+        numbers += f"<p>{escape(str(sentence))}</p>"
     lead = "; ".join(facts)
     lead = f"{lead[:1].upper()}{lead[1:]}." if lead else ""
-    return _section("Partition", table, lead) if rows or facts else ""
+    return section("Partition", numbers, lead) if rows or facts else ""
 
 
 def notes(run: RunFolder) -> str:
     """What the run itself had to say."""
     items = "".join(f"<li>{escape(str(note))}</li>" for note in run.summary.get("notes") or [])
-    return _section("Notes", f"<ul>{items}</ul>") if items else ""
+    return section("Notes", f"<ul>{items}</ul>") if items else ""
 
 
 def settings(run: RunFolder) -> str:
     """All settings."""
     groups = []
-    for section, values in run.config.items():
+    for name, values in run.config.items():
         values = values if isinstance(values, dict) else {"value": values}
         items = "".join(f"<dt>{escape(str(k))}</dt><dd>{escape(_setting(v))}</dd>" for k, v in values.items())
-        groups.append(f"<div><h3>{escape(section)}</h3><dl>{items}</dl></div>")
-    return _section("Settings", f'<div class="settings">{"".join(groups)}</div>') if groups else ""
+        groups.append(f"<div><h3>{escape(name)}</h3><dl>{items}</dl></div>")
+    return section("Settings", f'<div class="settings">{"".join(groups)}</div>') if groups else ""
 
 
 def beside(*parts: str) -> str:
     """Sections side by side where the window is wide enough; empty ones leave their place to the others."""
     there = [part for part in parts if part]
     return f'<div class="beside">{"".join(there)}</div>' if there else ""
-
-
-def _section(title: str, body: str, lead: str = "", css: str = "") -> str:
-    kind = f' class="{css}"' if css else ""
-    return f"<section{kind}><h2>{escape(title)}</h2>{lead and f'<p>{escape(lead)}</p>'}{body}</section>"
 
 
 def _series(run: RunFolder, field: str, name: str, colour: str) -> Series:
@@ -346,15 +342,7 @@ def _density(rows: Sequence[Bar]) -> str:
 
 
 def _details(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return f"<details><summary>Numbers</summary>{_table(head, rows)}</details>"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+    return f"<details><summary>Numbers</summary>{table(head, rows)}</details>"
 
 
 def _cell(value: Any, name: str) -> str:
