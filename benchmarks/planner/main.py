@@ -1,8 +1,8 @@
 """Is the planner right: what it predicts beside what runs on emulated hosts took.
 
-Run: python benchmarks/planner/main.py --data ../shared/data    (resumes where it stopped)
+Run: python benchmarks/planner/main.py --data ../shared/data    (resumes where it stopped; --fresh plans anew)
 
-The runs are those of benchmarks/slices (results_speed.json there): four hosts of 0.45 cores each, links of
+The runs are those of benchmarks/slices and benchmarks/wire: four hosts of 0.45 cores each, links of
 200 Mbit/s. Predictions are made here, from the model measured on one core of this machine.
 """
 
@@ -21,17 +21,15 @@ import torch
 import tyro
 
 from kagome.cli import _builder, parse_train
-from kagome.commands import PlanCommand
+from kagome.commands import PlanCommand, TrainCommand
 from kagome.run.planning import planned
 
 HERE = Path(__file__).parent
-NAMES: Mapping[str, str] = {
-    "parts": "graph={hosts}",
-    "slices": "tensor={hosts}",
-    "parts decoupled": "graph={hosts} decouple=True",
-    "slices decoupled": "tensor={hosts} decouple=True",
-}
-EXACT = ("parts", "slices")
+MEASURED = (
+    HERE.parent / "slices" / "results_speed.json",
+    HERE.parent / "wire" / "results_throughput.json",
+)
+ALLOW = ("decoupled", "onebit", "stale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,7 @@ class Options:
 
     data: str = "../shared/data"
     """Folder of raw data sets."""
-    measured: Path = HERE.parent / "slices" / "results_speed.json"
+    measured: tuple[Path, ...] = MEASURED
     """Measured rows."""
     hosts: int = 4
     """Emulated hosts of those rows."""
@@ -50,8 +48,54 @@ class Options:
     """Bytes of each."""
     latency: float = 2e-4
     """Seconds of a message between them."""
+    fresh: bool = False
+    """Plan anew what was planned before."""
     out: Path = HERE
     """Folder of the results."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run.
+
+    Args:
+        case: What was trained, on which links.
+        plan: How it was cut, as a plan is called.
+        run: Its settings.
+        rate: Of links, in Mbit/s.
+        seconds: Of an epoch.
+        bytes: Of an epoch.
+    """
+
+    case: str
+    plan: str
+    run: TrainCommand
+    rate: float
+    seconds: float
+    bytes: float
+
+
+def measured(options: Options) -> list[Measured]:
+    """All runs of some files that a plan may be for."""
+    found = []
+    for file in options.measured:
+        for key, row in json.loads(file.read_text()).items():
+            if "command" not in row or "epoch_seconds" not in row:
+                continue
+            words = shlex.split(row["command"].replace("--out DIR", ""))[2:]
+            run = parse_train([*words, "--data.root", options.data])
+            cut, model = run.parallel, run.model
+            axes = {"pipe": cut.pipe, "graph": cut.graph or 1, "tensor": cut.tensor}
+            told = {axis: size for axis, size in axes.items() if size > 1}
+            told |= {"decouple": True} if cut.decouple else {}
+            told |= {"codec": cut.codec} if cut.codec != "none" else {}
+            told |= {"max_age": cut.max_age} if cut.max_age else {}
+            graph = key.partition("/")[0]
+            case = f"{graph}/{model.name}/{model.layers}/{model.hidden}/{row['rate']:g}"
+            name = " ".join(f"{axis}={value}" for axis, value in told.items())
+            total = row["bytes_per_epoch"]["total"]
+            found.append(Measured(case, name, run, row["rate"], row["epoch_seconds"], total))
+    return found
 
 
 def cluster(options: Options, rate: float, folder: Path) -> Path:
@@ -65,75 +109,55 @@ def cluster(options: Options, rate: float, folder: Path) -> Path:
     return file
 
 
-def predictions(options: Options, command: str, rate: float) -> dict[str, Any]:
-    """All plans for what one measured command trained, by name."""
-    words = shlex.split(command)[2:]
-    words = [*words[: words.index("--out")], "--data.root", options.data]
-    run = parse_train(words)
+def predictions(options: Options, run: TrainCommand, rate: float) -> dict[str, Any]:
+    """All plans for what a measured run trained, by name."""
     asked = PlanCommand(
         data=run.data,
         model=run.model,
         train=run.train,
         cluster=str(cluster(options, rate, options.out)),
-        allow=("decoupled",),
+        allow=ALLOW,
     )
     begun = time.perf_counter()
     found = planned(asked, _builder(asked.model))
     seconds = time.perf_counter() - begun
     plans = [*found.fitting, *(one for one, _ in found.refused)]
-    return {
-        "plan_seconds": seconds,
-        "plans": {
-            one.name: {
-                "epoch_seconds": one.epoch_seconds,
-                "compute_seconds": one.compute_seconds,
-                "exposed_seconds": one.exposed_seconds,
-                "bytes_per_epoch": dict(one.bytes_per_epoch),
-            }
-            for one in plans
-        },
-    }
+    return {"plan_seconds": seconds, "plans": {one.name: one.record() for one in plans}}
 
 
-def table(options: Options, measured: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+def table(runs: list[Measured], found: Mapping[str, Any]) -> str:
     """Each run beside its prediction, then how far off they are and how good the choices."""
     lines = [
-        "| graph | model | cut | an epoch, s: predicted | measured | off by | MB: predicted | measured |",
-        "|---|---|---|---|---|---|---|---|",
+        "| what, Mbit/s | cut | an epoch, s: predicted | measured | off by | MB: predicted | measured |",
+        "|---|---|---|---|---|---|---|",
     ]
-    errors, bytes_off, choices = [], [], []
-    for case, told in found.items():
-        seen: dict[str, tuple[float, float]] = {}
-        for way, name in NAMES.items():
-            row = measured.get(f"{case}/{way}", {})
-            plan = told["plans"].get(name.format(hosts=options.hosts))
-            if "epoch_seconds" not in row or plan is None:
-                continue
-            guess, took = plan["epoch_seconds"], row["epoch_seconds"]
-            sizes = sum(plan["bytes_per_epoch"].values()), row["bytes_per_epoch"]["total"]
-            errors.append(abs(guess / took - 1))
-            bytes_off.append(abs(sizes[0] / sizes[1] - 1))
-            seen[way] = guess, took
-            graph, model, *_ = case.split("/")
-            lines.append(
-                f"| {graph} | {model} | {way} | {guess:.3f} | {took:.3f} | {guess / took - 1:+.0%} |"
-                f" {sizes[0] / 1e6:,.2f} | {sizes[1] / 1e6:,.2f} |"
-            )
-        for ways in (EXACT, tuple(NAMES)):
-            there = {way: seen[way] for way in ways if way in seen}
-            if len(there) > 1:
-                chosen = min(there, key=lambda way: there[way][0])
-                best = min(took for _, took in there.values())
-                choices.append((case, ways is EXACT, chosen, there[chosen][1] / best))
+    errors, bytes_off = [], []
+    seen: dict[str, dict[str, tuple[float, float, bool]]] = {}
+    for one in runs:
+        plan = found.get(one.case, {"plans": {}})["plans"].get(one.plan)
+        if plan is None:
+            continue
+        guess, size = plan["epoch_seconds"], sum(plan["bytes_per_epoch"].values())
+        errors.append(guess / one.seconds - 1)
+        bytes_off.append(abs(size / one.bytes - 1))
+        seen.setdefault(one.case, {})[one.plan] = guess, one.seconds, plan["exact"]
+        lines.append(
+            f"| {one.case} | {one.plan} | {guess:.3f} | {one.seconds:.3f} | {errors[-1]:+.0%} |"
+            f" {size / 1e6:,.2f} | {one.bytes / 1e6:,.2f} |"
+        )
     if len(errors) > 1:
-        tenth = quantiles(errors, n=10)[-1]
+        off = [abs(error) for error in errors]
         lines += [
             "",
-            f"{len(errors)} runs: off by {median(errors):.0%} (median), {tenth:.0%} (90th percentile);"
-            f" bytes by {max(bytes_off):.2%} at most.",
+            f"{len(off)} runs: off by {median(off):.0%} (median), {quantiles(off, n=10)[-1]:.0%} (90th"
+            f" percentile), {median(errors):+.0%} in the middle; bytes by {max(bytes_off):.2%} at most.",
         ]
-    for exact, name in ((True, "exact cuts"), (False, "all cuts")):
-        ratios = [ratio for _, only, _, ratio in choices if only is exact]
+    for name, only in (("exact cuts", True), ("all cuts", False)):
+        ratios = [
+            ratio
+            for each in seen.values()
+            if (ratio := _choice([r for r in each.values() if r[2] or not only]))
+        ]
         if ratios:
             good = sum(ratio <= 1.05 for ratio in ratios)
             lines.append(
@@ -143,20 +167,26 @@ def table(options: Options, measured: Mapping[str, Any], found: Mapping[str, Any
     return "\n".join(lines) + "\n"
 
 
+def _choice(rows: list[tuple[float, float, bool]]) -> float | None:
+    """How many times as slow as the best measured run the best predicted one was."""
+    if len(rows) < 2:
+        return None
+    return min(rows)[1] / min(took for _, took, _ in rows)
+
+
 def main(options: Options) -> None:
     """Predict what is missing, write the table."""
     torch.set_num_threads(1)
-    measured = json.loads(options.measured.read_text())
+    runs = measured(options)
     file = options.out / "results.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    for key, row in measured.items():
-        case, _, way = key.rpartition("/")
-        if way == "parts" and "epoch_seconds" in row and case not in found:
-            found[case] = predictions(options, row["command"], row["rate"])
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() and not options.fresh else {}
+    for one in runs:
+        if one.case not in found:
+            found[one.case] = predictions(options, one.run, one.rate)
             file.write_text(json.dumps(found, indent=1) + "\n")
-            print(f"{case}: planned in {found[case]['plan_seconds']:.1f} s", flush=True)
-    (options.out / "results.md").write_text(table(options, measured, found))
-    print(table(options, measured, found))
+            print(f"{one.case}: planned in {found[one.case]['plan_seconds']:.1f} s", flush=True)
+    (options.out / "results.md").write_text(table(runs, found))
+    print(table(runs, found))
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ def _planned(cut: Parallel) -> None:
         "decouple": False,
         "chunks": None,
         "cross_chunk": "history",
+        "codec": "none",
+        "max_age": 0,
     }
     for name, free in mesh.items():
         if cut.plan == "auto" and getattr(cut, name) != free:

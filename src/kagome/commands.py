@@ -75,7 +75,8 @@ class PlanCommand:
     cluster: str | None = None
     """A cluster's TOML file, or one of h100x8, h100x64, a5000x16."""
     allow: tuple[config.Allowed, ...] = ()
-    """What may be another model (``decoupled``) or inexact (rows of an earlier epoch, ``history``)."""
+    """What may be taken: another model (``decoupled``), rows of an earlier epoch in other chunks
+    (``history``) or of other parts (``stale``), one bit a number of those (``onebit``)."""
     vertices: int | None = None
     """Vertices of a graph that is not there."""
     edges: int | None = None

@@ -21,7 +21,7 @@ Partitioner = Literal["auto", "metis", "streaming", "contiguous", "random"]
 CrossChunk = Literal["history", "drop", "exact"]
 Schedule = Literal["auto", "fill-drain", "1f1b", "kfkb"]
 CodecName = Literal["none", "fp32", "bf16", "fp16", "int8", "int4", "int2", "onebit"]
-Allowed = Literal["decoupled", "history"]
+Allowed = Literal["decoupled", "history", "onebit", "stale"]
 Metric = Literal["auto", "accuracy", "roc_auc", "f1_micro"]
 
 
@@ -141,7 +141,8 @@ class Parallel:
     """``auto`` predicts all cuts for --nproc ranks and takes the best; a file that ``kagome plan --json``
     wrote gives its first plan; ``manual`` is what the settings here say."""
     allow: tuple[Allowed, ...] = ()
-    """What ``auto`` may take: another model (``decoupled``), rows of an earlier epoch (``history``)."""
+    """What ``auto`` may take: another model (``decoupled``), rows of an earlier epoch in other chunks
+    (``history``) or of other parts (``stale``), one bit a number of those (``onebit``)."""
 
     def __post_init__(self) -> None:
         if self.plan not in ("manual", "auto"):

@@ -13,6 +13,7 @@ from kagome.errors import ConfigError
 
 KINDS: Mapping[str, type | tuple[type, ...]] = {
     "graph": int, "pipe": int, "tensor": int, "chunks": int, "decouple": bool, "cross_chunk": str,
+    "codec": str, "max_age": int,
 }  # fmt: skip
 """Settings that a plan may have."""
 

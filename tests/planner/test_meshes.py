@@ -38,7 +38,7 @@ def model_of(name: str, data: Data) -> torch.nn.Module:
     return build_model(settings, in_channels=10, out_channels=4, num_nodes=int(data.num_nodes or 0))
 
 
-def run(channel: Channel, name: str, mesh: dict[str, int]) -> dict[str, int]:
+def run(channel: Channel, name: str, mesh: dict[str, Any]) -> dict[str, int]:
     """Bytes by kind of an epoch after the first."""
     data = kagome.load(SBM)
     train, report = Train(epochs=3, check=False), Report(page=False, trace=False, progress=False)
@@ -56,12 +56,18 @@ def test_bytes_are_those_of_a_run(ranks: Callable[..., list], name: str, size: i
     part, _ = from_data(data, alone, method="contiguous", seed=0)
     graph = Graph(300, int(data.edge_index.size(1)), data)
     optimizer = torch.optim.Adam(model.parameters())
-    found = Study.of(model, optimizer, part, graph).plans(here(size, 1e9))
+    found = Study.of(model, optimizer, part, graph).plans(here(size, 1e9), ("onebit", "stale"))
     by_name = {one.name: one for one in found.fitting}
     cut = ranks(size, run, name, {"graph": size})[0]
     predicted = by_name[f"graph={size}"].bytes_per_epoch
     assert predicted["halo"] == cut["halo"]
     assert predicted["weights"] == cut["weights"]
+    few = {"codec": "onebit", "max_age": 1}
+    told = by_name[f"graph={size} codec=onebit max_age=1"]
+    assert not told.exact
+    coded = ranks(size, run, name, {"graph": size, "guard": False, **few})[0]
+    assert told.bytes_per_epoch["halo"] == pytest.approx(coded["halo"], rel=0.03)  # 8 rows share bytes
+    assert told.bytes_per_epoch["weights"] == coded["weights"]
     sliced = by_name.get(f"tensor={size}")
     if sliced is not None and 300 % size == 0 and name in ("gcn", "sage"):
         told = ranks(size, run, name, {"tensor": size})[0]["transpose"]
@@ -85,6 +91,22 @@ def test_the_slowest_part_counts_and_its_messages() -> None:
     assert sliced.bytes_per_epoch == {"transpose": 40_000, "weights": 20_000}
     assert not sliced.exact
     assert sliced.name == "tensor=2 decouple=True"
+
+
+def test_fewer_bits_and_late_rows_wait_less_and_are_not_exact() -> None:
+    """Coding takes its time; late rows travel while the slowest rank computes, half of what could."""
+    rates = replace(RATES, coded=(4.0, 4.0), coding=1e-9)
+    plain, few, late, both = (
+        parts(2, LOADS, rates, ONE, 0.0, onebit=bits, late=old)
+        for old, bits in ((False, False), (False, True), (True, False), (True, True))
+    )
+    assert [one.exact for one in (plain, few, late, both)] == [True, False, False, False]
+    assert few.bytes_per_epoch == {"halo": 400, "weights": 20_000}
+    assert few.compute_seconds == pytest.approx(plain.compute_seconds + 64 * 60 * 1e-9)
+    hidden = min(64 * 60 / 1e6, plain.compute_seconds) / 2
+    assert late.exposed_seconds == pytest.approx(plain.exposed_seconds - hidden)
+    assert both.name == "graph=2 codec=onebit max_age=1"
+    assert both.epoch_seconds < min(few.epoch_seconds, late.epoch_seconds)
 
 
 def test_stages_wait_for_each_other() -> None:

@@ -54,6 +54,8 @@ class Rates:
         forward: Bytes that cross for a row that is sent, forward.
         backward: Bytes that cross for a halo row, backward.
         weights: Bytes of gradients.
+        coded: ``forward`` and ``backward`` with one bit a number.
+        coding: Seconds to code a byte of them, and to restore it.
     """
 
     seconds: float
@@ -62,6 +64,8 @@ class Rates:
     forward: float
     backward: float
     weights: float
+    coded: tuple[float, float] = (0.0, 0.0)
+    coding: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,9 @@ ONE_ROUND = 2**20
 """A sum goes in one round up to so many bytes of all ranks together: see ``comm.pending``."""
 DRAWN = 3
 """Of so many plans what happens over time is kept."""
+HIDES = 0.5
+"""Of what could travel while a rank computes, late rows do: as seen between emulated hosts, where sending
+takes its share of the computing (benchmarks/wire)."""
 SLOWED = 1.1
 """Feature slices compute on all edges in narrow rows: so many times longer than in whole rows."""
 
@@ -154,6 +161,8 @@ def parts(
     uncertain: float,
     *,
     decoupled: bool = False,
+    onebit: bool = False,
+    late: bool = False,
 ) -> Candidate:
     """Graph parallelism on so many ranks.
 
@@ -164,15 +173,28 @@ def parts(
         cluster: Where it runs.
         uncertain: By which share the halo may be off.
         decoupled: Whether maps come first.
+        onebit: Whether rows of other parts have one bit a number.
+        late: Whether they are those of the epoch before, and travel meanwhile.
     """
-    busy = tuple(_computing(rates, load.rows, load.edges) / cluster.speed for load in loads)
+    coding = rates.coding * (rates.forward + rates.backward) / 2 if onebit else 0.0
+    busy = tuple(
+        (_computing(rates, load.rows, load.edges) + coding * (load.sent + load.halo)) / cluster.speed
+        for load in loads
+    )
+    if onebit:
+        rates = replace(rates, forward=rates.coded[0], backward=rates.coded[1])
     compute = max(busy)
     most, halo = _halos(rates, loads, parts)
-    sums = summed(parts, rates.weights)
-    waits = (most + sums) / cluster.bandwidth(parts) + cluster.latency * 4 * (parts - 1)
+    sums, link = summed(parts, rates.weights), cluster.bandwidth(parts)
+    comes = most / link
+    waits = comes - (HIDES * min(comes, compute) if late else 0.0) + sums / link
+    waits += cluster.latency * 4 * (parts - 1)
+    settings = _settings(decoupled, graph=parts)
+    settings |= {"codec": "onebit"} if onebit else {}
+    settings |= {"max_age": 1} if late else {}
     return Candidate(
-        _settings(decoupled, graph=parts),
-        not decoupled,
+        settings,
+        not (decoupled or onebit or late),
         compute + waits,
         compute,
         waits,

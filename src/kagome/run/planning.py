@@ -89,7 +89,7 @@ def planned(asked: PlanCommand, build: Callable[[Partition, Meta, Channel], nn.M
     way = Way(True, fast=run.fast, recompute=run.recompute, amp=asked.train.amp == "bf16", seed=seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=asked.train.lr)
     study = Study.of(model, optimizer, part, graph, decoupled=first, way=way)
-    found = study.plans(cluster, history="history" in asked.allow)
+    found = study.plans(cluster, asked.allow)
     return replace(found, facts={**found.facts, "notes": notes})
 
 

@@ -17,12 +17,15 @@ from scipy.optimize import nnls
 from torch import nn
 from torch_geometric.data import Data
 
+from kagome.comm.codec import Codec
 from kagome.comm.local import LocalChannel, LocalGroup
+from kagome.config import Parallel
 from kagome.errors import KagomeError
 from kagome.graph.partition import Partition, extract
 from kagome.model.calling import Calling
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
+from kagome.neighbors.crossing import Crossing
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
@@ -33,6 +36,12 @@ from kagome.run.made import made_pieces
 
 SETTLED = 2
 """Epochs until all that is kept for a run is there."""
+WHOLE = Parallel()
+"""Rows cross whole, as they are."""
+UNEVEN = (128, 384, 1024)
+"""Where a graph is cut on which coded rows are counted: messages long enough that rounding does not tell."""
+SAMPLE = 4096, 128
+"""Rows and columns that are coded to see how long that takes."""
 EVEN = 64
 """Vertices of the graph on which transposes are counted: any small number of slices divides it."""
 
@@ -71,7 +80,7 @@ def drawn(like: Partition, vertices: int, edges: int, seed: int) -> Data:
 
 
 def epochs(
-    model: nn.Module, pieces: Sequence[Partition], count: int, way: Way, *, slices: bool = False
+    model: nn.Module, pieces: Sequence[Partition], count: int, way: Way, cut: Parallel = WHOLE
 ) -> list[list[Epoch]]:
     """Train copies of a model for some epochs, weights as they are; a rank a piece, as threads.
 
@@ -80,15 +89,15 @@ def epochs(
         pieces: What each rank has.
         count: Epochs.
         way: How the model will be run.
-        slices: Whether ranks take columns where they can.
+        cut: Its codec, and whether ranks take columns where they can.
     """
 
     def run(way: Way) -> list[list[Epoch]]:
         models = [copy.deepcopy(model).train() for _ in pieces]
         if len(pieces) == 1:
-            return [_epochs(models[0], pieces[0], LocalChannel(LocalGroup(1), 0), count, way, slices)]
+            return [_epochs(models[0], pieces[0], LocalChannel(LocalGroup(1), 0), count, way, cut)]
         group = LocalGroup(len(pieces))
-        return group.run(lambda c: _epochs(models[c.rank], pieces[c.rank], c, count, way, slices))
+        return group.run(lambda c: _epochs(models[c.rank], pieces[c.rank], c, count, way, cut))
 
     try:
         return run(way)
@@ -97,9 +106,10 @@ def epochs(
 
 
 def _epochs(
-    model: nn.Module, piece: Partition, channel: LocalChannel, count: int, way: Way, slices: bool
+    model: nn.Module, piece: Partition, channel: LocalChannel, count: int, way: Way, cut: Parallel
 ) -> list[Epoch]:
-    scope = Interception(piece, channel, seed=way.seed, handlers=HANDLERS, fast=way.fast, slices=slices)
+    road = Crossing(channel, cut, way.seed)
+    scope = Interception(piece, road, seed=way.seed, handlers=HANDLERS, fast=way.fast, slices=cut.tensor > 1)
     undo, found = [apply_rules(model, scope), install(model, scope)], []
     if way.recompute:
         undo.append(recompute(model, scope))
@@ -129,12 +139,37 @@ def crossing(model: nn.Module, part: Partition, way: Way) -> tuple[float, float]
         part: Where attributes are drawn from.
         way: How the model will be run.
     """
-    pieces = made_pieces(part, several=True, loops=False, seed=way.seed)
-    found = [each[-1].bytes["halo"] for each in epochs(model, pieces, SETTLED, way)]
+    sent, halo = _by_row(model, made_pieces(part, several=True, loops=False, seed=way.seed), way, WHOLE)
+    return float(round(sent)), float(round(halo))
+
+
+def _by_row(model: nn.Module, pieces: Sequence[Partition], way: Way, cut: Parallel) -> tuple[float, float]:
+    found = [each[-1].bytes["halo"] for each in epochs(model, pieces, SETTLED, way, cut)]
     counts = [counts_of(piece) for piece in pieces]
     units = np.array([[one.sent, one.halo] for one in counts], dtype=float)
     rates = np.linalg.lstsq(units, np.array(found, dtype=float), rcond=None)[0]
-    return float(round(rates[0])), float(round(rates[1]))
+    return float(rates[0]), float(rates[1])
+
+
+def coded(model: nn.Module, part: Partition, way: Way) -> tuple[float, float]:
+    """As :func:`crossing`, with one bit a number."""
+    data = drawn(part, UNEVEN[-1], 4 * UNEVEN[-1], way.seed)
+    owner = torch.bucketize(torch.arange(UNEVEN[-1]), torch.tensor(UNEVEN[:-1]), right=True)
+    pieces = [extract(data, owner, rank, len(UNEVEN)) for rank in range(len(UNEVEN))]
+    return _by_row(model, pieces, way, Parallel(codec="onebit"))
+
+
+def coding(turns: int = 3) -> float:
+    """Seconds to code a byte of floats with one bit a number and to restore it, on this machine."""
+    rows, codec = torch.rand(SAMPLE), Codec("onebit")
+    message = torch.empty(codec.size(*SAMPLE, rows.dtype), dtype=torch.uint8)
+    stamps, out, best = torch.arange(SAMPLE[0]), torch.empty_like(rows), float("inf")
+    for _ in range(turns):
+        begun = time.perf_counter()
+        codec.encode(rows, None, stamps, 0, message, where="a sample")
+        codec.decode(message, out)
+        best = min(best, time.perf_counter() - begun)
+    return best / rows.nbytes
 
 
 def transposes(model: nn.Module, part: Partition, way: Way) -> float | None:
@@ -150,7 +185,7 @@ def transposes(model: nn.Module, part: Partition, way: Way) -> float | None:
     data, owner = drawn(part, EVEN, 4 * EVEN, way.seed), torch.arange(EVEN) // (EVEN // 2)
     pieces = [extract(data, owner, rank, 2) for rank in range(2)]
     try:
-        found = epochs(model, pieces, SETTLED, way, slices=True)
+        found = epochs(model, pieces, SETTLED, way, Parallel(tensor=2))
     except KagomeError:
         return None
     sent = sum(each[-1].bytes["transpose"] for each in found)

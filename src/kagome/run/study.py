@@ -11,7 +11,9 @@ Where it sits: ``planning`` makes one; the arithmetic is ``planner.meshes``'.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
 from kagome.comm.channel import Channel
-from kagome.config import Parallel, Train
+from kagome.config import Allowed, Parallel, Train
 from kagome.errors import KagomeError, PlanError
 from kagome.graph.partition import Partition, extract
 from kagome.graph.partitioners import assign
@@ -29,7 +31,7 @@ from kagome.planner.meshes import Candidate, Cut, Load, Plans, Rates, parts, pip
 from kagome.run.counts import Counts, split_counts
 from kagome.run.forecast import Rates as Held
 from kagome.run.forecast import Way, rates_of
-from kagome.run.rates import crossing, drawn, timed, transposes
+from kagome.run.rates import coded, coding, crossing, drawn, timed, transposes
 from kagome.run.staging import stage_model
 
 LARGEST = 4_000_000
@@ -170,12 +172,12 @@ class Study:
             self._stages[number] = _cut(self.models[0].model, self.part, self.graph, number, self.way)
         return self._stages[number]
 
-    def plans(self, cluster: Cluster, *, history: bool = False) -> Plans:
+    def plans(self, cluster: Cluster, allow: Collection[Allowed] = ()) -> Plans:
         """Rank the cuts for a cluster.
 
         Args:
             cluster: Where it is to run, on some or all devices.
-            history: Whether rows of an earlier epoch may be read.
+            allow: What may be inexact; a decoupled model is there, or is not, from the start.
 
         Raises:
             PlanError: If nothing fits.
@@ -190,7 +192,9 @@ class Study:
             for number in numbers:
                 counts, uncertain = self.parts(number)
                 loads = [_load(count, each.held) for count in counts]
-                found.append(parts(number, loads, each.rates, cluster, uncertain, decoupled=each.decoupled))
+                for onebit, late in _ways(allow if number > 1 else ()):
+                    more = {"decoupled": each.decoupled, "onebit": onebit, "late": late}
+                    found.append(parts(number, loads, each.rates, cluster, uncertain, **more))
             if size > 1 and each.transposed is not None:
                 found.append(self._slices(each, size, cluster))
         own = self.models[0]
@@ -200,7 +204,7 @@ class Study:
                 break  # nor into more
             counts, uncertain = self.parts(size // stages)
             loads = [_load(count, own.held) for count in counts]
-            for exact in (True, False) if history else (True,):
+            for exact in (True, False) if "history" in allow else (True,):
                 found.append(pipes(cut, size // stages, loads, own.rates, cluster, uncertain, exact=exact))
         facts = {"vertices": self.graph.vertices, "edges": self.graph.edges}
         return ranked(found, cluster, {"cluster": cluster.name, "ranks": size, **facts})
@@ -225,7 +229,8 @@ def _measured(
     if held.fault:
         raise PlanError("a model runs on small graphs, where it is measured", held.fault, hint="kagome check")
     seconds = timed(model, samples_of(graph, part, way.seed), way)
-    rates = Rates(*seconds, *crossing(model, part, way), float(held.gradients))
+    few = coded(model, part, way), coding()
+    rates = Rates(*seconds, *crossing(model, part, way), float(held.gradients), *few)
     return Measured(model, decoupled, rates, held, transposes(model, part, way))
 
 
@@ -246,6 +251,13 @@ def _cut(model: nn.Module, part: Partition, graph: Graph, stages: int, way: Way)
         float(stage_bytes(staging.stages, staging.survey, graph.vertices, graph.edges)),
         tuple(max(1, round(reads * each / total)) for each in spent),
     )
+
+
+def _ways(allow: Collection[Allowed]) -> list[tuple[bool, bool]]:
+    """Rows of other parts with one bit or as they are, late or not."""
+    bits = (False, True) if "onebit" in allow else (False,)
+    late = (False, True) if "stale" in allow else (False,)
+    return list(product(bits, late))
 
 
 def _load(counts: Counts, held: Held) -> Load:
