@@ -9,6 +9,7 @@ The runs are those of benchmarks/slices and benchmarks/wire: four hosts of 0.45 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import time
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ import tyro
 
 from kagome.cli import _builder, parse_train
 from kagome.commands import PlanCommand, TrainCommand
+from kagome.run.contention import contention
 from kagome.run.planning import planned
 
 HERE = Path(__file__).parent
@@ -103,6 +105,7 @@ def cluster(options: Options, rate: float, folder: Path) -> Path:
     file = folder / "emulated.toml"
     link = rate * 1e6 / 8
     values = {"hosts": options.hosts, "devices": 1, "memory": options.memory, "speed": options.cores}
+    values |= {"crowded": contention(os.cpu_count() or 1)}
     values |= {"inside": link, "between": link, "latency": options.latency}
     lines = ['name = "emulated hosts"', *(f"{name} = {value}" for name, value in values.items())]
     file.write_text("\n".join(lines) + "\n")

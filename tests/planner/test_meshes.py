@@ -23,8 +23,9 @@ from kagome.config import Model, Parallel, Report, Run, Train
 from kagome.errors import ConfigError, PlanError
 from kagome.model.zoo import build_model
 from kagome.planner.cluster import READY, Cluster
-from kagome.planner.meshes import CHUNK, Candidate, Cut, Load, Rates, parts, pipes, ranked, slices
+from kagome.planner.meshes import CHUNK, Candidate, Cut, Load, Rates, parts, pipes, ranked, slices, summed
 from kagome.report.plan_page import plans_html
+from kagome.run.contention import contention
 from kagome.run.planning import chosen, here, planned
 from kagome.run.source import from_data
 from kagome.run.study import Graph, Study
@@ -32,18 +33,19 @@ from kagome.run.study import Graph, Study
 SBM = "sbm:vertices=300,degree=8,features=10,classes=4,communities=4"
 
 
-def model_of(name: str, data: Data) -> torch.nn.Module:
+def model_of(name: str, data: Data, hidden: int = 8) -> torch.nn.Module:
     torch.manual_seed(0)
-    settings = Model(name=name, layers=3, hidden=8, heads=2, dropout=0.2)
+    settings = Model(name=name, layers=3, hidden=hidden, heads=2, dropout=0.2)
     return build_model(settings, in_channels=10, out_channels=4, num_nodes=int(data.num_nodes or 0))
 
 
-def run(channel: Channel, name: str, mesh: dict[str, Any]) -> dict[str, int]:
+def run(channel: Channel, name: str, mesh: dict[str, Any], hidden: int = 8) -> dict[str, int]:
     """Bytes by kind of an epoch after the first."""
     data = kagome.load(SBM)
     train, report = Train(epochs=3, check=False), Report(page=False, trace=False, progress=False)
     cut = Parallel(partitioner="metis", reuse=False, **mesh)
-    with kagome.Trainer(model_of(name, data), data, parallel=cut, train=train, report=report) as trainer:
+    model = model_of(name, data, hidden)
+    with kagome.Trainer(model, data, parallel=cut, train=train, report=report) as trainer:
         trainer.fit()
         return dict(trainer.records[-1].bytes)
 
@@ -76,8 +78,21 @@ def test_bytes_are_those_of_a_run(ranks: Callable[..., list], name: str, size: i
         )  # uneven parts and columns
 
 
+def test_bytes_of_weights_in_many_messages(ranks: Callable[..., list]) -> None:
+    """A wide model's gradients go in several: large ones in two rounds, the last small one in one."""
+    data = kagome.load(SBM)
+    model = model_of("gcn", data, 300)
+    part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
+    graph = Graph(300, int(data.edge_index.size(1)), data)
+    found = Study.of(model, None, part, graph).plans(here(4, 1e9))
+    predicted = next(one for one in found.fitting if one.name == "graph=4").bytes_per_epoch
+    told = ranks(4, run, "gcn", {"graph": 4}, 300)[0]
+    assert predicted["weights"] == pytest.approx(told["weights"], rel=1e-4)
+    assert predicted["halo"] == told["halo"]
+
+
 LOADS = [Load(50, 400, 20, 20, 1e6), Load(60, 500, 30, 30, 2e6)]
-RATES = Rates(0.0, 1e-5, 1e-6, 64.0, 64.0, 1e4)
+RATES = Rates(0.0, 1e-5, 1e-6, 64.0, 64.0, (1e4,))
 ONE = Cluster("test", 1, 2, 4e6, 1.0, 1e6, 1e6, 0.0)
 
 
@@ -87,8 +102,9 @@ def test_the_slowest_part_counts_and_its_messages() -> None:
     assert found.bytes_per_epoch == {"halo": 64 * 100, "weights": 20_000}
     assert found.exposed_seconds == pytest.approx((64 * 60 + 1e4) / 1e6)
     assert found.memory_bytes == 2e6
-    sliced = slices(2, Load(110, 900, 0, 0, 3e6), 8e4, RATES, ONE, decoupled=True)
+    sliced = slices(2, Load(110, 900, 0, 0, 3e6), 0.6, 8e4, RATES, ONE, decoupled=True)
     assert sliced.bytes_per_epoch == {"transpose": 40_000, "weights": 20_000}
+    assert sliced.compute_seconds == pytest.approx(0.6 * (110e-5 + 900e-6))
     assert not sliced.exact
     assert sliced.name == "tensor=2 decouple=True"
 
@@ -107,6 +123,21 @@ def test_fewer_bits_and_late_rows_wait_less_and_are_not_exact() -> None:
     assert late.exposed_seconds == pytest.approx(plain.exposed_seconds - hidden)
     assert both.name == "graph=2 codec=onebit max_age=1"
     assert both.epoch_seconds < min(few.epoch_seconds, late.epoch_seconds)
+
+
+def test_each_message_of_gradients_is_summed_in_one_round_or_two() -> None:
+    assert summed(2, (3e6, 10.0)) == 3e6 + 10
+    assert summed(4, (3e6, 1e5)) == 2 * 3 / 4 * 3e6 + 3 * 1e5
+    assert summed(4, (3e6, 1e5), stages=20) == 3 * (3e6 + 1e5) / 20
+
+
+def test_ranks_that_crowd_a_machine_are_slower() -> None:
+    crowded = replace(ONE, crowded=0.5)
+    assert parts(2, LOADS, RATES, crowded, 0.0).compute_seconds == pytest.approx(2 * (60e-5 + 500e-6))
+    alone = [Load(110, 900, 0, 0, 1e6)]
+    assert parts(1, alone, RATES, crowded, 0.0) == parts(1, alone, RATES, ONE, 0.0)
+    assert 0 < contention(2) <= 1
+    assert here(64, 1e9).crowded < 0.5
 
 
 def test_stages_wait_for_each_other() -> None:
@@ -292,7 +323,7 @@ def test_the_page_draws_stages_over_time() -> None:
     """Of a pipeline the programs in the simulator, of parts each rank's computing and waiting."""
     load = Load(rows=1e5, edges=1e6, sent=1e4, halo=1e4, memory=1e9)
     uneven = [load, replace(load, edges=3e6)]
-    rates = Rates(seconds=0.0, row=1e-6, edge=1e-7, forward=512.0, backward=512.0, weights=1e5)
+    rates = Rates(seconds=0.0, row=1e-6, edge=1e-7, forward=512.0, backward=512.0, weights=(1e5,))
     cluster = Cluster("two", 1, 2, 2e9, 1.0, 1e9, 1e9, 1e-5)
     cut = Cut((0.5, 0.5), 1e7, (1, 1))
     candidates = [

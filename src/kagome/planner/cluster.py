@@ -28,6 +28,7 @@ class Cluster:
         inside: Bytes a second of one device to those of its host.
         between: Bytes a second of one device to those of other hosts.
         latency: Seconds of a message.
+        crowded: How fast a device computes while the others do too, as a share of how fast it does alone.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Cluster:
     inside: float
     between: float
     latency: float = 5e-6
+    crowded: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -49,6 +51,10 @@ class Cluster:
     def size(self) -> int:
         """All devices."""
         return self.hosts * self.devices
+
+    def pace(self, ranks: int) -> float:
+        """How many times as fast a device computes as the machine that was measured, with so many at work."""
+        return self.speed if ranks == 1 else self.speed * self.crowded
 
     def bandwidth(self, ranks: int) -> float:
         """Bytes a second of one of so many ranks that follow each other: within a host, or across hosts."""
@@ -68,7 +74,7 @@ class Cluster:
             raise PlanError(
                 f"--cluster takes a TOML file or one of {', '.join(READY)}",
                 f"there is no file {file}",
-                hint="copy a ready one: name, hosts, devices, memory, speed, inside, between, latency",
+                hint="name, hosts, devices, memory, speed, inside, between; and latency, crowded",
             )
         try:
             return _made(tomllib.loads(path.read_text()))

@@ -53,7 +53,7 @@ class Rates:
         edge: Seconds of an edge.
         forward: Bytes that cross for a row that is sent, forward.
         backward: Bytes that cross for a halo row, backward.
-        weights: Bytes of gradients.
+        weights: Bytes of gradients, of each message that carries some.
         coded: ``forward`` and ``backward`` with one bit a number.
         coding: Seconds to code a byte of them, and to restore it.
     """
@@ -63,7 +63,7 @@ class Rates:
     edge: float
     forward: float
     backward: float
-    weights: float
+    weights: tuple[float, ...]
     coded: tuple[float, float] = (0.0, 0.0)
     coding: float = 0.0
 
@@ -149,8 +149,6 @@ DRAWN = 3
 HIDES = 0.5
 """Of what could travel while a rank computes, late rows do: as seen between emulated hosts, where sending
 takes its share of the computing (benchmarks/wire)."""
-SLOWED = 1.1
-"""Feature slices compute on all edges in narrow rows: so many times longer than in whole rows."""
 
 
 def parts(
@@ -178,7 +176,7 @@ def parts(
     """
     coding = rates.coding * (rates.forward + rates.backward) / 2 if onebit else 0.0
     busy = tuple(
-        (_computing(rates, load.rows, load.edges) + coding * (load.sent + load.halo)) / cluster.speed
+        (computing(rates, load.rows, load.edges) + coding * (load.sent + load.halo)) / cluster.pace(parts)
         for load in loads
     )
     if onebit:
@@ -206,19 +204,20 @@ def parts(
 
 
 def slices(
-    count: int, whole: Load, crossing: float, rates: Rates, cluster: Cluster, *, decoupled: bool
+    count: int, whole: Load, share: float, crossing: float, rates: Rates, cluster: Cluster, *, decoupled: bool
 ) -> Candidate:
     """Feature slices on so many ranks.
 
     Args:
         count: How many.
         whole: The whole graph's rows and edges; a rank's memory.
+        share: Of one rank's computing, what each of them does.
         crossing: Bytes of all transposes of an epoch, as if all of a row crossed.
         rates: Of the model.
         cluster: Where it runs.
         decoupled: Whether maps come first.
     """
-    compute = _computing(rates, whole.rows, whole.edges) / count * SLOWED / cluster.speed
+    compute = computing(rates, whole.rows, whole.edges) * share / cluster.pace(count)
     sent, sums = crossing * (count - 1) / count, summed(count, rates.weights)
     waits = (sent / count + sums) / cluster.bandwidth(count) + cluster.latency * 4 * (count - 1)
     return Candidate(
@@ -233,10 +232,20 @@ def slices(
     )
 
 
-def summed(ranks: int, size: float) -> float:
-    """Bytes that each rank sends for a sum of so many bytes: in one round if it is small, else in two."""
-    one_round = ranks == 2 or ranks * size <= ONE_ROUND
-    return (ranks - 1) * size if one_round else 2 * (ranks - 1) / ranks * size
+def summed(ranks: int, messages: Sequence[float], stages: int = 1) -> float:
+    """Bytes that each rank sends for sums of messages: in one round if one is small, else in two.
+
+    Args:
+        ranks: That sum.
+        messages: Bytes of each.
+        stages: That share them.
+    """
+    total = 0.0
+    for message in messages:
+        size = message / stages
+        one_round = ranks == 2 or ranks * size <= ONE_ROUND
+        total += (ranks - 1) * size if one_round else 2 * (ranks - 1) / ranks * size
+    return total
 
 
 @dataclass(frozen=True)
@@ -283,7 +292,7 @@ def pipes(
     """
     stages = len(cut.shares)
     chunks = 4 * stages
-    compute = max(_computing(rates, load.rows, load.edges) for load in loads) / cluster.speed
+    compute = max(computing(rates, load.rows, load.edges) for load in loads) / cluster.pace(stages * number)
     link = cluster.bandwidth(stages * number)
     message = cut.crossing / max(stages - 1, 1) / 2 / number / chunks / link + cluster.latency
     most, halo = _halos(rates, loads, number)
@@ -296,7 +305,7 @@ def pipes(
     shape = Shape(stages, tuple(range(chunks)))
     programs = exact_program(shape, [max(reads, 1) for reads in cut.reads]) if exact else fill_drain(shape)
     run = simulate(programs, seconds, transfer=lambda action: message)
-    sums = summed(number, rates.weights / stages)
+    sums = summed(number, rates.weights, stages)
     waits = (most / stages + sums) / link
     busy = max(map(run.busy, range(stages)))
     settings = _settings(False, pipe=stages, graph=number)
@@ -325,7 +334,8 @@ def _halos(rates: Rates, loads: Sequence[Load], parts: int) -> tuple[float, floa
     return max(each), sum(each) if len(each) == parts else each[0] * parts
 
 
-def _computing(rates: Rates, rows: float, edges: float) -> float:
+def computing(rates: Rates, rows: float, edges: float) -> float:
+    """Seconds of an epoch on so many rows and edges, where they were measured."""
     return rates.seconds + rates.row * rows + rates.edge * edges
 
 

@@ -38,12 +38,15 @@ from kagome.neighbors.recompute import recompute
 from kagome.report.holdings import Holdings
 from kagome.run.check import twin_of
 from kagome.run.counts import UNITS, Counts, counts_of
+from kagome.run.gradients import message_bytes
 from kagome.run.holdings import Saved, ledger_of
 from kagome.run.made import made_pieces
 
 FITTED: Final = ("features", "edges", "tables", "activations", "halo")
 """Kinds that grow with the graph."""
 INDEX_BYTES: Final = 8
+NOTES: Final = 3
+"""Numbers that ranks sum along with gradients."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Rates:
     Args:
         weights: Parameters and buffers.
         best: A copy of them.
-        gradients: Of the parameters that have one.
+        gradients: Of the parameters that have one; of each message that sums some over ranks.
         optimizer: Its state; None where it is not known.
         by_unit: Kind -> bytes for each of :data:`UNITS`; kinds that are not known are left out.
         fault: Why kinds are not known.
@@ -61,7 +64,7 @@ class Rates:
 
     weights: int
     best: int
-    gradients: int
+    gradients: tuple[int, ...]
     optimizer: int | None
     by_unit: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     fault: str = ""
@@ -80,7 +83,7 @@ class Rates:
         lists = INDEX_BYTES * (counts.sent + counts.train)
         return Holdings(
             weights=self.weights + (self.best if keeps_best else 0),
-            gradients=self.gradients,
+            gradients=sum(self.gradients),
             optimizer=self.optimizer,
             features=known.get("features", 0),
             edges=known.get("edges", 0),
@@ -140,11 +143,8 @@ def rates_of(model: nn.Module, optimizer: Optimizer | None, part: Partition, way
     except Exception as error:  # a forecast never ends a run
         fault = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
     learning = [p for p, has in zip(parameters, graded, strict=True) if has]
-    gradients = sum(p.nbytes for p in learning)
-    if (
-        way.several and learning
-    ):  # they lie in the sums that brought them, beside a number each and four notes
-        gradients += (len(learning) + 4) * learning[0].element_size()
+    # Of several ranks they lie in the sums that brought them, beside a number each and notes.
+    gradients = message_bytes(learning, NOTES) if way.several else (sum(p.nbytes for p in learning),)
     state_bytes = None if optimizer is None else optimizer_bytes(optimizer, learning)
     return Rates(weights, best, gradients, state_bytes, by_unit, fault)
 

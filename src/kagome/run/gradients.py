@@ -56,6 +56,25 @@ def buckets_of(
     return sorted([*done, *map(tuple, open_.values())], key=lambda bucket: at[bucket[-1]])
 
 
+def message_bytes(parameters: Sequence[nn.Parameter], notes: int) -> tuple[int, ...]:
+    """Bytes of each bucket's message: its gradients, a number for each, and notes in one of them.
+
+    Args:
+        parameters: In the order of registration.
+        notes: Numbers that are summed along.
+    """
+    size = _suited(parameters)
+    sums = [
+        sum(parameters[place].nbytes + parameters[0].element_size() for place in bucket)
+        for bucket in buckets_of(parameters, size)
+    ]
+    return (*sums[:-1], sums[-1] + (notes + 1) * parameters[0].element_size()) if sums else ()
+
+
+def _suited(parameters: Sequence[nn.Parameter]) -> int:
+    return max(BUCKET_BYTES, sum(p.nbytes for p in parameters) // MOST_BUCKETS)
+
+
 class Gradients:
     """Sums parameters' gradients over the ranks: the same bits on all of them, whatever the buckets.
 
@@ -73,8 +92,7 @@ class Gradients:
         self, parameters: Sequence[nn.Parameter], channel: Channel, *, size: int | None = None
     ) -> None:
         self.parameters, self.channel = list(parameters), channel
-        total = sum(p.nbytes for p in self.parameters)
-        self.size = max(BUCKET_BYTES, total // MOST_BUCKETS) if size is None else size
+        self.size = _suited(self.parameters) if size is None else size
         # On nccl all collectives are in one order on all ranks, and gradients come in different orders where
         # a rank has no training vertex: two communicators would only make a deadlock of it.
         self.overlaps: bool | None = None if channel.lanes else False

@@ -25,6 +25,7 @@ from kagome.graph.store import Meta
 from kagome.model.decouple import decouple
 from kagome.planner.cluster import GIB, Cluster
 from kagome.planner.meshes import Plans
+from kagome.run.contention import contention
 from kagome.run.forecast import Way
 from kagome.run.ready import few_rows, materialise
 from kagome.run.source import from_data
@@ -44,7 +45,9 @@ def here(ranks: int, rate: float) -> Cluster:
     """
     free = available_bytes()
     memory = (64 * GIB if free is None else float(free)) / ranks
-    return Cluster("this machine", 1, ranks, memory, 1.0, rate, rate, 1e-4)
+    free_cores = len(cores())
+    crowded = contention(min(ranks, free_cores)) * min(1.0, free_cores / ranks)
+    return Cluster("this machine", 1, ranks, memory, 1.0, rate, rate, 1e-4, crowded)
 
 
 def planned(asked: PlanCommand, build: Callable[[Partition, Meta, Channel], nn.Module]) -> Plans:

@@ -52,10 +52,12 @@ class Epoch:
 
     Args:
         seconds: Forward and backward.
+        busy: Of them, what this rank's thread computed.
         bytes: Sent to peers, by kind.
     """
 
     seconds: float
+    busy: float
     bytes: Mapping[str, int]
 
 
@@ -116,14 +118,14 @@ def _epochs(
     try:
         calling = Calling.of(model, set(scope.inputs))
         for epoch in range(1, count + 1):
-            before, begun = dict(channel.bytes), time.perf_counter()
+            before, begun, busy = dict(channel.bytes), time.perf_counter(), time.thread_time()
             cast = torch.autocast("cpu", torch.bfloat16) if way.amp else nullcontext()
             with scope.running(epoch, training=True), cast:
                 out = calling.call(model, scope.inputs)
             loss = out.float().square().mean() + scope.turn.token
             loss.backward()
             sent = {kind: value - before[kind] for kind, value in channel.bytes.items()}
-            found.append(Epoch(time.perf_counter() - begun, sent))
+            found.append(Epoch(time.perf_counter() - begun, time.thread_time() - busy, sent))
             model.zero_grad()
     finally:
         for take_off in reversed(undo):
@@ -190,6 +192,31 @@ def transposes(model: nn.Module, part: Partition, way: Way) -> float | None:
         return None
     sent = sum(each[-1].bytes["transpose"] for each in found)
     return 2 * sent / EVEN if sent else None  # of two ranks each sends half
+
+
+def sliced(model: nn.Module, sample: Partition, way: Way) -> tuple[float, float]:
+    """Seconds that a rank in feature slices computes on a graph: whatever their number, and over all of them.
+
+    Args:
+        model: One that makes transposes.
+        sample: A graph for one rank.
+        way: How the model will be run.
+
+    Returns:
+        ``a, b`` of ``a + b / T``, from two and four slices: what cannot be cut by features is in ``a``.
+    """
+    n = sample.own.numel()
+    data = Data(edge_index=sample.edge_index, num_nodes=n, **sample.nodes, **sample.edges)
+
+    def busiest(count: int) -> float:
+        owner = torch.arange(n) * count // n
+        pieces = [extract(data, owner, rank, count) for rank in range(count)]
+        found = epochs(model, pieces, SETTLED + 1, way, Parallel(tensor=count))
+        return max(each[-1].busy for each in found)
+
+    two, four = busiest(2), busiest(4)
+    alike = max(0.0, 2 * four - two)
+    return alike, 4 * (four - alike)
 
 
 def timed(

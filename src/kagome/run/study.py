@@ -27,15 +27,17 @@ from kagome.graph.partition import Partition, extract
 from kagome.graph.partitioners import assign
 from kagome.model.stages import stage_bytes
 from kagome.planner.cluster import Cluster
-from kagome.planner.meshes import Candidate, Cut, Load, Plans, Rates, parts, pipes, ranked, slices
+from kagome.planner.meshes import Candidate, Cut, Load, Plans, Rates, computing, parts, pipes, ranked, slices
 from kagome.run.counts import Counts, split_counts
 from kagome.run.forecast import Rates as Held
 from kagome.run.forecast import Way, rates_of
-from kagome.run.rates import coded, coding, crossing, drawn, timed, transposes
+from kagome.run.rates import coded, coding, crossing, drawn, sliced, timed, transposes
 from kagome.run.staging import stage_model
 
 LARGEST = 4_000_000
 """Edges of the largest graph that is timed as it is."""
+SMALL = 250_000
+"""Edges of a graph on which feature slices are timed as it is; else they are on a quarter of it."""
 MADE = 1_000_000
 """Edges of the largest that is made in proportion to one that is larger, or not there."""
 GUESSED = 0.5
@@ -103,6 +105,7 @@ class Measured:
         rates: Seconds and bytes that cross, by row and edge.
         held: Bytes held.
         transposed: Bytes a vertex of all transposes, as if all of a row crossed; None where none is made.
+        shares: Of one rank's computing, what a rank in T slices does: the first, and the second over T.
     """
 
     model: nn.Module
@@ -110,6 +113,7 @@ class Measured:
     rates: Rates
     held: Held
     transposed: float | None
+    shares: tuple[float, float] = (0.0, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,8 +217,9 @@ class Study:
         assert each.transposed is not None
         whole = self.parts(1)[0][0]
         load = replace(_load(whole, each.held), memory=_sliced(whole, size, each.held, each.transposed))
-        crossing = each.transposed * self.graph.vertices
-        return slices(size, load, crossing, each.rates, cluster, decoupled=each.decoupled)
+        crossing, (alike, cut) = each.transposed * self.graph.vertices, each.shares
+        share = alike + cut / size
+        return slices(size, load, share, crossing, each.rates, cluster, decoupled=each.decoupled)
 
 
 def _measured(
@@ -228,10 +233,17 @@ def _measured(
     held = rates_of(model, optimizer, part, way)
     if held.fault:
         raise PlanError("a model runs on small graphs, where it is measured", held.fault, hint="kagome check")
-    seconds = timed(model, samples_of(graph, part, way.seed), way)
+    samples = samples_of(graph, part, way.seed)
     few = coded(model, part, way), coding()
-    rates = Rates(*seconds, *crossing(model, part, way), float(held.gradients), *few)
-    return Measured(model, decoupled, rates, held, transposes(model, part, way))
+    weights = tuple(map(float, held.gradients))
+    rates = Rates(*timed(model, samples, way), *crossing(model, part, way), weights, *few)
+    transposed = transposes(model, part, way)
+    if transposed is None:
+        return Measured(model, decoupled, rates, held, None)
+    small = samples[0] if samples[0].edge_index.size(1) <= SMALL else samples[1]
+    alone = computing(rates, small.own.numel(), small.edge_index.size(1))
+    alike, cut = sliced(model, small, way)
+    return Measured(model, decoupled, rates, held, transposed, (alike / alone, cut / alone))
 
 
 def _cut(model: nn.Module, part: Partition, graph: Graph, stages: int, way: Way) -> Cut | None:

@@ -1,0 +1,54 @@
+"""Contention: how fast a core computes while the others do too, beside how fast it does alone.
+
+Where it sits: ``planning`` asks before it plans for the machine at hand: cores share caches and memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from statistics import median
+
+import torch
+
+ROWS, WIDTH, EDGES = 20_000, 128, 100_000
+"""Of the work that is timed: a product and a sum over neighbours, larger than a core's own cache."""
+SECONDS = 0.3
+"""Of one measurement."""
+
+
+def contention(cores: int, turns: int = 3) -> float:
+    """Work that one of so many busy cores does, as a share of what one alone does; at most 1.
+
+    Args:
+        cores: At work together.
+        turns: Of each kind, one after the other; medians count.
+
+    Cost:
+        About two seconds.
+    """
+    if cores < 2:
+        return 1.0
+    rows, weight = torch.rand(ROWS, WIDTH), torch.rand(WIDTH, WIDTH)
+    whence, where = torch.randint(0, ROWS, (2, EDGES), generator=torch.Generator().manual_seed(0))
+
+    def done(together: int) -> float:
+        counts, ends = [0] * together, time.perf_counter() + SECONDS
+
+        def work(number: int) -> None:
+            torch.set_num_threads(1)
+            while time.perf_counter() < ends:
+                torch.zeros_like(rows).index_add_(0, where, (rows @ weight).index_select(0, whence))
+                counts[number] += 1
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(together)]
+        begun = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sum(counts) / together / (time.perf_counter() - begun)
+
+    found = [(done(1), done(cores)) for _ in range(turns)]
+    alone, crowded = (median(column) for column in zip(*found, strict=True))
+    return float(min(1.0, crowded / alone))
