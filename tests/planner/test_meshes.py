@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from kagome.run.planning import chosen, here, planned
 from kagome.run.source import from_data
 from kagome.run.study import Graph, Study
 
+README = (Path(__file__).parents[2] / "README.md").read_text()
 SBM = "sbm:vertices=300,degree=8,features=10,classes=4,communities=4"
 
 
@@ -194,13 +196,15 @@ def test_clusters(tmp_path: Path) -> None:
 
 
 def test_a_graph_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """ogbn-papers100M on 64 GPUs, planned from its counts."""
-    counts = ("--vertices", "111059956", "--edges", "1615685872", "--features", "32", "--classes", "172")
-    shape = ("--model.name", "sage", "--model.hidden", "32", "--cluster", "h100x64")
+    """README's command, ogbn-papers100M on 64 GPUs from its counts: the same plans, and none other."""
+    block = README.partition("$ kagome plan")[2].partition("```")[0]
+    command, _, shown = block.replace("\\\n", "").partition("\n")
     with pytest.raises(SystemExit) as left:
-        cli.main(["plan", *counts, *shape, "--json"])
+        cli.main(["plan", *shlex.split(command), "--json"])
     assert left.value.code == 0
     told = json.loads(capsys.readouterr().out)
+    rows = [line.rpartition("  yes  ")[0].strip() for line in shown.splitlines() if "  yes  " in line]
+    assert sorted(rows) == sorted(one["name"] for one in told["plans"] + told["refused"])
     best = told["plans"][0]
     assert best["settings"].keys() <= {"graph", "tensor", "decouple"}
     assert {one["settings"].get("graph", 1) for one in told["plans"] + told["refused"]} >= {1, 8, 64}
