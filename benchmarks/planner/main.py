@@ -13,9 +13,10 @@ import os
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -118,11 +119,12 @@ def predictions(options: Options, run: TrainCommand, rate: float) -> dict[str, A
         data=run.data,
         model=run.model,
         train=run.train,
-        cluster=str(cluster(options, rate, options.out)),
         allow=ALLOW,
     )
     begun = time.perf_counter()
-    found = planned(asked, _builder(asked.model))
+    with TemporaryDirectory() as folder:
+        asked = replace(asked, cluster=str(cluster(options, rate, Path(folder))))
+        found = planned(asked, _builder(asked.model))
     seconds = time.perf_counter() - begun
     plans = [*found.fitting, *(one for one, _ in found.refused)]
     return {"plan_seconds": seconds, "plans": {one.name: one.record() for one in plans}}

@@ -209,24 +209,34 @@ class GraphPipe:
         return tree_of(self.cost.graph)
 
     def plan(self) -> StagePlan:
-        """Of the plans with the least bottleneck, with one micro-batch and with any, the fastest in a trial.
+        """Of the plans that the search meets, with one micro-batch and with any, the fastest in a trial.
 
-        A bottleneck says nothing of how long a pipeline takes to fill: that is what large micro-batches cost.
+        A bottleneck says nothing of how long a pipeline takes to fill: that is what large micro-batches and
+        many stages cost.
 
         Raises:
             PlanError: If none fits the memory of the devices.
         """
-        found: dict[int, StagePlan] = {}
+        found: dict[int, tuple[float, StagePlan]] = {}
         for size in self.sizes:
             with suppress(PlanError):
-                found[size] = self.least((size,))
+                found[size] = self._fastest(self._ever_better((size,)))
         if not found:
             return self.least(self.sizes)
-        seconds = {size: trial(self.cost, plan).seconds for size, plan in found.items()}
-        best = min(seconds, key=seconds.__getitem__)
+        best = min(found, key=lambda size: found[size][0])
         near = tuple(size for size in self.sizes if best // 2 <= size <= best * 2)
-        mixed = self.least(near)
-        return mixed if trial(self.cost, mixed).seconds < seconds[best] else found[best]
+        mixed = self._fastest(self._ever_better(near), found[best][0])
+        return mixed[1] if mixed[0] < found[best][0] else found[best][1]
+
+    def _fastest(self, plans: Sequence[StagePlan], limit: float = float("inf")) -> tuple[float, StagePlan]:
+        """Seconds of the fastest plan, and it; of several with less than a limit, if there are such."""
+        best = limit, plans[-1]
+        for plan in reversed(plans):
+            if self.cost.batch * self.bottleneck(plan) >= best[0]:
+                break  # nor can those before it be faster
+            seconds = trial(self.cost, plan).seconds
+            best = min(best, (seconds, plan), key=lambda each: each[0])
+        return best
 
     def whole(self) -> StagePlan:
         """The plan, with devices that it has no use for given to the slowest stages that can take one more.
@@ -257,6 +267,14 @@ class GraphPipe:
 
         Raises:
             PlanError: If none fits the memory of the devices.
+        """
+        return self._ever_better(sizes)[-1]
+
+    def _ever_better(self, sizes: tuple[int, ...]) -> list[StagePlan]:
+        """Plans of ever smaller bottleneck.
+
+        Raises:
+            PlanError: If none fits the memory of the devices.
 
         Source: GraphPipe, binary search on time per sample.
         """
@@ -274,14 +292,16 @@ class GraphPipe:
                 f"no cut does; on one device it would need {need / 2**30:.3g} GiB",
                 hint="take more devices, or smaller micro-batches",
             )
+        plans = [found]
         while high > low * (1 + self.tolerance):
             middle = (low * high) ** 0.5
             better = self._ask(facts, middle)
             if better is None:
                 low = middle
             else:
-                found, high = better, min(middle, self.bottleneck(better))
-        return found
+                plans.append(better)
+                high = min(middle, self.bottleneck(better))
+        return plans
 
     def _lightest(self, sizes: tuple[int, ...]) -> dict[str, float]:
         """The least seconds a sample of each operator, on any number of devices."""
