@@ -203,6 +203,14 @@ def test_branches_run_at_the_same_time_and_hold_less() -> None:
     assert found.run.bubble < 0.5
 
 
+def test_the_least_bottleneck_is_not_always_the_fastest() -> None:
+    """Twelve devices make stages of single operators that take long to fill: a coarser plan is faster."""
+    cost = StageCost(towers(3, 6, 2), Devices(12, 1e9, 1e3), 64)
+    planner = GraphPipe(cost, (4, 8, 16))
+    least = max(trial(cost, planner.least((size,))).throughput for size in planner.sizes)
+    assert trial(cost, planner.plan()).throughput > 1.02 * least
+
+
 def test_chains_of_a_chain_are_alike() -> None:
     """Without branches all three planners find the same bottleneck."""
     cost = StageCost(towers(1, 6, 2), Devices(3, 1e9, 1e3), 64)
