@@ -24,7 +24,8 @@ from kagome.config import Model, Parallel, Report, Run, Train
 from kagome.errors import ConfigError, PlanError
 from kagome.model.zoo import build_model
 from kagome.planner.cluster import READY, Cluster
-from kagome.planner.meshes import CHUNK, Candidate, Cut, Load, Rates, parts, pipes, ranked, slices, summed
+from kagome.planner.meshes import Candidate, Load, Rates, parts, ranked, slices, summed
+from kagome.planner.pipes import CHUNK, Cut, pipes
 from kagome.report.plan_page import plans_html
 from kagome.run.contention import contention
 from kagome.run.planning import chosen, here, planned

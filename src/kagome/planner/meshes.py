@@ -18,10 +18,7 @@ from math import prod
 
 from kagome.errors import PlanError
 from kagome.planner.cluster import Cluster
-from kagome.schedule.actions import Action, Kind
-from kagome.schedule.schedules import Shape, fill_drain
-from kagome.schedule.schedules import exact as exact_program
-from kagome.schedule.simulate import Run, simulate
+from kagome.schedule.simulate import Run
 
 
 @dataclass(frozen=True)
@@ -182,12 +179,12 @@ def parts(
     if onebit:
         rates = replace(rates, forward=rates.coded[0], backward=rates.coded[1])
     compute = max(busy)
-    most, halo = _halos(rates, loads, parts)
+    most, halo = halos(rates, loads, parts)
     sums, link = summed(parts, rates.weights), cluster.bandwidth(parts)
     comes = most / link
     waits = comes - (HIDES * min(comes, compute) if late else 0.0) + sums / link
     waits += cluster.latency * 4 * (parts - 1)
-    settings = _settings(decoupled, graph=parts)
+    settings = settings_of(decoupled, graph=parts)
     settings |= {"codec": "onebit"} if onebit else {}
     settings |= {"max_age": 1} if late else {}
     return Candidate(
@@ -221,7 +218,7 @@ def slices(
     sent, sums = crossing * (count - 1) / count, summed(count, rates.weights)
     waits = (sent / count + sums) / cluster.bandwidth(count) + cluster.latency * 4 * (count - 1)
     return Candidate(
-        _settings(decoupled, tensor=count),
+        settings_of(decoupled, tensor=count),
         not decoupled,
         compute + waits,
         compute,
@@ -248,87 +245,13 @@ def summed(ranks: int, messages: Sequence[float], stages: int = 1) -> float:
     return total
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A model's layers over stages.
-
-    Args:
-        shares: Of the computing, by stage.
-        crossing: Bytes of all messages between stages of an epoch, of the whole graph.
-        reads: Of neighbours, by stage.
-    """
-
-    shares: tuple[float, ...]
-    crossing: float
-    reads: tuple[int, ...]
-
-
-CHUNK = 2.3e-3
-"""Seconds that Python takes for a chunk and a read of neighbours, both ways (benchmarks/pipeline)."""
-TABLES = 1.5
-"""A stage keeps rows of each read beside its activations: so many times what its layers alone keep."""
-
-
-def pipes(
-    cut: Cut,
-    number: int,
-    loads: Sequence[Load],
-    rates: Rates,
-    cluster: Cluster,
-    uncertain: float,
-    *,
-    exact: bool,
-) -> Candidate:
-    """Layers over stages, the graph in chunks; in each stage so many parts.
-
-    Args:
-        cut: The layers.
-        number: Parts.
-        loads: Of each part; one stands for all where they are alike.
-        rates: Of the model.
-        cluster: Where it runs.
-        uncertain: By which share the halo may be off.
-        exact: Layer by layer over all chunks, with nothing old.
-    """
-    stages = len(cut.shares)
-    chunks = 4 * stages
-    compute = max(computing(rates, load.rows, load.edges) for load in loads) / cluster.pace(stages * number)
-    link = cluster.bandwidth(stages * number)
-    message = cut.crossing / max(stages - 1, 1) / 2 / number / chunks / link + cluster.latency
-    most, halo = _halos(rates, loads, number)
-
-    def seconds(action: Action) -> float:
-        pieces = cut.reads[action.stage] if exact else 1
-        busy = cut.shares[action.stage] * compute / chunks / pieces + CHUNK * cut.reads[action.stage] / pieces
-        return busy * (1 if action.kind is Kind.F else 2) / 3
-
-    shape = Shape(stages, tuple(range(chunks)))
-    programs = exact_program(shape, [max(reads, 1) for reads in cut.reads]) if exact else fill_drain(shape)
-    run = simulate(programs, seconds, transfer=lambda action: message)
-    sums = summed(number, rates.weights, stages)
-    waits = (most / stages + sums) / link
-    busy = max(map(run.busy, range(stages)))
-    settings = _settings(False, pipe=stages, graph=number)
-    return Candidate(
-        {**settings, "cross_chunk": "exact"} if exact else settings,
-        exact,
-        run.seconds + waits,
-        busy,
-        run.seconds + waits - busy,
-        {"stage": round(cut.crossing), "halo": round(halo), "weights": round(sums * number * stages)},
-        max(load.memory for load in loads) * max(cut.shares) * TABLES,
-        uncertain if number > 1 else 0.0,
-        run=run,
-    )
-
-
-def _settings(decoupled: bool, **axes: int) -> dict[str, int | bool | str]:
+def settings_of(decoupled: bool, **axes: int) -> dict[str, int | bool | str]:
     """What a user would write."""
     mesh: dict[str, int | bool | str] = {axis: size for axis, size in axes.items() if size > 1}
     return {**mesh, "decouple": True} if decoupled else mesh
 
 
-def _halos(rates: Rates, loads: Sequence[Load], parts: int) -> tuple[float, float]:
+def halos(rates: Rates, loads: Sequence[Load], parts: int) -> tuple[float, float]:
     """Bytes that the busiest part sends, and all of them; one load stands for all parts if they are alike."""
     each = [rates.forward * load.sent + rates.backward * load.halo for load in loads]
     return max(each), sum(each) if len(each) == parts else each[0] * parts

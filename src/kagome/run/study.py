@@ -27,7 +27,8 @@ from kagome.graph.partition import Partition, extract
 from kagome.graph.partitioners import assign
 from kagome.model.stages import stage_bytes
 from kagome.planner.cluster import Cluster
-from kagome.planner.meshes import Candidate, Cut, Load, Plans, Rates, computing, parts, pipes, ranked, slices
+from kagome.planner.meshes import Candidate, Load, Plans, Rates, computing, parts, ranked, slices
+from kagome.planner.pipes import Cut, pipes
 from kagome.run.counts import Counts, split_counts
 from kagome.run.forecast import Rates as Held
 from kagome.run.forecast import Way, rates_of
