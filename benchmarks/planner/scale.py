@@ -76,7 +76,7 @@ def curve(found: Study, name: str, sizes: tuple[int, ...]) -> list[dict[str, Any
         for history in (False, True):
             row: dict[str, Any] = {"cluster": name, "devices": size, "history": history}
             try:
-                best = found.plans(cluster, history=history).fitting[0]
+                best = found.plans(cluster, ("history",) if history else ()).fitting[0]
                 row |= {"plan": best.name, "epoch_seconds": best.epoch_seconds}
                 row |= {"memory_bytes": best.memory_bytes, "waits": best.exposed_seconds / best.epoch_seconds}
             except PlanError as error:
