@@ -139,7 +139,10 @@ def test_ranks_that_crowd_a_machine_are_slower() -> None:
     assert parts(2, LOADS, RATES, crowded, 0.0).compute_seconds == pytest.approx(2 * (60e-5 + 500e-6))
     alone = [Load(110, 900, 0, 0, 1e6)]
     assert parts(1, alone, RATES, crowded, 0.0) == parts(1, alone, RATES, ONE, 0.0)
+    before = torch.get_rng_state(), torch.get_num_threads()
     assert 0 < contention(2) <= 1
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert torch.get_num_threads() == before[1]
     assert here(64, 1e9).crowded < 0.5
 
 

@@ -29,8 +29,9 @@ def contention(cores: int, turns: int = 3) -> float:
     """
     if cores < 2:
         return 1.0
-    rows, weight = torch.rand(ROWS, WIDTH), torch.rand(WIDTH, WIDTH)
-    whence, where = torch.randint(0, ROWS, (2, EDGES), generator=torch.Generator().manual_seed(0))
+    draws = torch.Generator().manual_seed(0)  # nobody else's numbers change
+    rows, weight = (torch.rand(count, WIDTH, generator=draws) for count in (ROWS, WIDTH))
+    whence, where = torch.randint(0, ROWS, (2, EDGES), generator=draws)
 
     def done(together: int) -> float:
         counts, ends = [0] * together, time.perf_counter() + SECONDS
@@ -49,6 +50,8 @@ def contention(cores: int, turns: int = 3) -> float:
             thread.join()
         return sum(counts) / together / (time.perf_counter() - begun)
 
+    before = torch.get_num_threads()
     found = [(done(1), done(cores)) for _ in range(turns)]
+    torch.set_num_threads(before)  # what a thread sets, later threads begin with
     alone, crowded = (median(column) for column in zip(*found, strict=True))
     return float(min(1.0, crowded / alone))
