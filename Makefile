@@ -5,8 +5,8 @@ VENV ?= .venv
 # Further options for pip, such as an index that has a CPU build of torch.
 PIP_OPTIONS ?=
 FLAGS ?=
-# Two processes share the tests: half the time of one, which mostly waits for ranks to start.
-WORKERS ?= -n 2 --dist worksteal
+# Four processes share the tests, on two cores too: each mostly waits for ranks to start and to answer.
+WORKERS ?= -n 4 --dist worksteal
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_OPTIONS)

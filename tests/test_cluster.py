@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,17 @@ def outside() -> list[str]:
     return [line.split()[0] for line in emulated.tool("ip", "-brief", "link").splitlines()]
 
 
+def reached(cluster: emulated.Cluster, way: str, low: float, high: float) -> float:
+    """Mbit/s of a link: never more than ``high``; less than ``low`` only while others keep the cores busy."""
+    for _ in range(5):
+        found: float = probe.rate(probe.link(cluster, 0, 1)["seconds"][way])
+        if not found < low:
+            return found
+        assert found < high
+        time.sleep(1)
+    return found
+
+
 def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(SystemExit) as ended:
@@ -65,11 +77,10 @@ def test_links_and_shares_are_as_asked_and_nothing_is_left() -> None:
     before = outside()
     with emulated.Cluster(2, 200, 0.3, name=NAME) as cluster:
         assert len(cluster.addresses) == 2
-        found = probe.link(cluster, 0, 1)
-        for seconds in found["seconds"].values():
-            assert 130 < probe.rate(seconds) < 215
+        for way in probe.link(cluster, 0, 1)["seconds"]:
+            assert 130 < reached(cluster, way, 130, 215) < 215
         cluster.shape(400)
-        assert 260 < probe.rate(probe.link(cluster, 0, 1)["seconds"]["there"]) < 430
+        assert 260 < reached(cluster, "there", 260, 430) < 430
         if cluster.quota != quotas.NONE:
             # A machine with other work gives less, never more.
             assert all(one["cores"] < 0.33 for one in probe.spin(cluster, 2))

@@ -85,6 +85,8 @@ class PlanCommand:
     """Its features a vertex."""
     classes: int = 16
     """Its classes."""
+    reuse: bool = True
+    """Take what was measured on this machine within a day."""
     page: str = "runs/plan.html"
     """The page that shows the plans, and an epoch of the best; empty for none."""
     json: bool = False

@@ -89,7 +89,7 @@ def test_what_only_loading_can_tell_has_no_key(tmp_path: Path, monkeypatch: pyte
 def test_the_key_knows_kagome_s_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = key(config.Data(name=SBM)), owner_key("f")
     (tmp_path / "kernels.py").write_text("other")
-    monkeypatch.setattr(cache, "__file__", str(tmp_path / "cache.py"))
+    monkeypatch.setattr(cache, "_CODE", tmp_path)
     assert key(config.Data(name=SBM)) != before[0]
     assert owner_key("f") != before[1]
 

@@ -143,7 +143,10 @@ def test_ranks_that_crowd_a_machine_are_slower() -> None:
     assert 0 < contention(2) <= 1
     assert torch.equal(before[0], torch.get_rng_state())
     assert torch.get_num_threads() == before[1]
-    assert here(64, 1e9).crowded < 0.5
+    shared = here(64, 1e9)
+    assert shared.pace(64) == pytest.approx(shared.pace(32) / 2)
+    assert shared.pace(64) <= shared.cores / 64
+    assert replace(ONE, cores=2.0).pace(2) == ONE.pace(2) == 2 * replace(ONE, cores=2.0).pace(4)
 
 
 def test_stages_wait_for_each_other() -> None:
@@ -183,6 +186,33 @@ def test_each_plan_has_a_reason_beside_the_next_best() -> None:
     assert found.fitting[0].reason.startswith("1.50 times faster than graph=2: less of it waits for messages")
     assert found.fitting[1].reason.startswith("1.50 times slower than one rank: more of it waits")
     assert json.loads(found.to_json())["plans"][0]["name"] == "one rank"
+
+
+def test_an_exact_plan_stands_before_one_that_is_hardly_faster() -> None:
+    """One that is not exact has to be worth it: more than the predictions' own error."""
+    exact = Candidate({"graph": 2}, True, 2.0, 1.0, 1.0, {"halo": 5}, 1.0)
+    hardly = Candidate({"graph": 2, "max_age": 1}, False, 1.9, 1.0, 0.9, {"halo": 5}, 1.0)
+    found = ranked([hardly, exact], ONE)
+    assert [one.name for one in found.fitting] == ["graph=2", "graph=2 max_age=1"]
+    assert found.fitting[0].reason.startswith("1.05 times slower than graph=2 max_age=1, but exact: more of")
+    assert found.fitting[1].reason.startswith("1.05 times faster than graph=2: less of it waits")
+    well = replace(hardly, epoch_seconds=1.5)
+    assert ranked([exact, well], ONE).fitting[0].name == "graph=2 max_age=1"
+
+
+def test_one_rank_has_all_threads() -> None:
+    """Rates are those of a rank with its share of them; a rank alone computes faster."""
+    alone, rates = [Load(110, 900, 0, 0, 1e6)], replace(RATES, alone=1.6)
+    usual = parts(1, alone, RATES, ONE, 0.0).compute_seconds
+    assert parts(1, alone, rates, ONE, 0.0).compute_seconds == pytest.approx(usual / 1.6)
+    assert parts(2, LOADS, rates, ONE, 0.0) == parts(2, LOADS, RATES, ONE, 0.0)
+    data = kagome.load(SBM)
+    part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
+    graph, before = Graph(300, int(data.edge_index.size(1)), data), torch.get_num_threads()
+    found = Study.of(model_of("gcn", data), None, part, graph, most=before + 1)
+    assert found.models[0].rates.alone >= 1.0
+    assert torch.get_num_threads() == before
+    assert found.models[0].rates.coded == (0.0, 0.0)  # nobody allowed it
 
 
 def test_clusters(tmp_path: Path) -> None:

@@ -286,3 +286,13 @@ def test_what_is_taken_together_costs_what_its_members_do(cost: StageCost, most:
         )
         assert other.graph.crossing(one.operators) == cost.graph.crossing(two.operators)
         assert other.memory(one.operators, 1, 2) == cost.memory(two.operators, 1, 2)
+
+
+def test_what_others_read_too_is_not_taken_together() -> None:
+    """A group would give away two outputs, of which a stage that reads one would be told both."""
+    first = [operator("a", [], 1.0), operator("b", ["a"], 1.0)]
+    rest = [operator("c", ["b"], 1.0), operator("d", ["c", "a"], 1.0)]
+    members = coarsened(OperatorGraph((*first, *rest)), 2).members.values()
+    assert sorted(members) == [("a",), ("b", "c", "d")]
+    alone = coarsened(OperatorGraph((*first, operator("c", ["b"], 1.0))), 1).members
+    assert list(alone.values()) == [("a", "b", "c")]

@@ -36,6 +36,7 @@ LARGE_BYTES: Final = 2**30
 #: What a process that died left half-made goes after a day.
 ABANDONED_SECONDS: Final = 86_400
 OWNERS: Final = "owner.npy"
+_CODE: Final = Path(__file__).parent
 _MAKERS: Final = ("kagome", "numpy", "torch", "torch-geometric", "pymetis", "scikit-learn")
 
 
@@ -74,12 +75,12 @@ def parts_key(
     except OSError:
         return None
     asked = {key: value for key, value in dataclasses.asdict(settings).items() if key != "root"}
-    return f"parts-{_digest([asked, seen, method, seed, parts, store.FORMAT, _makers()])}"
+    return f"parts-{_digest([asked, seen, method, seed, parts, store.FORMAT, makers(_CODE)])}"
 
 
 def owner_key(fingerprint: str) -> str:
     """A name for the owners of a graph's vertices; the fingerprint knows graph, method, seed and parts."""
-    return f"owner-{_digest([fingerprint, _makers()])}"
+    return f"owner-{_digest([fingerprint, makers(_CODE)])}"
 
 
 def _digest(facts: object) -> str:
@@ -92,14 +93,18 @@ def _seen(file: Path) -> tuple[str, int, int]:
     return str(real), facts.st_size, facts.st_mtime_ns
 
 
-def _makers() -> list[str]:
-    """Versions of what makes a partition; Kagome's own code as it stands."""
+def makers(folder: Path) -> list[str]:
+    """Versions of the packages that what is kept depends on, and Kagome's own code as it stands.
+
+    Args:
+        folder: Where that code lies.
+    """
     versions = []
     for name in _MAKERS:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
     code = hashlib.blake2b(digest_size=16)
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(folder.rglob("*.py")):
         code.update(file.read_bytes())
     return [*versions, code.hexdigest()]
 

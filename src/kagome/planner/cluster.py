@@ -8,6 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ class Cluster:
         between: Bytes a second of one device to those of other hosts.
         latency: Seconds of a message.
         crowded: How fast a device computes while the others do too, as a share of how fast it does alone.
+        cores: That the devices share by turns, where they are ranks of one machine.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Cluster:
     between: float
     latency: float = 5e-6
     crowded: float = 1.0
+    cores: float = inf
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -54,7 +57,7 @@ class Cluster:
 
     def pace(self, ranks: int) -> float:
         """How many times as fast a device computes as the machine that was measured, with so many at work."""
-        return self.speed if ranks == 1 else self.speed * self.crowded
+        return self.speed if ranks == 1 else self.speed * self.crowded * min(1.0, self.cores / ranks)
 
     def bandwidth(self, ranks: int) -> float:
         """Bytes a second of one of so many ranks that follow each other: within a host, or across hosts."""
@@ -74,7 +77,7 @@ class Cluster:
             raise PlanError(
                 f"--cluster takes a TOML file or one of {', '.join(READY)}",
                 f"there is no file {file}",
-                hint="name, hosts, devices, memory, speed, inside, between; and latency, crowded",
+                hint="name, hosts, devices, memory, speed, inside, between; and latency, crowded, cores",
             )
         try:
             return _made(tomllib.loads(path.read_text()))

@@ -38,8 +38,9 @@ class Coarse:
 def coarsened(graph: OperatorGraph, most: int) -> Coarse:
     """Take neighbours in a row together, the lightest pair first, until there are few enough.
 
-    Two operators are neighbours if they stand next to each other in a row of the tree: all others come before
-    both, after both, or beside both. Branches stay as they are.
+    Two operators are neighbours if they stand next to each other in a row of the tree, so that all others
+    come before both, after both, or beside both, and if nothing but the second reads the first: a group gives
+    away what one operator does, so a cut sends the same bytes. Branches stay as they are.
 
     Args:
         graph: The fine graph.
@@ -53,6 +54,7 @@ def coarsened(graph: OperatorGraph, most: int) -> Coarse:
             (weight[one] + weight[two], number, place)
             for number, row in enumerate(rows)
             for place, (one, two) in enumerate(pairwise(row))
+            if _alone(graph, members[one], members[two])
         ]
         if not pairs:
             break
@@ -68,6 +70,11 @@ def coarsened(graph: OperatorGraph, most: int) -> Coarse:
         if operator.name in members
     )
     return Coarse(OperatorGraph(tuple(operators)), members)
+
+
+def _alone(graph: OperatorGraph, one: Sequence[str], two: Sequence[str]) -> bool:
+    """Whether what one group gives away goes to another alone."""
+    return all(reader in one or reader in two for name in one for reader in graph.readers[name])
 
 
 def _rows(node: Tree) -> Iterator[list[str]]:

@@ -53,6 +53,8 @@ class Rates:
         weights: Bytes of gradients, of each message that carries some.
         coded: ``forward`` and ``backward`` with one bit a number.
         coding: Seconds to code a byte of them, and to restore it.
+        alone: How many times as fast a rank computes that has all of this machine's cores; 1 where it never
+            has more than a share.
     """
 
     seconds: float
@@ -63,6 +65,7 @@ class Rates:
     weights: tuple[float, ...]
     coded: tuple[float, float] = (0.0, 0.0)
     coding: float = 0.0
+    alone: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class Plans:
     """Ranked candidates.
 
     Args:
-        fitting: Those that fit, the fastest first.
+        fitting: Those that fit, the fastest first; one that is not exact only where it is ``WORTH`` it.
         refused: The others, with why.
         facts: What they were predicted from.
     """
@@ -141,6 +144,9 @@ class Plans:
 
 ONE_ROUND = 2**20
 """A sum goes in one round up to so many bytes of all ranks together: see ``comm.pending``."""
+WORTH = 1.1
+"""How many times as fast a plan that is not exact has to be to stand before one that is: about the error of
+what is predicted (benchmarks/planner)."""
 DRAWN = 3
 """Of so many plans what happens over time is kept."""
 HIDES = 0.5
@@ -172,9 +178,9 @@ def parts(
         late: Whether they are those of the epoch before, and travel meanwhile.
     """
     coding = rates.coding * (rates.forward + rates.backward) / 2 if onebit else 0.0
+    pace = cluster.pace(parts) * (rates.alone if parts == 1 else 1.0)
     busy = tuple(
-        (computing(rates, load.rows, load.edges) + coding * (load.sent + load.halo)) / cluster.pace(parts)
-        for load in loads
+        (computing(rates, load.rows, load.edges) + coding * (load.sent + load.halo)) / pace for load in loads
     )
     if onebit:
         rates = replace(rates, forward=rates.coded[0], backward=rates.coded[1])
@@ -267,11 +273,14 @@ def ranked(
 ) -> Plans:
     """Candidates that fit by predicted time, each with its reason beside the next best; and the others.
 
+    One that is not exact counts as ``WORTH`` times as slow as it is.
+
     Raises:
         PlanError: If none fits.
     """
     fitting = sorted(
-        (one for one in candidates if one.memory_bytes <= cluster.memory), key=lambda one: one.epoch_seconds
+        (one for one in candidates if one.memory_bytes <= cluster.memory),
+        key=lambda one: one.epoch_seconds * (1.0 if one.exact else WORTH),
     )
     refused = [
         (
@@ -306,8 +315,9 @@ def _with_reason(one: Candidate, fitting: Sequence[Candidate]) -> Candidate:
         text = f"the only one that fits; {waits}"
     else:
         ratio = max(one.epoch_seconds, other.epoch_seconds) / min(one.epoch_seconds, other.epoch_seconds)
-        verb = "faster" if one is best else "slower"
-        text = f"{ratio:.2f} times {verb} than {other.name}: {_why(one, other)}; {waits}"
+        verb = "faster" if one.epoch_seconds < other.epoch_seconds else "slower"
+        before = ", but exact" if one is best and verb == "slower" else ""
+        text = f"{ratio:.2f} times {verb} than {other.name}{before}: {_why(one, other)}; {waits}"
     return replace(one, reason=text)
 
 

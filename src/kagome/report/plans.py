@@ -5,6 +5,7 @@ Where it sits: ``kagome plan`` prints it, ``plan_page`` shows it; they see plain
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,10 @@ from kagome.schedule.simulate import Run
 
 HEAD = ("plan", "exact", "an epoch", "of it waiting", "crosses", "memory a rank")
 """Columns of the table."""
+WIDE = 140
+"""Columns of what goes into a file or a pipe."""
+REASONS = 5
+"""Of so many plans, the best ones, why they stand there is printed; of all it is on the page."""
 
 
 class Row(Protocol):
@@ -83,17 +88,18 @@ class Ranked(Protocol):
 
 
 def print_plans(plans: Ranked, console: Console | None = None) -> None:
-    """Print the table, and a sentence a plan."""
-    console = console or Console()
+    """Print the table, and a sentence about each of the best."""
+    console = console or Console(width=None if sys.stdout.isatty() else WIDE)
     table = Table(title=title_of(plans), title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in HEAD:
-        table.add_column(name, justify="left" if name in ("plan", "exact") else "right")
+        left = name in ("plan", "exact")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name == "plan", overflow="fold")
     for one in plans.fitting:
         table.add_row(*cells(one))
     for one, _ in plans.refused:
         table.add_row(*cells(one), style="dim")
     console.print(table)
-    for number, one in enumerate(plans.fitting, start=1):
+    for number, one in enumerate(plans.fitting[:REASONS], start=1):
         console.print(f"{number}. {one.name}: {one.reason}.", soft_wrap=True)
     for note in plans.facts.get("notes", ()):
         console.print(f"-  {note}", soft_wrap=True)

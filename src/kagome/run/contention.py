@@ -11,10 +11,17 @@ from statistics import median
 
 import torch
 
+from kagome.run.kept import Kept
+
 ROWS, WIDTH, EDGES = 20_000, 128, 100_000
 """Of the work that is timed: a product and a sum over neighbours, larger than a core's own cache."""
 SECONDS = 0.3
 """Of one measurement."""
+
+
+def crowding(cores: int, kept: Kept) -> float:
+    """The contention of so many cores; measured once where it is kept."""
+    return float(kept.value("contention", cores, lambda: contention(cores)))
 
 
 def contention(cores: int, turns: int = 3) -> float:

@@ -5,6 +5,7 @@ Where it sits: it puts a ``Study`` together from settings, and a cluster from a 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,29 +26,37 @@ from kagome.graph.store import Meta
 from kagome.model.decouple import decouple
 from kagome.planner.cluster import GIB, Cluster
 from kagome.planner.meshes import Plans
-from kagome.run.contention import contention
+from kagome.run.contention import crowding
 from kagome.run.forecast import Way
+from kagome.run.kept import Kept, opened
 from kagome.run.ready import few_rows, materialise
 from kagome.run.source import from_data
 from kagome.run.study import Graph, Study
-from kagome.threads import cores
+from kagome.threads import chosen as chosen_threads
+from kagome.threads import cores, local
 
 LOCAL = 4e9
 """Bytes a second that ranks of one host hand over in shared memory, roughly: two copies."""
 
 
-def here(ranks: int, rate: float) -> Cluster:
+def here(ranks: int, rate: float, kept: Kept | None = None) -> Cluster:
     """The machine at hand as a cluster.
 
     Args:
         ranks: Local ranks.
         rate: Bytes a second that one rank hands another.
+        kept: Where it is looked for what was measured before.
     """
     free = available_bytes()
     memory = (64 * GIB if free is None else float(free)) / ranks
     free_cores = len(cores())
-    crowded = contention(min(ranks, free_cores)) * min(1.0, free_cores / ranks)
-    return Cluster("this machine", 1, ranks, memory, 1.0, rate, rate, 1e-4, crowded)
+    crowded = crowding(min(ranks, free_cores), kept or Kept())
+    return Cluster("this machine", 1, ranks, memory, 1.0, rate, rate, 1e-4, crowded, free_cores)
+
+
+def _threads(ranks: int) -> int:
+    """Of each of so many local ranks, as ``launch`` would have it."""
+    return chosen_threads(os.environ) or local(ranks)
 
 
 def planned(asked: PlanCommand, build: Callable[[Partition, Meta, Channel], nn.Module]) -> Plans:
@@ -86,13 +95,17 @@ def planned(asked: PlanCommand, build: Callable[[Partition, Meta, Channel], nn.M
         except ModelError as error:
             notes.append(f"not decoupled: {error}")
     ranks = asked.devices
-    cluster = here(ranks, LOCAL) if asked.cluster is None else Cluster.load(asked.cluster)
-    torch.set_num_threads(max(1, len(cores()) // ranks) if asked.cluster is None else 1)
+    torch.set_num_threads(_threads(ranks) if asked.cluster is None else 1)
+    kept = opened(asked.reuse)
+    cluster = here(ranks, LOCAL, kept) if asked.cluster is None else Cluster.load(asked.cluster)
     run = asked.model
     way = Way(True, fast=run.fast, recompute=run.recompute, amp=asked.train.amp == "bf16", seed=seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=asked.train.lr)
-    study = Study.of(model, optimizer, part, graph, decoupled=first, way=way)
+    most = _threads(1) if asked.cluster is None else 1
+    study = Study.of(model, optimizer, part, graph, decoupled=first, way=way, most=most, kept=kept)
     found = study.plans(cluster, asked.allow)
+    if kept.reused:
+        notes.append("what was measured here within a day is used again (--no-reuse measures anew)")
     return replace(found, facts={**found.facts, "notes": notes})
 
 
@@ -120,7 +133,12 @@ def chosen(
         )
     cut = settings.parallel
     asked = PlanCommand(
-        data=settings.data, model=settings.model, train=settings.train, devices=ranks, allow=cut.allow
+        data=settings.data,
+        model=settings.model,
+        train=settings.train,
+        devices=ranks,
+        allow=cut.allow,
+        reuse=cut.reuse,
     )
     found = planned(asked, build)
     best = next((one for one in found.fitting if one.ranks == ranks), None)

@@ -30,9 +30,11 @@ from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
 from kagome.neighbors.recompute import recompute
-from kagome.run.contention import contention
+from kagome.planner.meshes import Rates, computing
+from kagome.run.contention import crowding
 from kagome.run.counts import counts_of
 from kagome.run.forecast import Way
+from kagome.run.kept import Kept
 from kagome.run.made import made_pieces
 from kagome.threads import cores
 
@@ -196,13 +198,14 @@ def transposes(model: nn.Module, part: Partition, way: Way) -> float | None:
     return 2 * sent / EVEN if sent else None  # of two ranks each sends half
 
 
-def sliced(model: nn.Module, sample: Partition, way: Way) -> tuple[float, float]:
+def sliced(model: nn.Module, sample: Partition, way: Way, kept: Kept) -> tuple[float, float]:
     """Seconds that a rank in feature slices computes on a graph: whatever their number, and over all of them.
 
     Args:
         model: One that makes transposes.
         sample: A graph for one rank.
         way: How the model will be run.
+        kept: Where it is looked for how ranks crowd this machine.
 
     Returns:
         ``a, b`` of ``a + b / T``, from two and four slices: what cannot be cut by features is in ``a``.
@@ -217,7 +220,7 @@ def sliced(model: nn.Module, sample: Partition, way: Way) -> tuple[float, float]
         return max(each[-1].busy for each in found)
 
     # Ranks crowd this machine while they are timed; what is asked for is a core that has it to itself.
-    two, four = (busiest(count) * contention(min(count, len(cores()))) for count in (2, 4))
+    two, four = (busiest(count) * crowding(min(count, len(cores())), kept) for count in (2, 4))
     alike = max(0.0, 2 * four - two)
     return alike, 4 * (four - alike)
 
@@ -239,3 +242,25 @@ def timed(
     # Each sample counts by its share, not by its seconds: small parts are predicted too.
     solved, _ = nnls(units / seconds[:, None], np.ones(len(samples)))
     return float(solved[0]), float(solved[1]), float(solved[2])
+
+
+def alone(model: nn.Module, sample: Partition, rates: Rates, way: Way, most: int) -> float:
+    """How many times as fast a rank is that has all threads for itself; 1 where it has them already.
+
+    Args:
+        model: Any.
+        sample: A graph for one rank.
+        rates: With the threads that are set.
+        way: How the model will be run.
+        most: Threads that one rank would have.
+    """
+    share = torch.get_num_threads()
+    if most <= share:
+        return 1.0
+    torch.set_num_threads(most)
+    try:
+        found = epochs(model, [sample], SETTLED + 3, way)[0][SETTLED:]
+    finally:
+        torch.set_num_threads(share)
+    told = computing(rates, sample.own.numel(), sample.edge_index.size(1))
+    return max(1.0, told / float(np.median([epoch.seconds for epoch in found])))

@@ -12,8 +12,9 @@ Where it sits: ``planning`` makes one; the arithmetic is ``planner.meshes``'.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from kagome.config import Allowed, Parallel, Train
 from kagome.errors import KagomeError, PlanError
 from kagome.graph.partition import Partition, extract
 from kagome.graph.partitioners import assign
+from kagome.model.identity import identity
 from kagome.model.stages import stage_bytes
 from kagome.planner.cluster import Cluster
 from kagome.planner.meshes import Candidate, Load, Plans, Rates, computing, parts, ranked, slices
@@ -32,7 +34,8 @@ from kagome.planner.pipes import Cut, pipes
 from kagome.run.counts import Counts, split_counts
 from kagome.run.forecast import Rates as Held
 from kagome.run.forecast import Way, rates_of
-from kagome.run.rates import coded, coding, crossing, drawn, sliced, timed, transposes
+from kagome.run.kept import Kept
+from kagome.run.rates import alone, coded, coding, crossing, drawn, sliced, timed, transposes
 from kagome.run.staging import stage_model
 
 LARGEST = 4_000_000
@@ -116,6 +119,16 @@ class Measured:
     transposed: float | None
     shares: tuple[float, float] = (0.0, 1.0)
 
+    def record(self) -> list[Any]:
+        """What was measured, as JSON has it."""
+        return [asdict(self.rates), asdict(self.held), self.transposed, list(self.shares)]
+
+    @staticmethod
+    def of(model: nn.Module, decoupled: bool, record: list[Any]) -> Measured:
+        """The same from its record."""
+        rates, held, transposed, (alike, cut) = record
+        return Measured(model, decoupled, _rates(rates), _held(held), transposed, (alike, cut))
+
 
 @dataclass(frozen=True, eq=False)
 class Study:
@@ -126,14 +139,16 @@ class Study:
         graph: What is known of the graph.
         models: Each measured; the user's own first.
         way: How they will be run; its seed is that of cuts and made graphs too.
+        facts: What decides all that is measured of the models, each.
+        kept: Where what was measured lies.
     """
 
     part: Partition
     graph: Graph
     models: tuple[Measured, ...]
     way: Way
-    _parts: dict[int, tuple[tuple[Counts, ...], float]] = field(default_factory=dict)
-    _stages: dict[int, Cut | None] = field(default_factory=dict)
+    facts: tuple[Any, ...]
+    kept: Kept
 
     @staticmethod
     def of(
@@ -144,6 +159,8 @@ class Study:
         *,
         decoupled: nn.Module | None = None,
         way: Way = WAY,
+        most: int = 1,
+        kept: Kept | None = None,
     ) -> Study:
         """Measure.
 
@@ -154,28 +171,61 @@ class Study:
             graph: What is known of the graph.
             decoupled: The model with all maps first, if it may be taken.
             way: How they will be run.
+            most: Threads that a rank would have for itself, where it has fewer now.
+            kept: Where it is looked for what was measured before.
 
         Raises:
             PlanError: If the model fails on a small graph.
 
         Cost:
-            Five epochs of each model on each of three graphs of up to 4 million edges.
+            Five epochs of each model on each of three graphs of up to 4 million edges, where nothing is kept.
         """
         models = [(model, False)] + ([] if decoupled is None else [(decoupled, True)])
-        found = tuple(_measured(each, first, optimizer, part, graph, way) for each, first in models)
-        return Study(part, graph, found, way)
+        same, own = [identity(each) for each, _ in models], kept or Kept()
+        if None in same:  # nobody could tell these models from others
+            own = Kept()
+        step = None if optimizer is None else [type(optimizer).__qualname__, repr(optimizer.defaults)]
+        size = [part.fingerprint, graph.vertices, graph.edges, graph.data is None]
+        facts = tuple([*size, each, place, step, asdict(way), most] for place, each in enumerate(same))
+        found = []
+        for about, (each, first) in zip(facts, models, strict=True):
+
+            def measure(each: nn.Module = each, first: bool = first) -> list[Any]:
+                return _measured(each, first, optimizer, part, graph, way, most, own).record()
+
+            found.append(Measured.of(each, first, own.value("model", about, measure)))
+        return Study(part, graph, tuple(found), way, facts, own)
 
     def parts(self, number: int) -> tuple[tuple[Counts, ...], float]:
         """The parts of a cut, and by which share their halo may be off."""
-        if number not in self._parts:
-            self._parts[number] = self.graph.counts(number, self.way.seed)
-        return self._parts[number]
+
+        def measure() -> list[Any]:
+            counts, uncertain = self.graph.counts(number, self.way.seed)
+            return [[list(astuple(each)) for each in counts], uncertain]
+
+        facts = [*self.facts[0][:4], self.way.seed, number]
+        counts, uncertain = self.kept.value("parts", facts, measure)
+        return tuple(Counts(*each) for each in counts), uncertain
+
+    def coded(self, place: int) -> Rates:
+        """Of one of the models, with what its rows cost with one bit a number."""
+        one = self.models[place]
+
+        def measure() -> list[Any]:
+            return [list(coded(one.model, self.part, self.way)), coding()]
+
+        (there, back), seconds = self.kept.value("coded", self.facts[place], measure)
+        return replace(one.rates, coded=(there, back), coding=seconds)
 
     def stages(self, number: int) -> Cut | None:
         """The user's model over so many stages; None where it cannot be cut so."""
-        if number not in self._stages:
-            self._stages[number] = _cut(self.models[0].model, self.part, self.graph, number, self.way)
-        return self._stages[number]
+
+        def measure() -> list[Any]:
+            cut = _cut(self.models[0].model, self.part, self.graph, number, self.way)
+            return [] if cut is None else [list(cut.shares), cut.crossing, list(cut.reads)]
+
+        found = self.kept.value("stages", [self.facts[0], number], measure)
+        return Cut(tuple(found[0]), found[1], tuple(found[2])) if found else None
 
     def plans(self, cluster: Cluster, allow: Collection[Allowed] = ()) -> Plans:
         """Rank the cuts for a cluster.
@@ -193,13 +243,14 @@ class Study:
         size = cluster.size
         numbers = [number for number in range(1, size + 1) if size % number == 0]
         found: list[Candidate] = []
-        for each in self.models:
+        for place, each in enumerate(self.models):
+            rates = self.coded(place) if "onebit" in allow and size > 1 else each.rates
             for number in numbers:
                 counts, uncertain = self.parts(number)
                 loads = [_load(count, each.held) for count in counts]
                 for onebit, late in _ways(allow if number > 1 else ()):
                     more = {"decoupled": each.decoupled, "onebit": onebit, "late": late}
-                    found.append(parts(number, loads, each.rates, cluster, uncertain, **more))
+                    found.append(parts(number, loads, rates, cluster, uncertain, **more))
             if size > 1 and each.transposed is not None:
                 found.append(self._slices(each, size, cluster))
         own = self.models[0]
@@ -230,21 +281,33 @@ def _measured(
     part: Partition,
     graph: Graph,
     way: Way,
+    most: int,
+    kept: Kept,
 ) -> Measured:
     held = rates_of(model, optimizer, part, way)
     if held.fault:
         raise PlanError("a model runs on small graphs, where it is measured", held.fault, hint="kagome check")
     samples = samples_of(graph, part, way.seed)
-    few = coded(model, part, way), coding()
     weights = tuple(map(float, held.gradients))
-    rates = Rates(*timed(model, samples, way), *crossing(model, part, way), weights, *few)
+    rates = Rates(*timed(model, samples, way), *crossing(model, part, way), weights)
+    rates = replace(rates, alone=alone(model, samples[0], rates, way, most))
     transposed = transposes(model, part, way)
     if transposed is None:
         return Measured(model, decoupled, rates, held, None)
     small = samples[0] if samples[0].edge_index.size(1) <= SMALL else samples[1]
-    alone = computing(rates, small.own.numel(), small.edge_index.size(1))
-    alike, cut = sliced(model, small, way)
-    return Measured(model, decoupled, rates, held, transposed, (alike / alone, cut / alone))
+    whole = computing(rates, small.own.numel(), small.edge_index.size(1))
+    alike, cut = sliced(model, small, way, kept)
+    return Measured(model, decoupled, rates, held, transposed, (alike / whole, cut / whole))
+
+
+def _rates(record: dict[str, Any]) -> Rates:
+    known: dict[str, Any] = {k: tuple(each) if isinstance(each, list) else each for k, each in record.items()}
+    return Rates(**known)
+
+
+def _held(record: dict[str, Any]) -> Held:
+    known = {kind: tuple(each) for kind, each in record["by_unit"].items()}
+    return Held(**{**record, "gradients": tuple(record["gradients"]), "by_unit": known})
 
 
 def _cut(model: nn.Module, part: Partition, graph: Graph, stages: int, way: Way) -> Cut | None:
