@@ -5,8 +5,8 @@ VENV ?= .venv
 # Further options for pip, such as an index that has a CPU build of torch.
 PIP_OPTIONS ?=
 FLAGS ?=
-# Four processes share the tests, on two cores too: each mostly waits for ranks to start and to answer.
-WORKERS ?= -n 4 --dist worksteal
+# Three processes share the tests, on two cores too: each often waits for ranks to start and to answer.
+WORKERS ?= -n 3 --dist worksteal
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_OPTIONS)

@@ -27,7 +27,7 @@ from kagome.comm.shelf import open_shelf
 from kagome.errors import CommError
 
 LARGEST = 4
-CHANNEL_SECONDS = 20.0
+CHANNEL_SECONDS = 60.0
 
 
 class PoolError(AssertionError):
@@ -50,7 +50,7 @@ class Pool:
         world: int,
         function: Callable[..., object],
         *args: object,
-        timeout: float = 60.0,
+        timeout: float = 150.0,
         spoils: bool = False,
     ) -> list[object]:
         """Call ``function(channel, *args)`` on ``world`` workers.
@@ -209,7 +209,7 @@ def _work(rank: int, port: int, connection: Connection) -> None:
 def _join(store: dist.Store, rank: int, world: int) -> None:
     _leave()
     if world > 1:
-        limit = timedelta(seconds=60)
+        limit = timedelta(seconds=120)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
 
 

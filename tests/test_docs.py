@@ -81,6 +81,13 @@ def test_own_model_gives_the_same_on_three_ranks(tmp_path: Path) -> None:
     assert float(accuracy(alone)) > 0.8
 
 
+def test_stages_of_any_module_as_the_page_about_them_shows(tmp_path: Path) -> None:
+    (script,) = blocks(ROOT / "docs" / "dag-pipelines.md", "python")
+    (tmp_path / "script.py").write_text(script)
+    assert "runs/uno/report.html" in printed(tmp_path / "script.py", cwd=tmp_path, ranks=4)
+    assert (tmp_path / "runs" / "uno" / "trace.json").exists()
+
+
 @pytest.mark.slow
 def test_own_data_by_file_and_by_function(tmp_path: Path) -> None:
     assert float(accuracy(printed(EXAMPLES / "own_data.py", cwd=tmp_path))) > 0.6

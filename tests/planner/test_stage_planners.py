@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kagome.errors import PlanError
+from kagome.planner.bapipe import BaPipe
 from kagome.planner.coarse import coarsened
 from kagome.planner.devices import Devices, StageCost
-from kagome.planner.downsets import downsets
+from kagome.planner.downsets import downsets, per_sample, prefixes
 from kagome.planner.graphpipe import GraphPipe
 from kagome.planner.operators import Operator, OperatorGraph
 from kagome.planner.pipedream import PipeDream
@@ -219,6 +222,42 @@ def test_chains_of_a_chain_are_alike() -> None:
     assert each == pytest.approx([each[0]] * 3, rel=2e-3)
 
 
+@settings(deadline=None, max_examples=80)
+@given(cost=small(), micro_batch=st.sampled_from([2, 4]))
+def test_bapipe_balances_stages_of_one_width(cost: StageCost, micro_batch: int) -> None:
+    """No cut of the operators' order into equal widths has a smaller bottleneck."""
+    names = [operator.name for operator in cost.graph.operators]
+    sets, count = prefixes(cost, micro_batch), cost.devices.count
+    least = math.inf
+    for stages in range(1, min(count, len(names)) + 1):
+        width = count // stages
+        if count % stages or width > micro_batch:
+            continue
+        for cuts in combinations(range(1, len(names)), stages - 1):
+            ends = (0, *cuts, len(names))
+            slowest = 0.0
+            for stage, (inner, outer) in enumerate(pairwise(ends)):
+                held = min((stages - stage) * micro_batch, cost.batch)
+                if cost.memory(names[inner:outer], width, held) > cost.devices.memory:
+                    slowest = math.inf
+                (seconds,) = per_sample(cost, sets, np.array([inner]), outer, width, micro_batch)
+                slowest = max(slowest, float(seconds))
+            least = min(least, slowest)
+    if least == math.inf:
+        with pytest.raises(PlanError):
+            BaPipe(cost, micro_batch).plan()
+        return
+    plan = BaPipe(cost, micro_batch).plan()
+    assert [name for stage in plan.stages for name in stage.operators] == names
+    assert len({stage.devices for stage in plan.stages}) == 1
+    ends = np.cumsum([0, *(len(stage.operators) for stage in plan.stages)])
+    found = [
+        float(per_sample(cost, sets, np.array([inner]), int(outer), stage.devices, micro_batch)[0])
+        for stage, (inner, outer) in zip(plan.stages, pairwise(ends), strict=True)
+    ]
+    assert max(found) == pytest.approx(least)
+
+
 def test_downsets_are_counted_and_limited() -> None:
     cost = StageCost(towers(3, 4, 0), Devices(2, 1e9, 1e3), 64)
     assert len(downsets(cost, 4, most=1_000).sets) == 5**3 + 1
@@ -230,7 +269,7 @@ def test_downsets_are_counted_and_limited() -> None:
 
 def test_what_fits_nowhere_is_refused_with_both_numbers() -> None:
     cost = StageCost(towers(2, 2, 1, weights=2**30), Devices(2, 2**30, 1e9), 64)
-    for planner in (GraphPipe(cost, (4,)), PipeDream(cost, 4), Piper(cost, 4)):
+    for planner in (GraphPipe(cost, (4,)), PipeDream(cost, 4), Piper(cost, 4), BaPipe(cost, 4)):
         with pytest.raises(PlanError, match="2 devices of 1 GiB"):
             planner.plan()
 

@@ -1,6 +1,6 @@
 """Chain: what planners of sequential pipelines share - down-sets, a time limit, the stages between cuts.
 
-Where it sits: under ``pipedream`` and ``piper``, which differ in their dynamic program.
+Where it sits: under ``pipedream``, ``piper`` and ``bapipe``, which differ in their dynamic program.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ChainPlanner(ABC):
         Cost: the square of the number of down-sets, times devices squared.
         """
         deadline = None if self.seconds is None else time.monotonic() + self.seconds
-        sets = downsets(self.cost, self.micro_batch, most=self.most, deadline=deadline)
+        sets = self._sets(deadline)
         cuts = self._cuts(sets, deadline)
         if cuts is None:
             devices = self.cost.devices
@@ -59,6 +59,10 @@ class ChainPlanner(ABC):
             names = tuple(operator.name for n, operator in enumerate(operators) if members >> n & 1)
             stages.append(PlannedStage(names, devices_of, self.micro_batch))
         return StagePlan(self.cost.batch, tuple(stages))
+
+    def _sets(self, deadline: float | None) -> Downsets:
+        """Where it may cut."""
+        return downsets(self.cost, self.micro_batch, most=self.most, deadline=deadline)
 
     @abstractmethod
     def _cuts(self, sets: Downsets, deadline: float | None) -> list[Cut] | None:

@@ -1,12 +1,13 @@
-"""Downsets: all places at which a sequential pipeline can cut a graph of operators.
+"""Downsets: all places at which a sequential pipeline can cut a graph of operators, or those along one order.
 
-Where it sits: under ``pipedream`` and ``piper``, whose search is over these; their number is exponential in
-the branches of a model, which is what ``graphpipe`` avoids.
+Where it sits: under ``pipedream`` and ``piper``, whose search is over all, and ``bapipe``. The number of all
+is exponential in the branches of a model, which is what ``graphpipe`` avoids.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +74,24 @@ def downsets(cost: StageCost, micro_batch: int, *, most: int, deadline: float | 
                 f"{len(found)} sets of {len(operators)} operators" + (", and no more time" if late else ""),
                 hint="take the planner graphpipe",
             )
-    sets = sorted(found, key=lambda one: (one.bit_count(), one))
+    return _counted(cost, micro_batch, sorted(found, key=lambda one: (one.bit_count(), one)))
+
+
+def prefixes(cost: StageCost, micro_batch: int) -> Downsets:
+    """Those that hold the operators up to one, in their order: as many as there are operators, and none.
+
+    Args:
+        cost: Of any stage.
+        micro_batch: Samples of a micro-batch.
+    """
+    count = len(cost.graph.operators)
+    return _counted(cost, micro_batch, [(1 << size) - 1 for size in range(count + 1)])
+
+
+def _counted(cost: StageCost, micro_batch: int, sets: Sequence[int]) -> Downsets:
+    """Sets with what each of them costs."""
+    operators = cost.graph.operators
+    place = {operator.name: number for number, operator in enumerate(operators)}
     replicas = range(1, min(cost.devices.count, micro_batch) + 1)
     seconds = np.array([[sum(cost.compute([o.name], d, micro_batch)) for d in replicas] for o in operators])
     member = np.array([[one >> number & 1 for number in range(len(operators))] for one in sets], dtype=float)

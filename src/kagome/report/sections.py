@@ -9,15 +9,13 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from kagome.errors import ScheduleError
 from kagome.report import crossing as crossings
 from kagome.report import holdings
 from kagome.report.diagnosis import diagnose
 from kagome.report.folder import RunFolder
 from kagome.report.html import section, table
-from kagome.report.lanes import MOST_ROWS, lanes_svg
 from kagome.report.meters import KINDS
-from kagome.report.pipeline import Shares, measure, predict
+from kagome.report.over_time import over_time
 from kagome.report.spans import PHASES, SET_UP
 from kagome.report.style import ink
 from kagome.report.summary import threads_text
@@ -174,45 +172,7 @@ def timeline(run: RunFolder) -> str:
 
 def pipeline(run: RunFolder) -> str:
     """One epoch of a pipeline: a chart of its actions, what the ranks did with it, and what was predicted."""
-    found = measure(run.spans)
-    if found is None:
-        return ""
-    try:
-        expected = predict(None, run.spans, epoch=found.epoch)
-    except ScheduleError:
-        expected = None  # the trace keeps so many spans an epoch, and no more
-    lead = (
-        f"Epoch {found.epoch}, of median length, from the first action's begin to the last one's end; the "
-        "numbers are chunks. "
-    )
-    if expected is None:
-        lead += "The trace lacks a part of the epoch, so nothing can be predicted from it."
-    else:
-        lead += (
-            "Predicted is the same order on imaginary devices, where each action takes its mean time and a "
-            "message none: what is measured beyond it, neither order nor balance explains."
-        )
-    if len(run.spans) > MOST_ROWS:
-        lead += f" The first {MOST_ROWS} of {len(run.spans)} ranks are drawn."
-    rows = [["time", seconds_text(found.seconds)], ["bubble", share_text(found.bubble)]]
-    rows.append(["imbalance", share_text(found.imbalance)])
-    if expected is not None:
-        values = seconds_text(expected.seconds), share_text(expected.bubble), share_text(expected.imbalance)
-        rows = [[*row, value] for row, value in zip(rows, values, strict=True)]
-    figures = table(["", "measured", "predicted"][: len(rows[0])], rows)
-    ranks = [("all", "-", found.whole)]
-    for rank, (stage, shares) in enumerate(zip(found.stages, found.ranks, strict=True)):
-        ranks.append((f"rank {rank}", "-" if stage is None else str(stage), shares))
-    numbers = table(
-        ["", "stage", "computing", "waiting", "sending", "other", "idle", "exposed communication"],
-        [[name, stage, *_shares(shares)] for name, stage, shares in ranks],
-    )
-    return section("Pipeline", lanes_svg(found, expected) + figures + numbers, lead)
-
-
-def _shares(shares: Shares) -> list[str]:
-    names = ("computing", "waiting", "sending", "other", "idle", "exposed")
-    return [share_text(getattr(shares, name)) for name in names]
+    return over_time(run.spans)
 
 
 def traffic(run: RunFolder) -> str:

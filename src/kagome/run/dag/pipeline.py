@@ -23,7 +23,9 @@ from kagome.model.branches import branches_of
 from kagome.model.masks import Masks
 from kagome.model.samples import Batch, count_of, inputs_of
 from kagome.planner.stageplan import StagePlan
+from kagome.report.files import write_text
 from kagome.report.spans import Span, Spans
+from kagome.report.stages_page import StageRow, write_stages
 from kagome.run.dag.auto import searched
 from kagome.run.dag.checks import agreed, check_forms, common_zero, forms_of, lost, rough_operators
 from kagome.run.dag.job import Job, StageCode
@@ -133,6 +135,7 @@ class Pipeline:
         self._stack = ExitStack()
         self.model, self.channel, self._loss = model.to(channel.device), channel, loss
         self._seed, self._update = seed, 0
+        self._last_loss: float | None = None
         inputs = self._moved(inputs_of(model, sample_batch))
         self._branches = branches_of(model, inputs, batch_norm=batch_norm)
         if plan == "auto":
@@ -148,7 +151,7 @@ class Pipeline:
         self.stage, self._replica = self._layout.seat(channel.rank)
         programs = update_programs(self._branches, self._pieces, shape)
         self.program = to_text(programs)
-        self._program = programs[self.stage]
+        self._programs, self._program = programs, programs[self.stage]
         self._forms = forms_of(inputs)
         self._code = StageCode(
             model, self._branches, self._pieces[self.stage], Masks(seed, self._branches.places)
@@ -211,10 +214,11 @@ class Pipeline:
             self._weights.average_buffers(update)
             found = self.channel.all_reduce(total, action=f"loss, update {update}", kind="other")
         check_finite(float(found), update)
+        self._last_loss = float(found)
         if self.optimizer is not None:
             with self._spans.phase("optimizer", update):
                 self.optimizer.step()
-        return float(found)
+        return self._last_loss
 
     def predict(self, batch: Batch) -> Tensor:
         """The model's output in evaluation mode, for any number of samples.
@@ -284,6 +288,48 @@ class Pipeline:
     def all_spans(self) -> list[list[Span]]:
         """Every rank's spans, on all ranks, which all call it: for ``report.timeline.write_trace``."""
         return cast("list[list[Span]]", self.channel.gather_objects(self.spans, "spans"))
+
+    def report(self, folder: Path | str) -> Path | None:
+        """Write what was done so far: ``report.html``, ``summary.json``, ``trace.json``, ``plan.json``.
+
+        All ranks call it; rank 0 writes.
+
+        Args:
+            folder: Where; it is made where it is missing.
+
+        Returns:
+            The page's path on rank 0, elsewhere None.
+
+        Cost:
+            The spans of the first 20 and the last 50 updates, from all ranks to all.
+        """
+        mine = dict(self.channel.traffic.bytes)  # before what the report itself sends
+        sent = cast("list[dict[str, int]]", self.channel.gather_objects(mine, "bytes by kind"))
+        spans = self.all_spans()
+        if self.channel.rank:
+            return None
+        shape, weights = self.plan.shape(self.operators), self.operators.by_name
+        rows = [
+            StageRow(
+                stage.operators,
+                stage.devices,
+                stage.micro_batch,
+                stage.k,
+                shape.sources(number),
+                sum(weights[name].weights for name in stage.operators),
+            )
+            for number, stage in enumerate(self.plan.stages)
+        ]
+        kinds = sorted({kind for each in sent for kind in each})
+        facts = {
+            "title": f"{type(self.model).__name__} in stages",
+            "batch": self.plan.batch,
+            "updates": self._update,
+            "last_loss": self._last_loss,
+            "bytes": {kind: sum(each.get(kind, 0) for each in sent) for kind in kinds},
+        }
+        write_text(Path(folder) / "plan.json", self.plan.to_json())
+        return write_stages(folder, rows, self._programs, spans, facts)
 
     def close(self) -> None:
         """Leave the ranks, if the pipeline has joined them."""
