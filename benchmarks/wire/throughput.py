@@ -33,6 +33,9 @@ SETTINGS: Mapping[str, str] = {
     "onebit late": "--parallel.codec onebit --parallel.max-age 1 --parallel.no-guard",
 }
 
+GAINS: Mapping[str, str] = {"fp32 late": "late rows", "onebit": "one bit", "onebit late": "both"}
+"""What is set beside exact rows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -112,6 +115,63 @@ def write(options: Options, file: Path, rows: Mapping[str, Any]) -> None:
     part.write_text(json.dumps(rows, indent=1) + "\n")
     part.replace(file)
     (options.out / "results_throughput.md").write_text(table(rows))
+    draw(rows, options.out / "results_throughput.svg")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One graph, width and rate: what settings gain over exact rows; None where they were not measured."""
+
+    graph: str
+    hidden: int
+    rate: float
+    seconds: float
+    """Of an epoch with exact rows."""
+    gains: Mapping[str, float]
+    """Times as fast, by setting."""
+    fewer: float | None = None
+    """Halo bytes of exact rows over those of one bit."""
+    bound: float | None = None
+    """Times as fast as one bit and late rows can be."""
+    hides: float | None = None
+    """Of what late rows could hide, what they do."""
+
+
+def points(rows: Mapping[str, Any]) -> list[Point]:
+    """What was measured, sorted."""
+    cases: dict[tuple[str, int, float], dict[str, Any]] = {}
+    for key, row in rows.items():
+        graph, hidden, rate, setting = key.split("/")
+        if "epoch_seconds" in row:
+            cases.setdefault((graph, int(hidden), float(rate)), {})[setting] = row
+    found = []
+    for (graph, hidden, rate), by_setting in sorted(cases.items()):
+        if "fp32" not in by_setting:
+            continue
+        exact = by_setting["fp32"]
+        whole = exact["epoch_seconds"]
+        comm = exact["exposed_share"] * whole
+        comp = whole - comm
+        gains = {name: whole / row["epoch_seconds"] for name, row in by_setting.items()}
+        fewer = bound = hides = None
+        if "onebit late" in by_setting:
+            sent, few = exact["bytes_per_epoch"], by_setting["onebit late"]["bytes_per_epoch"]
+            bound = whole / max(comp, comm / (sent["total"] / few["total"]))
+            fewer = sent["halo"] / few["halo"]
+        if "fp32 late" in by_setting:
+            hides = (whole - by_setting["fp32 late"]["epoch_seconds"]) / min(comm, comp)
+        point = Point(
+            graph=graph,
+            hidden=hidden,
+            rate=rate,
+            seconds=whole,
+            gains=gains,
+            fewer=fewer,
+            bound=bound,
+            hides=hides,
+        )
+        found.append(point)
+    return found
 
 
 def table(rows: Mapping[str, Any]) -> str:
@@ -121,39 +181,50 @@ def table(rows: Mapping[str, Any]) -> str:
         "late hides |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    cases: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for key, row in rows.items():
-        graph, hidden, rate, setting = key.split("/")
-        if "epoch_seconds" in row:
-            cases.setdefault((graph, hidden, rate), {})[setting] = row
-    for (graph, hidden, rate), found in sorted(
-        cases.items(), key=lambda e: (e[0][0], int(e[0][1]), float(e[0][2]))
-    ):
-        if "fp32" not in found:
-            continue
-        exact = found["fp32"]
-        whole = exact["epoch_seconds"]
-        comm = exact["exposed_share"] * whole
-        comp = whole - comm
-
-        def gain(setting: str, found: Mapping[str, Any] = found, whole: float = whole) -> str:
-            return f"{whole / found[setting]['epoch_seconds']:.2f}x" if setting in found else ""
-
-        fewer = bound = reached = hides = ""
-        if "onebit late" in found:
-            both = found["onebit late"]
-            ratio = exact["bytes_per_epoch"]["total"] / both["bytes_per_epoch"]["total"]
-            most = whole / max(comp, comm / ratio)
-            halo = exact["bytes_per_epoch"]["halo"] / both["bytes_per_epoch"]["halo"]
-            fewer, bound = f"{halo:.1f}", f"{most:.2f}x"
-            reached = f"{whole / both['epoch_seconds'] / most:.0%}"
-        if "fp32 late" in found:
-            hides = f"{(whole - found['fp32 late']['epoch_seconds']) / min(comm, comp):.0%}"
+    for one in points(rows):
+        gains = [f"{one.gains[name]:.2f}x" if name in one.gains else "" for name in GAINS]
+        bound = "" if one.bound is None else f"{one.bound:.2f}x"
+        reached = "" if one.bound is None else f"{one.gains['onebit late'] / one.bound:.0%}"
+        fewer = "" if one.fewer is None else f"{one.fewer:.1f}"
+        hides = "" if one.hides is None else f"{one.hides:.0%}"
         lines.append(
-            f"| {graph} | {hidden} | {rate} | {whole:.3f} | {gain('fp32 late')} | {gain('onebit')} | "
-            f"{gain('onebit late')} | {fewer} | {bound} | {reached} | {hides} |"
+            f"| {one.graph} | {one.hidden} | {one.rate:g} | {one.seconds:.3f} | {' | '.join(gains)} | "
+            f"{fewer} | {bound} | {reached} | {hides} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def draw(rows: Mapping[str, Any], file: Path) -> None:
+    """Times as fast as exact rows against the links' rate, a panel a graph and width; dotted the bound."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "kagome", "svg.fonttype": "none", "font.size": 8})
+    from matplotlib import pyplot
+
+    panels: dict[tuple[str, int], list[Point]] = {}
+    for one in points(rows):
+        panels.setdefault((one.graph, one.hidden), []).append(one)
+    panels = {name: each for name, each in panels.items() if len(each) > 1}
+    if not panels:
+        return
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(3.2 * len(panels), 3), squeeze=False)
+    for axis, ((graph, hidden), each) in zip(axes[0], panels.items(), strict=True):
+        for name, label in GAINS.items():
+            there = [one for one in each if name in one.gains]
+            axis.plot(
+                [p.rate for p in there], [p.gains[name] for p in there], "-o", label=label, markersize=4
+            )
+        there = [one for one in each if one.bound is not None]
+        axis.plot([p.rate for p in there], [p.bound for p in there], "k:", label="bound of both")
+        axis.axhline(1.0, color="0.6", linewidth=0.8)
+        axis.set(title=f"{graph}, hidden {hidden}", xscale="log", xlabel="Mbit/s", ylim=(0, None))
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("times as fast as exact rows")
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

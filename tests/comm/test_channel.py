@@ -8,6 +8,8 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from kagome.comm.channel import Channel
 from kagome.comm.watch import Watch
@@ -390,3 +392,32 @@ def test_the_pool_survives_workers_that_raise_hang_or_die(own_pool):
     with pytest.raises((AssertionError, CommError)):
         own_pool(2, stop_now)
     assert own_pool(4, size_of) == [4] * 4
+
+
+def apart(channel: Channel) -> tuple[list[Tensor], float, bool, int]:
+    """Messages over connections of their own, read after others that were begun later."""
+    group = dist.new_group(list(range(channel.size)))
+    assert channel.patient is channel
+    other = channel.set_apart(group)
+    mine = torch.full((channel.size, 3), float(channel.rank))
+    ones = [1] * channel.size
+    before = channel.traffic.bytes["halo"]
+    held = [other.start_exchange(mine + 10 * k, ones, ones, action=f"late {k}") for k in range(3)]
+    total = float(channel.all_reduce(torch.ones(1), action="meanwhile"))
+    found = [one.wait() for one in held]
+    sent = channel.traffic.bytes["halo"] - before
+    same = channel.patient is other
+    channel.barrier("all is read")
+    channel._patient = other._wire = other._group = None  # its shelf is the channel's own
+    dist.destroy_process_group(group)
+    return found, total, same, sent
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_nobody_waits_for_has_connections_of_its_own(ranks, world):
+    for found, total, same, sent in ranks(world, apart):
+        assert total == world
+        assert same
+        assert sent == 3 * (world - 1) * 3 * 4, "counted with all else"
+        for k, rows in enumerate(found):
+            assert rows[:, 0].tolist() == [peer + 10 * k for peer in range(world)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -273,3 +274,29 @@ def test_a_trainer_that_goes_back_reads_nothing_of_what_is_undone(ranks, tmp_pat
     torch.testing.assert_close(found[5:], expected, rtol=0, atol=0)
     for undone, done in zip(found[3:5], expected, strict=True):
         assert not all(torch.equal(grad, done[name]) for name, grad in undone.items())
+
+
+def noted(channel: Channel, out: Path) -> tuple[list[int], list[int], list[int]]:
+    """Epochs in the records, in the file, and in the file as each checkpoint is written."""
+    del channel
+    saved: list[int] = []
+    train, cut = settings(epochs=5, save_every=2), Parallel(graph=2, **LATE)
+    with Trainer(model("gcn"), data(), parallel=cut, train=train, report=QUIET, out=out) as trainer:
+        save = trainer._save
+
+        def counting() -> None:
+            saved.append(len((out / "metrics.jsonl").read_text().splitlines()))
+            save()
+
+        with mock.patch.object(trainer, "_save", counting):
+            trainer.fit()
+        lines = [json.loads(line)["epoch"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert all(record.bytes["halo"] > 0 for record in trainer.records)
+        return [record.epoch for record in trainer.records], lines, saved
+
+
+def test_counts_travel_with_the_next_epoch_and_none_is_lost(ranks: Any, tmp_path: Path) -> None:
+    """A record is written an epoch late, but before a checkpoint and at the end."""
+    epochs, lines, saved = ranks(2, noted, tmp_path / "run")[0]
+    assert epochs == lines == [1, 2, 3, 4, 5]
+    assert saved == [2, 4, 5]

@@ -36,6 +36,8 @@ class Channel(End):
     stream, and nccl's own watchdog (the process group's timeout) holds the limit.
     """
 
+    _patient: Channel | None = None
+
     def beside(self) -> Channel:
         """A channel of the same ranks and counters, on a lane of its own.
 
@@ -51,6 +53,33 @@ class Channel(End):
             traffic=self.traffic,
             shelf=self.shelf,
         )
+
+    @property
+    def patient(self) -> Channel:
+        """The channel for what nobody waits for soon: this one, unless :meth:`set_apart` made another."""
+        return self if self._patient is None else self._patient
+
+    def set_apart(self, group: dist.ProcessGroup) -> Channel:
+        """Give what nobody waits for soon connections of its own.
+
+        On this channel's own all that comes after would wait until it is gone: a sum of a few numbers for
+        megabytes. On others both share the link.
+
+        Args:
+            group: Of the same ranks in the same order.
+
+        Returns:
+            The channel: of the same ranks and counters, and in the same order of messages.
+        """
+        self._patient = Channel(
+            group,
+            self.device,
+            timeout=self.timeout,
+            watch=self.watch,
+            traffic=self.traffic,
+            shelf=self.shelf,
+        )
+        return self._patient
 
     def exchange(
         self,

@@ -32,7 +32,7 @@ class Groups:
         self._made: list[dist.ProcessGroup] = []
 
     def open(
-        self, channels: list[Channel], watch: Watch | None, *, shared_memory: bool
+        self, channels: list[Channel], watch: Watch | None, *, shared_memory: bool, late: bool = False
     ) -> tuple[Channel, Channel, Channel]:
         """Make what is missing; all ranks do, in one order.
 
@@ -40,6 +40,7 @@ class Groups:
             channels: Where each is put as soon as it is there, so that an error leaves none open.
             watch: Who knows what the peers do.
             shared_memory: Whether ranks of one host may use it.
+            late: Whether rows may come an epoch late.
 
         Returns:
             The channels of the world, of this rank's stage, and of its part.
@@ -73,6 +74,8 @@ class Groups:
         graph = world if self.stages == 1 else channel(in_stage)
         pipe = world if self.parts == 1 and self.stages > 1 else channel(in_part, back)
         assert (graph.rank, pipe.rank) == (part, stage)
+        if late and self.parts > 1 and graph.lanes:
+            channels.append(graph.set_apart(self._own(rows)))
         return world, graph, pipe
 
     def close(self) -> None:

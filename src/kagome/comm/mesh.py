@@ -137,7 +137,9 @@ def open_mesh(
     try:
         if store is not None and ranks.size > 1:
             watch = Watch(store, ranks.rank, ranks.size, say=say)
-        world, graph, pipe = groups.open(channels, watch, shared_memory=fitted.shared_memory)
+        world, graph, pipe = groups.open(
+            channels, watch, shared_memory=fitted.shared_memory, late=fitted.max_age > 0
+        )
         channels.append(weights := graph.beside())
         keep_freed_memory()
         counts = stack.enter_context(_fitting_threads(world))

@@ -76,12 +76,16 @@ class Crossing:
 
     Args:
         channel: The way itself.
+        late: The way of rows that are read in the next epoch; by default the same.
         settings: Codecs, age, smoothing.
         seed: Of the draws.
     """
 
-    def __init__(self, channel: Carrier, settings: Parallel, seed: int) -> None:
+    def __init__(
+        self, channel: Carrier, settings: Parallel, seed: int, *, late: Carrier | None = None
+    ) -> None:
         self.channel, self.settings, self.seed = channel, settings, seed
+        self._late = late or channel
         self.codec = Codec(settings.codec)
         self.codec_backward = Codec(settings.codec_backward or settings.codec)
         self.waits = settings.max_age == 0
@@ -215,9 +219,10 @@ class Crossing:
         every = self.settings.sync_every
         synchronous = self.synchronous or (isinstance(every, int) and trip.epoch % every == 0)
         selection = self._selection(trip, codec, send_counts, recv_counts)
+        way = self.channel if line is None else self._late
         begun: UnderWay
         if codec.exact and selection is None:
-            begun = self.channel.start_exchange(
+            begun = way.start_exchange(
                 rows, send_counts, recv_counts, action=action, kind=kind, header=header, pick=pick
             )
         else:
@@ -233,7 +238,7 @@ class Crossing:
                 whole = synchronous and line is not None
                 plan = selection.plan(trip, rows, send_counts, recv_counts, whole=whole)
             begun = self._sent(
-                plan, codec, rows, trip, selection, action=action, kind=kind, header=header, pick=pick
+                way, plan, codec, rows, trip, selection, action=action, kind=kind, header=header, pick=pick
             )
         return begun if line is None else Late(begun, line, trip.epoch, synchronous)
 
@@ -293,6 +298,7 @@ class Crossing:
 
     def _sent(
         self,
+        way: Carrier,
         plan: Plan,
         codec: Codec,
         rows: Tensor,
@@ -316,7 +322,7 @@ class Crossing:
             # With few bits a draw may lose more than the row: added up, that would grow without end.
             keep = lost.norm(dim=1, keepdim=True) < rows.norm(dim=1, keepdim=True)
             self._residuals[trip.site, trip.direction] = torch.where(keep, lost, 0.0)
-        begun = self.channel.start_exchange(
+        begun = way.start_exchange(
             message,
             plan.out.sizes(width, dtype),
             plan.come.sizes(width, dtype),

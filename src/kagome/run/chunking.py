@@ -113,7 +113,8 @@ def chunked(
     """
     count, drops = settings.chunks or 1, settings.cross_chunk == "drop"
     # Chunks that know nothing of each other read nothing of other parts either.
-    crossing = Crossing(channel, Parallel() if drops and count > 1 else settings, seed)
+    cut = Parallel() if drops and count > 1 else settings
+    crossing = Crossing(channel, cut, seed, late=channel.patient)
 
     def scope(piece: Partition, way: Carrier, rows: ChunkRows | None) -> Interception:
         return Interception(piece, way, device=device, seed=seed, handlers=HANDLERS, fast=fast, rows=rows)

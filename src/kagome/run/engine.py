@@ -78,7 +78,7 @@ class Engine:
             loss,
             phases,
         )
-        self.crossing = Crossing(channel, parallel, settings.seed)
+        self.crossing = Crossing(channel, parallel, settings.seed, late=channel.patient)
         self.scope = Interception(
             part,
             self.crossing,

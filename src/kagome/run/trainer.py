@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -143,7 +143,7 @@ class Trainer:
             mesh = open_mesh(settings.parallel, timeout=self.train.timeout, say=self._warn)
             self.mesh = self._stack.enter_context(mesh)
             self.channel, self.world = self.mesh.graph, self.mesh.world
-            self.channel.timer = self.spans.phase
+            self.channel.timer = self.channel.patient.timer = self.spans.phase
             self.spans.align()
             self.notes: list[str] = []
             with self.spans.phase("load"):
@@ -227,21 +227,20 @@ class Trainer:
             metric_name=self.metric_name,
             enabled=self.settings.report.progress and self.mesh.rank == 0,
         )
+        noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
         with asked_to_stop(self.writer is not None) as asked, progress:
             while self.epoch < epochs:
-                record, stop = self._one_epoch(epochs, bool(asked))
-                self.records.append(record)
-                progress.update(record)
-                if self.writer is not None:
-                    self.writer.record(record)
-                every = self.train.save_every
-                if stop or (every and self.epoch % every == 0):
+                stop, every = self._one_epoch(epochs, bool(asked)), self.train.save_every
+                saves = stop or bool(every and self.epoch % every == 0)
+                self.costs.tell(noting, keep=self.settings.parallel.max_age > 0 and not saves)
+                if saves:
                     self._save()
                 if stop:
                     self._say(f"asked to stop: epoch {self.epoch} is saved, go on with --resume")
                     raise SystemExit(128 + signal.SIGTERM)
                 if self.train.patience and self._best.waited >= self.train.patience:
                     break
+            self.costs.tell(noting)
         self.engine.ahead.drop()
         self.costs.drop()
         if self.writer is not None and self.epoch:
@@ -290,15 +289,15 @@ class Trainer:
 
     # Epochs --------------------------------------------------------------------------------------
 
-    def _one_epoch(self, epochs: int, stop: bool) -> tuple[EpochRecord, bool]:
+    def _one_epoch(self, epochs: int, stop: bool) -> bool:
         self.epoch += 1
         epoch = self.epoch
         self.mesh.doing(f"epoch {epoch}")
         with self.costs.training():
             loss, stopped = self.engine.train(epoch, self.optimizer, stop=stop)
         self._say_all(self.engine.take_notes())
-        record = self.costs.record(epoch, loss, self.engine.take_uncoded())
-        last = epoch == epochs or stopped
+        self.costs.end(epoch, loss, self.engine.take_uncoded())
+        val, last = None, epoch == epochs or stopped
         if epoch % self.train.eval_every == 0 or last:
             out = None
             if not last:
@@ -306,11 +305,12 @@ class Trainer:
                     out = self.engine.look_ahead(epoch + 1)
             with self.spans.phase("evaluate", epoch):
                 found = self._scores(out)
-            record = replace(record, train_metric=found["train"], val_metric=found["val"])
-            self._best.see(epoch, found["val"], self.model)
+            val = found["val"]
+            self.costs.scored(found["train"], val)
+            self._best.see(epoch, val, self.model)
         if self.scheduler is not None:
-            step_scheduler(self.scheduler, loss, record.val_metric)
-        return record, stopped
+            step_scheduler(self.scheduler, loss, val)
+        return stopped
 
     def _scores(self, out: Tensor | None = None) -> dict[str, float | None]:
         """The metric by split, with the weights as they are; ``out`` are their scores, if known."""
