@@ -16,6 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import cluster as emulated  # noqa: E402
 from pipeline import probe, quotas, tables  # noqa: E402
+from wire import throughput  # noqa: E402
 
 NAME = "kagome-test"
 
@@ -166,3 +167,24 @@ def test_speed_ups_are_taken_where_graph_parallelism_is_exposed_for_so_long() ->
     assert tables.of_links(tables.cases([*rows, free])["g", "m"], 1000.0) == pytest.approx(0.5)
     page = tables.page(facts, rows, {"graph": "graph=2", "pipe": "pipe=2"})
     assert "| g | m | 100 | 4.000 | 2.000 | 2.00 | 1.0 | 1.0 | 1.00 | 80% | 10% | - |" in page
+
+
+def test_gains_are_set_beside_their_bound_and_drawn(tmp_path: Path) -> None:
+    """0.4 s of computing and 0.6 of waiting, 10 times fewer bytes: at best 2.5 times as fast."""
+
+    def row(seconds: float, bytes_: float) -> dict[str, object]:
+        sent = {"halo": bytes_, "total": bytes_}
+        return {"epoch_seconds": seconds, "exposed_share": 0.6, "bytes_per_epoch": sent}
+
+    rows = {
+        f"made/8/{rate}/{setting}": row(seconds, bytes_)
+        for rate in (100, 200)
+        for setting, seconds, bytes_ in [("fp32", 1.0, 50), ("fp32 late", 0.8, 50), ("onebit late", 0.5, 5)]
+    }
+    one = throughput.points(rows)[0]
+    assert (one.rate, one.fewer, one.bound) == (100, 10, pytest.approx(2.5))
+    assert one.hides == pytest.approx(0.5)
+    told = throughput.table(rows)
+    assert "| made | 8 | 100 | 1.000 | 1.25x |  | 2.00x | 10.0 | 2.50x | 80% | 50% |" in told
+    throughput.draw(rows, tmp_path / "drawn.svg")
+    assert "made, hidden 8" in (tmp_path / "drawn.svg").read_text()

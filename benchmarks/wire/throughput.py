@@ -219,6 +219,8 @@ def draw(rows: Mapping[str, Any], file: Path) -> None:
         axis.plot([p.rate for p in there], [p.bound for p in there], "k:", label="bound of both")
         axis.axhline(1.0, color="0.6", linewidth=0.8)
         axis.set(title=f"{graph}, hidden {hidden}", xscale="log", xlabel="Mbit/s", ylim=(0, None))
+        axis.set_xticks([p.rate for p in each], [f"{p.rate:g}" for p in each], minor=False)
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("times as fast as exact rows")
     axes[0][0].legend(fontsize=8)
