@@ -276,27 +276,43 @@ def test_a_trainer_that_goes_back_reads_nothing_of_what_is_undone(ranks, tmp_pat
         assert not all(torch.equal(grad, done[name]) for name, grad in undone.items())
 
 
-def noted(channel: Channel, out: Path) -> tuple[list[int], list[int], list[int]]:
-    """Epochs in the records, in the file, and in the file as each checkpoint is written."""
+def noted(channel: Channel, out: Path) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Epochs in the records, in the file, and in the file at each checkpoint and as each epoch begins."""
     del channel
     saved: list[int] = []
+    begun: list[int] = []
     train, cut = settings(epochs=5, save_every=2), Parallel(graph=2, **LATE)
     with Trainer(model("gcn"), data(), parallel=cut, train=train, report=QUIET, out=out) as trainer:
-        save = trainer._save
+        save, one_epoch, file = trainer._save, trainer._one_epoch, out / "metrics.jsonl"
+
+        def count(into: list[int]) -> None:
+            into.append(len(file.read_text().splitlines()) if file.exists() else 0)
 
         def counting() -> None:
-            saved.append(len((out / "metrics.jsonl").read_text().splitlines()))
+            count(saved)
             save()
 
-        with mock.patch.object(trainer, "_save", counting):
+        def beginning(epochs: int, stop: bool) -> bool:
+            count(begun)
+            return one_epoch(epochs, stop)
+
+        with (
+            mock.patch.object(trainer, "_save", counting),
+            mock.patch.object(trainer, "_one_epoch", beginning),
+        ):
             trainer.fit()
+        apart = trainer.channel.patient
+        assert apart is not trainer.channel
+        assert apart._wire is not None
+        assert apart._wire._count >= 5, "late rows go there"
         lines = [json.loads(line)["epoch"] for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert all(record.bytes["halo"] > 0 for record in trainer.records)
-        return [record.epoch for record in trainer.records], lines, saved
+        return [record.epoch for record in trainer.records], lines, saved, begun
 
 
 def test_counts_travel_with_the_next_epoch_and_none_is_lost(ranks: Any, tmp_path: Path) -> None:
     """A record is written an epoch late, but before a checkpoint and at the end."""
-    epochs, lines, saved = ranks(2, noted, tmp_path / "run")[0]
+    epochs, lines, saved, begun = ranks(2, noted, tmp_path / "run")[0]
     assert epochs == lines == [1, 2, 3, 4, 5]
     assert saved == [2, 4, 5]
+    assert begun == [0, 0, 2, 2, 4], "the last record is still on its way"

@@ -61,7 +61,7 @@ def _beside(plans: Ranked) -> str:
     ]
     keys = legend([(ink("compute"), "the slowest rank computes"), (ink("waiting"), "it waits")])
     numbers = table(HEAD, [cells(one) for one in (*plans.fitting, *(one for one, _ in plans.refused))])
-    lead = f"An epoch of each plan that fits, the fastest first. {best.name}: {best.reason}."
+    lead = f"An epoch of each plan that fits, the best first. {best.name}: {best.reason}."
     return section("Plans", keys + bars(rows, seconds_text) + numbers, lead)
 
 
