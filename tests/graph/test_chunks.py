@@ -14,6 +14,7 @@ from torch_geometric.data import Data
 
 from kagome.graph.chunks import Chunks, Step, alone, cut_part, order_of, plan_steps
 from kagome.graph.partition import Partition, partition
+from kagome.graph.together import at_once, together
 
 METHODS = ("metis", "contiguous", "random")
 
@@ -264,3 +265,38 @@ def test_an_order_leaves_torch_s_generator_alone():
     before = torch.random.get_rng_state()
     order_of(8, seed=1, epoch=2, part=0)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@given(case=cases(), refresh=st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_all_chunks_together_are_what_they_are_apart(case, refresh):
+    """The same edges in the same order, each reading the same place of the table, fresh or historical."""
+    for number, steps in enumerate(case.planned(refresh=refresh)):
+        chunks = case.chunks[number]
+        whole, step = together(chunks), at_once(steps)
+        source, target = whole.part.edge_index
+        assert torch.equal(whole.part.own, case.parts[number].own[chunks.rows])
+        assert torch.equal(target, target.sort(stable=True).values)
+        reads = torch.cat([torch.arange(chunks.own), step.source])
+        apart, edges, scales = [], [], []
+        for each in sorted(steps, key=lambda each: each.chunk):
+            piece = chunks.pieces[each.chunk]
+            places = torch.cat([torch.arange(piece.first, piece.first + piece.own), each.source])
+            apart.append(places[piece.part.edge_index[0]])
+            edges.append(piece.part.edge_ids)
+            scales.append(torch.zeros(each.source.numel()).index_copy(0, each.fresh, each.scale))
+        assert torch.equal(reads[source], torch.cat(apart))
+        assert torch.equal(whole.part.edge_ids, torch.cat(edges))
+        found = torch.zeros(step.source.numel()).index_copy(0, step.fresh, step.scale)
+        assert torch.equal(found, torch.cat(scales))
+        assert torch.equal(whole.part.halo, case.ids(number)[whole.reads])
+
+
+@given(case=cases(), refresh=st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_all_steps_at_once_send_what_the_peers_expect(case, refresh):
+    steps = [at_once(steps) for steps in case.planned(refresh=refresh)]
+    for one, other in itertools.permutations(range(len(steps)), 2):
+        sent = steps[one].send.split(steps[one].send_counts)[other]
+        come = steps[other].recv.split(steps[other].recv_counts)[one]
+        assert torch.equal(case.ids(one)[sent], case.ids(other)[come])

@@ -86,6 +86,7 @@ class Tables:
 
     Args:
         chunks: Of this rank's part.
+        pieces: What is taken one after the other: its chunks, or all of them together.
         channel: The way to the other parts.
         device: Where the model runs.
 
@@ -93,7 +94,9 @@ class Tables:
         Three tables a site: ``3 (own + halo) W`` values.
     """
 
-    def __init__(self, chunks: Chunks, channel: Carrier, device: torch.device) -> None:
+    def __init__(
+        self, chunks: Chunks, pieces: Sequence[Chunk], channel: Carrier, device: torch.device
+    ) -> None:
         self.chunks, self.channel, self.device = chunks, channel, device
         self.sites: dict[SiteKey, SiteTable] = {}
         self.statistics: dict[Hashable, Tensor] = {}
@@ -104,7 +107,7 @@ class Tables:
         self.supplier: Supplier | None = None
         self._calls: dict[int, Counter[Hashable]] = {}
         self.send, self.ids = chunks.send.to(device), chunks.ids.to(device)
-        self.reads = [piece.reads.to(device) for piece in chunks.pieces]
+        self.reads = [piece.reads.to(device) for piece in pieces]
         self.halo_chunk, self.sent_read_by = self._ask_peers()
 
     def _ask_peers(self) -> tuple[Tensor, Tensor]:

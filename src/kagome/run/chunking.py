@@ -15,6 +15,7 @@ from kagome.comm.channel import Channel
 from kagome.config import Parallel
 from kagome.graph.chunks import Chunks, alone, cut_part, order_of, plan_steps
 from kagome.graph.partition import Partition
+from kagome.graph.together import at_once, together
 from kagome.model.exact import HANDLERS
 from kagome.neighbors.crossing import Crossing
 from kagome.neighbors.history import Exact, History
@@ -31,7 +32,8 @@ class Chunking:
     """A rank's part in chunks.
 
     Args:
-        scopes: One interception a chunk, exact ones; the part's own where it is one chunk.
+        scopes: One interception a chunk, exact ones; the part's own where it is one chunk, and one for all
+            chunks where they go together.
         apart: For ``cross_chunk="drop"``, one a chunk without the edges from elsewhere; else the same.
         tables: What lasts between chunks; None where the part is one chunk.
         rows: The part's row at each place of the chunks laid end to end.
@@ -51,7 +53,16 @@ class Chunking:
     @property
     def count(self) -> int:
         """Chunks."""
-        return len(self.scopes)
+        return self.settings.chunks or 1
+
+    @property
+    def together(self) -> bool:
+        """Whether all chunks are taken at once, as the one piece that the program knows."""
+        return len(self.scopes) < self.count
+
+    def program_order(self, epoch: int, part: int) -> tuple[int, ...]:
+        """What the program of an epoch takes after one another."""
+        return (0,) if self.together else self.order(epoch, part)
 
     def order(self, epoch: int, part: int) -> tuple[int, ...]:
         """The chunks of a part in the order of an epoch."""
@@ -74,6 +85,8 @@ class Chunking:
             # Stale gradients of a halo row go to its owner also where all its readers came before.
             refresh=refresh or settings.stale_gradients,
         )
+        if self.together:
+            steps = (at_once(steps),)
         return History(tables, steps, stale=settings.stale_gradients)
 
     def exact(self) -> Exact:
@@ -127,9 +140,12 @@ def chunked(
     if method == "auto":
         method = "metis" if part.edge_index.size(1) <= LARGE else "streaming"
     chunks: Chunks = cut_part(part, count, method=method, seed=seed)
-    tables = Tables(chunks, crossing, device)
+    # Where no stage follows none waits for a chunk, so all go at once: the same numbers for less time.
+    single = settings.pipe == 1 and settings.cross_chunk == "history"
+    pieces = (together(chunks),) if single else chunks.pieces
+    tables = Tables(chunks, pieces, crossing, device)
     scopes = []
-    for piece in chunks.pieces:
+    for piece in pieces:
         end = ChunkChannel(piece, tables)
         none = torch.empty(0, dtype=torch.int64, device=device)
         plan = ChunkRows(piece.own, piece.reads.numel(), none, (), (), end, None, None, piece, tables)

@@ -86,7 +86,7 @@ class Passes:
         tables = self.chunks.tables
         assert tables is not None
         jobs = self._jobs(self.chunks.scopes, epoch, training=training, checked=checked)
-        order = tuple(range(self.chunks.count))
+        order = tuple(range(len(self.chunks.scopes)))
         supplier = self.chunks.exact()
         tables.begin(epoch, supplier)
         messages = Messages(self.code, self.mesh.pipe, jobs, epoch, self.codec if training else None)
@@ -119,7 +119,7 @@ class Passes:
 
     def program(self, epoch: int) -> Program:
         """What this rank's stage does in an epoch, chunk after chunk."""
-        shape = Shape(self.chunks.settings.pipe, self.chunks.order(epoch, self.mesh.part), self.links)
+        shape = Shape(self.chunks.settings.pipe, self.chunks.program_order(epoch, self.mesh.part), self.links)
         name = self.chunks.settings.schedule
         if name == "auto":
             name = "1f1b" if self.chunks.settings.cross_chunk == "drop" else "fill-drain"
