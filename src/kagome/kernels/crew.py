@@ -82,7 +82,8 @@ def inlined(loop: Loop) -> Loop:
 
 def array(t: Tensor) -> Any:
     """The tensor's numbers as a contiguous numpy array, without a copy where it is contiguous."""
-    return t.detach().contiguous().numpy()
+    t = t.detach() if t.requires_grad else t
+    return (t if t.is_contiguous() else t.contiguous()).numpy()
 
 
 def flat(t: Tensor) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kagome.kernels.crew import array, compiled, flat, share
+from kagome.kernels.crew import compiled, flat, share
 from kagome.kernels.exponent import exponential
 from kagome.kernels.loops_sum import bounds
 from kagome.kernels.plain import TINY
@@ -139,12 +139,12 @@ def _softmax_back(
 
 def extreme_rows(layout: Layout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     """See ``ops.extreme_rows``."""
-    return _extremes(layout, array(layout.column), x, sign)
+    return _extremes(layout, layout.arrays.column, x, sign)
 
 
 def extreme_edges(layout: Layout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     """See ``ops.extreme_edges``."""
-    return _extremes(layout, array(layout.edge), values, sign)
+    return _extremes(layout, layout.arrays.edge, values, sign)
 
 
 def _extremes(layout: Layout, index: Any, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
@@ -165,7 +165,7 @@ def extreme_back(layout: Layout, x: Tensor, best: Tensor, ties: Tensor, g: Tenso
     """See ``ops.extreme_back``."""
     begin, end = bounds(layout)
     out = x.new_empty(x.shape)
-    column, values, top, result = array(layout.column), flat(x), flat(best), flat(out)
+    column, values, top, result = layout.arrays.column, flat(x), flat(best), flat(out)
     part, ahead = flat(g / ties.clamp(min=1)), ahead_of(top)
     share(
         lambda low, high: _extreme_back(low, high, begin, end, column, ahead, values, top, part, result),
@@ -180,7 +180,7 @@ def extreme_edges_back(layout: Layout, values: Tensor, best: Tensor, ties: Tenso
     """See ``ops.extreme_edges_back``."""
     begin, end = bounds(layout)
     out = values.new_empty(values.shape)
-    edge, given, top, result = array(layout.edge), flat(values), flat(best), flat(out)
+    edge, given, top, result = layout.arrays.edge, flat(values), flat(best), flat(out)
     part = flat(g / ties.clamp(min=1))
     share(
         lambda low, high: _extreme_edges_back(low, high, begin, end, edge, given, top, part, result),
@@ -195,7 +195,7 @@ def column_softmax(layout: Layout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor
     """See ``ops.column_softmax``."""
     begin, end = bounds(layout)
     made = [torch.empty(layout.rows, *z.shape[1:], dtype=z.dtype) for _ in range(3)]
-    column, logits, values = array(layout.column), flat(z), flat(m)
+    column, logits, values = layout.arrays.column, flat(z), flat(m)
     out, top, total = (flat(t) for t in made)
     ahead = ahead_of(logits)
     share(
@@ -213,7 +213,7 @@ def column_softmax_back(
     """See ``ops.column_softmax_back``."""
     begin, end = bounds(layout)
     gz, gm = torch.empty(z.shape, dtype=z.dtype), torch.empty(z.shape, dtype=z.dtype)
-    column, part = array(layout.column), flat(g / (total + TINY))
+    column, part = layout.arrays.column, flat(g / (total + TINY))
     logits, values, sums, most = (flat(t) for t in (z, m, out, top))
     of_z, of_m, ahead = flat(gz), flat(gm), ahead_of(sums)
     share(

@@ -111,7 +111,7 @@ def sum_edges(layout: Layout, values: Tensor, rows: slice | None = None) -> Tens
     """See ``ops.sum_edges``."""
     begin, end = bounds(layout, rows)
     out = values.new_empty(count_of(layout, rows), *values.shape[1:])
-    edge, given, result = array(layout.edge), flat(values), flat(out)
+    edge, given, result = layout.arrays.edge, flat(values), flat(out)
     ahead = ahead_of(given)
     share(
         lambda low, high: _gathered(low, high, begin, end, edge, ahead, given, result),
@@ -154,7 +154,7 @@ def join_edges_back(
 def _bent(layout: Layout, mine: Tensor, its: Tensor, slope: float, g: Tensor) -> Tensor:
     begin, end = bounds(layout)
     out = mine.new_empty(mine.shape)
-    column, edge = array(layout.column), array(layout.edge)
+    column, edge = layout.arrays.column, layout.arrays.edge
     one, two, given, result = flat(mine), flat(its), flat(g), flat(out)
     bend, near, ahead = result.dtype.type(slope), ahead_of(given), ahead_of(two)
     share(

@@ -117,7 +117,7 @@ def leaky_dots(layout: Layout, a: Tensor, b: Tensor, att: Tensor, slope: float) 
     begin, end = bounds(layout)
     heads, width = a.shape[1:]
     out = a.new_empty(layout.edges, heads)
-    loop, column, edge = _dots(known(width)), array(layout.column), array(layout.edge)
+    loop, column, edge = _dots(known(width)), layout.arrays.column, layout.arrays.edge
     one, two, factor, result = flat(a), flat(b), array(att).reshape(-1), array(out)
     bend, ahead = result.dtype.type(slope), ahead_of(two)
     share(
@@ -140,7 +140,7 @@ def leaky_dots_back(
 
     layout = structure.by_target
     begin, end = bounds(layout)
-    column, edge, result = array(layout.column), array(layout.edge), flat(ga)
+    column, edge, result = layout.arrays.column, layout.arrays.edge, flat(ga)
     cuts = cuts_of(begin, end, 4 * factor.size)
     tally = np.zeros((cuts.size - 1, factor.size), given.dtype)
 
@@ -152,7 +152,7 @@ def leaky_dots_back(
 
     layout = structure.by_source
     first, last = bounds(layout)
-    other, which, turned = array(layout.column), array(layout.edge), flat(gb)
+    other, which, turned = layout.arrays.column, layout.arrays.edge, flat(gb)
 
     def backward(low: int, high: int) -> None:
         none = factor[:0]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,8 +36,9 @@ def part_of(layout: Layout, span: Span) -> Layout:
 
 def bounds(layout: Layout, rows: slice | None = None) -> tuple[Any, Any]:
     """Where each row's entries begin and end, as numpy arrays."""
-    kept = slice(None) if rows is None else rows
-    return array(layout.pointer[:-1][kept]), array(layout.pointer[1:][kept])
+    pointer = layout.arrays.pointer
+    begin, end = pointer[:-1], pointer[1:]
+    return (begin, end) if rows is None else (begin[rows], end[rows])
 
 
 def known(width: int) -> int:
@@ -248,6 +250,12 @@ def _dots(width: int) -> Callable[..., None]:
     return loop
 
 
+@cache
+def _ones(dtype: Any) -> Any:
+    """No factor: the loops read one number a row, or one for all."""
+    return np.ones(1, dtype)
+
+
 def sum_rows(
     layout: Layout,
     x: Tensor,
@@ -264,9 +272,9 @@ def sum_rows(
     begin, end = bounds(layout, rows)
     shape = (count_of(layout, rows), *x.shape[1:])
     out = into if into is not None and into.is_contiguous() else x.new_zeros(shape)
-    values, result, column = flat(x), flat(out), array(layout.column)
+    values, result, column = flat(x), flat(out), layout.arrays.column
     ahead = ahead_of(values)
-    factor = array(x.new_ones(1) if scale is None else scale.to(x.dtype).reshape(-1))
+    factor = _ones(values.dtype) if scale is None else array(scale.to(x.dtype).reshape(-1))
     columns = result.shape[1] if result.shape[1] % 4 == 0 else 0
     loop = _sum(columns if columns <= WIDEST else 0)
     weights: tuple[Any, ...] = ()
@@ -279,7 +287,7 @@ def sum_rows(
             else _headed(known(result.shape[1] // max(heads, 1)))
         )
         of_edges = array(weight.to(x.dtype).reshape(-1, max(heads, 1)))
-        weights = array(layout.edge), of_edges, ahead_of(of_edges)
+        weights = layout.arrays.edge, of_edges, ahead_of(of_edges)
     if result.shape[1] and heads:
         share(
             lambda low, high: loop(
@@ -302,7 +310,7 @@ def dot_edges(
     kept = out if out.is_contiguous() else out.contiguous()
     layout = part_of(layout, span)
     begin, end = bounds(layout)
-    column, edge, one, two, result = array(layout.column), array(layout.edge), flat(a), flat(b), flat(kept)
+    column, edge, one, two, result = layout.arrays.column, layout.arrays.edge, flat(a), flat(b), flat(kept)
     loop, ahead = _dots(known(width)), ahead_of(two)
     share(
         lambda low, high: loop(low, high, begin, end, column, offset, edge, ahead, one, two, result),

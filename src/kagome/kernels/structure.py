@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ from kagome.kernels.sorting import grouped, turned
 
 LARGEST = 2**31 - 1
 """Columns and edges are int32: half the bytes of what every kernel reads."""
+
+
+class Arrays(NamedTuple):
+    """A layout's lists as compiled loops take them."""
+
+    pointer: Any
+    column: Any
+    edge: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +46,11 @@ class Layout:
     middle: Tensor
     column: Tensor
     edge: Tensor
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The same as numpy arrays; on a CPU alone."""
+        return Arrays(self.pointer.numpy(), self.column.numpy(), self.edge.numpy())
 
     @property
     def rows(self) -> int:

@@ -40,6 +40,27 @@ _ATTRIBUTES = (
 )
 ASK, ATTRIBUTES = frozenset(_ASK.split()), frozenset(_ATTRIBUTES.split())
 
+#: What a part, and a tensor that is put off, know as the whole graph would: most of a layer's torch calls.
+KNOWN = frozenset(
+    [
+        Tensor.dim,
+        Tensor.is_floating_point,
+        *(
+            getattr(Tensor, name).__get__
+            for name in [
+                "layout",
+                "dtype",
+                "device",
+                "requires_grad",
+                "is_leaf",
+                "is_cuda",
+                "ndim",
+                "_version",
+            ]
+        ),
+    ]
+)
+
 
 #: Calls whose handler takes messages as they are.
 WRITES = frozenset(

@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from kagome.errors import ConfigError
 from kagome.kernels import ops
 from kagome.kernels.structure import Layout, Structure
+from kagome.neighbors.by_identity import ByIdentity
 from kagome.neighbors.rows import UnderWay
 from kagome.neighbors.slicing import Slicing
 from kagome.neighbors.transpose import APART, BACK, BACK_TOGETHER, TOGETHER, Cut, Lot, Transposer
@@ -232,7 +232,7 @@ class Bound:
 
     def __init__(self, bytes: int, device: torch.device) -> None:
         self.bytes, self.device, self.gauge = bytes, device, Gauge()
-        self._chunks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._chunks: ByIdentity[Any] = ByIdentity()
 
     def hop(
         self,

@@ -273,18 +273,16 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     mark = scope.marks.get(args[0])
     if mark is None or mark.kind in (Kind.LOCAL, Kind.MIXED):
         return NotImplemented
-    axis, what = mark.axis, replace(mark, axis=0)
-    if mark.kind in IDS:
-        edges = args[0] if mark.kind is Kind.EDGES else mark.edges
-        axis, what = args[0].dim() - 1, Mark(Kind.PAIRS, mark.view, 0, edges)
-
-    def of_all() -> int:
-        return scope.number_of(what.kind, count)
-
-    count = int(args[0].shape[axis])
-    size = [Count(s, what, of_all) if d == axis else s for d, s in enumerate(func(args[0]))]
+    size = list(func(args[0]))
+    axis = len(size) - 1 if mark.kind in IDS else mark.axis
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    return torch.Size(size) if dim is None else size[dim]
+    if dim is not None and dim not in (axis, axis - len(size)):
+        return size[dim]
+    what = mark if mark.axis == 0 else replace(mark, axis=0)
+    if mark.kind in IDS:
+        what = Mark(Kind.PAIRS, mark.view, 0, args[0] if mark.kind is Kind.EDGES else mark.edges)
+    count = size[axis] = Count(size[axis], what, lambda: scope.number_of(what.kind, int(count)))
+    return torch.Size(size) if dim is None else count
 
 
 def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

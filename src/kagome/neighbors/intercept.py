@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from kagome.errors import ModelError
 from kagome.graph.partition import Partition
 from kagome.neighbors import algebra, sliced
 from kagome.neighbors.axes import attribute
+from kagome.neighbors.by_identity import ByIdentity
 from kagome.neighbors.handlers import HANDLERS, Handler
 from kagome.neighbors.late import Late
 from kagome.neighbors.lazy import refuse_in_function
@@ -78,10 +78,10 @@ class Interception(Late, TorchFunctionMode):
         for table in (handlers or {}, HANDLERS, sliced.HANDLERS):
             for name, handler in table.items():
                 self._handlers.setdefault(name, []).append(handler)
-        self._constants: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._edge_keys: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._constants: ByIdentity[Any] = ByIdentity()
+        self._edge_keys: ByIdentity[Any] = ByIdentity()
         self._everyone: NeighborRows | None = None
-        self._wholes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._wholes: ByIdentity[Any] = ByIdentity()
         self.inputs = self._inputs()
 
     # What the model is given ---------------------------------------------------------------------
@@ -143,6 +143,8 @@ class Interception(Late, TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer one torch call, or run it; mark what comes out."""
+        if func in algebra.KNOWN:
+            return func(*args)
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         lazy = self.fast and algebra.has_lazy(args, kwargs) and not algebra.asks(name, func)

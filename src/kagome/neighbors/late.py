@@ -14,13 +14,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from kagome.errors import ModelError
 from kagome.kernels.address import address
 from kagome.kernels.structure import Structure
 from kagome.neighbors import algebra, messages, reduce, shares
 from kagome.neighbors.bounded import Bound
+from kagome.neighbors.by_identity import ByIdentity
 from kagome.neighbors.lasting import Lasting
 from kagome.neighbors.lazy import Lazy, supports
 from kagome.neighbors.marks import Kind, Mark, Marks
@@ -55,10 +55,10 @@ class Late:
         self.constants = Lasting()
         self.remembered: dict[Any, Any] = {}
         self.layers = 0
-        self._edge_sets: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._slicings: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._edge_sets: ByIdentity[Any] = ByIdentity()
+        self._slicings: ByIdentity[Any] = ByIdentity()
         self._places: dict[int, Places] = {}
-        self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._parts: ByIdentity[Any] = ByIdentity()
 
     @property
     @abstractmethod
@@ -87,7 +87,10 @@ class Late:
 
     def lasting(self, tensor: Tensor | None) -> bool:
         """Whether a tensor is the same in every forward; nothing is."""
-        return tensor is None or self.constants.has(tensor)
+        if tensor is None:
+            return True
+        with torch._C.DisableTorchFunction():  # asked many times a layer, of the tensor itself
+            return self.constants.has(tensor)
 
     def keep(self, key: Any, value: Any) -> Any:
         """Keep for all forwards what was computed from lasting tensors alone."""

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from kagome.neighbors.axes import place_of
+from kagome.neighbors.by_identity import ByIdentity
 
 
 class Kind(enum.Enum):
@@ -73,7 +73,7 @@ class Marks:
     """The marks of all living tensors of one forward, and the rules by which they spread."""
 
     def __init__(self) -> None:
-        self._table: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._table: ByIdentity[Mark] = ByIdentity()
 
     def get(self, tensor: Any) -> Mark | None:
         """The mark of a tensor, or None."""
