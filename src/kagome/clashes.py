@@ -169,8 +169,8 @@ def _slices(cut: Parallel) -> None:
         f"chunks={cut.chunks}": cut.chunks > 1,
         f"max_age={cut.max_age}": cut.max_age > 0,
         f"halo_sample={cut.halo_sample}": cut.halo_sample < 1,
-        f"codec={cut.codec!r}": cut.codec != "none",
-        f"codec_backward={cut.codec_backward!r}": cut.codec_backward not in (None, "none"),
+        "error_feedback": cut.error_feedback,
+        "adaptive_bits": cut.adaptive_bits,
     }
     for setting, clash in others.items():
         if clash:

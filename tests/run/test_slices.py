@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,16 @@ from kagome.errors import ConfigError, KagomeError
 SIX = settings(epochs=6)
 
 
-def gcn(decoupled: bool = False) -> nn.Module:
+def gcn(hidden: int = 8) -> nn.Module:
     torch.manual_seed(2)
-    return pyg.GCN(FEATURES, 8, 3, CLASSES, dropout=0.5).double()
+    return pyg.GCN(FEATURES, hidden, 3, CLASSES, dropout=0.5).double()
 
 
 def run(
     channel: Channel, name: str, cut: dict[str, Any], out: str | None, resume: str | None
 ) -> dict[str, Any]:
     """Train, and what came of it."""
-    mine = gcn() if name == "plain" else model(name, 0.4, torch.float64)
+    mine = {"plain": gcn, "wide": partial(gcn, 24)}.get(name, partial(model, name, 0.4, torch.float64))()
     with Trainer(
         mine, graph(torch.float64), parallel=Parallel(**cut), train=SIX, report=QUIET, out=out
     ) as trainer:
@@ -146,7 +147,8 @@ def partial_run(channel: Channel, cut: dict[str, Any], out: str) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "graph": ({"tensor": 2, "graph": 2}, 4, "graph=2 is for a halo, or cuts the graph"),
     "pipe": ({"tensor": 2, "pipe": 2}, 4, "pipe=2 is for a halo"),
-    "codec": ({"tensor": 2, "codec": "onebit"}, 2, "codec='onebit' is for a halo"),
+    "feedback": ({"tensor": 2, "codec": "onebit", "error_feedback": True}, 2, "error_feedback is for a halo"),
+    "bits": ({"tensor": 2, "codec": "int4", "adaptive_bits": True}, 2, "adaptive_bits is for a halo"),
     "late": ({"tensor": 2, "max_age": 1}, 2, "max_age=1 is for a halo"),
     "ranks": ({"tensor": 3}, 4, "the mesh tensor=3 x graph=1 needs 3 ranks"),
     "bound": ({"memory_gib": 1.0}, 2, "tensor=1 has none"),
@@ -226,3 +228,26 @@ def test_equal_parts_are_taken_where_no_cut_is_asked_for() -> None:
     assert Parallel(tensor=2).cutter == "contiguous"
     assert Parallel(tensor=2, partitioner="metis").cutter == "metis"
     assert Parallel().cutter == "auto"
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("bound", [{}, {"memory_gib": 4e-5}])
+@pytest.mark.parametrize("decouple", [False, True])
+def test_few_bits_between_slices(ranks: Callable[..., list], decouple: bool, bound: dict[str, Any]) -> None:
+    """Fewer bytes, counted before and after; a curve near the exact one; watched by probes."""
+    cut = {"tensor": 2, "decouple": decouple, **bound}
+    exact = trained(ranks, 2, "wide", **cut)
+    found = trained(ranks, 2, "wide", codec="int8", **cut)
+    again = trained(ranks, 2, "wide", codec="int8", **cut)
+    assert found["losses"] == again["losses"] != exact["losses"]
+    torch.testing.assert_close(found["losses"], exact["losses"], rtol=0.05, atol=0.05)
+    crossing = found["summary"]["crossing"]
+    assert crossing["codecs"]["transpose"] == crossing["codecs"]["transpose backward"] == "int8"
+    assert 0 < max(crossing["errors"].values()) < 0.05
+    assert crossing["probes"]["count"] > 0
+    assert crossing["probes"]["lowest_cosine"] > 0.9
+    sent = found["summary"]["bytes_per_epoch"]["transpose"]
+    uncoded = crossing["bytes_uncoded_per_epoch"]["transpose"]
+    # Decoupled, what travels is as narrow as there are classes: a header saves little.
+    assert sent < (0.95 if decouple else 0.6) * uncoded
+    assert uncoded == exact["summary"]["bytes_per_epoch"]["transpose"]

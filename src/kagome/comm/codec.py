@@ -141,6 +141,18 @@ class Codec:
         )
 
 
+def lost_share(codec: Codec, sample: Tensor, stamps: Tensor, key: int, where: str) -> float | None:
+    """Length of what a codec loses of some rows, over theirs; None where that is 0."""
+    length = float(sample.norm())
+    if length == 0:
+        return None
+    size = codec.size(sample.size(0), sample.size(1), sample.dtype)
+    message = torch.empty(size, dtype=torch.uint8, device=sample.device)
+    codec.encode(sample, None, stamps, key, message, where=where)
+    lost = codec.decode(message, torch.empty_like(sample)).sub_(sample)
+    return float(lost.norm()) / length
+
+
 def _aligned(message: Tensor, dtype: torch.dtype) -> Tensor:
     if message.storage_offset() % dtype.itemsize:
         message = message.clone()

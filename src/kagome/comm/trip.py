@@ -5,10 +5,13 @@ Where it sits: ``neighbors`` says it of each exchange; ``crossing`` reads it, a 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+Blocks = Sequence[tuple[int, int]]
+"""Rows and columns, by peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,8 @@ class Trip:
         training: Whether it belongs to the forward and backward of an epoch, and to no other.
         stamps: A number for each row that is sent, the same on any ranks: the vertex.
         reads: How many edges here read each row that comes; empty where that is not known.
+        blocks: Rows and columns of what goes to each peer, and of what comes from each, where numbers and not
+            rows of one width are exchanged.
     """
 
     site: Hashable
@@ -30,6 +35,7 @@ class Trip:
     training: bool
     stamps: Tensor
     reads: Tensor
+    blocks: tuple[Blocks, Blocks] | None = None
 
     @property
     def backward(self) -> bool:

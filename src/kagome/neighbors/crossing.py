@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Final
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from kagome.comm.channel import Kind, Op
-from kagome.comm.codec import Codec
+from kagome.comm.codec import Codec, lost_share
 from kagome.comm.trip import Trip
 from kagome.config import CodecName, Parallel
+from kagome.neighbors import blocks
 from kagome.neighbors.letter import Coming, plain, read, write
 from kagome.neighbors.lines import Line
 from kagome.neighbors.rows import Carrier, UnderWay
@@ -64,10 +65,12 @@ class Crossed:
 
     Args:
         plain: Bytes that uncoded rows would have had.
+        sliced: The same of feature slices.
         errors: By site and pass: length of what the codec lost over the rows', on a sample.
     """
 
     plain: int = 0
+    sliced: int = 0
     errors: dict[str, float] = field(default_factory=dict)
 
 
@@ -209,6 +212,10 @@ class Crossing:
             return self.channel.start_exchange(
                 rows, send_counts, recv_counts, action=action, kind=kind, header=header, pick=pick
             )
+        if trip.blocks is not None:
+            return self._in_blocks(
+                rows, send_counts, recv_counts, trip, action=action, kind=kind, header=header
+            )
         count = rows.size(0) if pick is None else pick.numel()
         self.crossed.plain += count * rows.size(1) * rows.itemsize
         codec = self.codec_backward if trip.backward else self.codec
@@ -241,6 +248,31 @@ class Crossing:
                 way, plan, codec, rows, trip, selection, action=action, kind=kind, header=header, pick=pick
             )
         return begun if line is None else Late(begun, line, trip.epoch, synchronous)
+
+    def _in_blocks(
+        self,
+        numbers: Tensor,
+        sends: Sequence[int],
+        comes: Sequence[int],
+        trip: Trip,
+        *,
+        action: str,
+        kind: Kind,
+        header: tuple[int, ...] | None,
+    ) -> UnderWay:
+        """Feature slices: as many columns for each peer as it takes."""
+        assert trip.blocks is not None
+        self.crossed.sliced += (numbers.numel() - sends[self.rank]) * numbers.itemsize
+        codec = self.codec_backward if trip.backward else self.codec
+        # Other columns of a row draw for themselves, whoever sends them.
+        keys = [_draws(self.seed, trip, self.rank * self.size + peer) for peer in range(self.size)]
+        sample = blocks.sample_of(codec, numbers, trip, self.rank)
+        if sample is not None:
+            rows, stamps, peer = sample
+            self._measure(codec, rows, None, replace(trip, stamps=stamps), keys[peer], action)
+        return blocks.start(
+            self.channel, codec, numbers, sends, comes, trip, keys, action=action, kind=kind, header=header
+        )
 
     def _selection(
         self, trip: Trip, codec: Codec, sends: Sequence[int], comes: Sequence[int]
@@ -349,18 +381,6 @@ class Crossing:
         lost = lost_share(codec, sample, trip.stamps[some], key, action)
         if lost is not None:
             self.crossed.errors[name] = lost
-
-
-def lost_share(codec: Codec, sample: Tensor, stamps: Tensor, key: int, where: str) -> float | None:
-    """Length of what a codec loses of some rows, over theirs; None where that is 0."""
-    length = float(sample.norm())
-    if length == 0:
-        return None
-    size = codec.size(sample.size(0), sample.size(1), sample.dtype)
-    message = torch.empty(size, dtype=torch.uint8, device=sample.device)
-    codec.encode(sample, None, stamps, key, message, where=where)
-    lost = codec.decode(message, torch.empty_like(sample)).sub_(sample)
-    return float(lost.norm()) / length
 
 
 def _site_name(site: Hashable) -> str:

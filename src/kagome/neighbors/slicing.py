@@ -84,8 +84,8 @@ def slicing_of(structure: Structure, places: Places, channel: Carrier) -> Slicin
     source, target = come.t().to(torch.int64).contiguous().unbind(0)
     total = sum(places.counts)
     return Slicing(
-        Transposer(places.counts, channel),
-        Transposer(counts, channel),
+        Transposer(places.counts, channel, source.device),
+        Transposer(counts, channel, source.device),
         Structure(source, target, total, total),
     )
 

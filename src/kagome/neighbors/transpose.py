@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ from torch import Tensor
 from kagome.neighbors.rows import Carrier, UnderWay, through
 from kagome.neighbors.turn import Site, Turn
 
-APART, BACK, TOGETHER, BACK_TOGETHER = 5, 6, 7, 8
-"""Directions, for the headers that ranks compare."""
+APART, BACK, TOGETHER, BACK_TOGETHER = 4, 5, 6, 7
+"""Directions, for headers that ranks compare and for codecs: gradients have the odd ones."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,11 @@ class Transposer:
     Args:
         counts: Rows of each rank of the tensor group.
         channel: The way to them.
+        device: Where rows lie.
     """
 
-    def __init__(self, counts: Sequence[int], channel: Carrier) -> None:
-        self.counts, self.channel = tuple(counts), channel
+    def __init__(self, counts: Sequence[int], channel: Carrier, device: torch.device | str = "cpu") -> None:
+        self.counts, self.channel, self.device = tuple(counts), channel, device
         self.total = sum(self.counts)
 
     def apart(self, rows: Tensor, cut: Cut, turn: Turn, name: str) -> Tensor:
@@ -162,6 +164,21 @@ class Transposer:
         mine = places[until[rank] - counts[rank] : until[rank]]
         return Lot(places, mine - sum(self.counts[:rank]), counts)
 
+    @cached_property
+    def _places(self) -> Tensor:
+        """Of all rows: what codecs draw by."""
+        return torch.arange(self.total, device=self.device)
+
+    @cached_property
+    def _own_places(self) -> Tensor:
+        """Of own rows, once for each peer."""
+        return self._repeated(self._places, self.counts)
+
+    def _repeated(self, places: Tensor, counts: Sequence[int]) -> Tensor:
+        """The own ones of some places by rank, once for each peer."""
+        mine: Tensor = places.split(tuple(counts))[self.channel.rank]
+        return mine.repeat(self.channel.size)
+
     def start_apart(
         self, rows: Tensor, cut: Cut, site: Site, direction: int, lot: Lot | None = None
     ) -> UnderWay:
@@ -181,6 +198,11 @@ class Transposer:
             action=site.action(_words(direction)),
             kind="transpose",
             header=site.header(direction, cut.width),
+            trip=site.trip(
+                direction,
+                self._own_places if lot is None else self._repeated(lot.all, lot.counts),
+                blocks=([(own, cut.taken(peer)) for peer in ranks], [(count, mine) for count in counts]),
+            ),
         )
         return _Shaped(begun, lambda come: come.view(sum(counts), mine))
 
@@ -203,6 +225,11 @@ class Transposer:
             action=site.action(_words(direction)),
             kind="transpose",
             header=site.header(direction, cut.width),
+            trip=site.trip(
+                direction,
+                self._places if lot is None else lot.all,
+                blocks=([(count, mine) for count in counts], [(own, cut.taken(peer)) for peer in ranks]),
+            ),
         )
 
         def side_by_side(come: Tensor) -> Tensor:

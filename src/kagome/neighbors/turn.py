@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kagome.comm.trip import Trip
+from kagome.comm.trip import Blocks, Trip
 from kagome.errors import ModelError
 
 if TYPE_CHECKING:
@@ -124,10 +124,16 @@ class Site:
         """(direction, epoch, site, width, grad): what ranks agree on before rows of a size travel."""
         return (direction, self.epoch, self.number, width, int(self.grad)) if self.checked else None
 
-    def trip(self, direction: int, stamps: Tensor, reads: Tensor | None = None) -> Trip:
+    def trip(
+        self,
+        direction: int,
+        stamps: Tensor,
+        reads: Tensor | None = None,
+        blocks: tuple[Blocks, Blocks] | None = None,
+    ) -> Trip:
         """What its exchange in a direction is, to those who carry it."""
         known = stamps.new_empty(0) if reads is None else reads
-        return Trip(self.key, direction, self.epoch, self.trains, stamps, known)
+        return Trip(self.key, direction, self.epoch, self.trains, stamps, known, blocks)
 
     def sum(self, channel: Carrier, part: Tensor, words: str) -> Tensor:
         """The sum of a part over the channel's ranks."""

@@ -20,10 +20,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kagome.comm.codec import Codec
+from kagome.comm.codec import Codec, lost_share
 from kagome.config import CodecName
 from kagome.model.layers import Value
-from kagome.neighbors.crossing import MEASURED_EVERY, MEASURED_ROWS, Crossed, lost_share
+from kagome.neighbors.crossing import MEASURED_EVERY, MEASURED_ROWS, Crossed
 
 
 class Coming(Protocol):

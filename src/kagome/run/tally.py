@@ -54,7 +54,10 @@ class Tally:
         self.codecs: dict[str, str] = {}
         """By kind of what crosses, also of what crosses as it is."""
         if crossing.size > 1:
-            self.codecs = {"halo": crossing.codec.name, "halo backward": crossing.codec_backward.name}
+            # Feature slices read a halo where a layer's columns meet.
+            for kind in ("halo", "transpose") if crossing.settings.tensor > 1 else ("halo",):
+                self.codecs[kind] = crossing.codec.name
+                self.codecs[f"{kind} backward"] = crossing.codec_backward.name
         if stages is not None:
             self.codecs["stage"] = stages.codec.name
         self.exact = crossing.exact and (stages is None or stages.exact)
@@ -76,12 +79,15 @@ class Tally:
 
     def take(self) -> dict[str, int]:
         """Bytes that this rank would have sent without codecs since the last call, by kind."""
-        taken = {"halo": self.crossing.take_counts()}
+        crossed = self.crossing.take_counts()
+        taken = {"halo": crossed}
         if self.stages is not None:
             taken["stage"] = self.stages.take_counts()
         for each in taken.values():
             self._errors.update(each.errors)
-        return {} if self.exact else {kind: each.plain for kind, each in taken.items()}
+        if self.exact:
+            return {}
+        return {**{kind: each.plain for kind, each in taken.items()}, "transpose": crossed.sliced}
 
     def facts(self, found: Sequence[Found], ladder: Ladder, *, oldest: int = 0) -> dict[str, Any]:
         """What the summary is told: ``max_age`` and ``crossing``. All ranks call it.

@@ -1,0 +1,162 @@
+"""Blocks: rows of another width to each peer, coded - what goes between vertex slices and feature slices.
+
+Where it sits: ``crossing`` writes and reads them where a ``Trip`` says that it is made of blocks. A rank's
+own block stays as it is.
+
+::
+
+    to peer 0  [rows 0, width 0]   to peer 1  [rows 1, width 1]   ...      each a message of its codec
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kagome.comm.channel import Kind
+from kagome.comm.codec import Codec
+from kagome.comm.trip import Trip
+from kagome.neighbors.rows import Carrier, UnderWay
+
+Shape = tuple[int, int]
+"""Rows and columns of a block."""
+
+
+def start(
+    way: Carrier,
+    codec: Codec,
+    numbers: Tensor,
+    sends: Sequence[int],
+    comes: Sequence[int],
+    trip: Trip,
+    keys: Sequence[int],
+    *,
+    action: str,
+    kind: Kind,
+    header: tuple[int, ...] | None,
+) -> UnderWay:
+    """Begin an exchange of blocks; its wait gives the numbers, block after block.
+
+    Args:
+        way: To the peers.
+        codec: Of what it shortens.
+        numbers: What goes, block after block.
+        sends: Numbers to each peer.
+        comes: Numbers from each.
+        trip: With its blocks.
+        keys: What each peer's draws depend on.
+        action: For a rank that waits.
+        kind: Of bytes.
+        header: What ranks compare.
+    """
+    assert trip.blocks is not None
+    (out, come), dtype = trip.blocks, numbers.dtype
+    to, of = (codecs_of(codec, shapes, way.rank, dtype) for shapes in (out, come))
+    if all(each.exact for each in (*to, *of)):
+        return way.start_exchange(numbers, sends, comes, action=action, kind=kind, header=header)
+    message = write(to, out, numbers, trip.stamps, keys, where=action)
+    sizes, expected = sizes_of(to, out, dtype), sizes_of(of, come, dtype)
+    begun = way.start_exchange(message, sizes, expected, action=action, kind=kind, header=header)
+    return ComingBlocks(begun, of, come, numbers)
+
+
+def sample_of(codec: Codec, numbers: Tensor, trip: Trip, rank: int) -> tuple[Tensor, Tensor, int] | None:
+    """A block that is coded, the stamps of its rows, and its peer; None where none is."""
+    assert trip.blocks is not None
+    shapes = trip.blocks[0]
+    codecs = codecs_of(codec, shapes, rank, numbers.dtype)
+    for peer, (rows, width) in enumerate(shapes):
+        if rows and not codecs[peer].exact:
+            before = sum(many * columns for many, columns in shapes[:peer])
+            first = sum(many for many, _ in shapes[:peer])
+            block = numbers[before : before + rows * width].view(rows, width)
+            return block, trip.stamps[first : first + rows], peer
+    return None
+
+
+def codecs_of(codec: Codec, shapes: Sequence[Shape], rank: int, dtype: torch.dtype) -> tuple[Codec, ...]:
+    """The codec of each peer's block: none for one's own, and where a header is longer than what is saved."""
+    none = Codec("none")
+    return tuple(
+        codec if peer != rank and codec.shortens(width, dtype) else none
+        for peer, (_, width) in enumerate(shapes)
+    )
+
+
+def sizes_of(codecs: Sequence[Codec], shapes: Sequence[Shape], dtype: torch.dtype) -> list[int]:
+    """Bytes of each block."""
+    return [codec.size(*shape, dtype) for codec, shape in zip(codecs, shapes, strict=True)]
+
+
+def write(
+    codecs: Sequence[Codec],
+    shapes: Sequence[Shape],
+    numbers: Tensor,
+    stamps: Tensor,
+    keys: Sequence[int],
+    *,
+    where: str,
+) -> Tensor:
+    """All blocks, one after the other.
+
+    Args:
+        codecs: Of each.
+        shapes: Of each.
+        numbers: Theirs, block after block.
+        stamps: A number a row of each, by which it draws.
+        keys: What each one's draws depend on besides.
+        where: For errors.
+
+    Shapes:
+        ``numbers [sum of rows x columns]``, ``stamps [sum of rows]`` -> ``[sum of sizes]`` uint8.
+    """
+    sizes = sizes_of(codecs, shapes, numbers.dtype)
+    message = torch.empty(sum(sizes), dtype=torch.uint8, device=numbers.device)
+    blocks = numbers.split([rows * width for rows, width in shapes])
+    of_rows = stamps.split([rows for rows, _ in shapes])
+    for codec, shape, block, stamp, key, place in zip(
+        codecs, shapes, blocks, of_rows, keys, message.split(sizes), strict=True
+    ):
+        codec.encode(block.view(shape), None, stamp, key, place, where=where)
+    return message
+
+
+@dataclass
+class ComingBlocks:
+    """Coded blocks under way.
+
+    Args:
+        bytes: They.
+        codecs: Of each.
+        shapes: Of each.
+        like: Of the type of their numbers.
+    """
+
+    bytes: UnderWay
+    codecs: Sequence[Codec]
+    shapes: Sequence[Shape]
+    like: Tensor
+    numbers: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The restored numbers, block after block."""
+        if self.numbers is None:
+            counts = [rows * width for rows, width in self.shapes]
+            out = self.like.new_empty(sum(counts))
+            sizes = sizes_of(self.codecs, self.shapes, out.dtype)
+            with self.bytes.lent() as message:
+                for codec, shape, block, part in zip(
+                    self.codecs, self.shapes, out.split(counts), message.split(sizes), strict=True
+                ):
+                    codec.decode(part, block.view(shape))
+            self.numbers = out
+        return self.numbers
+
+    @contextmanager
+    def lent(self) -> Iterator[Tensor]:
+        """The restored numbers."""
+        yield self.wait()
