@@ -165,7 +165,6 @@ def _slices(cut: Parallel) -> None:
     assert cut.chunks is not None
     others = {
         f"graph={cut.graph}": cut.graph > 1,
-        f"pipe={cut.pipe}": cut.pipe > 1,
         f"chunks={cut.chunks}": cut.chunks > 1,
         f"max_age={cut.max_age}": cut.max_age > 0,
         f"halo_sample={cut.halo_sample}": cut.halo_sample < 1,

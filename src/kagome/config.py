@@ -203,7 +203,8 @@ class Parallel:
                 hint="kagome plan --json > plan.json, then plan='plan.json' (--parallel.plan plan.json)",
             )
         parts = world_size // (self.pipe * self.tensor) if self.graph is None else self.graph
-        chunks = self.chunks or (4 * self.pipe if self.pipe > 1 else 1)
+        # Feature slices are of the whole graph: it passes the stages as one chunk.
+        chunks = self.chunks or (4 * self.pipe if self.pipe > 1 and self.tensor == 1 else 1)
         fitted = dataclasses.replace(self, graph=max(parts, 1), chunks=chunks)
         clashes.check_mesh(fitted, world_size)
         return fitted

@@ -119,7 +119,7 @@ def depths(channel: Channel) -> dict[int, int]:
     return found
 
 
-MESHES = [(1, {}), (2, {"tensor": 2}), (3, {"graph": 3}), (4, {"tensor": 4})]
+MESHES = [(1, {}), (2, {"tensor": 2}), (3, {"graph": 3}), (4, {"tensor": 2, "pipe": 2})]
 
 
 @pytest.mark.some(2)
@@ -146,7 +146,7 @@ def partial_run(channel: Channel, cut: dict[str, Any], out: str) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "graph": ({"tensor": 2, "graph": 2}, 4, "graph=2 is for a halo, or cuts the graph"),
-    "pipe": ({"tensor": 2, "pipe": 2}, 4, "pipe=2 is for a halo"),
+    "chunks": ({"tensor": 2, "pipe": 2, "chunks": 4}, 4, "chunks=4 is for a halo"),
     "feedback": ({"tensor": 2, "codec": "onebit", "error_feedback": True}, 2, "error_feedback is for a halo"),
     "bits": ({"tensor": 2, "codec": "int4", "adaptive_bits": True}, 2, "adaptive_bits is for a halo"),
     "late": ({"tensor": 2, "max_age": 1}, 2, "max_age=1 is for a halo"),
@@ -248,6 +248,24 @@ def test_few_bits_between_slices(ranks: Callable[..., list], decouple: bool, bou
     assert crossing["probes"]["lowest_cosine"] > 0.9
     sent = found["summary"]["bytes_per_epoch"]["transpose"]
     uncoded = crossing["bytes_uncoded_per_epoch"]["transpose"]
-    # Decoupled, what travels is as narrow as there are classes: a header saves little.
-    assert sent < (0.95 if decouple else 0.6) * uncoded
+    # Of six epochs some are probes, which send exact rows besides. Decoupled, what travels is as narrow as
+    # there are classes, so that headers leave little to save.
+    assert sent < (0.95 if decouple else 0.75) * uncoded
     assert uncoded == exact["summary"]["bytes_per_epoch"]["transpose"]
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("name", ["gcn", "gat", "plain"])
+@pytest.mark.parametrize("bound", [{}, {"memory_gib": 4e-5}])
+def test_stages_of_slices(ranks: Callable[..., list], name: str, bound: dict[str, Any]) -> None:
+    """Each stage's ranks slice the features of its layers, and give the next stage their own vertices."""
+    one, many = trained(ranks, 1, name), trained(ranks, 4, name, tensor=2, pipe=2, **bound)
+    torch.testing.assert_close(many["losses"], one["losses"], rtol=0, atol=1e-9)
+    torch.testing.assert_close(many["scores"], one["scores"], rtol=0, atol=1e-7)
+    assert many["axes"] == {"pipe": 2, "graph": 1, "tensor": 2}
+    assert any("2 stages x 1 chunks, 2 feature slices in each" in note for note in many["notes"])
+    sent = many["summary"]["bytes_per_epoch"]
+    assert sent["transpose"] > 0
+    assert sent["stage"] > 0
+    if bound:
+        assert 0 < many["summary"]["working_memory_bytes"] <= bound["memory_gib"] * 2**30

@@ -30,7 +30,7 @@ from kagome.errors import ConfigError
 from kagome.kernels import ops
 from kagome.kernels.structure import Layout, Structure
 from kagome.neighbors.by_identity import ByIdentity
-from kagome.neighbors.rows import UnderWay
+from kagome.neighbors.rows import Carrier, UnderWay
 from kagome.neighbors.slicing import Slicing
 from kagome.neighbors.transpose import APART, BACK, BACK_TOGETHER, TOGETHER, Cut, Lot, Transposer
 from kagome.neighbors.turn import Site, Turn
@@ -233,6 +233,12 @@ class Bound:
     def __init__(self, bytes: int, device: torch.device) -> None:
         self.bytes, self.device, self.gauge = bytes, device, Gauge()
         self._chunks: ByIdentity[Any] = ByIdentity()
+
+    def used(self, channel: Carrier) -> dict[str, int]:
+        """The most that any rank's sums took, for the summary. All ranks call it."""
+        peak = torch.tensor(self.gauge.peak, device=self.device)
+        most = channel.all_reduce(peak, "max", action="working memory", kind="other")
+        return {"working_memory_bytes": int(most)}
 
     def hop(
         self,

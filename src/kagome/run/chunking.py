@@ -17,6 +17,7 @@ from kagome.graph.chunks import Chunks, alone, cut_part, order_of, plan_steps
 from kagome.graph.partition import Partition
 from kagome.graph.together import at_once, together
 from kagome.model.exact import HANDLERS
+from kagome.neighbors.bounded import Bound
 from kagome.neighbors.crossing import Crossing
 from kagome.neighbors.history import Exact, History
 from kagome.neighbors.intercept import Interception
@@ -130,10 +131,21 @@ def chunked(
     crossing = Crossing(channel, cut, seed, late=channel.patient)
 
     def scope(piece: Partition, way: Carrier, rows: ChunkRows | None) -> Interception:
-        return Interception(piece, way, device=device, seed=seed, handlers=HANDLERS, fast=fast, rows=rows)
+        return Interception(
+            piece,
+            way,
+            device=device,
+            seed=seed,
+            handlers=HANDLERS,
+            fast=fast,
+            rows=rows,
+            slices=settings.tensor > 1,
+        )
 
     if count == 1:
         whole = scope(part, crossing, None)
+        if settings.memory_gib is not None:
+            whole.bound = Bound(int(settings.memory_gib * 2**30), device)
         rows = torch.arange(part.own.numel())
         return Chunking((whole,), (whole,), None, rows, crossing, settings, seed)
     method: str = settings.partitioner

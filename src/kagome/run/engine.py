@@ -278,12 +278,9 @@ class Engine:
 
     def facts(self) -> dict[str, Any]:
         """What the summary is told of what crossed. All ranks call it."""
-        found = self.tally.facts(self.ladder.found, self.ladder)
-        if self.scope.bound is not None:
-            peak = torch.tensor(self.scope.bound.gauge.peak, device=self.channel.device)
-            most = self.channel.all_reduce(peak, "max", action="working memory", kind="other")
-            found["working_memory_bytes"] = int(most)
-        return found
+        bound = self.scope.bound
+        used = {} if bound is None else bound.used(self.channel)
+        return {**self.tally.facts(self.ladder.found, self.ladder), **used}
 
     def sum_up(self) -> tuple[str, ...]:
         """What there is to say at the end of a run."""

@@ -120,7 +120,8 @@ class Pipeline:
 
     def _said(self) -> str:
         """What is said before the first epoch: the cut, and what it gives up."""
-        words = f"pipeline: {self.parallel.pipe} stages x {self.chunks.count} chunks"
+        slices = f", {self.parallel.tensor} feature slices in each" if self.parallel.tensor > 1 else ""
+        words = f"pipeline: {self.parallel.pipe} stages x {self.chunks.count} chunks{slices}"
         if self.chunks.count > 1:
             share = f"{self._cut_share():.0%} of the edges lie between chunks"
             words += {
@@ -151,8 +152,9 @@ class Pipeline:
 
     def facts(self) -> dict[str, Any]:
         """What the summary is told of what crossed. All ranks call it."""
-        oldest = 0 if self.guard is None else self.guard.oldest
-        return self.ways.tally.facts(self._found, self.ways.ladder, oldest=oldest)
+        oldest, bound = 0 if self.guard is None else self.guard.oldest, self.chunks.scopes[0].bound
+        facts = self.ways.tally.facts(self._found, self.ways.ladder, oldest=oldest)
+        return facts if bound is None else {**facts, **bound.used(self.mesh.world)}
 
     def sum_up(self) -> tuple[str, ...]:
         """What there is to say at the end: what history, codecs and late rows were found to cost."""
