@@ -19,6 +19,7 @@ from kagome.errors import ConfigError
 
 Partitioner = Literal["auto", "metis", "streaming", "contiguous", "random"]
 CrossChunk = Literal["history", "drop", "exact"]
+Activations = Literal["auto", "device", "host", "disk"]
 Schedule = Literal["auto", "fill-drain", "1f1b", "kfkb"]
 CodecName = Literal["none", "fp32", "bf16", "fp16", "int8", "int4", "int2", "onebit"]
 Allowed = Literal["decoupled", "history", "onebit", "stale"]
@@ -87,6 +88,9 @@ class Parallel:
     memory_gib: float | None = None
     """Bound of the working memory, in GiB, of a sum over feature slices: the graph passes in chunks, and rows
     of the next one travel meanwhile."""
+    activations: Activations = "auto"
+    """Where what backward needs of a forward waits for it: on the ``device``, in ``host`` memory, or on
+    ``disk`` (in TMPDIR); ``auto`` takes host memory on a GPU where ``memory_gib`` is set."""
     chunks: int | None = None
     """Chunks of each part that pass the stages one after the other; by default 4 a stage, else 1."""
     cross_chunk: CrossChunk = "history"
@@ -165,6 +169,7 @@ class Parallel:
             ("codec", CodecName),
             ("codec_backward", CodecName),
             ("codec_stage", CodecName),
+            ("activations", Activations),
         ):
             if getattr(self, name) not in (*get_args(kinds), None):
                 raise ConfigError(

@@ -49,6 +49,7 @@ def summary(
     pipeline: Mapping[str, float | None] | None = None,
     crossing: Mapping[str, Any] | None = None,
     working_memory_bytes: int | None = None,
+    activations_moved_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Build what ``summary.json`` holds.
 
@@ -74,6 +75,7 @@ def summary(
         pipeline: What ``pipeline_summary`` gave; None where there is no pipeline.
         crossing: Codecs by kind, errors by site, ``oldest_age`` and probes; None where all crosses exactly.
         working_memory_bytes: The most that a sum over feature slices took, where that has a bound.
+        activations_moved_bytes: The most that a rank moved off its device, or to disk, in one forward.
 
     Returns:
         Plain values in the order of the file.
@@ -111,6 +113,7 @@ def summary(
         "pipeline": None if pipeline is None else dict(pipeline),
         "crossing": None if crossing is None else crossings.crossing_summary(crossing, costly),
         "working_memory_bytes": working_memory_bytes,
+        "activations_moved_bytes": activations_moved_bytes,
         "partition": None if partition is None else dict(partition),
     }
     return result | {key: value for key, value in extra.items() if value not in (None, [], {})}
@@ -192,6 +195,8 @@ def headline(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("threads a rank", threads_text(counts)))
     if values.get("working_memory_bytes"):
         rows.append(("working memory of sums", bytes_text(values["working_memory_bytes"])))
+    if values.get("activations_moved_bytes"):
+        rows.append(("activations moved a rank", bytes_text(values["activations_moved_bytes"])))
     if values.get("max_age"):
         rows.append(("oldest row read", epochs_text(values["max_age"])))
     return rows

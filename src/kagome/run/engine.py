@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,7 @@ from kagome.run.ahead import Ahead, Forward
 from kagome.run.gradients import Gradients
 from kagome.run.holdings import Saved
 from kagome.run.ladder import EXACT, Ladder, Probe, Rung
+from kagome.run.offload import Offload
 from kagome.run.tally import Tally
 from kagome.run.task import Loss, check_finite, check_rows, checked_loss, columns, draws_of, row_sum
 
@@ -91,6 +93,9 @@ class Engine:
         if parallel.memory_gib is not None:
             self.scope.bound = Bound(int(parallel.memory_gib * 2**30), channel.device)
         self.scope.sums_only = parallel.halo_sample < 1 and channel.size > 1
+        # Layers that run again save next to nothing.
+        moved = replace(parallel, activations="device") if recompute else parallel
+        self.offload = Offload(moved, channel.device, self.scope.lasting)
         self._notes: list[str] = []
         if fast and settings.amp == "bf16" and channel.device.type == "cpu":
             self._notes.append(
@@ -280,6 +285,7 @@ class Engine:
         """What the summary is told of what crossed. All ranks call it."""
         bound = self.scope.bound
         used = {} if bound is None else bound.used(self.channel)
+        used |= self.offload.facts(self.channel)
         return {**self.tally.facts(self.ladder.found, self.ladder), **used}
 
     def sum_up(self) -> tuple[str, ...]:
@@ -298,6 +304,7 @@ class Engine:
             self.phases.phase("forward", epoch),
             self.ahead.watching(watched) as unchanged,
             saved or nullcontext(),
+            self.offload.saving(),
         ):
             out = self.forward(epoch, training=True)
         self.saved = self.saved if saved is None else saved.bytes

@@ -27,6 +27,12 @@ def engine_for(
     """
     parallel = settings.parallel.fit(mesh.size)
     _refuse_slices_by_pyg(parallel, settings, mesh)
+    if settings.model.recompute and parallel.activations in ("host", "disk"):
+        raise ConfigError(
+            f"parallel.activations={parallel.activations!r} moves what layers save for backward",
+            "model.recompute=True lets them save nothing",
+            hint="one of the two",
+        )
     if parallel.pipe == 1 and parallel.chunks == 1:
         return Engine(
             model,

@@ -6,7 +6,8 @@ interception.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ class StageCode:
         stage: Which of them are this rank's.
         current: Told which interception is running.
         cast: Makes the context of mixed precision.
+        saving: Makes the context in which activations are moved elsewhere.
     """
 
     model: nn.Module
@@ -41,6 +43,7 @@ class StageCode:
     stage: Stage
     current: Current
     cast: Any
+    saving: Callable[[], AbstractContextManager[None]]
 
     def shape(self, name: str, scope: Interception) -> tuple[int, ...]:
         """The shape of a value on a chunk."""
@@ -102,6 +105,7 @@ class Job:
             self._running(),
             scope.running(self.epoch, training=self.training, checked=self.checked) as turn,
             code.cast(),
+            code.saving() if self.training else nullcontext(),
         ):
             found = code.graph.run(
                 code.model,

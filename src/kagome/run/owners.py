@@ -52,6 +52,14 @@ class Owners:
             found = self.pipe.all_reduce(grad, action=f"shared weights {name}", kind="weights")
             parameter.grad = found if self.mine in self.shared[name] else None
 
+    def clip(self, parameters: Sequence[nn.Parameter], most: float) -> None:
+        """Make the gradient of all stages no longer than this. All ranks call it."""
+        factor = most / (self.products(parameters)[0] ** 0.5 + 1e-6)
+        if factor < 1.0:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
     def products(
         self, parameters: Sequence[nn.Parameter], others: Sequence[Tensor | None] | None = None
     ) -> tuple[float, float, float]:

@@ -36,6 +36,7 @@ from kagome.run.guard import Epoch, Guard, Measured
 from kagome.run.holdings import held_by_chunks
 from kagome.run.job import Job, StageCode
 from kagome.run.ladder import EXACT, Probe, Rung
+from kagome.run.offload import Offload
 from kagome.run.owners import Owners
 from kagome.run.passes import Passes
 from kagome.run.staging import stage_model
@@ -81,8 +82,10 @@ class Pipeline:
         part = self._needed(part)
         self.chunks = chunked(part, mesh.graph, parallel, device=device, seed=settings.seed, fast=fast)
         self.current = Current([*self.chunks.scopes, *self.chunks.apart])
+        self.offload = Offload(parallel, device, lambda tensor: self.current.get().lasting(tensor))
         self.code = StageCode(
-            model, self.staging.graph, self.staging.survey, self.stage, self.current, self._cast
+            *(model, self.staging.graph, self.staging.survey, self.stage, self.current, self._cast),
+            self.offload.saving,
         )
         self.inputs = {name: value.to(device) for name, value in part.nodes.items()}
         self.owners = Owners(model, self.staging.stages, mesh.pipe)
@@ -154,7 +157,8 @@ class Pipeline:
         """What the summary is told of what crossed. All ranks call it."""
         oldest, bound = 0 if self.guard is None else self.guard.oldest, self.chunks.scopes[0].bound
         facts = self.ways.tally.facts(self._found, self.ways.ladder, oldest=oldest)
-        return facts if bound is None else {**facts, **bound.used(self.mesh.world)}
+        used = {} if bound is None else bound.used(self.mesh.world)
+        return {**facts, **used, **self.offload.facts(self.mesh.world)}
 
     def sum_up(self) -> tuple[str, ...]:
         """What there is to say at the end: what history, codecs and late rows were found to cost."""
@@ -260,7 +264,7 @@ class Pipeline:
         check_finite(value, epoch)
         with self.phases.phase("optimizer", epoch):
             if self.settings.clip is not None:
-                self._clip(self.settings.clip)
+                self.owners.clip(self.gradients.parameters, self.settings.clip)
             optimizer.step()
         return value, stops > 0
 
@@ -356,14 +360,6 @@ class Pipeline:
     def _cast(self) -> AbstractContextManager[object]:
         amp = self.settings.amp == "bf16"
         return torch.autocast(self.mesh.device.type, torch.bfloat16) if amp else nullcontext()
-
-    def _clip(self, most: float) -> None:
-        norm = self.owners.products(self.gradients.parameters)[0] ** 0.5
-        factor = most / (norm + 1e-6)
-        if factor < 1.0:
-            for parameter in self.gradients.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
 
     # Evaluation ----------------------------------------------------------------------------------
 
