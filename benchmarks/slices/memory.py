@@ -1,4 +1,4 @@
-"""What does it take to keep the sums within a quarter of their working set, and activations off memory?
+"""What do sums within a quarter of their working set, and activations on disk, cost? Interleaved.
 
 Run: python benchmarks/slices/memory.py    (about 3 minutes)
 
