@@ -1,6 +1,6 @@
 """What do sums within a quarter of their working set, and activations on disk, cost? Interleaved.
 
-Run: python benchmarks/slices/memory.py    (about 3 minutes)
+Run: python benchmarks/slices/memory.py    (about 6 minutes)
 
 Two ranks of one thread each, interleaved. The working set is what the sums take in one piece, as a run with
 a bound that nothing meets reports it; then a quarter of that is the bound.
@@ -24,6 +24,7 @@ import tyro
 HERE = Path(__file__).parent
 ENOUGH = "64"
 """GiB that no sum here needs."""
+DEEP = ["--model.layers", "16"]
 QUIET = ["--report.no-page", "--report.no-trace", "--report.no-progress"]
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
 
@@ -51,7 +52,8 @@ def run(flags: Sequence[str], options: Options) -> dict[str, Any]:
     folder = options.out / "runs" / "memory"
     shutil.rmtree(folder, ignore_errors=True)
     words = [sys.executable, "-m", "kagome", "train", "--data.name", options.graph, "--nproc", "2"]
-    words += ["--model.name", "gcn", "--model.layers", str(options.layers), "--parallel.tensor", "2"]
+    words += ["--model.name", "gcn", "--parallel.tensor", "2"]
+    words += [] if "--model.layers" in flags else ["--model.layers", str(options.layers)]
     words += ["--model.hidden", str(options.hidden), "--train.epochs", str(options.epochs)]
     words += ["--train.eval-every", str(options.epochs), "--train.no-check", *QUIET]
     words += ["--out", str(folder), *flags]
@@ -72,7 +74,9 @@ def run(flags: Sequence[str], options: Options) -> dict[str, Any]:
 
 def table(rows: Mapping[str, Sequence[Mapping[str, Any]]], bound: int) -> str:
     """The rows as Markdown."""
-    base = statistics.median(one["seconds"] for one in rows["in one piece"])
+    bases = {
+        deep: _seconds(rows["16 layers, without a bound" if deep else "in one piece"]) for deep in (0, 1)
+    }
     lines = ["| | an epoch | times | working memory of sums | activations moved | peak memory | loss |"]
     lines.append("|---|---|---|---|---|---|---|")
     for name, runs in rows.items():
@@ -81,10 +85,14 @@ def table(rows: Mapping[str, Sequence[Mapping[str, Any]]], bound: int) -> str:
         one = runs[0]
         lines.append(
             f"| {name} | {1e3 * middle:,.0f} ms ({1e3 * min(taken):,.0f} to {1e3 * max(taken):,.0f}) "
-            f"| {middle / base:.2f} | {one['working'] / 1e6:,.1f} MB | {one['moved'] / 1e6:,.1f} MB "
+            f"| {middle / bases[name.startswith('16')]:.2f} | {one['working'] / 1e6:,.1f} MB | {one['moved'] / 1e6:,.1f} MB "
             f"| {one['peak'] / 1e6:,.0f} MB | {one['loss']:.6f} |"
         )
     return "\n".join([*lines, "", f"The bound is {bound / 1e6:,.1f} MB."]) + "\n"
+
+
+def _seconds(runs: Sequence[Mapping[str, Any]]) -> float:
+    return statistics.median(one["seconds"] for one in runs)
 
 
 def main(options: Options) -> None:
@@ -97,6 +105,8 @@ def main(options: Options) -> None:
         "in one piece": ["--parallel.memory-gib", ENOUGH],
         "a quarter": quarter,
         "a quarter, activations on disk": [*quarter, "--parallel.activations", "disk"],
+        "16 layers, without a bound": DEEP,
+        "16 layers, activations on disk": [*DEEP, "--parallel.activations", "disk"],
     }
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     for _ in range(options.turns):

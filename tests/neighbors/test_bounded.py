@@ -14,7 +14,7 @@ from torch import Tensor
 from kagome.comm.local import LocalChannel, LocalGroup
 from kagome.errors import ConfigError, ModelError
 from kagome.kernels.structure import Structure
-from kagome.neighbors.bounded import Bound, Chunk, chunks_of, cut_in, largest
+from kagome.neighbors.bounded import Bound, Chunk, chunks_of, cut_in, largest, travelling
 from kagome.neighbors.slicing import Slicing
 from kagome.neighbors.transpose import Transposer
 from parity import assert_equal, joined, parity, whole
@@ -103,7 +103,18 @@ def test_what_a_chunk_needs_is_what_it_holds() -> None:
     edges = torch.randint(0, 20, (2, 60), generator=torch.Generator().manual_seed(0))
     (chunk,) = chunks_of(slicing(edges, 20), 3, 8, 2, 1 << 30)
     assert isinstance(chunk, Chunk)
-    rows = (chunk.reads.numel() + 20) * 3 * 8
-    assert chunk.working(3, 8, 2) == rows + 60 * (8 + 16) + 16 * 20
-    assert chunk.moving(3, 8) == (chunk.brings.all.numel() + 20) * 3 * 8
+    rows = (max(chunk.reads.numel(), 20) + 20) * 3 * 8
+    assert chunk.working(3, 8, 2) == rows + 60 * (8 + 2 * 16) + 16 * 20
+    assert travelling(chunk.brings, None, 3, 8) == 2 * chunk.brings.all.numel() * 3 * 8
+    assert largest((chunk,), 3, 8, 2) == chunk.working(3, 8, 2)
     assert Bound(1, torch.device("cpu")).gauge.peak == 0
+
+
+def test_there_are_hardly_more_chunks_than_need_be() -> None:
+    generator = torch.Generator().manual_seed(1)
+    given = slicing(torch.randint(0, 500, (2, 6000), generator=generator), 500)
+    for bound in (20_000, 27_000, 40_000, 61_000, 90_000):
+        found = chunks_of(given, 4, 8, 1, bound)
+        assert largest(found, 4, 8, 1) <= bound
+        fewer = len(found) - max(len(found) // 8, 1) - 1
+        assert fewer < 1 or largest(cut_in(given, fewer), 4, 8, 1) > bound

@@ -65,17 +65,22 @@ class Chunk:
     structure: Structure
 
     def working(self, width: int, itemsize: int, heads: int) -> int:
-        """Bytes of what is on the device while it is summed: rows read and written, weights, edges."""
-        rows = (self.reads.numel() + self.end - self.begin) * width * itemsize
-        return rows + self.edges.numel() * (8 + heads * itemsize) + 16 * (self.end - self.begin)
+        """Bytes of what is on the device meanwhile: rows read and written, weights, their gradient, edges."""
+        writes = self.end - self.begin
+        rows = (max(self.reads.numel(), writes) + writes) * width * itemsize
+        return rows + self.edges.numel() * (8 + 2 * heads * itemsize) + 16 * writes
 
-    def moving(self, width: int, itemsize: int) -> int:
-        """Bytes of what comes for it and what goes from it meanwhile."""
-        return (self.brings.all.numel() + self.end - self.begin) * width * itemsize
+
+def travelling(coming: Lot | None, going: Lot | None, width: int, itemsize: int) -> int:
+    """Bytes of what comes for one chunk and goes from another: what this rank sends, and what it receives."""
+    return 2 * sum(0 if lot is None else lot.all.numel() for lot in (coming, going)) * width * itemsize
 
 
 def chunks_of(slicing: Slicing, width: int, itemsize: int, heads: int, bound: int) -> tuple[Chunk, ...]:
-    """As few chunks of about as many edges each as keep the working memory within a bound.
+    """Few chunks of about as many edges each, that keep the working memory within a bound.
+
+    Their number is doubled until they do, then halved between what does and what does not, so that it is at
+    most an eighth larger than need be.
 
     Args:
         slicing: The edges of all ranks.
@@ -88,29 +93,40 @@ def chunks_of(slicing: Slicing, width: int, itemsize: int, heads: int, bound: in
         ConfigError: If the rows that one destination reads do not fit.
 
     Cost:
-        A sort of the edges for each doubling of the number of chunks. Keeps 16 bytes an edge.
+        A sort of the edges for each number that is tried. Keeps 16 bytes an edge.
     """
-    rows, count = slicing.rows.total, 1
+    rows, count, fewer = slicing.rows.total, 1, 0
     while True:
         chunks = cut_in(slicing, min(count, max(rows, 1)))
         need = largest(chunks, width, itemsize, heads)
         if need <= bound:
-            return chunks
+            break
         if count >= min(rows, MOST):
             raise ConfigError(
                 f"parallel.memory_gib bounds the working memory of a sum at {bound / 2**30:.3g} GiB",
                 f"the in-edges of one vertex, with {width} columns, need {need / 2**30:.3g} GiB",
                 hint="a larger --parallel.memory-gib, or more slices (--parallel.tensor)",
             )
-        count *= 2
+        count, fewer = 2 * count, count
+    while count - fewer > max(fewer // 8, 1):
+        middle = (count + fewer) // 2
+        tried = cut_in(slicing, min(middle, max(rows, 1)))
+        if largest(tried, width, itemsize, heads) <= bound:
+            count, chunks = middle, tried
+        else:
+            fewer = middle
+    return chunks
 
 
 def largest(chunks: Sequence[Chunk], width: int, itemsize: int, heads: int) -> int:
-    """The most working memory of any chunk, with what moves for its neighbours in turn."""
-    moving = [chunk.moving(width, itemsize) for chunk in chunks]
-    beside = [sum(moving[max(place - 1, 0) : place + 2]) for place in range(len(chunks))]
-    needs = [chunk.working(width, itemsize, heads) for chunk in chunks]
-    return max((a + b for a, b in zip(needs, beside, strict=True)), default=0)
+    """The most working memory of any chunk, with what travels meanwhile for the next and the one before."""
+    found = 0
+    for place, chunk in enumerate(chunks):
+        coming = chunks[place + 1].brings if place + 1 < len(chunks) else None
+        going = chunks[place - 1].writes if place else None
+        beside = travelling(coming, going, width, itemsize)
+        found = max(found, chunk.working(width, itemsize, heads) + beside)
+    return found
 
 
 def cut_in(slicing: Slicing, count: int) -> tuple[Chunk, ...]:
@@ -137,13 +153,15 @@ def cut_in(slicing: Slicing, count: int) -> tuple[Chunk, ...]:
 
 @dataclass(eq=False)
 class Gauge:
-    """The most that sums held on the device at a time, in bytes: rows, weights and edges of a chunk."""
+    """The most that sums held at a time, in bytes: a chunk's rows, weights and edges, and what travels."""
 
     peak: int = 0
+    moving: int = 0
+    """Of what travels now."""
 
     def note(self, *tensors: Tensor | None) -> None:
-        """These are on the device at a time."""
-        self.peak = max(self.peak, sum(t.nbytes for t in tensors if t is not None))
+        """These are there at a time."""
+        self.peak = max(self.peak, self.moving + sum(t.nbytes for t in tensors if t is not None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,6 +301,8 @@ class _Hop(torch.autograd.Function):
                 part[chunk.brings.all] = coming.wait()
                 more = place + 1 < len(chunks)
                 coming = hop.apart(rows, chunks[place + 1].brings, APART) if more else None
+            comes = chunks[place + 1].brings if coming is not None else None
+            hop.gauge.moving = travelling(comes, going and going[0], hop.mine, rows.itemsize)
             x = hop.moved(part, chunk.reads)
             if hop.factor is not None:
                 x.mul_(hop.moved(hop.factor, chunk.reads).view(-1, 1))
@@ -320,6 +340,8 @@ class _Hop(torch.autograd.Function):
                 coming = hop.apart(g, chunks[place - 1].writes, BACK_TOGETHER) if place else None
             else:
                 mine = g[chunk.begin : chunk.end]
+            comes = chunks[place - 1].writes if coming is not None else None
+            hop.gauge.moving = travelling(comes, going and going[0], hop.mine, g.itemsize)
             mine = mine.to(hop.device)
             if hop.scale is not None:
                 mine = mine * hop.scale[chunk.begin : chunk.end].to(mine).view(-1, 1)
