@@ -85,8 +85,8 @@ def table(rows: Mapping[str, Sequence[Mapping[str, Any]]], bound: int) -> str:
         one = runs[0]
         lines.append(
             f"| {name} | {1e3 * middle:,.0f} ms ({1e3 * min(taken):,.0f} to {1e3 * max(taken):,.0f}) "
-            f"| {middle / bases[name.startswith('16')]:.2f} | {one['working'] / 1e6:,.1f} MB | {one['moved'] / 1e6:,.1f} MB "
-            f"| {one['peak'] / 1e6:,.0f} MB | {one['loss']:.6f} |"
+            f"| {middle / bases[name.startswith('16')]:.2f} | {one['working'] / 1e6:,.1f} MB "
+            f"| {one['moved'] / 1e6:,.1f} MB | {one['peak'] / 1e6:,.0f} MB | {one['loss']:.6f} |"
         )
     return "\n".join([*lines, "", f"The bound is {bound / 1e6:,.1f} MB."]) + "\n"
 
