@@ -106,7 +106,7 @@ def parity(
     owner: Tensor,
     seed: int = 0,
     epochs: int = 1,
-    slices: bool = False,
+    tensor: int = 1,
     bound: int | None = None,
 ) -> Share:
     """Train ``epochs`` times on this rank's part, as ``run.engine`` does, without a step.
@@ -118,14 +118,14 @@ def parity(
         owner: Part of each vertex.
         seed: Of weights, draws, and the loss's weights.
         epochs: Forward and backward passes.
-        slices: Whether columns that do not meet are reduced over the whole graph, some by each rank.
+        tensor: How many ranks reduce some columns of a part each, where columns do not meet.
         bound: Bytes of working memory of such sums.
     """
     with double_precision():
         part = extract(data, owner, channel.rank, channel.size)
         x = part.nodes["x"] = part.nodes["x"].detach().clone().requires_grad_(data.x.requires_grad)
         model = seeded(build, seed)
-        scope = Interception(part, channel, seed=seed, handlers=HANDLERS, slices=slices)
+        scope = Interception(part, channel, seed=seed, handlers=HANDLERS, tensor=tensor)
         if bound is not None:
             scope.bound = Bound(bound, scope.device)
         uninstall = install(model, scope)

@@ -164,7 +164,7 @@ def _slices(cut: Parallel) -> None:
     assert cut.graph is not None
     assert cut.chunks is not None
     others = {
-        f"graph={cut.graph}": cut.graph > 1,
+        f"memory_gib={cut.memory_gib} with graph={cut.graph}": cut.memory_gib is not None and cut.graph > 1,
         f"chunks={cut.chunks}": cut.chunks > 1,
         f"max_age={cut.max_age}": cut.max_age > 0,
         f"halo_sample={cut.halo_sample}": cut.halo_sample < 1,
@@ -174,7 +174,7 @@ def _slices(cut: Parallel) -> None:
     for setting, clash in others.items():
         if clash:
             raise ConfigError(
-                f"tensor={cut.tensor} slices the features of the whole graph",
-                f"{setting} is for a halo, or cuts the graph or the model as well",
-                hint=f"tensor={cut.tensor} alone, or {setting} without tensor",
+                f"tensor={cut.tensor} slices the features of whole parts",
+                f"{setting} is for parts that each rank has by itself",
+                hint=f"tensor={cut.tensor} without it, or {setting} without tensor",
             )

@@ -214,10 +214,17 @@ class Parallel:
         clashes.check_mesh(fitted, world_size)
         return fitted
 
-    @property
-    def cutter(self) -> Partitioner:
-        """The partitioner: feature slices gain nothing by a good cut, and want equal parts."""
-        return "contiguous" if self.tensor > 1 and self.partitioner == "auto" else self.partitioner
+    def cutter(self, ranks: int) -> str:
+        """The partitioner of the vertices of so many ranks, those of one stage.
+
+        Ranks that slice the features of one part want equal shares of it, however they are cut.
+        """
+        if self.tensor == 1 or self.partitioner != "auto":
+            return self.partitioner if ranks == self.tensor else self._in_groups(self.partitioner)
+        return "contiguous" if ranks == self.tensor else self._in_groups("metis")
+
+    def _in_groups(self, name: str) -> str:
+        return name if self.tensor == 1 else f"{name}/{self.tensor}"
 
 
 @dataclass(frozen=True, kw_only=True)

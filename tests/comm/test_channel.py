@@ -131,7 +131,7 @@ def test_what_nobody_waits_for_holds_up_no_later_exchange(ranks, world):
 
 def with_header(channel: Channel) -> dict[str, int]:
     ones = [1] * channel.size
-    channel.exchange(torch.zeros(channel.size, 4), ones, ones, action="a", header=(0, 3, 1, 2, 4))
+    channel.exchange(torch.zeros(channel.size, 4), ones, ones, action="a", header=(0, 3, 2, 4, 1))
     return channel.take_bytes()
 
 
@@ -154,7 +154,7 @@ def disagree(channel: Channel, what: str) -> str:
         sends = [2, *ones[1:]]
     try:
         channel.exchange(
-            torch.zeros(sum(sends), width), sends, comes, action="halo forward", header=(0, 3, 1, site, width)
+            torch.zeros(sum(sends), width), sends, comes, action="halo forward", header=(0, 3, site, width, 1)
         )
     except CommError as error:
         return str(error)

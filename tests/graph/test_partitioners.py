@@ -86,3 +86,16 @@ def test_unknown_names_list_the_known() -> None:
 def test_no_parts(parts: int) -> None:
     with pytest.raises(PartitionError, match=f"1 part or more, but {parts}"):
         assign("metis", torch.empty(2, 0, dtype=torch.long), 3, parts)
+
+
+@pytest.mark.parametrize("name", ["metis", "contiguous", "random"])
+@pytest.mark.parametrize("shares", [2, 3])
+def test_shares_of_each_part_are_equal_and_side_by_side(name: str, shares: int) -> None:
+    edges = torch.randint(0, 61, (2, 300), generator=torch.Generator().manual_seed(0))
+    parts, fine = assign(name, edges, 61, 2, 5), assign(f"{name}/{shares}", edges, 61, 2 * shares, 5)
+    assert torch.equal(fine // shares, parts)
+    for part in range(2):
+        sizes = torch.bincount(fine[parts == part] - part * shares, minlength=shares)
+        assert int(sizes.max() - sizes.min()) <= 1
+    with pytest.raises(PartitionError, match=f"parts come by {shares}, but {2 * shares + 1} were"):
+        assign(f"{name}/{shares}", edges, 61, 2 * shares + 1, 5)

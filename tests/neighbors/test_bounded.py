@@ -15,7 +15,7 @@ from kagome.comm.local import LocalChannel, LocalGroup
 from kagome.errors import ConfigError, ModelError
 from kagome.kernels.structure import Structure
 from kagome.neighbors.bounded import Bound, Chunk, chunks_of, cut_in, largest, travelling
-from kagome.neighbors.slicing import Slicing
+from kagome.neighbors.slicing import Slicing, Team
 from kagome.neighbors.transpose import Transposer
 from parity import assert_equal, joined, parity, whole
 
@@ -30,7 +30,7 @@ def slicing(edges: Tensor, rows: int) -> Slicing:
     def work(channel: LocalChannel) -> None:
         structure = Structure(edges[0], edges[1], rows, rows)
         ways = Transposer((rows,), channel), Transposer((edges.size(1),), channel)
-        found.append(Slicing(*ways, structure))
+        found.append(Slicing(*ways, structure, Team(0, 1, 1)))
 
     LocalGroup(1).run(work)
     return found[0]
@@ -74,7 +74,7 @@ NAMES = [
 @pytest.mark.parametrize(("name", "size"), [(name, 2 + place % 2) for place, name in enumerate(NAMES)])
 def test_models_are_whole_within_a_bound(ranks: Callable[..., list], name: str, size: int) -> None:
     data, owner = graph(), torch.arange(V) * size // V
-    shares = ranks(size, parity, MODELS[name], data, owner, 0, 2, True, BOUND)
+    shares = ranks(size, parity, MODELS[name], data, owner, 0, 2, size, BOUND)
     assert_equal(joined(shares, V), whole(MODELS[name], data, epochs=2))
 
 
@@ -96,7 +96,7 @@ def test_a_bound_that_one_vertex_does_not_fit_is_refused() -> None:
 def test_extremes_are_refused_by_name(ranks: Callable[..., list]) -> None:
     data, owner = graph(), torch.arange(V) * 2 // V
     with pytest.raises(ModelError, match=r"bounds sums and means over neighbours(.|\n)*convs\.0"):
-        ranks(2, parity, MODELS["pna"], data, owner, 0, 1, True, BOUND)
+        ranks(2, parity, MODELS["pna"], data, owner, 0, 1, 2, BOUND)
 
 
 def test_what_a_chunk_needs_is_what_it_holds() -> None:

@@ -36,13 +36,13 @@ def in_threads(
     *,
     epochs: int = 1,
     owner: Tensor | None = None,
-    slices: bool = True,
+    tensor: int | None = None,
 ) -> Result:
     """``parity`` in feature slices, ranks as threads: each has a copy of one model, as seeds are global."""
     owner = random_owner(data.num_nodes, size, seed=size) if owner is None else owner
 
     def work(channel: object) -> object:
-        return parity(channel, partial(copy.deepcopy, model), data, owner, 0, epochs, slices)
+        return parity(channel, partial(copy.deepcopy, model), data, owner, 0, epochs, tensor or channel.size)
 
     with double_precision():
         return joined(LocalGroup(size).run(work), data.num_nodes)
@@ -169,19 +169,38 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_whole(ranks: Callable[..., list], name: str, size: int) -> None:
     data, owner = graph(), torch.arange(V) * size // V
-    shares = ranks(size, parity, MODELS[name], data, owner, 0, 2, True)
+    shares = ranks(size, parity, MODELS[name], data, owner, 0, 2, size)
+    assert_equal(joined(shares, V), whole(MODELS[name], data, epochs=2))
+
+
+@pytest.mark.some(8)
+@pytest.mark.parametrize("cut", ["even", "one edge between", "a rank without", "a group without", "random"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_whole_in_parts_whose_features_are_sliced(
+    ranks: Callable[..., list], name: str, cut: str
+) -> None:
+    """Two parts of two slices each: rows of the other part come in this rank's columns."""
+    data, place = graph(), torch.arange(V)
+    owner = {
+        "even": place * 4 // V,
+        "one edge between": torch.where(place < V - 1, place * 2 // V, 3),
+        "a rank without": torch.where(place < V // 2, 0, 2 + place % 2),
+        "a group without": place % 2,
+        "random": torch.randint(0, 4, (V,), generator=torch.Generator().manual_seed(4)),
+    }[cut]
+    shares = ranks(4, parity, MODELS[name], data, owner, 0, 2, 2)
     assert_equal(joined(shares, V), whole(MODELS[name], data, epochs=2))
 
 
 @pytest.mark.parametrize(
-    ("name", "slices"), [(name, True) for name in MODELS] + [(name, False) for name in ("gcn", "gat2", "pna")]
+    ("name", "tensor"), [(name, 3) for name in MODELS] + [(name, 1) for name in ("gcn", "gat2", "pna")]
 )
-def test_a_rank_without_vertices(name: str, slices: bool) -> None:
+def test_a_rank_without_vertices(name: str, tensor: int) -> None:
     """It takes its part in every exchange, though its tensors lie nowhere and PyG leaves a softmax out."""
     data, owner = graph(), torch.where(torch.arange(V) < 40, 0, 2)
     with double_precision():
         model = seeded(MODELS[name], 0)
-    found = in_threads(model, data, 3, epochs=2, owner=owner, slices=slices)
+    found = in_threads(model, data, 3, epochs=2, owner=owner, tensor=tensor)
     assert_equal(found, whole(MODELS[name], data, epochs=2))
 
 
@@ -190,7 +209,7 @@ def sent(channel: Channel, name: str, epochs: int, bound: int | None = None) -> 
     with double_precision():
         part = extract(graph(), torch.arange(V) * channel.size // V, channel.rank, channel.size)
         model = seeded(MODELS[name], 0)
-        scope = Interception(part, channel, handlers=HANDLERS, slices=True)
+        scope = Interception(part, channel, handlers=HANDLERS, tensor=channel.size)
         if bound is not None:
             scope.bound = Bound(bound, scope.device)
         install(model, scope)

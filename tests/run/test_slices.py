@@ -68,12 +68,12 @@ def test_a_curve_does_not_know_how_many_slices(ranks: Callable[..., list], name:
     assert many["summary"]["bytes_per_epoch"]["transpose"] > 0
 
 
-def checked(channel: Channel) -> list[str]:
+def checked(channel: Channel, graph_parts: int = 1) -> list[str]:
     """What is said where the split is compared with the whole first."""
     with Trainer(
         gcn(),
         graph(torch.float64),
-        parallel=Parallel(tensor=2),
+        parallel=Parallel(tensor=2, graph=graph_parts),
         train=settings(check=True, epochs=1),
         report=QUIET,
     ) as trainer:
@@ -119,7 +119,13 @@ def depths(channel: Channel) -> dict[int, int]:
     return found
 
 
-MESHES = [(1, {}), (2, {"tensor": 2}), (3, {"graph": 3}), (4, {"tensor": 2, "pipe": 2})]
+MESHES = [
+    (1, {}),
+    (2, {"tensor": 2}),
+    (3, {"graph": 3}),
+    (4, {"tensor": 2, "pipe": 2}),
+    (4, {"tensor": 2, "graph": 2}),
+]
 
 
 @pytest.mark.some(2)
@@ -145,13 +151,13 @@ def partial_run(channel: Channel, cut: dict[str, Any], out: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "graph": ({"tensor": 2, "graph": 2}, 4, "graph=2 is for a halo, or cuts the graph"),
-    "chunks": ({"tensor": 2, "pipe": 2, "chunks": 4}, 4, "chunks=4 is for a halo"),
-    "feedback": ({"tensor": 2, "codec": "onebit", "error_feedback": True}, 2, "error_feedback is for a halo"),
-    "bits": ({"tensor": 2, "codec": "int4", "adaptive_bits": True}, 2, "adaptive_bits is for a halo"),
-    "late": ({"tensor": 2, "max_age": 1}, 2, "max_age=1 is for a halo"),
+    "bound": ({"tensor": 2, "graph": 2, "memory_gib": 1.0}, 4, "memory_gib=1.0 with graph=2 is for parts"),
+    "chunks": ({"tensor": 2, "pipe": 2, "chunks": 4}, 4, "chunks=4 is for parts"),
+    "feedback": ({"tensor": 2, "codec": "onebit", "error_feedback": True}, 2, "error_feedback is for parts"),
+    "bits": ({"tensor": 2, "codec": "int4", "adaptive_bits": True}, 2, "adaptive_bits is for parts"),
+    "late": ({"tensor": 2, "max_age": 1}, 2, "max_age=1 is for parts"),
     "ranks": ({"tensor": 3}, 4, "the mesh tensor=3 x graph=1 needs 3 ranks"),
-    "bound": ({"memory_gib": 1.0}, 2, "tensor=1 has none"),
+    "no slices": ({"memory_gib": 1.0}, 2, "tensor=1 has none"),
     "decoupled stages": ({"decouple": True, "pipe": 2}, 2, "pipe=2, chunks=8 cut the model layer by layer"),
 }
 
@@ -225,9 +231,11 @@ def test_the_command_line_starts_as_many_ranks_as_slices() -> None:
 
 
 def test_equal_parts_are_taken_where_no_cut_is_asked_for() -> None:
-    assert Parallel(tensor=2).cutter == "contiguous"
-    assert Parallel(tensor=2, partitioner="metis").cutter == "metis"
-    assert Parallel().cutter == "auto"
+    assert Parallel(tensor=2).cutter(2) == "contiguous"
+    assert Parallel(tensor=2, partitioner="metis").cutter(2) == "metis"
+    assert Parallel().cutter(2) == "auto"
+    assert Parallel(tensor=2).cutter(4) == "metis/2"
+    assert Parallel(tensor=2, partitioner="random").cutter(6) == "random/2"
 
 
 @pytest.mark.some(2)
@@ -269,3 +277,32 @@ def test_stages_of_slices(ranks: Callable[..., list], name: str, bound: dict[str
     assert sent["stage"] > 0
     if bound:
         assert 0 < many["summary"]["working_memory_bytes"] <= bound["memory_gib"] * 2**30
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize("name", ["gcn", "gat", "plain"])
+@pytest.mark.parametrize("more", [{}, {"decouple": True}])
+def test_parts_whose_features_are_sliced(ranks: Callable[..., list], name: str, more: dict[str, Any]) -> None:
+    """Between parts goes a halo, each row once in as many columns as a rank has; within one, transposes."""
+    name = "plain" if more else name
+    one, many = trained(ranks, 1, name, **more), trained(ranks, 4, name, tensor=2, graph=2, **more)
+    torch.testing.assert_close(many["losses"], one["losses"], rtol=0, atol=1e-9)
+    torch.testing.assert_close(many["scores"], one["scores"], rtol=0, atol=1e-7)
+    assert many["axes"] == {"pipe": 1, "graph": 2, "tensor": 2}
+    sent = many["summary"]["bytes_per_epoch"]
+    assert sent["transpose"] > 0
+    assert sent["halo"] > 0
+
+
+def test_the_check_knows_parts_of_slices(ranks: Callable[..., list]) -> None:
+    notes = ranks(4, checked, 2)[0]
+    assert any("split over 4 and whole equal" in note for note in notes)
+
+
+def test_a_halo_of_slices_may_have_few_bits(ranks: Callable[..., list]) -> None:
+    exact, few = (
+        trained(ranks, 4, "wide", tensor=2, graph=2, guard=False, codec=codec)["summary"]["bytes_per_epoch"]
+        for codec in ("none", "int8")
+    )
+    assert few["halo"] < 0.4 * exact["halo"]
+    assert few["transpose"] < 0.4 * exact["transpose"]

@@ -116,7 +116,7 @@ class Channel(End):
             recv_counts: Rows from each rank.
             action: What this is, for errors: ``halo forward of conv1.x, epoch 3``.
             kind: What its bytes count as.
-            header: Up to five numbers (direction, epoch, step, site, width) that must be the same on both
+            header: Up to five numbers (direction, epoch, site, width, gradient) that must be the same on both
                 sides; they and the row counts are compared before any row is sent. All ranks or none give it.
             pick: Send these of the rows, in this order; all if None.
             trip: What it is, for carriers that code rows or bring them late; nothing is done with it here.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kagome.errors import CommError
 
 HEADER_NUMBERS = 5
-HEADER_FIELDS = ("direction", "epoch", "step", "site", "width", "rows to the peer", "rows from the peer")
+HEADER_FIELDS = ("direction", "epoch", "site", "width", "gradient", "rows to the peer", "rows from the peer")
 
 
 def header(fields: Sequence[int], sent: int, received: int) -> list[int]:

@@ -212,7 +212,8 @@ def assign(name: str, edge_index: Tensor, num_nodes: int, parts: int, seed: int 
     """Give every vertex to a part, by the partitioner of that name.
 
     Args:
-        name: One of :data:`PARTITIONERS`.
+        name: One of :data:`PARTITIONERS`; ``metis/2`` gives the vertices of each of its parts to two that
+            follow each other, as many to each.
         edge_index: Edges.
         num_nodes: Vertices.
         parts: Parts; more parts than vertices leave some empty.
@@ -227,8 +228,23 @@ def assign(name: str, edge_index: Tensor, num_nodes: int, parts: int, seed: int 
     Shapes:
         edge_index ``[2, E]``, int64; owner ``[N]``, int64, from 0 to parts - 1.
     """
+    name, _, each = name.partition("/")
     if name not in PARTITIONERS:
         raise PartitionError(f"a partitioner of {', '.join(PARTITIONERS)} was asked for", f"found {name!r}")
     if parts < 1:
         raise PartitionError("a graph can be cut into 1 part or more", f"{parts} were asked for")
-    return PARTITIONERS[name](edge_index, num_nodes, parts, seed)
+    shares = int(each or 1)
+    if parts % shares:
+        raise PartitionError(f"parts come by {shares}", f"{parts} were asked for")
+    owner = PARTITIONERS[name](edge_index, num_nodes, parts // shares, seed)
+    return owner if shares == 1 else _shared_out(owner, parts // shares, shares)
+
+
+def _shared_out(owner: Tensor, parts: int, shares: int) -> Tensor:
+    """Each part's vertices, in their order, to so many shares of equal size."""
+    order = torch.argsort(owner, stable=True)
+    sizes = torch.bincount(owner, minlength=parts)
+    first = torch.cumsum(sizes, 0) - sizes
+    place = torch.empty_like(owner)
+    place[order] = torch.arange(owner.numel()) - first[owner[order]]
+    return owner * shares + place * shares // sizes[owner].clamp(min=1)

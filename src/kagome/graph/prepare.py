@@ -103,7 +103,7 @@ def owners(
         owner ``[N]``, int64.
     """
     count = int(data.num_nodes or 0)
-    kept = kept if method in KEPT and parts > 1 else None
+    kept = kept if method.partition("/")[0] in KEPT and parts > 1 else None
     key = cache.owner_key(mark)
     found = None if kept is None else kept.owner(key, count, parts)
     if kept is not None and found is not None:

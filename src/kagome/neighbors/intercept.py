@@ -47,7 +47,8 @@ class Interception(Late, TorchFunctionMode):
         handlers: Torch calls by name that ``model.exact`` answers.
         fast: Whether messages are put off and reduced by kernels; else all runs as PyG runs it.
         rows: Who supplies the halo rows, if not the other parts by the part's own lists.
-        slices: Whether ranks reduce some columns of all rows where they can: feature slices.
+        tensor: How many ranks reduce some columns of all their rows where they can: feature slices. The first
+            so many of the channel are one group, the next another, each with a part of the graph.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class Interception(Late, TorchFunctionMode):
         handlers: Mapping[str, Handler] | None = None,
         fast: bool = True,
         rows: NeighborRows | None = None,
-        slices: bool = False,
+        tensor: int = 1,
     ) -> None:
         TorchFunctionMode.__init__(self)
-        Late.__init__(self, fast, slices and channel.size > 1)
+        Late.__init__(self, fast, min(tensor, channel.size))
         self.part, self.channel, self.seed = part, Taped(channel), seed
         self.device = torch.device(device)
         self.marks = Marks()

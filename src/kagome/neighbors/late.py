@@ -27,7 +27,7 @@ from kagome.neighbors.marks import Kind, Mark, Marks
 from kagome.neighbors.roots import roots_of
 from kagome.neighbors.slicing import Places, Slicing, places_of, slicing_of
 from kagome.neighbors.tape import Taped
-from kagome.neighbors.transpose import Cut, everything
+from kagome.neighbors.transpose import Cut
 from kagome.neighbors.turn import Turn
 from kagome.neighbors.view import View
 
@@ -40,8 +40,8 @@ class Late:
 
     Args:
         fast: Whether messages are put off and reduced by kernels; else all runs as PyG runs it.
-        slices: Whether ranks reduce some columns of all rows, where columns do not meet, instead of all
-            columns of own rows.
+        tensor: How many ranks each reduce some columns of all their rows, where columns do not meet, instead
+            of all columns of own rows; 1 for none.
     """
 
     marks: Marks
@@ -49,8 +49,9 @@ class Late:
     channel: Taped
     turn: Turn
 
-    def __init__(self, fast: bool, slices: bool = False) -> None:
-        self.fast, self.slices, self.sums_only = fast, slices, False
+    def __init__(self, fast: bool, tensor: int = 1) -> None:
+        self.fast, self.tensor, self.sums_only = fast, tensor, False
+        self.slices = tensor > 1
         self.bound: Bound | None = None
         self.constants = Lasting()
         self.remembered: dict[Any, Any] = {}
@@ -171,11 +172,14 @@ class Late:
         if found is None:
             own = self.roots(weight, edges)
             told = weight.new_full((self.own, 1), nan) if own is None else own[: self.own].unsqueeze(1)
-            cut = everything(1, len(slicing.rows.counts))
             with self.once():
-                found = slicing.rows.apart(told, cut, self.turn, "roots of weights").view(-1)
-            found = self.keep(key, found if not found.isnan().any() else weight.new_empty(0))
-        return found if found.numel() == slicing.rows.total else None
+                cut, site = slicing.everything(1), "roots of weights"
+                found = self.beyond(slicing.rows.apart(told, cut, self.turn, site), slicing, site).view(-1)
+            doubt = found.isnan().any()
+            if slicing.halo is not None:  # what one part cannot do no part does
+                doubt = self.channel.all_reduce(doubt.to(weight.dtype), "max", action=site, kind="other")
+            found = self.keep(key, weight.new_empty(0) if bool(doubt) else found)
+        return found if found.numel() == slicing.structure.whole else None
 
     def slicing(self, edges: messages.EdgeSet) -> Slicing:
         """The edges of all ranks, fetched at the first call. All ranks reach it at the same call."""
@@ -183,7 +187,7 @@ class Late:
             plan, view = edges.plan, edges.mark.view
             with torch._C.DisableTorchFunction(), self.channel.aside():
                 if view not in self._places:
-                    self._places[view] = places_of(plan)
+                    self._places[view] = places_of(plan, self.tensor)
                 self._slicings[edges] = slicing_of(edges.structure, self._places[view], plan.channel)
         found: Slicing = self._slicings[edges]
         return found
@@ -207,7 +211,7 @@ class Late:
         if every is None:
             way = share.slicing.edges
             with torch._C.DisableTorchFunction(), self.once():
-                cut = everything(1, len(way.counts))
+                cut = share.slicing.everything(1)
                 every = way.apart(words.unsqueeze(1), cut, self.turn, "words of edges").view(-1)
             self.keep(key, every)
         return shares.dropped(share, draw, words, every)
@@ -239,6 +243,23 @@ class Late:
         if (place, cut, way) not in known:
             known[place, cut, way] = way.apart(messages.flat(rows), cut, self.turn, site)
         return cast(Tensor, known[place, cut, way])
+
+    def beyond(self, part: Tensor, slicing: Slicing, site: str) -> Tensor:
+        """All rows that the group's edges read, in this rank's columns: those of other parts behind its own.
+
+        Shapes:
+            ``[V, d]`` -> ``[whole, d]``.
+        """
+        if slicing.halo is None:
+            return part
+        if not self.lasting(part):
+            return slicing.halo.extend(part, self.turn, site)
+        key = ("beyond", address(part), tuple(part.shape), id(slicing))
+        found: Tensor | None = self.kept(key)
+        if found is None:
+            with self.once():
+                found = self.keep(key, slicing.halo.extend(part, self.turn, site))
+        return found
 
     def put_off(self, base: Tensor, index: Tensor, mark: Mark) -> Tensor | None:
         """``base[index]`` as a message, where the ids are an end of the graph's edges; else None."""

@@ -66,6 +66,9 @@ class Scope(Protocol):
     def apart(self, rows: Tensor, cut: Cut, slicing: Slicing, site: str, *, of_edges: bool = False) -> Tensor:
         """All ranks' rows in this rank's columns; of rows that were read so before, without an exchange."""
 
+    def beyond(self, part: Tensor, slicing: Slicing, site: str) -> Tensor:
+        """With rows of other parts, in the same columns."""
+
     def read(self, rows: Tensor, axis: int, mark: Mark, site: str = "") -> Tensor:
         """Own and halo rows."""
 

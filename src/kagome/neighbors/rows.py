@@ -167,7 +167,7 @@ class NeighborRows:
             self.send_counts,
             self.recv_counts,
             action=site.action(words),
-            header=site.header(direction, rows.size(1)),
+            header=site.header(direction, self.agreed(rows.size(1))),
             pick=self.send,
             trip=site.trip(direction, self.stamps[0], self.reads),
         )
@@ -179,9 +179,13 @@ class NeighborRows:
             self.recv_counts,
             self.send_counts,
             action=site.action(words),
-            header=site.header(direction, away.size(1)),
+            header=site.header(direction, self.agreed(away.size(1))),
             trip=site.trip(direction, self.stamps[1]),
         )
+
+    def agreed(self, width: int) -> int:
+        """What of a width all ranks of the channel agree on."""
+        return width
 
     def add(self, come: Tensor, own: Tensor) -> Tensor:
         """Add in place what came for own rows."""

@@ -97,6 +97,7 @@ class JointShare:
             assert target is not None
             a = scope.apart(target, cut, self.slicing, source.site)
             b = scope.apart(source.rows, cut, self.slicing, source.site)
+            b = scope.beyond(b, self.slicing, source.site)
             out = attention.joint_softmax(a, b, self.slope, self.slicing.structure)
             if self.drop is not None:
                 first = cut.begins[self.slicing.rows.channel.rank]

@@ -28,7 +28,7 @@ from kagome.neighbors.marks import Kind, Mark, Marks
 from kagome.neighbors.messages import EdgeSet, Message, flat, width
 from kagome.neighbors.shares import share_of
 from kagome.neighbors.slicing import Slicing
-from kagome.neighbors.transpose import Cut, by_head, even, everything
+from kagome.neighbors.transpose import Cut
 from kagome.neighbors.turn import Turn
 
 
@@ -176,16 +176,16 @@ def slicing_for(message: Message) -> Slicing | None:
 
 def summed(message: Message, rows: Tensor, how: str, slicing: Slicing) -> Tensor:
     """The sum or mean over in-edges, in feature slices."""
-    source, weight, ranks = message.source, message.weight, len(slicing.rows.counts)
+    source, weight = message.source, message.weight
     assert source is not None
     inside, edges = in_slices(rows), message.edges
     trailing = tuple(rows.shape[1:])
     if weight is not None and weight.dim() == 2:
         heads = weight.size(1)
         each = width(trailing) // max(heads, 1)
-        cut, of_weight = by_head(heads, each, ranks)
+        cut, of_weight = slicing.by_head(heads, each)
     else:
-        cut, of_weight = even(width(trailing), ranks), everything(1, ranks)
+        cut, of_weight = slicing.even(width(trailing)), slicing.everything(1)
     if inside is not None and inside.cut != cut:
         rows, inside = rows.now() if isinstance(rows, Lazy) else rows, None
     scope, site = edges.scope, source.site
@@ -202,7 +202,8 @@ def summed(message: Message, rows: Tensor, how: str, slicing: Slicing) -> Tensor
     if how == "mean":
         scale = slicing.structure.degree.clamp(min=1).to(rows.dtype).reciprocal()
     if root is not None:
-        scale = root if scale is None else root * scale
+        own_root = root[: slicing.rows.total]
+        scale = own_root if scale is None else own_root * scale
     if scope.bound is not None:
         first = inside is None and not scope.lasting(rows)
         own = flat(rows) if first else None
@@ -210,6 +211,7 @@ def summed(message: Message, rows: Tensor, how: str, slicing: Slicing) -> Tensor
         hop = scope.bound.hop(slicing, cut, weight, part.itemsize, scale=scale, factor=root, first=first)
         return InSlices(Pending(hop, part, weight, part._version), cut, trailing, edges, slicing, site).lazy()
     part = inside.part if inside is not None else scope.apart(rows, cut, slicing, site)
+    part = scope.beyond(part, slicing, site)
     if weight is not None and weight.dim() == 2:
         part = part.view(part.size(0), weight.size(1), part.size(1) // max(weight.size(1), 1))
     out = aggregate.neighbor_sum(
@@ -246,13 +248,15 @@ def _by_column(messages: tuple[Message, ...], slicing: Slicing, do: Callable[...
         message.check()
         assert message.source is not None
         rows = message.source.rows
-        cut = even(width(tuple(rows.shape[1:])), len(slicing.rows.counts))
+        cut = slicing.even(width(tuple(rows.shape[1:])))
         inside = in_slices(rows)
+        scope, site = message.edges.scope, message.source.site
         if inside is not None and inside.cut == cut:
-            parts.append(inside.part)
+            part = inside.part
         else:
             rows = rows.now() if isinstance(rows, Lazy) else rows
-            parts.append(message.edges.scope.apart(rows, cut, slicing, message.source.site))
+            part = scope.apart(rows, cut, slicing, site)
+        parts.append(scope.beyond(part, slicing, site))
     assert cut is not None
     assert last.source is not None
     out = do(*(part.contiguous() for part in parts))

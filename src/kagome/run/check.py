@@ -108,7 +108,7 @@ def check(
     parts: int = 3,
     vertices: int = 200,
     seed: int = 0,
-    slices: bool = False,
+    tensor: int = 1,
 ) -> CheckResult:
     """Run a model on a sample of a graph, whole and split, and compare everything.
 
@@ -118,7 +118,7 @@ def check(
         parts: Parts of the split.
         vertices: Vertices of the sample.
         seed: Of the sample, the split and the weights of the sum that is differentiated.
-        slices: Whether features are sliced where they can be.
+        tensor: How many ranks slice features together, where they can be.
 
     Returns:
         What was found; see :meth:`CheckResult.raise_if_different`.
@@ -134,7 +134,7 @@ def check(
     twin = twin_of(model)
     for dtype in (torch.float64, torch.float32):
         try:
-            rows = _compare(twin.to(dtype), cast(sample, dtype), owner, parts, dtype, seed, slices)
+            rows = _compare(twin.to(dtype), cast(sample, dtype), owner, parts, dtype, seed, tensor)
         except WholeFailedError as failure:
             if dtype == torch.float64:
                 continue  # a layer that insists on float32 gets it
@@ -174,8 +174,11 @@ def check_on_first(
     result: object = None
     if channel.rank == 0:
         try:
-            slices = settings.parallel.tensor > 1
-            result = check(model, part, seed=settings.train.seed, slices=slices)
+            cut, seed = settings.parallel, settings.train.seed
+            # Three of anything, and two by two where parts are sliced.
+            both = 1 < cut.tensor * cut.pipe < channel.size
+            parts, tensor = (4, 2) if cut.tensor > 1 and both else (3, 3 if cut.tensor > 1 else 1)
+            result = check(model, part, seed=seed, parts=parts, tensor=tensor)
         except KagomeError as error:
             result = error
     found = channel.gather_objects(result, "check of the model")[0]
@@ -206,7 +209,7 @@ def twin_of(model: nn.Module) -> nn.Module:
 
 
 def _compare(
-    model: nn.Module, sample: Data, owner: Tensor, parts: int, dtype: torch.dtype, seed: int, slices: bool
+    model: nn.Module, sample: Data, owner: Tensor, parts: int, dtype: torch.dtype, seed: int, tensor: int
 ) -> list[Row]:
     with _default(dtype):
         whole_data = split_all(sample, torch.zeros_like(owner), 1)[0]
@@ -214,7 +217,7 @@ def _compare(
         rows: list[Row] = []
         quiet = {**HANDLERS, **dict.fromkeys(DRAWS, no_draw)}
         whole = whole_of(copy.deepcopy(model), whole_data, seed)
-        split = split_of(model, pieces, quiet, seed, slices=slices)
+        split = split_of(model, pieces, quiet, seed, tensor=tensor)
         rows += _differences(whole, split, pieces, sample, "")
         for name, buffer in whole.buffers.items():
             shares = [trace.buffers[name] for trace in split]
@@ -222,7 +225,7 @@ def _compare(
                 rows.append(Row(name, "buffer", max(_error(share, buffer, None) for share in shares)))
         # Once more with dropout on, against Kagome on one rank: draws must not know the mesh.
         one = split_of(model, [whole_data], dict(HANDLERS), seed)
-        many = split_of(model, pieces, dict(HANDLERS), seed, slices=slices)
+        many = split_of(model, pieces, dict(HANDLERS), seed, tensor=tensor)
         rows += _differences(one[0], many, pieces, sample, " with dropout")
         return rows
 

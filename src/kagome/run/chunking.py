@@ -139,7 +139,7 @@ def chunked(
             handlers=HANDLERS,
             fast=fast,
             rows=rows,
-            slices=settings.tensor > 1,
+            tensor=settings.tensor,
         )
 
     if count == 1:

@@ -88,7 +88,7 @@ class Engine:
             seed=settings.seed,
             handlers=HANDLERS,
             fast=fast,
-            slices=parallel.tensor > 1,
+            tensor=parallel.tensor,
         )
         if parallel.memory_gib is not None:
             self.scope.bound = Bound(int(parallel.memory_gib * 2**30), channel.device)

@@ -115,7 +115,7 @@ def _epochs(
     model: nn.Module, piece: Partition, channel: LocalChannel, count: int, way: Way, cut: Parallel
 ) -> list[Epoch]:
     road = Crossing(channel, cut, way.seed)
-    scope = Interception(piece, road, seed=way.seed, handlers=HANDLERS, fast=way.fast, slices=cut.tensor > 1)
+    scope = Interception(piece, road, seed=way.seed, handlers=HANDLERS, fast=way.fast, tensor=cut.tensor)
     undo, found = [apply_rules(model, scope), install(model, scope)], []
     if way.recompute:
         undo.append(recompute(model, scope))

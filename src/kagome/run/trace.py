@@ -150,13 +150,13 @@ def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
 
 
 def split_of(
-    model: nn.Module, pieces: list[Partition], handlers: dict[str, Any], seed: int, *, slices: bool = False
+    model: nn.Module, pieces: list[Partition], handlers: dict[str, Any], seed: int, *, tensor: int = 1
 ) -> list[Trace]:
     """Run copies of the model on the pieces, each in a thread; a trace a piece."""
     try:
-        return _split_of(model, pieces, handlers, seed, fast=True, slices=slices)
+        return _split_of(model, pieces, handlers, seed, fast=True, tensor=tensor)
     except EscapeError:
-        return _split_of(model, pieces, handlers, seed, fast=False, slices=False)  # as the engine does
+        return _split_of(model, pieces, handlers, seed, fast=False, tensor=1)  # as the engine does
 
 
 def _split_of(
@@ -166,13 +166,13 @@ def _split_of(
     seed: int,
     *,
     fast: bool,
-    slices: bool,
+    tensor: int,
 ) -> list[Trace]:
     copies = [copy.deepcopy(model) for _ in pieces]
 
     def work(channel: LocalChannel) -> Trace:
         part, mine = pieces[channel.rank], copies[channel.rank]
-        scope = Interception(part, channel, seed=seed, handlers=handlers, fast=fast, slices=slices)
+        scope = Interception(part, channel, seed=seed, handlers=handlers, fast=fast, tensor=tensor)
         unrule = apply_rules(mine, scope)
         uninstall = install(mine, scope)
         trace = Trace(rows=part.own)

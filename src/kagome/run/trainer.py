@@ -105,7 +105,8 @@ class Trainer:
         def take(channel: Channel) -> tuple[Partition, Meta]:
             if isinstance(data, str | Path):
                 return source.from_folder(data, channel)
-            method, seed, reuse = settings.parallel.cutter, settings.train.seed, settings.parallel.reuse
+            method = settings.parallel.cutter(channel.size)
+            seed, reuse = settings.train.seed, settings.parallel.reuse
             return source.from_data(data, channel, method=method, seed=seed, reuse=reuse)
 
         plain = getattr(model, "_orig_mod", model)  # torch.compile hides calls from the interception
@@ -117,7 +118,8 @@ class Trainer:
         trainer = cls.__new__(cls)
 
         def take(channel: Channel) -> tuple[Partition, Meta]:
-            method, seed, reuse = settings.parallel.cutter, settings.train.seed, settings.parallel.reuse
+            method = settings.parallel.cutter(channel.size)
+            seed, reuse = settings.train.seed, settings.parallel.reuse
             return source.from_settings(settings.data, channel, method=method, seed=seed, reuse=reuse)
 
         trainer._open(settings, take, build, None, None, None, out)
