@@ -81,6 +81,20 @@ def test_bytes_are_those_of_a_run(ranks: Callable[..., list], name: str, size: i
         )  # uneven parts and columns
 
 
+@pytest.mark.parametrize("name", ["gcn", "sage"])
+def test_bytes_of_sliced_parts_are_those_of_a_run(ranks: Callable[..., list], name: str) -> None:
+    data = kagome.load(SBM)
+    model = model_of(name, data)
+    part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
+    graph = Graph(300, int(data.edge_index.size(1)), data)
+    found = Study.of(model, torch.optim.Adam(model.parameters()), part, graph).plans(here(4, 1e9))
+    (predicted,) = (one.bytes_per_epoch for one in found.fitting if one.name == "graph=2 tensor=2")
+    told = ranks(4, run, name, {"graph": 2, "tensor": 2})[0]
+    assert predicted["weights"] == told["weights"]
+    assert predicted["halo"] == told["halo"]
+    assert predicted["transpose"] == pytest.approx(told["transpose"], rel=0.02)  # uneven parts and columns
+
+
 def test_bytes_of_weights_in_many_messages(ranks: Callable[..., list]) -> None:
     """A wide model's gradients go in several: large ones in two rounds, the last small one in one."""
     data = kagome.load(SBM)
@@ -105,11 +119,24 @@ def test_the_slowest_part_counts_and_its_messages() -> None:
     assert found.bytes_per_epoch == {"halo": 64 * 100, "weights": 20_000}
     assert found.exposed_seconds == pytest.approx((64 * 60 + 1e4) / 1e6)
     assert found.memory_bytes == 2e6
-    sliced = slices(2, Load(110, 900, 0, 0, 3e6), 0.6, 8e4, RATES, ONE, decoupled=True)
+    sliced = slices(2, [Load(110, 900, 0, 0, 3e6)], 0.6, 8e4, RATES, ONE, decoupled=True)
     assert sliced.bytes_per_epoch == {"transpose": 40_000, "weights": 20_000}
     assert sliced.compute_seconds == pytest.approx(0.6 * (110e-5 + 900e-6))
     assert not sliced.exact
     assert sliced.name == "tensor=2 decouple=True"
+
+
+def test_slices_of_parts_send_transposes_within_a_host_and_a_halo_between() -> None:
+    two = Cluster("test", 2, 2, 4e6, 1.0, 1e7, 1e6, 0.0)
+    found = slices(2, LOADS, 0.6, 8e4, RATES, two, 0.5, groups=2, decoupled=False)
+    assert found.name == "graph=2 tensor=2"
+    assert found.exact
+    assert found.uncertain == 0.5
+    sums = summed(4, RATES.weights)
+    assert found.bytes_per_epoch == {"halo": 6400, "transpose": 40_000, "weights": round(4 * sums)}
+    assert found.compute_seconds == pytest.approx(0.6 * (60e-5 + 500e-6))
+    within, between = 4e4 * 60 / 110 / 2 / 1e7, (64 * 60 / 2 + sums) / 1e6
+    assert found.exposed_seconds == pytest.approx(within + between)
 
 
 def test_fewer_bits_and_late_rows_wait_less_and_are_not_exact() -> None:

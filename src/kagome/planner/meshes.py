@@ -207,31 +207,50 @@ def parts(
 
 
 def slices(
-    count: int, whole: Load, share: float, crossing: float, rates: Rates, cluster: Cluster, *, decoupled: bool
+    count: int,
+    loads: Sequence[Load],
+    share: float,
+    crossing: float,
+    rates: Rates,
+    cluster: Cluster,
+    uncertain: float = 0.0,
+    *,
+    groups: int = 1,
+    decoupled: bool,
 ) -> Candidate:
-    """Feature slices on so many ranks.
+    """Feature slices on so many ranks of each part.
 
     Args:
         count: How many.
-        whole: The whole graph's rows and edges; a rank's memory.
+        loads: Of each part, as if one rank had it; a rank's memory. One stands for all where they are alike.
         share: Of one rank's computing, what each of them does.
         crossing: Bytes of all transposes of an epoch, as if all of a row crossed.
         rates: Of the model.
-        cluster: Where it runs.
+        cluster: Where it runs; the ranks of a part follow each other.
+        uncertain: By which share the halo may be off.
+        groups: Parts.
         decoupled: Whether maps come first.
     """
-    compute = computing(rates, whole.rows, whole.edges) * share / cluster.pace(count)
-    sent, sums = crossing * (count - 1) / count, summed(count, rates.weights)
-    waits = (sent / count + sums) / cluster.bandwidth(count) + cluster.latency * 4 * (count - 1)
+    size = count * groups
+    rows = [load.rows for load in loads] if len(loads) == groups else [loads[0].rows] * groups
+    busy = tuple(computing(rates, load.rows, load.edges) * share / cluster.pace(size) for load in loads)
+    within = crossing * (count - 1) / count
+    most, halo = halos(rates, loads, groups) if groups > 1 else (0.0, 0.0)
+    sums = summed(size, rates.weights)
+    waits = within * max(rows) / max(sum(rows), 1) / count / cluster.bandwidth(count)
+    waits += (most / count + sums) / cluster.bandwidth(size)
+    waits += cluster.latency * 4 * (size - 1)
+    sent = {"transpose": round(within), "weights": round(sums * size)}
     return Candidate(
-        settings_of(decoupled, tensor=count),
+        settings_of(decoupled, graph=groups, tensor=count),
         not decoupled,
-        compute + waits,
-        compute,
+        max(busy) + waits,
+        max(busy),
         waits,
-        {"transpose": round(sent), "weights": round(sums * count)},
-        whole.memory,
-        busy=(compute,),
+        {"halo": round(halo), **sent} if groups > 1 else sent,
+        max(load.memory for load in loads),
+        uncertain if groups > 1 else 0.0,
+        busy=busy,
     )
 
 

@@ -251,8 +251,8 @@ class Study:
                 for onebit, late in _ways(allow if number > 1 else ()):
                     more = {"decoupled": each.decoupled, "onebit": onebit, "late": late}
                     found.append(parts(number, loads, rates, cluster, uncertain, **more))
-            if size > 1 and each.transposed is not None:
-                found.append(self._slices(each, size, cluster))
+            if each.transposed is not None:
+                found += [self._slices(each, number, cluster) for number in numbers[:-1]]
         own = self.models[0]
         for stages in numbers[1:]:
             cut = self.stages(stages)
@@ -265,13 +265,20 @@ class Study:
         facts = {"vertices": self.graph.vertices, "edges": self.graph.edges}
         return ranked(found, cluster, {"cluster": cluster.name, "ranks": size, **facts})
 
-    def _slices(self, each: Measured, size: int, cluster: Cluster) -> Candidate:
+    def _slices(self, each: Measured, groups: int, cluster: Cluster) -> Candidate:
+        """So many parts, of which all the ranks there are slice the features."""
         assert each.transposed is not None
-        whole = self.parts(1)[0][0]
-        load = replace(_load(whole, each.held), memory=_sliced(whole, size, each.held, each.transposed))
+        size = cluster.size // groups
+        counts, uncertain = self.parts(groups)
+        loads = [
+            replace(_load(count, each.held), memory=_sliced(count, size, each.held, each.transposed))
+            for count in counts
+        ]
         crossing, (alike, cut) = each.transposed * self.graph.vertices, each.shares
-        share = alike + cut / size
-        return slices(size, load, share, crossing, each.rates, cluster, decoupled=each.decoupled)
+        share, decoupled = alike + cut / size, each.decoupled
+        return slices(
+            size, loads, share, crossing, each.rates, cluster, uncertain, groups=groups, decoupled=decoupled
+        )
 
 
 def _measured(
