@@ -294,6 +294,10 @@ class Run:
     train: Train = field(default_factory=Train)
     report: Report = field(default_factory=Report)
 
+    def cut(self, ranks: int) -> tuple[str, int, bool]:
+        """How the vertices of so many ranks are given out: partitioner, seed, and whether a kept cut will do."""
+        return self.parallel.cutter(ranks), self.train.seed, self.parallel.reuse
+
 
 def as_dict(run: Run) -> dict[str, dict[str, Any]]:
     """The run as nested plain values; fields that are None are left out, as TOML knows no null."""

@@ -105,8 +105,7 @@ class Trainer:
         def take(channel: Channel) -> tuple[Partition, Meta]:
             if isinstance(data, str | Path):
                 return source.from_folder(data, channel)
-            method = settings.parallel.cutter(channel.size)
-            seed, reuse = settings.train.seed, settings.parallel.reuse
+            method, seed, reuse = settings.cut(channel.size)
             return source.from_data(data, channel, method=method, seed=seed, reuse=reuse)
 
         plain = getattr(model, "_orig_mod", model)  # torch.compile hides calls from the interception
@@ -118,8 +117,7 @@ class Trainer:
         trainer = cls.__new__(cls)
 
         def take(channel: Channel) -> tuple[Partition, Meta]:
-            method = settings.parallel.cutter(channel.size)
-            seed, reuse = settings.train.seed, settings.parallel.reuse
+            method, seed, reuse = settings.cut(channel.size)
             return source.from_settings(settings.data, channel, method=method, seed=seed, reuse=reuse)
 
         trainer._open(settings, take, build, None, None, None, out)
