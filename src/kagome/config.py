@@ -295,7 +295,7 @@ class Run:
     report: Report = field(default_factory=Report)
 
     def cut(self, ranks: int) -> tuple[str, int, bool]:
-        """How the vertices of so many ranks are given out: partitioner, seed, and whether a kept cut will do."""
+        """How the vertices of so many ranks are cut: partitioner, seed, and whether a kept cut will do."""
         return self.parallel.cutter(ranks), self.train.seed, self.parallel.reuse
 
 
