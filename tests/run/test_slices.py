@@ -306,3 +306,40 @@ def test_a_halo_of_slices_may_have_few_bits(ranks: Callable[..., list]) -> None:
     )
     assert few["halo"] < 0.4 * exact["halo"]
     assert few["transpose"] < 0.4 * exact["transpose"]
+
+
+class Led(nn.Module):
+    """No read of its convolutions is of constant features: each is made again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(FEATURES, 8).double()
+        self.convs = nn.ModuleList([pyg.GCNConv(8, 8), pyg.GCNConv(8, CLASSES)]).double()
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.convs[1](self.convs[0](self.first(x), edge_index).relu(), edge_index)
+
+
+def again(channel: Channel, cut: dict[str, Any]) -> list[list[float | None]]:
+    """Losses of a run whose layers run once more in backward, and of one whose layers do not."""
+    found = []
+    for recompute in (True, False):
+        with Trainer(
+            gcn(),
+            graph(torch.float64),
+            parallel=Parallel(**cut),
+            train=SIX,
+            report=QUIET,
+            recompute=recompute,
+        ) as trainer:
+            trainer.fit()
+            found.append(losses(trainer))
+    return found
+
+
+@pytest.mark.parametrize("cut", [{"tensor": 2}, {"tensor": 2, "graph": 2}])
+def test_layers_of_slices_run_again_without_asking(ranks: Callable[..., list], cut: dict[str, Any]) -> None:
+    size = cut["tensor"] * cut.get("graph", 1)
+    one, other = ranks(size, again, cut)[0]
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

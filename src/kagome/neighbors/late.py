@@ -175,9 +175,9 @@ class Late:
             with self.once():
                 cut, site = slicing.everything(1), "roots of weights"
                 found = self.beyond(slicing.rows.apart(told, cut, self.turn, site), slicing, site).view(-1)
-            doubt = found.isnan().any()
-            if slicing.halo is not None:  # what one part cannot do no part does
-                doubt = self.channel.all_reduce(doubt.to(weight.dtype), "max", action=site, kind="other")
+                doubt = found.isnan().any()
+                if slicing.halo is not None:  # what one part cannot do no part does
+                    doubt = self.channel.all_reduce(doubt.to(weight.dtype), "max", action=site, kind="other")
             found = self.keep(key, weight.new_empty(0) if bool(doubt) else found)
         return found if found.numel() == slicing.structure.whole else None
 
