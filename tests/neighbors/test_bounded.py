@@ -12,9 +12,9 @@ from test_sliced import MODELS, V, graph, sent
 from torch import Tensor
 
 from kagome.comm.local import LocalChannel, LocalGroup
-from kagome.errors import ConfigError, ModelError
+from kagome.errors import ConfigError
 from kagome.kernels.structure import Structure
-from kagome.neighbors.bounded import Bound, Chunk, chunks_of, cut_in, largest, travelling
+from kagome.neighbors.bounded import Bound, Chunk, Room, chunks_of, cut_in, largest, travelling
 from kagome.neighbors.slicing import Slicing, Team
 from kagome.neighbors.transpose import Transposer
 from parity import assert_equal, joined, parity, whole
@@ -43,14 +43,14 @@ def test_chunks_take_each_edge_once_and_bring_each_row_once(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     ends = torch.randint(0, rows, (2, edges), generator=generator)
-    graph = slicing(ends, rows)
-    whole_cost = largest(chunks_of(graph, width, 8, heads, 1 << 40), width, 8, heads)
+    graph, room = slicing(ends, rows), Room(heads=heads)
+    whole_cost = largest(chunks_of(graph, width, 8, room, 1 << 40), width, 8, room)
     try:
-        chunks = chunks_of(graph, width, 8, heads, whole_cost // 2)
+        chunks = chunks_of(graph, width, 8, room, whole_cost // 2)
     except ConfigError:
-        assert largest(cut_in(graph, rows), width, 8, heads) > whole_cost // 2
+        assert largest(cut_in(graph, rows), width, 8, room) > whole_cost // 2
         return
-    assert largest(chunks, width, 8, heads) <= whole_cost // 2
+    assert largest(chunks, width, 8, room) <= whole_cost // 2
     assert [chunk.begin for chunk in chunks] == [0, *(chunk.end for chunk in chunks[:-1])]
     assert chunks[-1].end == rows
     assert sorted(torch.cat([chunk.edges for chunk in chunks]).tolist()) == list(range(edges))
@@ -67,7 +67,7 @@ def test_chunks_take_each_edge_once_and_bring_each_row_once(
 
 NAMES = [
     "gcn", "sage", "gin", "gat2", "gcn2", "appnp", "decoupled gcn", "decoupled deep gcn", "decoupled sage",
-    "decoupled gat", "decoupled rgcn",
+    "decoupled gat", "decoupled rgcn", "pna", "largest", "softmax",
 ]  # fmt: skip
 
 
@@ -90,23 +90,17 @@ def test_no_row_is_sent_twice(ranks: Callable[..., list], name: str) -> None:
 def test_a_bound_that_one_vertex_does_not_fit_is_refused() -> None:
     edges = torch.stack([torch.arange(50), torch.zeros(50, dtype=torch.long)])
     with pytest.raises(ConfigError, match=r"the in-edges of one vertex, with 4 columns, need"):
-        chunks_of(slicing(edges, 50), 4, 8, 0, 1000)
-
-
-def test_extremes_are_refused_by_name(ranks: Callable[..., list]) -> None:
-    data, owner = graph(), torch.arange(V) * 2 // V
-    with pytest.raises(ModelError, match=r"bounds sums and means over neighbours(.|\n)*convs\.0"):
-        ranks(2, parity, MODELS["pna"], data, owner, 0, 1, 2, BOUND)
+        chunks_of(slicing(edges, 50), 4, 8, Room(), 1000)
 
 
 def test_what_a_chunk_needs_is_what_it_holds() -> None:
     edges = torch.randint(0, 20, (2, 60), generator=torch.Generator().manual_seed(0))
-    (chunk,) = chunks_of(slicing(edges, 20), 3, 8, 2, 1 << 30)
+    (chunk,) = chunks_of(slicing(edges, 20), 3, 8, Room(heads=2), 1 << 30)
     assert isinstance(chunk, Chunk)
     rows = (max(chunk.reads.numel(), 20) + 20) * 3 * 8
-    assert chunk.working(3, 8, 2) == rows + 60 * (8 + 2 * 16) + 16 * 20
+    assert chunk.working(3, 8, Room(heads=2)) == rows + 60 * (8 + 2 * 16) + 16 * 20
     assert travelling(chunk.brings, None, 3, 8) == 2 * chunk.brings.all.numel() * 3 * 8
-    assert largest((chunk,), 3, 8, 2) == chunk.working(3, 8, 2)
+    assert largest((chunk,), 3, 8, Room(heads=2)) == chunk.working(3, 8, Room(heads=2))
     assert Bound(1, torch.device("cpu")).gauge.peak == 0
 
 
@@ -114,7 +108,7 @@ def test_there_are_hardly_more_chunks_than_need_be() -> None:
     generator = torch.Generator().manual_seed(1)
     given = slicing(torch.randint(0, 500, (2, 6000), generator=generator), 500)
     for bound in (20_000, 27_000, 40_000, 61_000, 90_000):
-        found = chunks_of(given, 4, 8, 1, bound)
-        assert largest(found, 4, 8, 1) <= bound
+        found = chunks_of(given, 4, 8, Room(heads=1), bound)
+        assert largest(found, 4, 8, Room(heads=1)) <= bound
         fewer = len(found) - max(len(found) // 8, 1) - 1
-        assert fewer < 1 or largest(cut_in(given, fewer), 4, 8, 1) > bound
+        assert fewer < 1 or largest(cut_in(given, fewer), 4, 8, Room(heads=1)) > bound

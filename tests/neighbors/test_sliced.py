@@ -150,6 +150,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "pna": partial(
         basic, pyg.PNA, aggregators=["mean", "min", "max", "std"], scalers=["identity"], deg=DEGREES
     ),
+    "largest": partial(basic, pyg.GraphSAGE, aggr="max"),
+    "softmax": partial(basic, pyg.GraphSAGE, aggr="softmax", aggr_kwargs={"learn": True}),
     "gat1": partial(attention, 1),
     "gat2": partial(attention, 2),
     "gat6": partial(attention, 6),

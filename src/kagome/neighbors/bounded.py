@@ -39,6 +39,21 @@ MOST = 1 << 16
 """Chunks; a bound that wants more is refused."""
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a reduction has on the device at a time.
+
+    Args:
+        reads: Tensors of the rows that are read.
+        writes: Tensors of the rows that are written.
+        heads: Weights an edge.
+    """
+
+    reads: int = 1
+    writes: int = 1
+    heads: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """Destinations next to each other, with all their in-edges.
@@ -64,11 +79,11 @@ class Chunk:
     edges: Tensor
     structure: Structure
 
-    def working(self, width: int, itemsize: int, heads: int) -> int:
+    def working(self, width: int, itemsize: int, room: Room) -> int:
         """Bytes of what is on the device meanwhile: rows read and written, weights, their gradient, edges."""
         writes = self.end - self.begin
-        rows = (max(self.reads.numel(), writes) + writes) * width * itemsize
-        return rows + self.edges.numel() * (8 + 2 * heads * itemsize) + 16 * writes
+        rows = room.reads * max(self.reads.numel(), writes) + room.writes * writes
+        return rows * width * itemsize + self.edges.numel() * (8 + 2 * room.heads * itemsize) + 16 * writes
 
 
 def travelling(coming: Lot | None, going: Lot | None, width: int, itemsize: int) -> int:
@@ -76,7 +91,7 @@ def travelling(coming: Lot | None, going: Lot | None, width: int, itemsize: int)
     return 2 * sum(0 if lot is None else lot.all.numel() for lot in (coming, going)) * width * itemsize
 
 
-def chunks_of(slicing: Slicing, width: int, itemsize: int, heads: int, bound: int) -> tuple[Chunk, ...]:
+def chunks_of(slicing: Slicing, width: int, itemsize: int, room: Room, bound: int) -> tuple[Chunk, ...]:
     """Few chunks of about as many edges each, that keep the working memory within a bound.
 
     Their number is doubled until they do, then halved between what does and what does not, so that it is at
@@ -86,7 +101,7 @@ def chunks_of(slicing: Slicing, width: int, itemsize: int, heads: int, bound: in
         slicing: The edges of all ranks.
         width: Columns of the widest slice.
         itemsize: Bytes a number.
-        heads: Weights an edge.
+        room: What the reduction has at a time.
         bound: Bytes.
 
     Raises:
@@ -98,12 +113,12 @@ def chunks_of(slicing: Slicing, width: int, itemsize: int, heads: int, bound: in
     rows, count, fewer = slicing.rows.total, 1, 0
     while True:
         chunks = cut_in(slicing, min(count, max(rows, 1)))
-        need = largest(chunks, width, itemsize, heads)
+        need = largest(chunks, width, itemsize, room)
         if need <= bound:
             break
         if count >= min(rows, MOST):
             raise ConfigError(
-                f"parallel.memory_gib bounds the working memory of a sum at {bound / 2**30:.3g} GiB",
+                f"parallel.memory_gib bounds the working memory of a reduction at {bound / 2**30:.3g} GiB",
                 f"the in-edges of one vertex, with {width} columns, need {need / 2**30:.3g} GiB",
                 hint="a larger --parallel.memory-gib, or more slices (--parallel.tensor)",
             )
@@ -111,21 +126,21 @@ def chunks_of(slicing: Slicing, width: int, itemsize: int, heads: int, bound: in
     while count - fewer > max(fewer // 8, 1):
         middle = (count + fewer) // 2
         tried = cut_in(slicing, min(middle, max(rows, 1)))
-        if largest(tried, width, itemsize, heads) <= bound:
+        if largest(tried, width, itemsize, room) <= bound:
             count, chunks = middle, tried
         else:
             fewer = middle
     return chunks
 
 
-def largest(chunks: Sequence[Chunk], width: int, itemsize: int, heads: int) -> int:
+def largest(chunks: Sequence[Chunk], width: int, itemsize: int, room: Room) -> int:
     """The most working memory of any chunk, with what travels meanwhile for the next and the one before."""
     found = 0
     for place, chunk in enumerate(chunks):
         coming = chunks[place + 1].brings if place + 1 < len(chunks) else None
         going = chunks[place - 1].writes if place else None
         beside = travelling(coming, going, width, itemsize)
-        found = max(found, chunk.working(width, itemsize, heads) + beside)
+        found = max(found, chunk.working(width, itemsize, room) + beside)
     return found
 
 
@@ -241,7 +256,7 @@ class Hop:
 
 
 class Bound:
-    """The working memory that sums may take.
+    """The working memory that reductions may take.
 
     Args:
         bytes: How much.
@@ -253,10 +268,23 @@ class Bound:
         self._chunks: ByIdentity[Any] = ByIdentity()
 
     def used(self, channel: Carrier) -> dict[str, int]:
-        """The most that any rank's sums took, for the summary. All ranks call it."""
+        """The most that any rank's reductions took, for the summary. All ranks call it."""
         peak = torch.tensor(self.gauge.peak, device=self.device)
         most = channel.all_reduce(peak, "max", action="working memory", kind="other")
         return {"working_memory_bytes": int(most)}
+
+    def chunks(self, slicing: Slicing, width: int, itemsize: int, room: Room) -> tuple[Chunk, ...]:
+        """Chunks of these edges within the bound, made once.
+
+        Raises:
+            ConfigError: If none are small enough.
+        """
+        known = self._chunks.setdefault(slicing, {})
+        key = width, itemsize, room
+        if key not in known:
+            known[key] = chunks_of(slicing, width, itemsize, room, self.bytes)
+        found: tuple[Chunk, ...] = known[key]
+        return found
 
     def hop(
         self,
@@ -275,12 +303,9 @@ class Bound:
             ConfigError: If no chunks are small enough.
         """
         width = max(cut.taken(rank) for rank in range(len(slicing.rows.counts)))
-        heads = 0 if weight is None else weight[:1].numel()
-        known = self._chunks.setdefault(slicing, {})
-        key = width, itemsize, heads
-        if key not in known:
-            known[key] = chunks_of(slicing, width, itemsize, heads, self.bytes)
-        return Hop(slicing, known[key], cut, scale, factor, self.device, self.gauge, first=first)
+        room = Room(heads=0 if weight is None else weight[:1].numel())
+        chunks = self.chunks(slicing, width, itemsize, room)
+        return Hop(slicing, chunks, cut, scale, factor, self.device, self.gauge, first=first)
 
 
 class _Hop(torch.autograd.Function):
@@ -309,7 +334,7 @@ class _Hop(torch.autograd.Function):
             w = None if weight is None else hop.moved(weight, chunk.edges)
             s = None if hop.scale is None else hop.scale[chunk.begin : chunk.end].to(hop.device)
             found = ops.sum_rows(chunk.structure.by_target, hop.shaped(x, w), w, s).flatten(1)
-            hop.gauge.note(x, w, found, *_walked(chunk.structure.by_target))
+            hop.gauge.note(x, w, found, *walked(chunk.structure.by_target))
             found = found.to(out.device)
             if not hop.last:
                 out[chunk.begin : chunk.end] = found
@@ -353,13 +378,13 @@ class _Hop(torch.autograd.Function):
                 back = back.flatten(1)[: chunk.reads.numel()]
                 if hop.factor is not None:
                     back.mul_(hop.moved(hop.factor, chunk.reads).view(-1, 1))
-                hop.gauge.note(mine, w, back, *_walked(chunk.structure.by_source))
+                hop.gauge.note(mine, w, back, *walked(chunk.structure.by_source))
                 lies.index_add_(0, chunk.reads, back.to(lies.device))
             if g_weight is not None:
                 x = hop.shaped(hop.moved(part, chunk.reads), w)
                 x3, g3 = (t if t.dim() == 3 else t.unsqueeze(1) for t in (x, shaped))
                 dots = ops.dot_edges(chunk.structure.by_target, g3.contiguous(), x3.contiguous())
-                hop.gauge.note(mine, w, x, dots, *_walked(chunk.structure.by_target))
+                hop.gauge.note(mine, w, x, dots, *walked(chunk.structure.by_target))
                 g_weight[chunk.edges] = dots.view(-1, *weight.shape[1:]).to(g_weight.device)
             if hop.first and lies is not None:
                 assert g_rows is not None
@@ -370,7 +395,7 @@ class _Hop(torch.autograd.Function):
         return g_rows, g_weight, torch.zeros_like(grads[1]), None
 
 
-def _walked(layout: Layout) -> tuple[Tensor, Tensor]:
+def walked(layout: Layout) -> tuple[Tensor, Tensor]:
     """What a sum reads an edge: its other end, and its number."""
     return layout.column, layout.edge
 

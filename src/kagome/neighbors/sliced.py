@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from kagome.errors import ModelError
 from kagome.neighbors import aggregate, attention
 from kagome.neighbors.bounded import Hop
+from kagome.neighbors.bounded_columns import ColumnSoftmax, Extreme, Reduction, by_chunk
 from kagome.neighbors.lazy import Lazy, changed_in_place, supports
 from kagome.neighbors.marks import Kind, Mark, Marks
 from kagome.neighbors.messages import EdgeSet, Message, flat, width
@@ -223,27 +223,28 @@ def summed(message: Message, rows: Tensor, how: str, slicing: Slicing) -> Tensor
 def extreme(message: Message, sign: int, slicing: Slicing) -> Tensor:
     """The largest (sign 1) or smallest (-1) of the neighbours' rows, column by column."""
     return _by_column(
-        (message,), slicing, lambda part: aggregate.neighbor_extreme(part, slicing.structure, sign)
+        (message,),
+        slicing,
+        Extreme(sign),
+        lambda part: aggregate.neighbor_extreme(part, slicing.structure, sign),
     )
 
 
 def column_softmax(logits: Message, message: Message, slicing: Slicing) -> Tensor:
     """Sums by a softmax that each column has of its own."""
     return _by_column(
-        (logits, message), slicing, lambda z, m: attention.column_softmax(z, m, slicing.structure)
+        (logits, message),
+        slicing,
+        ColumnSoftmax(),
+        lambda z, m: attention.column_softmax(z, m, slicing.structure),
     )
 
 
-def _by_column(messages: tuple[Message, ...], slicing: Slicing, do: Callable[..., Tensor]) -> Tensor:
-    """A reduction of rows of some columns; its result, whole rows."""
+def _by_column(
+    messages: tuple[Message, ...], slicing: Slicing, how: Reduction, do: Callable[..., Tensor]
+) -> Tensor:
+    """A reduction of rows of some columns, at once or within the bound; its result stays in slices."""
     parts, cut, last = [], None, messages[-1]
-    if last.edges.scope.bound is not None:
-        raise ModelError(
-            "parallel.memory_gib bounds sums and means over neighbours",
-            "a layer takes the largest of them, or a softmax a column",
-            where=last.edges.scope.where(),
-            hint="leave --parallel.memory-gib out, or take layers that sum or average",
-        )
     for message in messages:
         message.check()
         assert message.source is not None
@@ -259,7 +260,8 @@ def _by_column(messages: tuple[Message, ...], slicing: Slicing, do: Callable[...
         parts.append(scope.beyond(part, slicing, site))
     assert cut is not None
     assert last.source is not None
-    out = do(*(part.contiguous() for part in parts))
+    found, bound = tuple(part.contiguous() for part in parts), last.edges.scope.bound
+    out = do(*found) if bound is None else by_chunk(bound, slicing, how, found)
     return InSlices(out, cut, last.trailing, last.edges, slicing, last.source.site).lazy()
 
 
