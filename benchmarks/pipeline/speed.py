@@ -170,9 +170,18 @@ def figures(folder: Path) -> dict[str, Any]:
         "hidden_share": summary.get("hidden_share", {}),
         "exposed_share": fmean(waited) / fmean(seconds),
         "peak_memory_bytes": summary["peak_memory_bytes"],
+        "held_bytes": held(summary),
         "set_up_seconds": summary.get("set_up_seconds"),
         "balance": balance(summary),
     }
+
+
+def held(summary: Mapping[str, Any]) -> list[int]:
+    """Bytes of all tensors that each rank holds at once: its peak without what is there for a moment."""
+    return [
+        sum(size or 0 for kind, size in rank["measured"].items() if kind not in ("other", "total"))
+        for rank in summary.get("memory") or []
+    ]
 
 
 def balance(summary: Mapping[str, Any]) -> float | None:

@@ -2,8 +2,8 @@
 
 Run: python benchmarks/planner/main.py --data ../shared/data    (resumes where it stopped; --fresh plans anew)
 
-The runs are those of benchmarks/slices and benchmarks/wire: four hosts of 0.45 cores each, links of
-200 Mbit/s. Predictions are made here, from the model measured on one core of this machine.
+The runs are those of benchmarks/slices, benchmarks/wire and benchmarks/pipeline: four hosts of 0.45 cores.
+Predictions are made here, from the model measured on one core of this machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
@@ -31,8 +31,9 @@ HERE = Path(__file__).parent
 MEASURED = (
     HERE.parent / "slices" / "results_speed.json",
     HERE.parent / "wire" / "results_throughput.json",
+    HERE.parent / "pipeline" / "results_speed.json",
 )
-ALLOW = ("decoupled", "onebit", "stale")
+ALLOW = ("decoupled", "history", "onebit", "stale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class Measured:
         rate: Of links, in Mbit/s.
         seconds: Of an epoch.
         bytes: Of an epoch.
+        held: Bytes that the fullest rank held; None where it was not noted.
     """
 
     case: str
@@ -76,13 +78,23 @@ class Measured:
     rate: float
     seconds: float
     bytes: float
+    held: float | None
+
+
+def rows_of(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The rows of a benchmark's results, by their keys."""
+    told = json.loads(file.read_text())
+    if "rows" in told:
+        yield from ((row["key"], row) for row in told["rows"])
+    else:
+        yield from told.items()
 
 
 def measured(options: Options) -> list[Measured]:
     """All runs of some files that a plan may be for."""
     found = []
     for file in options.measured:
-        for key, row in json.loads(file.read_text()).items():
+        for key, row in rows_of(file):
             if "command" not in row or "epoch_seconds" not in row:
                 continue
             words = shlex.split(row["command"].replace("--out DIR", ""))[2:]
@@ -97,7 +109,8 @@ def measured(options: Options) -> list[Measured]:
             case = f"{graph}/{model.name}/{model.layers}/{model.hidden}/{row['rate']:g}"
             name = " ".join(f"{axis}={value}" for axis, value in told.items())
             total = row["bytes_per_epoch"]["total"]
-            found.append(Measured(case, name, run, row["rate"], row["epoch_seconds"], total))
+            held = max(row.get("held_bytes") or [0]) or None
+            found.append(Measured(case, name, run, row["rate"], row["epoch_seconds"], total, held))
     return found
 
 
@@ -133,10 +146,11 @@ def predictions(options: Options, run: TrainCommand, rate: float) -> dict[str, A
 def table(runs: list[Measured], found: Mapping[str, Any]) -> str:
     """Each run beside its prediction, then how far off they are and how good the choices."""
     lines = [
-        "| what, Mbit/s | cut | an epoch, s: predicted | measured | off by | MB: predicted | measured |",
-        "|---|---|---|---|---|---|---|",
+        "| what, Mbit/s | cut | an epoch, s: predicted | measured | off by | MB sent: predicted | measured |"
+        " MB held by the fullest rank: predicted | measured |",
+        "|" + "---|" * 9,
     ]
-    errors, bytes_off = [], []
+    errors, bytes_off, held_off = [], [], []
     seen: dict[str, dict[str, tuple[float, float, bool]]] = {}
     for one in runs:
         plan = found.get(one.case, {"plans": {}})["plans"].get(one.plan)
@@ -148,8 +162,11 @@ def table(runs: list[Measured], found: Mapping[str, Any]) -> str:
         seen.setdefault(one.case, {})[one.plan] = guess, one.seconds, plan["exact"]
         lines.append(
             f"| {one.case} | {one.plan} | {guess:.3f} | {one.seconds:.3f} | {errors[-1]:+.0%} |"
-            f" {size / 1e6:,.2f} | {one.bytes / 1e6:,.2f} |"
+            f" {size / 1e6:,.2f} | {one.bytes / 1e6:,.2f} | {plan['memory_bytes'] / 1e6:,.1f} |"
+            f" {'-' if one.held is None else f'{one.held / 1e6:,.1f}'} |"
         )
+        if one.held is not None:
+            held_off.append(abs(plan["memory_bytes"] / one.held - 1))
     if len(errors) > 1:
         off = [abs(error) for error in errors]
         lines += [
@@ -157,6 +174,12 @@ def table(runs: list[Measured], found: Mapping[str, Any]) -> str:
             f"{len(off)} runs: off by {median(off):.0%} (median), {quantiles(off, n=10)[-1]:.0%} (90th"
             f" percentile), {median(errors):+.0%} in the middle; bytes by {max(bytes_off):.2%} at most.",
         ]
+    if held_off:
+        good = sum(off <= 0.1 for off in held_off)
+        lines.append(
+            f"What a rank holds is within 10 % in {good} of {len(held_off)} runs; off by"
+            f" {median(held_off):.0%} (median), {max(held_off):.0%} at most."
+        )
     for name, only in (("exact cuts", True), ("all cuts", False)):
         ratios = [
             ratio

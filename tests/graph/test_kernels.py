@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.data import Data
 
+from kagome import compiled
 from kagome.graph import kernels
 from kagome.graph.builtin import sbm
 
@@ -94,12 +95,12 @@ def test_a_second_process_does_not_compile_again(tmp_path: Path) -> None:
 
 
 def test_where_no_cache_can_be_written_it_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kernels.numba.njit
+    real = compiled.numba.njit
 
     def njit(**options: Any) -> Any:
         if options.get("cache"):
             raise RuntimeError("cannot cache function: no locator available")
         return real(**options)
 
-    monkeypatch.setattr(kernels.numba, "njit", njit)
-    assert kernels.compiled(lambda n: n + 1)(2) == 3
+    monkeypatch.setattr(compiled.numba, "njit", njit)
+    assert compiled.compiled(lambda n: n + 1)(2) == 3

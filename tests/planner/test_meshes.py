@@ -24,7 +24,7 @@ from kagome.config import Model, Parallel, Report, Run, Train
 from kagome.errors import ConfigError, PlanError
 from kagome.model.zoo import build_model
 from kagome.planner.cluster import READY, Cluster
-from kagome.planner.meshes import HIDES, Candidate, Load, Rates, parts, ranked, slices, summed
+from kagome.planner.meshes import HIDES, Candidate, Load, Rates, Sliced, parts, ranked, slices, summed
 from kagome.planner.pipes import CHUNK, Cut, pipes
 from kagome.report.plan_page import plans_html
 from kagome.run.contention import contention
@@ -95,6 +95,23 @@ def test_bytes_of_sliced_parts_are_those_of_a_run(ranks: Callable[..., list], na
     assert predicted["transpose"] == pytest.approx(told["transpose"], rel=0.02)  # uneven parts and columns
 
 
+@pytest.mark.parametrize("mesh", [{"pipe": 2, "chunks": 1}, {"pipe": 2}, {"pipe": 2, "tensor": 2}])
+def test_bytes_of_stages_are_those_of_a_run(ranks: Callable[..., list], mesh: dict[str, int]) -> None:
+    data = kagome.load(SBM)
+    model, size = model_of("gcn", data), 2 * mesh.get("tensor", 1)
+    part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
+    graph = Graph(300, int(data.edge_index.size(1)), data)
+    optimizer = torch.optim.Adam(model.parameters())
+    found = Study.of(model, optimizer, part, graph).plans(here(size, 1e9), ("history",))
+    name = " ".join(
+        f"{key}={value}" for key, value in sorted(mesh.items(), key=lambda one: one[0] == "chunks")
+    )
+    (predicted,) = (one.bytes_per_epoch for one in found.fitting if one.name == name)
+    told = ranks(size, run, "gcn", mesh)[0]
+    assert predicted["stage"] == told["stage"]
+    assert predicted.get("transpose", 0) == pytest.approx(told.get("transpose", 0), rel=0.02)
+
+
 def test_bytes_of_weights_in_many_messages(ranks: Callable[..., list]) -> None:
     """A wide model's gradients go in several: large ones in two rounds, the last small one in one."""
     data = kagome.load(SBM)
@@ -119,7 +136,7 @@ def test_the_slowest_part_counts_and_its_messages() -> None:
     assert found.bytes_per_epoch == {"halo": 64 * 100, "weights": 20_000}
     assert found.exposed_seconds == pytest.approx((64 * 60 + 1e4) / 1e6)
     assert found.memory_bytes == 2e6
-    sliced = slices(2, [Load(110, 900, 0, 0, 3e6)], 0.6, 8e4, RATES, ONE, decoupled=True)
+    sliced = slices(Sliced(2, 0.6, 4e4), [Load(110, 900, 0, 0, 3e6)], RATES, ONE, decoupled=True)
     assert sliced.bytes_per_epoch == {"transpose": 40_000, "weights": 20_000}
     assert sliced.compute_seconds == pytest.approx(0.6 * (110e-5 + 900e-6))
     assert not sliced.exact
@@ -128,7 +145,7 @@ def test_the_slowest_part_counts_and_its_messages() -> None:
 
 def test_slices_of_parts_send_transposes_within_a_host_and_a_halo_between() -> None:
     two = Cluster("test", 2, 2, 4e6, 1.0, 1e7, 1e6, 0.0)
-    found = slices(2, LOADS, 0.6, 8e4, RATES, two, 0.5, groups=2, decoupled=False)
+    found = slices(Sliced(2, 0.6, 4e4), LOADS, RATES, two, 0.5, groups=2, decoupled=False)
     assert found.name == "graph=2 tensor=2"
     assert found.exact
     assert found.uncertain == 0.5
@@ -181,16 +198,28 @@ def test_stages_wait_for_each_other() -> None:
     cut = Cut((0.5, 0.5), 8e3, (1, 1))
     alone = [Load(110, 900, 0, 0, 3e6)]
     rates, fast = replace(RATES, row=1e-2), replace(ONE, inside=1e12)
-    history, exact = (pipes(cut, 1, alone, rates, fast, 0.0, exact=way) for way in (False, True))
+    history, exact, one = (
+        pipes(cut, 1, alone, rates, fast, 0.0, chunks=chunks, exact=way)
+        for chunks, way in ((8, False), (8, True), (1, False))
+    )
     busy = 0.5 * (110 * 1e-2 + 900e-6) + 8 * CHUNK
     assert history.compute_seconds == pytest.approx(busy)
     assert history.epoch_seconds == pytest.approx(busy * 9 / 8, rel=1e-3)
     assert exact.epoch_seconds >= history.epoch_seconds
-    assert (history.exact, exact.exact) == (False, True)
+    assert (history.exact, exact.exact, one.exact) == (False, True, True)
+    assert one.name == "pipe=2 chunks=1"
+    assert one.epoch_seconds == pytest.approx(2 * (busy - 7 * CHUNK), rel=1e-3)
+    assert one.memory_bytes < history.memory_bytes
     assert history.bytes_per_epoch == {"stage": 8_000, "halo": 0, "weights": 0}
-    both = pipes(cut, 2, LOADS, RATES, ONE, 0.0, exact=False)
+    both = pipes(cut, 2, LOADS, RATES, ONE, 0.0, chunks=8)
     assert both.name == "pipe=2 graph=2"
     assert both.bytes_per_epoch["halo"] == 6_400
+    thin = pipes(cut, 1, alone, rates, fast, 0.0, chunks=1, sliced=Sliced(2, 0.6, 2e4))
+    assert thin.name == "pipe=2 tensor=2"
+    assert thin.ranks == 4
+    assert thin.exact
+    assert thin.bytes_per_epoch["transpose"] == 20_000
+    assert thin.compute_seconds < one.compute_seconds
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
@@ -393,7 +422,7 @@ def test_the_page_draws_stages_over_time() -> None:
     cut = Cut((0.5, 0.5), 1e7, (1, 1))
     candidates = [
         parts(2, uneven, rates, cluster, 0.0),
-        pipes(cut, 1, [load], rates, cluster, 0.0, exact=False),
+        pipes(cut, 1, [load], rates, cluster, 0.0, chunks=8),
     ]
     found = ranked(candidates, cluster, {"cluster": "two", "ranks": 2, "vertices": 10, "edges": 20})
     assert {one.name: one.run is None for one in found.fitting} == {"graph=2": True, "pipe=2": False}

@@ -15,7 +15,7 @@ def test_three_planners_are_compared(tmp_path: Path) -> None:
     done = warm.run(BENCHMARKS / "graphpipe" / "main.py", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads((tmp_path / "results.json").read_text())["rows"]["uno/2"]
-    for planner in ("graphpipe", "pipedream", "piper"):
+    for planner in ("graphpipe", "pipedream", "piper", "bapipe"):
         assert told[planner]["throughput"] > 0
         assert told[planner]["devices"] <= 2
         assert told[planner]["searches_not_ended"] == 0

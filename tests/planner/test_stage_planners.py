@@ -18,12 +18,13 @@ from kagome.planner.coarse import coarsened
 from kagome.planner.devices import Devices, StageCost
 from kagome.planner.downsets import downsets, per_sample, prefixes
 from kagome.planner.graphpipe import GraphPipe
+from kagome.planner.groups import Facts
 from kagome.planner.operators import Operator, OperatorGraph
 from kagome.planner.pipedream import PipeDream
 from kagome.planner.piper import Piper
 from kagome.planner.series import Tree, tree_of
 from kagome.planner.stageplan import PlannedStage, StagePlan
-from kagome.planner.trial import trial
+from kagome.planner.trial import estimate, longer_turns, trial
 from kagome.schedule.dag import DagShape, Turns, windows
 
 
@@ -291,19 +292,67 @@ def test_a_plan_is_a_file_that_can_be_edited(tmp_path: object) -> None:
             StagePlan(16, tuple(PlannedStage(names, 1, 4) for names in stages)).shape(graph)
 
 
-def test_search_does_not_grow_with_the_ways_to_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six towers of four have more than fifteen thousand places to cut; few stages of them are looked at."""
-    seen: set[tuple[str, ...]] = set()
-    count = StageCost.per_sample
+def test_search_does_not_grow_with_the_ways_to_cut() -> None:
+    """Six towers of five have more than 46,000 places to cut; few stages of them are looked at."""
+    cost = StageCost(towers(6, 5, 2), Devices(8, 1e9, 1e3), 64)
+    planner = GraphPipe(cost, (8,))
+    assert planner.plan().devices <= 8
+    assert len(downsets(cost, 8, most=100_000).sets) > 46_000 > 20 * planner.facts.looked_at
 
-    def counted(cost: StageCost, names: Sequence[str], devices: int, micro_batch: int) -> float:
-        seen.add(tuple(names))
-        return count(cost, names, devices, micro_batch)
 
-    monkeypatch.setattr(StageCost, "per_sample", counted)
-    cost = StageCost(towers(6, 4, 2), Devices(8, 1e9, 1e3), 64)
-    assert GraphPipe(cost, (8,)).plan().devices <= 8
-    assert len(downsets(cost, 8, most=100_000).sets) > 15_000 > 10 * len(seen)
+@settings(deadline=None, max_examples=60)
+@given(cost=small())
+def test_groups_cost_what_stages_do(cost: StageCost) -> None:
+    """All of a node's groups at once, as one stage after the other is counted."""
+    facts, sizes = Facts(cost, (2, 4)), (2, 4)
+    tree = tree_of(cost.graph)
+    for node in (tree, *tree.rows, *tree.children):
+        groups = facts.groups(node)
+        for place in range(len(groups.members)):
+            names = groups.names(place)
+            assert groups.fixed[place] == cost.memory(names, 1, 0)
+            assert groups.fixed[place] + groups.kept[place] == cost.memory(names, 1, 1)
+            for size, row in zip(sizes, groups.seconds[place], strict=True):
+                for devices, seconds in enumerate(row, start=1):
+                    alone = cost.per_sample(names, devices, size) if devices <= size else math.inf
+                    assert seconds == pytest.approx(alone)
+
+
+@settings(deadline=None, max_examples=100)
+@given(cost=small(), sizes=st.sampled_from([(2,), (4,), (2, 4)]), k=st.integers(1, 3), chain=st.booleans())
+def test_an_estimate_is_never_above_a_trial(
+    cost: StageCost, sizes: tuple[int, ...], k: int, chain: bool
+) -> None:
+    try:
+        plan = GraphPipe(cost, sizes).least(sizes)
+    except PlanError:
+        return
+    plan = replace(plan, stages=tuple(replace(stage, k=k * stage.k) for stage in plan.stages))
+    found = trial(cost, plan, sequential=chain).seconds
+    assert estimate(cost, plan, sequential=chain) <= found * (1 + 1e-9)
+
+
+def test_an_estimate_is_near_a_trial() -> None:
+    """Where links are slow too, and where windows make stages wait."""
+    for bandwidth, size in product((1e1, 1e2, 1e4), (4, 16)):
+        cost = StageCost(towers(3, 4, 2), Devices(8, 1e9, bandwidth), 256)
+        plan = GraphPipe(cost, (size,)).least((size,))
+        assert estimate(cost, plan) > 0.85 * trial(cost, plan).seconds
+
+
+def test_more_samples_are_in_flight_where_messages_take_long_and_memory_allows() -> None:
+    graph = towers(3, 4, 2)
+    roomy = StageCost(graph, Devices(8, 1e9, 8.0), 256)
+    plan = GraphPipe(roomy, (4,)).plan()
+    assert max(stage.k for stage in plan.stages) > 1
+    once = replace(plan, stages=tuple(replace(stage, k=1) for stage in plan.stages))
+    assert trial(roomy, plan).seconds < 0.9 * trial(roomy, once).seconds
+    held = max(trial(roomy, once).memory)
+    tight = StageCost(graph, Devices(8, held, 8.0), 256)
+    for _, one in longer_turns(tight, once):
+        assert max(trial(tight, one).memory) <= held
+    quick = StageCost(graph, Devices(8, 1e9, 1e9), 256)
+    assert max(stage.k for stage in GraphPipe(quick, (4,)).plan().stages) == 1
 
 
 @settings(deadline=None, max_examples=60)

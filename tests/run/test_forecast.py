@@ -124,6 +124,26 @@ def test_ranks_that_are_not_there_are_foreseen_from_the_whole_graph(ranks) -> No
         same([{"predicted": guess.as_dict(), "measured": one["measured"]}])
 
 
+def in_slices(channel: Channel, name: str, more: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    data, cut = kagome.load(name), config.Parallel(reuse=False, **more)
+    return [held(zoo(each, data), data, parallel=cut) for each in ("gcn", "sage", "gat")]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_slices_hold_what_is_foreseen(ranks, size: int) -> None:
+    """The edges of all ranks, and some columns of all their rows: what the fullest rank has of them."""
+    for memory in ranks(size, in_slices, "sbm:vertices=600,degree=8", {"tensor": size})[0]:
+        for one in memory:
+            predicted, measured = one["predicted"], one["measured"]
+            for kind in ("weights", "gradients", "optimizer", "features", "edges"):
+                assert predicted[kind] == measured[kind], kind
+        for kind in ("tables", "activations"):
+            predicted, measured = (
+                max(one[side][kind] for one in memory) for side in ("predicted", "measured")
+            )
+            assert predicted == pytest.approx(measured, rel=0.05), kind
+
+
 def test_asking_changes_nothing() -> None:
     mine, data = Gat(0.5).train(), graph()
     before = copy.deepcopy(mine.state_dict())

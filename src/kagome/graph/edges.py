@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kagome.graph.kernels import Floats, Ints, Longs, compiled
+from kagome.compiled import compiled
+from kagome.graph.kernels import Floats, Ints, Longs
 
 Bools = NDArray[np.bool_]
 

@@ -5,25 +5,14 @@ Where it sits: the inner loops of ``partitioners``; numpy arrays in, numpy array
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from kagome.compiled import compiled
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Loop = TypeVar("Loop", bound=Callable[..., Any])
-
-
-def compiled(loop: Loop) -> Loop:
-    """Compile a plain loop once and keep the machine code on disk; one thread, so that ranks do not crowd."""
-    try:
-        return cast(Loop, numba.njit(cache=True, nogil=True)(loop))
-    except RuntimeError:  # neither the package's folder nor the user's cache can be written
-        return cast(Loop, numba.njit(nogil=True)(loop))
 
 
 @compiled

@@ -41,13 +41,7 @@ MOST = 1 << 16
 
 @dataclass(frozen=True)
 class Room:
-    """What a reduction has on the device at a time.
-
-    Args:
-        reads: Tensors of the rows that are read.
-        writes: Tensors of the rows that are written.
-        heads: Weights an edge.
-    """
+    """What a reduction has on the device: tensors of the rows read and of those written, weights an edge."""
 
     reads: int = 1
     writes: int = 1
@@ -274,11 +268,7 @@ class Bound:
         return {"working_memory_bytes": int(most)}
 
     def chunks(self, slicing: Slicing, width: int, itemsize: int, room: Room) -> tuple[Chunk, ...]:
-        """Chunks of these edges within the bound, made once.
-
-        Raises:
-            ConfigError: If none are small enough.
-        """
+        """Chunks of these edges within the bound, made once; see :func:`chunks_of`."""
         known = self._chunks.setdefault(slicing, {})
         key = width, itemsize, room
         if key not in known:

@@ -12,8 +12,8 @@ Where it sits: one of three stage planners beside ``pipedream`` and ``piper``; a
 A stage is children of one node of the tree that stand next to each other, any of a few branches, or operators
 that stand next to each other in a row of all below a node; the plans searched are those. Stages that hold
 pieces of several branches are beyond them, unless a row has them side by side. In a row a stage counts as
-ahead of the next one, read or not. What is kept of a part is the fewest devices for each number of samples in
-flight at its head: more devices than a bottleneck asks for buy nothing but memory.
+ahead of the next one, read or not. What is kept of a part is the fewest samples in flight at its head for
+each number of devices (``frontier``): more devices than a bottleneck asks for buy nothing but memory.
 
 Source: GraphPipe, ASPLOS 2025: series-parallel decomposition, binary search on the bottleneck, dynamic
 program over part, devices and the successor's schedule.
@@ -21,172 +21,214 @@ program over part, devices and the successor's schedule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil
+
+import numpy as np
 
 from kagome.errors import PlanError
+from kagome.planner import frontier
 from kagome.planner.devices import StageCost
-from kagome.planner.groups import Facts, Group, Head, Heads, everything, groups, runs
+from kagome.planner.groups import Facts, Floats, Groups, Ints, run
 from kagome.planner.series import Tree, tree_of
 from kagome.planner.stageplan import PlannedStage, StagePlan
-from kagome.planner.trial import trial
-
-FEW = 6
-"""Of so many branches any may share a stage; of more, those that stand next to each other."""
+from kagome.planner.trial import longer_turns, trial
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A plan for a part of the tree and all that comes behind it there.
+class Plans(ABC):
+    """Plans for a part of the tree and, in a row, all that comes behind it there; see ``frontier``."""
+
+    held: Floats
+
+    @abstractmethod
+    def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
+        """The stages of the part in one plan."""
+
+
+@dataclass(eq=False)
+class Row(Plans):
+    """Children one after the other.
 
     Args:
-        devices: How many it takes.
-        heads: What its first stages hold: what a stage before it must be ahead of.
-        stage: A stage of its own, if it has one.
-        parts: What it is made of besides.
+        search: The question.
+        groups: Of the children.
+        tables: Held, by the child that a plan begins with.
+        how: Of each entry, where the stage ends, and the rest; see ``frontier.in_a_row``.
+        inner: Children's own plans, by child and by what the rest is.
     """
 
-    devices: int
-    heads: Heads
-    stage: PlannedStage | None = None
-    parts: tuple[Part, ...] = ()
+    search: Search
+    groups: Groups
+    tables: Floats
+    how: Ints
+    inner: dict[tuple[int, int, int], Plans] = field(default_factory=dict)
 
-    def stages(self) -> Iterator[PlannedStage]:
-        """All its stages."""
-        if self.stage is not None:
-            yield self.stage
-        for part in self.parts:
-            yield from part.stages()
+    def __post_init__(self) -> None:
+        self.held = self.tables[0]
+
+    def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
+        """See :class:`Plans`."""
+        child, children = 0, len(self.groups.children)
+        while child < children:
+            end, less, behind = (int(value) for value in self.how[child, devices, reader])
+            if end > 0:
+                names = self.groups.names(run(child, end, children))
+                yield self.search.stage(names, devices - less, reader, behind)
+            else:
+                yield from self.inner[child, less, behind].stages(devices - less, reader)
+                end = child + 1
+            child, devices, reader = end, less, behind
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
+class SideBySide(Plans):
+    """Children beside each other.
+
+    Args:
+        search: The question.
+        node: Their parent.
+        behind: The micro-batch of what is behind all of them, by place.
+        tables: Held, by state.
+        how: Of each entry, the option that was taken, and the rest; see ``frontier.side_by_side``.
+        inner: Children's own plans.
+    """
+
+    search: Search
+    node: Tree
+    behind: int
+    tables: Floats
+    how: Ints
+    inner: dict[int, Plans]
+
+    def __post_init__(self) -> None:
+        self.held = self.tables[-1]
+
+    def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
+        """See :class:`Plans`."""
+        facts = self.search.facts
+        states, groups = facts.states(self.node), facts.groups(self.node)
+        state = len(self.tables) - 1
+        while state:
+            option, taken, own, other = (int(value) for value in self.how[state, devices, reader])
+            group = int(states.group[option])
+            if group < 0:
+                yield from self.inner[-1 - group].stages(taken, own)
+            else:
+                yield self.search.stage(groups.names(group), taken, own, self.behind)
+            state, devices, reader = int(states.rest[option]), devices - taken, other
+
+
+class Either(Plans):
+    """The best of several ways to plan one part."""
+
+    def __init__(self, ways: Sequence[Plans]) -> None:
+        tables = np.array([way.held for way in ways])
+        self._ways, self._which = ways, tables.argmin(axis=0)
+        self.held = tables.min(axis=0)
+        frontier.trim(self.held)
+
+    def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
+        """See :class:`Plans`."""
+        return self._ways[int(self._which[devices, reader])].stages(devices, reader)
+
+
 class Search:
     """One question: is there a plan of which no stage takes more than so many seconds a sample.
 
     Args:
         facts: Of the model and the devices.
         bottleneck: Seconds a sample.
-        total: The least seconds a sample that all operators take.
+        places: Micro-batches that stages may have, by their places among the facts'.
     """
 
-    facts: Facts
-    bottleneck: float
-    total: float
-    _known: dict[tuple[int, int, Heads], list[Part]] = field(default_factory=dict)
+    def __init__(self, facts: Facts, bottleneck: float, places: Sequence[int]) -> None:
+        self.facts, self.bottleneck, self.places = facts, bottleneck, tuple(places)
+        self.sizes = np.array([0, *(facts.sizes[place] for place in places)], dtype=float)
+        self._needs: dict[int, Ints] = {}
+        self._known: dict[tuple[int, float, int], Plans] = {}
 
-    def solve(self, node: Tree, behind: Heads) -> list[Part]:
-        """Plans for a node, given what is held behind it; of which none beats another in everything."""
-        if node.kind == "leaf":
-            return self._best(self._stage(self.facts.group(node, 0), Part(0, behind), behind))
-        if not node.rows:
-            return self._from(node, everything(node), behind)
-        ways = (node, *node.rows)
-        return self._best(part for way in ways for part in self._from(way, everything(way), behind))
-
-    def _from(self, node: Tree, left: int, behind: Heads) -> list[Part]:
-        """Plans for those of a node's children that are left, as bits; in a row they are the last ones."""
-        if not left:
-            return [Part(0, behind if node.kind == "series" else ())]
-        key = id(node), left, behind
+    def solve(self, node: Tree, held: float, behind: int) -> Plans:
+        """Plans for a node, given what is held behind it, and in which micro-batch, by place."""
+        key = id(node), held, behind
         if key not in self._known:
-            way, room = self._series if node.kind == "series" else self._parallel, self._room(node, left)
-            self._known[key] = self._best(p for p in way(node, left, behind) if p.devices <= room)
+            ways = [
+                self._side_by_side(way, held, behind)
+                if way.kind == "parallel"
+                else self._row(way, held, behind)
+                for way in (node, *node.rows)
+            ]
+            self._known[key] = ways[0] if len(ways) == 1 else Either(ways)
         return self._known[key]
 
-    def _room(self, node: Tree, left: int) -> int:
-        """Devices that are left for some of a node's children: all other operators need some too."""
-        others = self.total - self.facts.group(node, left).lightest
-        return self.facts.cost.devices.count - int(others / self.bottleneck * (1 - 1e-9))
+    def stage(self, names: tuple[str, ...], devices: int, size: int, reader: int) -> PlannedStage:
+        """A stage before a reader, both micro-batches by place."""
+        own, other = int(self.sizes[size]), int(self.sizes[reader])
+        return PlannedStage(names, devices, own, max(1, other // own))
 
-    def _series(self, node: Tree, left: int, behind: Heads) -> Iterator[Part]:
-        most = self.bottleneck * self.facts.cost.devices.count * (1 + 1e-9)
-        for taken in runs(left):
-            group = self.facts.group(node, taken)
-            if group.lightest > most:
-                break  # more operators only compute longer; they may send less
-            if self._fits(group):
-                for rest in self._from(node, left & ~taken, behind):
-                    yield from self._stage(group, rest, rest.heads)
-        first = left & -left
-        child = node.children[first.bit_length() - 1]
-        if child.kind != "leaf":
-            for rest in self._from(node, left & ~first, behind):
-                for part in self.solve(child, rest.heads):
-                    yield Part(part.devices + rest.devices, part.heads, None, (part, rest))
+    def _need(self, node: Tree, groups: Groups) -> Ints:
+        if id(node) not in self._needs:
+            self._needs[id(node)] = groups.need(self.bottleneck, self.places)
+        return self._needs[id(node)]
 
-    def _parallel(self, node: Tree, left: int, behind: Heads) -> Iterator[Part]:
-        empty = Part(0, behind)
-        for taken in groups(left) if left.bit_count() <= FEW else runs(left):
-            group = self.facts.group(node, taken)
-            if self._fits(group):
-                alone = self._best(self._stage(group, empty, behind))
-                yield from self._beside(alone, self._from(node, left & ~taken, behind))
-        first = left & -left
-        child = node.children[first.bit_length() - 1]
-        if child.kind != "leaf":
-            yield from self._beside(self.solve(child, behind), self._from(node, left & ~first, behind))
+    @property
+    def _most(self) -> int:
+        return self.facts.cost.devices.count
 
-    def _beside(self, one: Sequence[Part], two: Sequence[Part]) -> Iterator[Part]:
-        for a in one:
-            for b in two:
-                yield Part(a.devices + b.devices, merged((*a.heads, *b.heads)), None, (a, b))
+    def _row(self, node: Tree, held: float, behind: int) -> Row:
+        groups, cost = self.facts.groups(node), self.facts.cost
+        children = len(groups.children)
+        tables = np.full((children + 1, self._most + 1, self.sizes.size), np.inf)
+        tables[children, 0, behind] = held
+        how = np.zeros((*tables.shape, 3), dtype=np.int64)
+        found = Row(self, groups, tables, how)
+        need, end = self._need(node, groups), children
 
-    def _stage(self, group: Group, rest: Part, readers: Heads) -> Iterator[Part]:
-        """A stage before the rest."""
-        devices, memory = self.facts.cost.devices, self.facts.cost.devices.memory
-        most = devices.count - rest.devices
-        for size in self.facts.sizes:
-            need = self._devices(group, size)
-            if need is None or need > most:
+        def up_to(first: int, end: int) -> None:
+            frontier.in_a_row(
+                tables, how, first, end, need, groups.fixed, groups.kept, self.sizes,
+                float(cost.devices.memory), float(cost.batch),
+            )  # fmt: skip
+
+        for child in range(children - 1, -1, -1):
+            if not groups.children[child].children:
                 continue
-            k, held = self.facts.turns(size, readers)
-            if group.fixed + group.kept * held / need > memory:
-                if group.fixed >= memory:
-                    continue
-                need = max(need, ceil(group.kept * held / (memory - group.fixed)))
-            if need <= min(most, size):
-                stage = PlannedStage(group.names, need, size, k)
-                yield Part(need + rest.devices, ((held, size),), stage, (rest,))
+            up_to(child, end)
+            end = child
+            for devices, reader, now in _entries(tables[child + 1]):
+                own = self.solve(groups.children[child], now, reader)
+                found.inner[child, devices, reader] = own
+                frontier.before(tables[child], how[child], own.held, devices, reader)
+            frontier.trim(tables[child])
+        up_to(0, end)
+        return found
 
-    def _fits(self, group: Group) -> bool:
-        return any(self._devices(group, size) is not None for size in self.facts.sizes)
-
-    def _devices(self, group: Group, size: int) -> int | None:
-        """The fewest devices with which a stage is fast enough."""
-        for devices, seconds in enumerate(self.facts.seconds(group, size), start=1):
-            if seconds <= self.bottleneck:
-                return devices
-        return None
-
-    def _best(self, parts: Iterable[Part]) -> list[Part]:
-        """Those that no other one beats: fewer devices, less held, with micro-batches of the same sizes."""
-        kept: dict[tuple[int, ...], list[Part]] = {}
-        for part in parts:
-            if part.devices > self.facts.cost.devices.count:
-                continue
-            group = kept.setdefault(tuple(size for _, size in part.heads), [])
-            if any(_beats(other, part) for other in group):
-                continue
-            group[:] = [other for other in group if not _beats(part, other)]
-            group.append(part)
-        return [part for group in kept.values() for part in group]
+    def _side_by_side(self, node: Tree, held: float, behind: int) -> SideBySide:
+        states, groups, cost = self.facts.states(node), self.facts.groups(node), self.facts.cost
+        tables = np.full((states.begins.size - 1, self._most + 1, self.sizes.size), np.inf)
+        tables[0, 0, 0] = 0.0
+        how = np.zeros((*tables.shape, 4), dtype=np.int64)
+        inner = {
+            place: self.solve(child, held, behind)
+            for place, child in enumerate(node.children)
+            if child.children
+        }
+        own = np.full((len(node.children), *tables.shape[1:]), np.inf)
+        for place, plans in inner.items():
+            own[place] = plans.held
+        frontier.side_by_side(
+            tables, how, states.begins, states.group, states.rest, own, self._need(node, groups),
+            groups.fixed, groups.kept, self.sizes, held, self.sizes[behind],
+            float(cost.devices.memory), float(cost.batch),
+        )  # fmt: skip
+        return SideBySide(self, node, behind, tables, how, inner)
 
 
-def _beats(one: Part, other: Part) -> bool:
-    return one.devices <= other.devices and all(
-        a[0] <= b[0] for a, b in zip(one.heads, other.heads, strict=True)
-    )
-
-
-def merged(heads: Iterable[Head]) -> Heads:
-    """Of heads with one micro-batch the one that holds most: what comes before must be ahead of it."""
-    most: dict[int, int] = {}
-    for held, size in heads:
-        most[size] = max(held, most.get(size, 0))
-    return tuple(sorted((held, size) for size, held in most.items()))
+def _entries(held: Floats) -> list[tuple[int, int, float]]:
+    """Devices, micro-batch and samples held of each plan in a table."""
+    places = zip(*np.nonzero(np.isfinite(held)), strict=True)
+    return [(int(devices), int(reader), float(held[devices, reader])) for devices, reader in places]
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +238,7 @@ class GraphPipe:
     Args:
         cost: Of any stage.
         sizes: Micro-batches that stages may have: divisors of the batch, each of the next.
-        tolerance: How far above the least bottleneck a plan may be, as a share.
+        tolerance: By what share a plan may be slower than the fastest, and its bottleneck above the least.
     """
 
     cost: StageCost
@@ -208,6 +250,11 @@ class GraphPipe:
         """The operators as a tree."""
         return tree_of(self.cost.graph)
 
+    @cached_property
+    def facts(self) -> Facts:
+        """What groups of operators cost."""
+        return Facts(self.cost, tuple(sorted(self.sizes)))
+
     def plan(self) -> StagePlan:
         """Of the plans that the search meets, with one micro-batch and with any, the fastest in a trial.
 
@@ -217,25 +264,32 @@ class GraphPipe:
         Raises:
             PlanError: If none fits the memory of the devices.
         """
-        found: dict[int, tuple[float, StagePlan]] = {}
-        for size in self.sizes:
-            with suppress(PlanError):
-                found[size] = self._fastest(self._ever_better((size,)))
-        if not found:
+        plans = {size: self._ever_better((size,)) for size in self.sizes}
+        found = self._fastest([plan for each in plans.values() for plan in each])
+        if found is None:
             return self.least(self.sizes)
-        best = min(found, key=lambda size: found[size][0])
-        near = tuple(size for size in self.sizes if best // 2 <= size <= best * 2)
-        mixed = self._fastest(self._ever_better(near), found[best][0])
-        return mixed[1] if mixed[0] < found[best][0] else found[best][1]
+        seconds, best = found
+        size = best.stages[0].micro_batch
+        near = tuple(other for other in self.sizes if size // 2 <= other <= size * 2)
+        # Plans with a larger bottleneck than this are slower, however soon they fill.
+        mixed = self._fastest(self._ever_better(near, below=seconds / self.cost.batch), seconds)
+        return best if mixed is None else mixed[1]
 
-    def _fastest(self, plans: Sequence[StagePlan], limit: float = float("inf")) -> tuple[float, StagePlan]:
-        """Seconds of the fastest plan, and it; of several with less than a limit, if there are such."""
-        best = limit, plans[-1]
-        for plan in reversed(plans):
-            if self.cost.batch * self.bottleneck(plan) >= best[0]:
-                break  # nor can those before it be faster
+    def _fastest(
+        self, plans: Sequence[StagePlan], limit: float = float("inf")
+    ) -> tuple[float, StagePlan] | None:
+        """Of plans that take less than a limit, with any k, the fastest in a trial, and its seconds.
+
+        An estimate is never above what a trial finds, so that the first ones tried rule out most others.
+        """
+        best: tuple[float, StagePlan] | None = None
+        each = (one for plan in dict.fromkeys(plans) for one in longer_turns(self.cost, plan))
+        for soonest, plan in sorted(each, key=lambda pair: pair[0]):
+            if soonest * (1 + self.tolerance) >= limit:
+                break
             seconds = trial(self.cost, plan).seconds
-            best = min(best, (seconds, plan), key=lambda each: each[0])
+            if seconds < limit:
+                limit, best = seconds, (seconds, plan)
         return best
 
     def whole(self) -> StagePlan:
@@ -268,34 +322,33 @@ class GraphPipe:
         Raises:
             PlanError: If none fits the memory of the devices.
         """
-        return self._ever_better(sizes)[-1]
-
-    def _ever_better(self, sizes: tuple[int, ...]) -> list[StagePlan]:
-        """Plans of ever smaller bottleneck.
-
-        Raises:
-            PlanError: If none fits the memory of the devices.
-
-        Source: GraphPipe, binary search on time per sample.
-        """
-        devices, names = self.cost.devices.count, self.tree.names
-        facts = Facts(self.cost, sizes, self._lightest(sizes))
-        low, high = (
-            sum(facts.lightest.values()) / devices,
-            max(self.cost.per_sample(names, 1, s) for s in sizes) * 1.01,
-        )
-        found = self._ask(facts, high)
-        if found is None:
-            need = self.cost.memory(names, 1, min(sizes))
+        plans = self._ever_better(sizes)
+        if not plans:
+            need = self.cost.memory(self.tree.names, 1, min(sizes))
+            devices = self.cost.devices
             raise PlanError(
-                f"the model fits {devices} devices of {self.cost.devices.memory / 2**30:.3g} GiB",
+                f"the model fits {devices.count} devices of {devices.memory / 2**30:.3g} GiB",
                 f"no cut does; on one device it would need {need / 2**30:.3g} GiB",
                 hint="take more devices, or smaller micro-batches",
             )
+        return plans[-1]
+
+    def _ever_better(self, sizes: tuple[int, ...], *, below: float = float("inf")) -> list[StagePlan]:
+        """Plans of ever smaller bottleneck, the first one's below a number; none if there are none.
+
+        Source: GraphPipe, binary search on time per sample.
+        """
+        places = [self.facts.sizes.index(size) for size in sorted(sizes)]
+        high = max(self.cost.per_sample(self.tree.names, 1, s) for s in sizes) * 1.01
+        low, high = float(self.facts.lightest.sum()) / self.cost.devices.count, min(high, below)
+        found = self._ask(high, places)
+        if found is None:
+            return []
         plans = [found]
+        high = min(high, self.bottleneck(found))
         while high > low * (1 + self.tolerance):
             middle = (low * high) ** 0.5
-            better = self._ask(facts, middle)
+            better = self._ask(middle, places)
             if better is None:
                 low = middle
             else:
@@ -303,20 +356,14 @@ class GraphPipe:
                 high = min(middle, self.bottleneck(better))
         return plans
 
-    def _lightest(self, sizes: tuple[int, ...]) -> dict[str, float]:
-        """The least seconds a sample of each operator, on any number of devices."""
-        shares = sorted({-(-size // d) for size in sizes for d in range(1, self.cost.devices.count + 1)})
-        return {
-            name: min(sum(self.cost.passes(name, share)) / share for share in shares)
-            for name in self.tree.names
-        }
-
-    def _ask(self, facts: Facts, bottleneck: float) -> StagePlan | None:
-        parts = Search(facts, bottleneck, sum(facts.lightest.values())).solve(self.tree, ())
-        if not parts:
+    def _ask(self, bottleneck: float, places: Sequence[int]) -> StagePlan | None:
+        plans = Search(self.facts, bottleneck, places).solve(self.tree, 0.0, 0)
+        entries = _entries(plans.held)
+        if not entries:
             return None
-        best = min(parts, key=lambda part: (max(held for held, _ in part.heads), part.devices))
-        return StagePlan(self.cost.batch, sorted_stages(self.cost, tuple(best.stages())))
+        devices, reader, _ = min(entries, key=lambda entry: (entry[2], entry[0]))
+        stages = tuple(plans.stages(devices, reader))
+        return StagePlan(self.cost.batch, sorted_stages(self.cost, stages))
 
     def bottleneck(self, plan: StagePlan) -> float:
         """Seconds a sample of a plan's slowest stage."""

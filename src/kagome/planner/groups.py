@@ -1,39 +1,79 @@
-"""Groups: children of a node of the tree taken as one stage, and what is known of them for any bottleneck.
+"""Groups: children of a node of the tree taken as one stage, and what each costs, all of a node at once.
 
-Where it sits: under ``graphpipe``, which asks for the same ones again and again.
+Where it sits: under ``graphpipe``, which asks for the same ones for each bottleneck.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kagome.planner.devices import StageCost
 from kagome.planner.series import Tree
-from kagome.schedule.dag import Turns, window
 
-Head = tuple[int, int]
-"""Samples that a stage holds, and its micro-batch."""
-Heads = tuple[Head, ...]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+FEW = 6
+"""Of so many branches any may share a stage; of more, those that stand next to each other."""
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
-    """Some children of a node as one stage.
+class Groups:
+    """Groups of one node's children.
 
     Args:
-        names: Their operators.
-        lightest: The least seconds a sample that they take on one device.
+        children: The node's, or the node itself if it has none.
+        members: Which children each group has, as bits.
+        seconds: Seconds a sample of each as a stage; infinite on more devices than a micro-batch has samples.
         fixed: Bytes of a replica without samples.
         kept: Bytes of a sample.
-        seconds: By micro-batch: seconds a sample by devices, as far as they were asked for.
+
+    Shapes:
+        seconds ``[groups, micro-batches, devices]``; fixed and kept ``[groups]``.
     """
 
-    names: tuple[str, ...]
-    lightest: float
-    fixed: float
-    kept: float
-    seconds: dict[int, list[float]] = field(default_factory=dict)
+    children: tuple[Tree, ...]
+    members: tuple[int, ...]
+    seconds: Floats
+    fixed: Floats
+    kept: Floats
+
+    def need(self, bottleneck: float, sizes: Sequence[int]) -> Ints:
+        """The fewest devices with which each is fast enough, of some micro-batches by place; 0 with none.
+
+        Shapes:
+            ``[groups, len(sizes)]``.
+        """
+        fast = self.seconds[:, list(sizes)] <= bottleneck
+        return np.where(fast.any(axis=2), fast.argmax(axis=2) + 1, 0)
+
+    def names(self, group: int) -> tuple[str, ...]:
+        """The operators of a group."""
+        chosen = (child for place, child in enumerate(self.children) if self.members[group] >> place & 1)
+        return tuple(name for child in chosen for name in child.names)
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """How a parallel node's children can be taken, the first that is left with some others or by itself.
+
+    Args:
+        begins: The first option of each state, by number, and the end; state 0 has nothing left, the last
+            one everything.
+        group: Of each option: the group that is taken, or -1 - c where child c is planned by itself.
+        rest: The state it leaves.
+        members: The groups that options name.
+    """
+
+    begins: Ints
+    group: Ints
+    rest: Ints
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,61 +83,143 @@ class Facts:
     Args:
         cost: Of any stage.
         sizes: Micro-batches that stages may have.
-        lightest: The least seconds a sample that an operator takes, by its name.
     """
 
     cost: StageCost
     sizes: tuple[int, ...]
-    lightest: dict[str, float]
-    _groups: dict[tuple[int, int], Group] = field(default_factory=dict)
-    _turns: dict[tuple[int, Heads], tuple[int, int]] = field(default_factory=dict)
+    _groups: dict[int, Groups] = field(default_factory=dict)
+    _states: dict[int, States] = field(default_factory=dict)
 
-    def group(self, node: Tree, taken: int) -> Group:
-        """Some children of a node, as bits."""
-        key = id(node), taken
-        if key not in self._groups:
-            names = names_of(node, taken)
-            empty = self.cost.memory(names, 1, 0)
-            self._groups[key] = Group(
-                names,
-                sum(self.lightest[name] for name in names),
-                empty,
-                self.cost.memory(names, 1, 1) - empty,
-            )
-        return self._groups[key]
+    @property
+    def looked_at(self) -> int:
+        """Groups of which the costs are known."""
+        return sum(len(groups.members) for groups in self._groups.values())
 
-    def seconds(self, group: Group, size: int) -> list[float]:
-        """Seconds a sample of a stage by devices."""
-        if size not in group.seconds:
-            most = min(self.cost.devices.count, size)
-            group.seconds[size] = [self.cost.per_sample(group.names, d, size) for d in range(1, most + 1)]
-        return group.seconds[size]
+    def groups(self, node: Tree) -> Groups:
+        """A node's groups: of a row, children next to each other (see :func:`run`), else what states name."""
+        if id(node) not in self._groups:
+            children = node.children or (node,)
+            row = node.kind != "parallel"
+            members = tuple(runs(len(children))) if row else self.states(node).members
+            self._groups[id(node)] = self._counted(children, members)
+        return self._groups[id(node)]
 
-    def turns(self, size: int, readers: Heads) -> tuple[int, int]:
-        """A stage's k, and what it holds, before readers that hold so much."""
-        key = size, readers
-        if key not in self._turns:
-            k = max(1, *(reader // size for _, reader in readers)) if readers else 1
-            held = window(Turns(size, k), [(h, Turns(s)) for h, s in readers], self.cost.batch)
-            self._turns[key] = k, held
-        return self._turns[key]
+    def states(self, node: Tree) -> States:
+        """The states of a parallel node."""
+        if id(node) not in self._states:
+            self._states[id(node)] = states_of(node)
+        return self._states[id(node)]
+
+    @cached_property
+    def lightest(self) -> Floats:
+        """The least seconds a sample of each operator, on any number of devices."""
+        shares = sorted({int(share) for share in self._shares.ravel()})
+        names = [operator.name for operator in self.cost.graph.operators]
+        each = [[sum(self.cost.passes(name, share)) / share for share in shares] for name in names]
+        return np.asarray(np.array(each).min(axis=1))
+
+    @cached_property
+    def _shares(self) -> Ints:
+        """Samples of a replica: ``[micro-batches, devices]``."""
+        devices = np.arange(1, self.cost.devices.count + 1)
+        return np.asarray(-(-np.array(self.sizes)[:, None] // devices), dtype=np.int64)
+
+    @cached_property
+    def _passes(self) -> Floats:
+        """Seconds of a micro-batch, forward and backward: ``[operators, micro-batches, devices]``."""
+        shares = self._shares
+        found = np.empty((len(self.cost.graph.operators), *shares.shape))
+        for place, operator in enumerate(self.cost.graph.operators):
+            for share in np.unique(shares):
+                found[place][shares == share] = sum(self.cost.passes(operator.name, int(share)))
+        return found
+
+    @cached_property
+    def _reads(self) -> Floats:
+        """1 where the operator of a row is read by that of a column."""
+        place = self._place
+        found = np.zeros((len(place), len(place)))
+        for operator in self.cost.graph.operators:
+            for read in operator.reads:
+                found[place[read], place[operator.name]] = 1.0
+        return found
+
+    @cached_property
+    def _place(self) -> dict[str, int]:
+        return {operator.name: place for place, operator in enumerate(self.cost.graph.operators)}
+
+    def _counted(self, children: Sequence[Tree], members: tuple[int, ...]) -> Groups:
+        """As ``StageCost``, of many stages at once."""
+        link, batch, operators = self.cost.devices, self.cost.batch, self.cost.graph.operators
+        own = np.zeros((len(children), len(operators)))
+        for number, child in enumerate(children):
+            own[number, [self._place[name] for name in child.names]] = 1.0
+        bits = np.array(
+            [[one >> place & 1 for place in range(len(children))] for one in members], dtype=float
+        )
+        inside = bits.reshape(len(members), len(children)) @ own
+        weights, kept, output = (
+            np.array([getattr(operator, name) for operator in operators], dtype=float)
+            for name in ("weights", "kept", "output")
+        )
+        readers = inside @ self._reads.T
+        given = inside * (readers < self._reads.sum(axis=1)) @ output
+        taken = (1 - inside) * (readers > 0) @ output
+        sizes = np.array(self.sizes, dtype=float)[:, None]
+        devices = np.arange(1, link.count + 1, dtype=float)
+        compute = np.tensordot(inside, self._passes, axes=1)
+        carried = (given + taken)[:, None, None]
+        traffic = np.where(carried > 0, link.latency + carried * sizes / devices / link.bandwidth, 0.0)
+        of_weights = (inside @ weights)[:, None, None]
+        sync = 2 * (devices - 1) / devices * of_weights / link.bandwidth
+        seconds = np.maximum(compute, traffic) / sizes + sync / batch
+        seconds[:, devices > sizes] = np.inf
+        fixed = np.array([self.cost.memory((operator.name,), 1, 0) for operator in operators], dtype=float)
+        return Groups(tuple(children), members, seconds, inside @ fixed, inside @ kept)
 
 
-def names_of(node: Tree, taken: int) -> tuple[str, ...]:
-    """Operators of some children of a node."""
-    if node.kind == "leaf":
-        return node.names
-    return tuple(
-        name for place, child in enumerate(node.children) if taken >> place & 1 for name in child.names
-    )
+def run(begin: int, end: int, children: int) -> int:
+    """The place among a row's groups of its children from one to before another."""
+    return begin * children - begin * (begin - 1) // 2 + end - begin - 1
 
 
-def everything(node: Tree) -> int:
-    """All children of a node, as bits."""
-    return (1 << len(node.children)) - 1
+def runs(children: int) -> Iterator[int]:
+    """All groups of a row's children that stand next to each other, as bits, by :func:`run`."""
+    for begin in range(children):
+        for end in range(begin + 1, children + 1):
+            yield (1 << end) - (1 << begin)
 
 
-def runs(left: int) -> Iterator[int]:
+def states_of(node: Tree) -> States:
+    """The states that a parallel node's children can be in."""
+    count = len(node.children)
+    options: dict[int, list[tuple[int | None, int]]] = {}
+    waiting = [(1 << count) - 1]
+    while waiting:
+        left = waiting.pop()
+        if left in options or not left:
+            continue
+        taken = groups(left) if left.bit_count() <= FEW else first_of(left)
+        options[left] = [(some, left & ~some) for some in taken]
+        first = left & -left
+        if node.children[first.bit_length() - 1].children:
+            options[left].append((None, left & ~first))
+        waiting += [rest for _, rest in options[left]]
+    order = [0, *sorted(options)]
+    number = {left: place for place, left in enumerate(order)}
+    members: dict[int, int] = {}
+    group, rest, begins = [], [], [0, 0]
+    for left in order[1:]:
+        for some, after in options[left]:
+            child = (left & -left).bit_length() - 1
+            group.append(-1 - child if some is None else members.setdefault(some, len(members)))
+            rest.append(number[after])
+        begins.append(len(group))
+    numbers = [np.array(each, dtype=np.int64) for each in (begins, group, rest)]
+    return States(numbers[0], numbers[1], numbers[2], tuple(members))
+
+
+def first_of(left: int) -> Iterator[int]:
     """The first of what is left, the first two, and so on, as bits."""
     taken = 0
     while left:

@@ -69,6 +69,21 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class Sliced:
+    """Feature slices within each part.
+
+    Args:
+        count: How many.
+        share: Of one rank's computing, what each of them does.
+        sent: Bytes of all transposes of an epoch, of all ranks.
+    """
+
+    count: int
+    share: float
+    sent: float
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One way to train, and what it is predicted to cost.
 
@@ -207,10 +222,8 @@ def parts(
 
 
 def slices(
-    count: int,
+    sliced: Sliced,
     loads: Sequence[Load],
-    share: float,
-    crossing: float,
     rates: Rates,
     cluster: Cluster,
     uncertain: float = 0.0,
@@ -221,26 +234,25 @@ def slices(
     """Feature slices on so many ranks of each part.
 
     Args:
-        count: How many.
+        sliced: How many, and what they do.
         loads: Of each part, as if one rank had it; a rank's memory. One stands for all where they are alike.
-        share: Of one rank's computing, what each of them does.
-        crossing: Bytes of all transposes of an epoch, as if all of a row crossed.
         rates: Of the model.
         cluster: Where it runs; the ranks of a part follow each other.
         uncertain: By which share the halo may be off.
         groups: Parts.
         decoupled: Whether maps come first.
     """
+    count = sliced.count
     size = count * groups
     rows = [load.rows for load in loads] if len(loads) == groups else [loads[0].rows] * groups
-    busy = tuple(computing(rates, load.rows, load.edges) * share / cluster.pace(size) for load in loads)
-    within = crossing * (count - 1) / count
+    pace = cluster.pace(size)
+    busy = tuple(computing(rates, load.rows, load.edges) * sliced.share / pace for load in loads)
     most, halo = halos(rates, loads, groups) if groups > 1 else (0.0, 0.0)
     sums = summed(size, rates.weights)
-    waits = within * max(rows) / max(sum(rows), 1) / count / cluster.bandwidth(count)
+    waits = sliced.sent * max(rows) / max(sum(rows), 1) / count / cluster.bandwidth(count)
     waits += (most / count + sums) / cluster.bandwidth(size)
     waits += cluster.latency * 4 * (size - 1)
-    sent = {"transpose": round(within), "weights": round(sums * size)}
+    sent = {"transpose": round(sliced.sent), "weights": round(sums * size)}
     return Candidate(
         settings_of(decoupled, graph=groups, tensor=count),
         not decoupled,

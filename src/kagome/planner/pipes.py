@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kagome.planner.cluster import Cluster
-from kagome.planner.meshes import Candidate, Load, Rates, computing, halos, settings_of, summed
+from kagome.planner.meshes import Candidate, Load, Rates, Sliced, computing, halos, settings_of, summed
 from kagome.schedule.actions import Action, Kind
 from kagome.schedule.schedules import Shape, fill_drain
 from kagome.schedule.schedules import exact as exact_program
@@ -45,24 +45,29 @@ def pipes(
     cluster: Cluster,
     uncertain: float,
     *,
-    exact: bool,
+    chunks: int,
+    exact: bool = False,
+    sliced: Sliced | None = None,
 ) -> Candidate:
-    """Layers over stages, the graph in chunks; in each stage so many parts.
+    """Layers over stages, the graph in chunks; in each stage so many parts, or parts in feature slices.
 
     Args:
         cut: The layers.
         number: Parts.
-        loads: Of each part; one stands for all where they are alike.
+        loads: Of each part, a rank's memory; one stands for all where they are alike.
         rates: Of the model.
         cluster: Where it runs.
         uncertain: By which share the halo may be off.
+        chunks: Of each part; one chunk knows all its neighbours.
         exact: Layer by layer over all chunks, with nothing old.
+        sliced: How features are sliced within a part.
     """
-    stages = len(cut.shares)
-    chunks = 4 * stages
-    compute = max(computing(rates, load.rows, load.edges) for load in loads) / cluster.pace(stages * number)
-    link = cluster.bandwidth(stages * number)
-    message = cut.crossing / max(stages - 1, 1) / 2 / number / chunks / link + cluster.latency
+    stages, tensor = len(cut.shares), 1 if sliced is None else sliced.count
+    size = stages * number * tensor
+    share = 1.0 if sliced is None else sliced.share
+    compute = max(computing(rates, load.rows, load.edges) for load in loads) * share / cluster.pace(size)
+    link = cluster.bandwidth(size)
+    message = cut.crossing / max(stages - 1, 1) / 2 / number / tensor / chunks / link + cluster.latency
     most, halo = halos(rates, loads, number)
 
     def seconds(action: Action) -> float:
@@ -73,18 +78,30 @@ def pipes(
     shape = Shape(stages, tuple(range(chunks)))
     programs = exact_program(shape, [max(reads, 1) for reads in cut.reads]) if exact else fill_drain(shape)
     run = simulate(programs, seconds, transfer=lambda action: message)
-    sums = summed(number, rates.weights, stages)
-    waits = (most / stages + sums) / link
+    sums = summed(number * tensor, rates.weights, stages)
+    # Stages wait for each other's messages too where there is one chunk.
+    waits = most / tensor / (1 if chunks == 1 else stages) / link + sums / link
+    sent = {"stage": round(cut.crossing), "halo": round(halo), "weights": round(sums * size)}
+    if sliced is not None:
+        waits += sliced.sent / number / tensor / cluster.bandwidth(tensor)
+        sent["transpose"] = round(sliced.sent)
     busy = max(map(run.busy, range(stages)))
-    settings = settings_of(False, pipe=stages, graph=number)
+    settings = settings_of(False, pipe=stages, graph=number, tensor=tensor)
+    settings |= {"chunks": chunks} if chunks != default_chunks(stages, tensor) else {}
+    settings |= {"cross_chunk": "exact"} if exact else {}
     return Candidate(
-        {**settings, "cross_chunk": "exact"} if exact else settings,
-        exact,
+        settings,
+        exact or chunks == 1,
         run.seconds + waits,
         busy,
         run.seconds + waits - busy,
-        {"stage": round(cut.crossing), "halo": round(halo), "weights": round(sums * number * stages)},
-        max(load.memory for load in loads) * max(cut.shares) * TABLES,
+        sent,
+        max(load.memory for load in loads) * max(cut.shares) * (1.0 if chunks == 1 else TABLES),
         uncertain if number > 1 else 0.0,
         run=run,
     )
+
+
+def default_chunks(stages: int, tensor: int) -> int:
+    """Chunks of a part where nothing is said."""
+    return 4 * stages if stages > 1 and tensor == 1 else 1

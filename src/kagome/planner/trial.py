@@ -5,7 +5,8 @@ Where it sits: on ``schedule``; the planners' plans are compared by what it says
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from kagome.planner.devices import StageCost
 from kagome.planner.stageplan import StagePlan
@@ -53,11 +54,34 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Tria
         sequential: Each stage waits for the one before it, whether it reads it or not, and values go from
             stage to stage: how pipelines without branches run.
     """
+    shape, carried = flow(cost, plan, sequential=sequential)
+    passes = [cost.compute(s.operators, s.devices, s.micro_batch) for s in plan.stages]
+
+    def compute(action: Action) -> float:
+        return passes[action.stage][0 if action.kind is Kind.F else 1]
+
+    def transfer(action: Action) -> float:
+        way = min(action.stage, action.other), max(action.stage, action.other)
+        return message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way))
+
+    run = simulate(dag(shape), compute, transfer=transfer, size=lambda a: shape.stages[a.stage].micro_batch)
+    sync = max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
+    held = windows(shape)
+    memory = tuple(
+        cost.memory(stage.operators, stage.devices, samples)
+        for stage, samples in zip(plan.stages, held, strict=True)
+    )
+    return Trial(shape, run, run.seconds + sync, memory)
+
+
+def flow(
+    cost: StageCost, plan: StagePlan, *, sequential: bool = False
+) -> tuple[DagShape, dict[tuple[int, int], float]]:
+    """How a plan's stages take samples, and the bytes of a sample on each way between them."""
     shape = plan.shape(cost.graph)
     if sequential:
         links = tuple((stage, stage + 1) for stage in range(len(plan.stages) - 1))
         shape = DagShape(shape.batch, shape.stages, links)
-    passes = [cost.compute(s.operators, s.devices, s.micro_batch) for s in plan.stages]
     place = {name: number for number, stage in enumerate(plan.stages) for name in stage.operators}
     carried: dict[tuple[int, int], float] = {}
     for operator in cost.graph.operators:
@@ -69,21 +93,77 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Tria
             ways = [(place[operator.name], reader) for reader in readers]
         for way in ways:
             carried[way] = carried.get(way, 0.0) + operator.output
+    return shape, carried
 
-    def compute(action: Action) -> float:
-        return passes[action.stage][0 if action.kind is Kind.F else 1]
 
-    def transfer(action: Action) -> float:
-        way = min(action.stage, action.other), max(action.stage, action.other)
-        lanes = min(plan.stages[way[0]].devices, plan.stages[way[1]].devices)
-        size = carried.get(way, 0.0) * shape.unit(*way) / lanes
-        return cost.devices.latency + size / cost.devices.bandwidth
+def message(cost: StageCost, plan: StagePlan, way: tuple[int, int], size: float) -> float:
+    """Seconds of a message of so many bytes between two stages; the narrower one's replicas share it."""
+    lanes = min(plan.stages[way[0]].devices, plan.stages[way[1]].devices)
+    return cost.devices.latency + size / lanes / cost.devices.bandwidth
 
-    run = simulate(dag(shape), compute, transfer=transfer, size=lambda a: shape.stages[a.stage].micro_batch)
-    sync = max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
-    held = windows(shape)
-    memory = tuple(
-        cost.memory(stage.operators, stage.devices, samples)
-        for stage, samples in zip(plan.stages, held, strict=True)
+
+def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> float:
+    """Seconds of a batch, at the least: what a :func:`trial` finds, without running the programs.
+
+    The largest sum, over stages and links, of how long its first samples take to come, how long it is busy
+    with a batch or waits for what it holds to come back, and how long its last samples' gradients take to the
+    sources.
+
+    Args:
+        cost: Of any stage.
+        plan: The plan.
+        sequential: As for :func:`trial`.
+
+    Cost: a few steps a stage and link.
+    """
+    shape, carried = flow(cost, plan, sequential=sequential)
+    forward, backward = zip(
+        *(cost.compute(s.operators, s.devices, s.micro_batch) for s in plan.stages), strict=True
     )
-    return Trial(shape, run, run.seconds + sync, memory)
+    begin, drain = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
+    hops = {way: message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way)) for way in shape.links}
+    most = 0.0
+    for one, other in sorted(shape.links, key=lambda link: link[1]):
+        # The first micro-batch of the other one is so many of this one's, and so is the last.
+        many = max(1, shape.stages[other].micro_batch // shape.stages[one].micro_batch)
+        hop = hops[one, other]
+        begin[other] = max(begin[other], begin[one] + many * forward[one] + hop)
+        drain[other] = max(drain[other], hop + many * backward[one] + drain[one])
+    for one, other in shape.links:
+        messages = shape.batch // shape.unit(one, other)
+        busy = forward[one] + messages * hops[one, other] + forward[other] + backward[other]
+        most = max(most, begin[one] + busy + drain[other])
+    # A micro-batch begins once the one that many before it that the window holds is back.
+    window, trip = windows(shape), [0.0] * len(plan.stages)
+    for stage in range(len(plan.stages) - 1, -1, -1):
+        turns, own = shape.stages[stage], forward[stage] + backward[stage]
+        beyond = max((2 * hops[stage, other] + trip[other] for other in shape.readers(stage)), default=0.0)
+        trip[stage] = own + beyond
+        count = shape.batch // turns.micro_batch
+        rounds = (count - 1) // (window[stage] // turns.micro_batch)
+        most = max(most, begin[stage] + max(count * own, (rounds + 1) * trip[stage]) + drain[stage])
+    return most + max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
+
+
+def longer_turns(
+    cost: StageCost, plan: StagePlan, *, sequential: bool = False
+) -> Iterator[tuple[float, StagePlan]]:
+    """A plan, and it with twice its k, four times and so on while that helps and fits; each with an estimate.
+
+    A window that lets no reader wait while messages take no time is too small where they do: with more in
+    flight, messages travel while stages compute.
+
+    Args:
+        cost: Of any stage.
+        plan: The plan.
+        sequential: As for :func:`trial`.
+    """
+    before = float("inf")
+    while (seconds := estimate(cost, plan, sequential=sequential)) < before:
+        yield seconds, plan
+        before = seconds
+        plan = replace(plan, stages=tuple(replace(stage, k=2 * stage.k) for stage in plan.stages))
+        held = windows(flow(cost, plan, sequential=sequential)[0])
+        for stage, samples in zip(plan.stages, held, strict=True):
+            if cost.memory(stage.operators, stage.devices, samples) > cost.devices.memory:
+                return

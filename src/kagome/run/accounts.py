@@ -32,6 +32,9 @@ from kagome.run.holdings import measure
 from kagome.run.pipeline import Pipeline
 from kagome.run.ready import materialise
 
+MANY = 8
+"""Slices; what more of them hold is told from two and four."""
+
 
 class Offer(NamedTuple):
     """What one rank tells the others: its counts, where it is, and what it may still take there."""
@@ -79,7 +82,9 @@ class Accounts:
                 amp=train.amp == "bf16",
                 seed=train.seed,
             )
-            rates = rates_of(engine.model, self.optimizer, part, way)
+            tensor = self.settings.parallel.tensor
+            slices = () if tensor == 1 else (tensor,) if tensor <= MANY else (2, 4)
+            rates = rates_of(engine.model, self.optimizer, part, way, slices=slices)
         validates = "val_mask" in part.nodes and bool(part.nodes["val_mask"].any())
         offer = Offer(counts_of(part), *_place(channel.device), validates, rates)
         found: list[Any] = channel.gather_objects(offer, "foresee memory")
@@ -87,7 +92,11 @@ class Accounts:
         rates = offers[0].rates
         assert rates is not None
         keeps_best = any(offer.validates for offer in offers)
-        held = [rates.at(one.counts, keeps_best=keeps_best) for one in offers]
+        teams = _teams([one.counts for one in offers], self.settings.parallel.tensor)
+        held = [
+            rates.at(one.counts, keeps_best=keeps_best, of_all=team)
+            for one, team in zip(offers, teams, strict=True)
+        ]
         self.predicted = held[channel.rank]
         return (_said(held, rates), *_too_much(held, offers, recomputes=engine.recompute))
 
@@ -111,6 +120,15 @@ class Accounts:
             beside=[engine.train_rows],
         )
         return peak, side_by_side(self.predicted, held.beside(peak))
+
+
+def _teams(counts: Sequence[Counts], tensor: int) -> list[tuple[int, int] | None]:
+    """For each rank the rows and edges of all that slice features with it; None where none do."""
+    if tensor == 1:
+        return [None] * len(counts)
+    teams = [counts[first : first + tensor] for first in range(0, len(counts), tensor)]
+    sums = [(sum(one.rows for one in team), sum(one.edges for one in team)) for team in teams]
+    return [sums[rank // tensor] for rank in range(len(counts))]
 
 
 def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts: int) -> str:

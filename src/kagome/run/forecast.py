@@ -18,7 +18,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 from typing import Any, Final
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kagome.comm.local import LocalChannel, LocalGroup
-from kagome.graph.partition import Partition
+from kagome.graph.partition import Partition, extract
 from kagome.model.calling import Calling
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
@@ -40,10 +40,15 @@ from kagome.run.check import twin_of
 from kagome.run.counts import UNITS, Counts, counts_of
 from kagome.run.gradients import message_bytes
 from kagome.run.holdings import Saved, ledger_of
-from kagome.run.made import made_pieces
+from kagome.run.made import drawn, made_pieces
 
 FITTED: Final = ("features", "edges", "tables", "activations", "halo")
 """Kinds that grow with the graph."""
+SLICED: Final = ((48, 150), (96, 220), (144, 500), (192, 240), (240, 960), (288, 420))
+"""Vertices and edges of the made graphs on which slices are measured."""
+SLICE_UNITS: Final = ("one", "rows", "halo", "edges", "rows of all", "edges of all")
+"""What bytes are told apart by where features are sliced; columns of all rows count as own rows."""
+SLICE_KINDS: Final = ("tables", "activations", "halo")
 INDEX_BYTES: Final = 8
 NOTES: Final = 3
 """Numbers that ranks sum along with gradients."""
@@ -59,6 +64,7 @@ class Rates:
         gradients: Of the parameters that have one; of each message that sums some over ranks.
         optimizer: Its state; None where it is not known.
         by_unit: Kind -> bytes for each of :data:`UNITS`; kinds that are not known are left out.
+        by_slice: The same for :data:`SLICE_UNITS`, of kinds that are others where features are sliced.
         fault: Why kinds are not known.
     """
 
@@ -67,19 +73,27 @@ class Rates:
     gradients: tuple[int, ...]
     optimizer: int | None
     by_unit: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    by_slice: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     fault: str = ""
 
-    def at(self, counts: Counts, *, keeps_best: bool = True) -> Holdings:
+    def at(
+        self, counts: Counts, *, keeps_best: bool = True, of_all: tuple[int, int] | None = None
+    ) -> Holdings:
         """What a rank with such a part will hold.
 
         Args:
             counts: Of the part.
             keeps_best: Whether a copy of the best epoch's weights is kept: where anything is validated.
+            of_all: Rows and edges of all ranks that slice features together; None where none do.
         """
-        known = {
-            kind: max(round(sum(rate * unit for rate, unit in zip(rates, counts.units, strict=True))), 0)
-            for kind, rates in self.by_unit.items()
-        }
+
+        def bytes_of(rates: Sequence[float], units: Sequence[float]) -> int:
+            return max(round(sum(rate * unit for rate, unit in zip(rates, units, strict=True))), 0)
+
+        known = {kind: bytes_of(rates, counts.units) for kind, rates in self.by_unit.items()}
+        if of_all is not None:
+            units = (1, counts.rows, counts.halo, counts.edges, *of_all)
+            known |= {kind: bytes_of(rates, units) for kind, rates in self.by_slice.items()}
         lists = INDEX_BYTES * (counts.sent + counts.train)
         return Holdings(
             weights=self.weights + (self.best if keeps_best else 0),
@@ -112,7 +126,9 @@ class Way:
     seed: int = 0
 
 
-def rates_of(model: nn.Module, optimizer: Optimizer | None, part: Partition, way: Way) -> Rates:
+def rates_of(
+    model: nn.Module, optimizer: Optimizer | None, part: Partition, way: Way, *, slices: Sequence[int] = ()
+) -> Rates:
     """Find the rates of a model by one step of a copy on small made graphs; no peer is asked.
 
     Args:
@@ -121,32 +137,37 @@ def rates_of(model: nn.Module, optimizer: Optimizer | None, part: Partition, way
         optimizer: Over its parameters.
         part: Where attributes are drawn from.
         way: How the model will be run.
+        slices: Into how many features are sliced, if they are; of several numbers others are told from them.
 
     Returns:
         The rates; only those of the data itself, and the reason, where the model fails on a made graph.
 
     Cost:
         Seven forwards, backwards and evaluations (five for one rank) on 261 rows altogether, in this process;
-        a copy of the weights.
+        a copy of the weights. For slices six times as many as there are, on 48 to 288 rows.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     weights = _distinct(chain(model.parameters(), model.buffers()))
     best = sum(t.nbytes for t in model.state_dict().values() if isinstance(t, Tensor))
     loops = bool((part.edge_index[0] == part.edge_index[1]).any())
     graded, by_unit, fault = [True] * len(parameters), _given(part), ""
+    by_slice: dict[str, tuple[float, ...]] = {}
     try:
         pieces = made_pieces(part, several=way.several, loops=loops, seed=way.seed)
         with _undisturbed():
             found = _steps(twin_of(model), pieces, way)
         graded = [any(has) for has in zip(*(one.graded for one in found), strict=True)]
         by_unit = _fit([counts_of(piece) for piece in pieces], [one.bytes for one in found])
+        if slices:
+            with _undisturbed():
+                by_slice = _by_slice(twin_of(model), part, way, slices)
     except Exception as error:  # a forecast never ends a run
         fault = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
     learning = [p for p, has in zip(parameters, graded, strict=True) if has]
     # Of several ranks they lie in the sums that brought them, beside a number each and notes.
     gradients = message_bytes(learning, NOTES) if way.several else (sum(p.nbytes for p in learning),)
     state_bytes = None if optimizer is None else optimizer_bytes(optimizer, learning)
-    return Rates(weights, best, gradients, state_bytes, by_unit, fault)
+    return Rates(weights, best, gradients, state_bytes, by_unit, by_slice, fault)
 
 
 def _distinct(tensors: Iterator[Tensor]) -> int:
@@ -233,25 +254,27 @@ def _undisturbed() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _steps(twin: nn.Module, pieces: Sequence[Partition], way: Way) -> list[_Step]:
+def _steps(twin: nn.Module, pieces: Sequence[Partition], way: Way, tensor: int = 1) -> list[_Step]:
     try:
-        return _all(twin, pieces, way, fast=way.fast)
+        return _all(twin, pieces, way, fast=way.fast, tensor=tensor)
     except EscapeError:
-        return _all(twin, pieces, way, fast=False)  # as the engine does
+        return _all(twin, pieces, way, fast=False, tensor=tensor)  # as the engine does
 
 
-def _all(twin: nn.Module, pieces: Sequence[Partition], way: Way, *, fast: bool) -> list[_Step]:
+def _all(twin: nn.Module, pieces: Sequence[Partition], way: Way, *, fast: bool, tensor: int) -> list[_Step]:
     models = [copy.deepcopy(twin, {id(p): p for p in twin.parameters()}) for _ in pieces]
     if way.several:
         group = LocalGroup(len(pieces))
-        return group.run(lambda c: _step(models[c.rank], pieces[c.rank], c, way, fast))
+        return group.run(lambda c: _step(models[c.rank], pieces[c.rank], c, way, fast, tensor))
     alone = LocalChannel(LocalGroup(1), 0)
     return [_step(one, piece, alone, way, fast) for one, piece in zip(models, pieces, strict=True)]
 
 
-def _step(model: nn.Module, piece: Partition, channel: LocalChannel, way: Way, fast: bool) -> _Step:
+def _step(
+    model: nn.Module, piece: Partition, channel: LocalChannel, way: Way, fast: bool, tensor: int = 1
+) -> _Step:
     """One step and one evaluation, as the engine has them."""
-    scope = Interception(piece, channel, seed=way.seed, handlers=HANDLERS, fast=fast)
+    scope = Interception(piece, channel, seed=way.seed, handlers=HANDLERS, fast=fast, tensor=tensor)
     undo = [apply_rules(model, scope), install(model, scope)]
     if way.recompute:
         undo.append(recompute(model, scope))
@@ -275,6 +298,30 @@ def _step(model: nn.Module, piece: Partition, channel: LocalChannel, way: Way, f
             take_off()
     found = {kind: ledger.bytes[kind] + (saved.bytes or {}).get(kind, 0) for kind in FITTED}
     return _Step(found, tuple(grad is not None for grad in grads) or (False,) * len(parameters))
+
+
+def _by_slice(
+    twin: nn.Module, part: Partition, way: Way, numbers: Sequence[int]
+) -> dict[str, tuple[float, ...]]:
+    """Bytes by kind for :data:`SLICE_UNITS`, of the fullest rank: one may take a head more than others."""
+    units: list[tuple[float, ...]] = []
+    found: list[dict[str, int]] = []
+    for (vertices, edges), count in product(SLICED, numbers):
+        data = drawn(part, vertices, edges, way.seed)
+        owner = torch.arange(vertices) * count // vertices
+        pieces = [extract(data, owner, rank, count) for rank in range(count)]
+        steps = _steps(twin, pieces, way, tensor=count)
+        halo = sum(piece.halo.numel() for piece in pieces)
+        units.append((1, vertices / count, halo / count, edges / count, vertices, edges))
+        found.append({kind: max(step.bytes[kind] for step in steps) for kind in SLICE_KINDS})
+    table = np.array(units, dtype=np.float64)
+    scale = table.max(axis=0)
+
+    def solved(kind: str) -> tuple[float, ...]:
+        rates = np.linalg.lstsq(table / scale, [one[kind] for one in found], rcond=1e-9)[0] / scale
+        return tuple(rates.tolist())
+
+    return {kind: solved(kind) for kind in SLICE_KINDS}
 
 
 def _fit(counts: Sequence[Counts], found: Sequence[Mapping[str, int]]) -> dict[str, tuple[float, ...]]:

@@ -59,11 +59,33 @@ def made_pieces(part: Partition, *, several: bool, loops: bool, seed: int) -> li
     return [
         replace(
             piece,
-            nodes=_drawn(part.nodes, piece.own.numel(), generator),
-            edges=_drawn(part.edges, piece.edge_ids.numel(), generator),
+            nodes=_again(part.nodes, piece.own.numel(), generator),
+            edges=_again(part.edges, piece.edge_ids.numel(), generator),
         )
         for piece in pieces
     ]
+
+
+def drawn(like: Partition, vertices: int, edges: int, seed: int) -> Data:
+    """A graph of random edges, its rows a part's own, again and again.
+
+    Args:
+        like: Where attributes of vertices and edges are taken from.
+        vertices: How many.
+        edges: How many.
+        seed: Of the edges.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = [(like.nodes, vertices), (like.edges, edges)]
+    attributes = {
+        name: value[torch.arange(count) % value.size(0)]
+        if value.size(0)
+        else value.new_zeros(count, *value.shape[1:])
+        for values, count in rows
+        for name, value in values.items()
+    }
+    edge_index = torch.randint(0, vertices, (2, edges), generator=generator)
+    return Data(edge_index=edge_index, num_nodes=vertices, **attributes)
 
 
 def _links(k: int, start: int, loops: bool, generator: torch.Generator) -> Tensor:
@@ -81,7 +103,7 @@ def _away(k: int, starts: list[int], generator: torch.Generator) -> Tensor:
     return torch.cat([torch.stack([far, near]), torch.stack([near, far])], dim=1)
 
 
-def _drawn(values: Mapping[str, Tensor], count: int, generator: torch.Generator) -> dict[str, Tensor]:
+def _again(values: Mapping[str, Tensor], count: int, generator: torch.Generator) -> dict[str, Tensor]:
     out = {}
     for name, value in values.items():
         if value.size(0):

@@ -35,7 +35,7 @@ from kagome.run.contention import crowding
 from kagome.run.counts import counts_of
 from kagome.run.forecast import Way
 from kagome.run.kept import Kept
-from kagome.run.made import made_pieces
+from kagome.run.made import drawn, made_pieces
 from kagome.threads import cores
 
 SETTLED = 2
@@ -63,26 +63,6 @@ class Epoch:
     seconds: float
     busy: float
     bytes: Mapping[str, int]
-
-
-def drawn(like: Partition, vertices: int, edges: int, seed: int) -> Data:
-    """A graph of random edges, its rows a part's own, again and again.
-
-    Args:
-        like: Where attributes of vertices and edges are taken from.
-        vertices: How many.
-        edges: How many.
-        seed: Of the edges.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    rows = [(like.nodes, vertices), (like.edges, edges)]
-    attributes = {
-        name: value[torch.arange(count) % max(value.size(0), 1)]
-        for values, count in rows
-        for name, value in values.items()
-    }
-    edge_index = torch.randint(0, vertices, (2, edges), generator=generator)
-    return Data(edge_index=edge_index, num_nodes=vertices, **attributes)
 
 
 def epochs(
@@ -178,27 +158,37 @@ def coding(turns: int = 3) -> float:
     return best / rows.nbytes
 
 
-def transposes(model: nn.Module, part: Partition, way: Way) -> float | None:
-    """Bytes a vertex of a settled epoch's transposes, as if all of a row crossed; None if none is made.
+def transposes(model: nn.Module, part: Partition, way: Way) -> tuple[float, float] | None:
+    """Bytes a vertex of a settled epoch's transposes; None if none is made.
 
     Args:
         model: Any.
         part: Where attributes are drawn from.
         way: How the model will be run.
+
+    Returns:
+        ``a, b`` of the ``a (T - 1) / T + b (T - 1)`` that T ranks send, from two and four: columns that are
+        shared out, and those that every rank takes (attention on fewer heads than ranks).
     """
     if not way.fast or way.amp:
         return None  # refused by the engine
-    data, owner = drawn(part, EVEN, 4 * EVEN, way.seed), torch.arange(EVEN) // (EVEN // 2)
-    pieces = [extract(data, owner, rank, 2) for rank in range(2)]
+    data = drawn(part, EVEN, 4 * EVEN, way.seed)
+
+    def sent(count: int) -> float:
+        owner = torch.arange(EVEN) * count // EVEN
+        pieces = [extract(data, owner, rank, count) for rank in range(count)]
+        found = epochs(model, pieces, SETTLED, way, Parallel(tensor=count))
+        return sum(each[-1].bytes["transpose"] for each in found) / EVEN / (count - 1)
+
     try:
-        found = epochs(model, pieces, SETTLED, way, Parallel(tensor=2))
+        two, four = sent(2), sent(4)
     except KagomeError:
         return None
-    sent = sum(each[-1].bytes["transpose"] for each in found)
-    return 2 * sent / EVEN if sent else None  # of two ranks each sends half
+    shared = max(0.0, 4 * (two - four))
+    return (shared, max(0.0, two - shared / 2)) if two else None
 
 
-def sliced(model: nn.Module, sample: Partition, way: Way, kept: Kept) -> tuple[float, float]:
+def sliced(model: nn.Module, sample: Partition, way: Way, kept: Kept, turns: int = 3) -> tuple[float, float]:
     """Seconds that a rank in feature slices computes on a graph: whatever their number, and over all of them.
 
     Args:
@@ -206,6 +196,7 @@ def sliced(model: nn.Module, sample: Partition, way: Way, kept: Kept) -> tuple[f
         sample: A graph for one rank.
         way: How the model will be run.
         kept: Where it is looked for how ranks crowd this machine.
+        turns: Settled epochs of each, of which the median counts.
 
     Returns:
         ``a, b`` of ``a + b / T``, from two and four slices: what cannot be cut by features is in ``a``.
@@ -216,8 +207,9 @@ def sliced(model: nn.Module, sample: Partition, way: Way, kept: Kept) -> tuple[f
     def busiest(count: int) -> float:
         owner = torch.arange(n) * count // n
         pieces = [extract(data, owner, rank, count) for rank in range(count)]
-        found = epochs(model, pieces, SETTLED + 1, way, Parallel(tensor=count))
-        return max(each[-1].busy for each in found)
+        found = epochs(model, pieces, SETTLED + turns, way, Parallel(tensor=count))
+        each = zip(*(rank[SETTLED:] for rank in found), strict=True)
+        return float(np.median([max(epoch.busy for epoch in ranks) for ranks in each]))
 
     # Ranks crowd this machine while they are timed; what is asked for is a core that has it to itself.
     two, four = (busiest(count) * crowding(min(count, len(cores())), kept) for count in (2, 4))

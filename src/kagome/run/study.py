@@ -11,7 +11,7 @@ Where it sits: ``planning`` makes one; the arithmetic is ``planner.meshes``'.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import product
 from typing import Any
@@ -29,13 +29,14 @@ from kagome.graph.partitioners import assign
 from kagome.model.identity import identity
 from kagome.model.stages import stage_bytes
 from kagome.planner.cluster import Cluster
-from kagome.planner.meshes import Candidate, Load, Plans, Rates, computing, parts, ranked, slices
-from kagome.planner.pipes import Cut, pipes
+from kagome.planner.meshes import Candidate, Load, Plans, Rates, Sliced, computing, parts, ranked, slices
+from kagome.planner.pipes import Cut, default_chunks, pipes
 from kagome.run.counts import Counts, split_counts
 from kagome.run.forecast import Rates as Held
 from kagome.run.forecast import Way, rates_of
 from kagome.run.kept import Kept
-from kagome.run.rates import alone, coded, coding, crossing, drawn, sliced, timed, transposes
+from kagome.run.made import drawn
+from kagome.run.rates import alone, coded, coding, crossing, sliced, timed, transposes
 from kagome.run.staging import stage_model
 
 LARGEST = 4_000_000
@@ -108,7 +109,7 @@ class Measured:
         decoupled: Whether all maps come first.
         rates: Seconds and bytes that cross, by row and edge.
         held: Bytes held.
-        transposed: Bytes a vertex of all transposes, as if all of a row crossed; None where none is made.
+        transposed: Bytes a vertex of all transposes: of columns that are shared out, of others. None without.
         shares: Of one rank's computing, what a rank in T slices does: the first, and the second over T.
     """
 
@@ -116,7 +117,7 @@ class Measured:
     decoupled: bool
     rates: Rates
     held: Held
-    transposed: float | None
+    transposed: tuple[float, float] | None
     shares: tuple[float, float] = (0.0, 1.0)
 
     def record(self) -> list[Any]:
@@ -127,7 +128,8 @@ class Measured:
     def of(model: nn.Module, decoupled: bool, record: list[Any]) -> Measured:
         """The same from its record."""
         rates, held, transposed, (alike, cut) = record
-        return Measured(model, decoupled, _rates(rates), _held(held), transposed, (alike, cut))
+        sent = None if transposed is None else (transposed[0], transposed[1])
+        return Measured(model, decoupled, _rates(rates), _held(held), sent, (alike, cut))
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,32 +255,51 @@ class Study:
                     found.append(parts(number, loads, rates, cluster, uncertain, **more))
             if each.transposed is not None:
                 found += [self._slices(each, number, cluster) for number in numbers[:-1]]
-        own = self.models[0]
         for stages in numbers[1:]:
             cut = self.stages(stages)
             if cut is None:
                 break  # nor into more
-            counts, uncertain = self.parts(size // stages)
-            loads = [_load(count, own.held) for count in counts]
-            for exact in (True, False) if "history" in allow else (True,):
-                found.append(pipes(cut, size // stages, loads, own.rates, cluster, uncertain, exact=exact))
+            found += self._pipes(cut, cluster, "history" in allow)
         facts = {"vertices": self.graph.vertices, "edges": self.graph.edges}
         return ranked(found, cluster, {"cluster": cluster.name, "ranks": size, **facts})
 
+    def _pipes(self, cut: Cut, cluster: Cluster, history: bool) -> list[Candidate]:
+        """Stages, each with parts, or with parts in feature slices, of the user's model."""
+        own, stages, found = self.models[0], len(cut.shares), []
+        size = cluster.size // stages
+        for tensor in (number for number in range(1, size + 1) if size % number == 0):
+            if tensor > 1 and own.transposed is None:
+                continue
+            groups = size // tensor
+            counts, uncertain = self.parts(groups)
+            if tensor > 1:
+                sliced, loads = self._sliced(own, counts, tensor)
+                found.append(
+                    pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=1, sliced=sliced)
+                )
+                continue
+            loads = [_load(count, own.held) for count in counts]
+            usual = default_chunks(stages, 1)
+            ways = [(1, False), (usual, True), *([(usual, False)] if history else [])]
+            found += [
+                pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=chunks, exact=exact)
+                for chunks, exact in ways
+            ]
+        return found
+
+    def _sliced(self, each: Measured, counts: Sequence[Counts], size: int) -> tuple[Sliced, list[Load]]:
+        """Parts of which so many ranks slice the features."""
+        assert each.transposed is not None
+        loads = [replace(_load(count, each.held), memory=_sliced(count, size, each.held)) for count in counts]
+        (alike, cut), (shared, common) = each.shares, each.transposed
+        sent = (shared / size + common) * (size - 1) * self.graph.vertices
+        return Sliced(size, alike + cut / size, sent), loads
+
     def _slices(self, each: Measured, groups: int, cluster: Cluster) -> Candidate:
         """So many parts, of which all the ranks there are slice the features."""
-        assert each.transposed is not None
-        size = cluster.size // groups
         counts, uncertain = self.parts(groups)
-        loads = [
-            replace(_load(count, each.held), memory=_sliced(count, size, each.held, each.transposed))
-            for count in counts
-        ]
-        crossing, (alike, cut) = each.transposed * self.graph.vertices, each.shares
-        share, decoupled = alike + cut / size, each.decoupled
-        return slices(
-            size, loads, share, crossing, each.rates, cluster, uncertain, groups=groups, decoupled=decoupled
-        )
+        sliced, loads = self._sliced(each, counts, cluster.size // groups)
+        return slices(sliced, loads, each.rates, cluster, uncertain, groups=groups, decoupled=each.decoupled)
 
 
 def _measured(
@@ -291,14 +312,14 @@ def _measured(
     most: int,
     kept: Kept,
 ) -> Measured:
-    held = rates_of(model, optimizer, part, way)
+    transposed = transposes(model, part, way)
+    held = rates_of(model, optimizer, part, way, slices=() if transposed is None else (2, 4))
     if held.fault:
         raise PlanError("a model runs on small graphs, where it is measured", held.fault, hint="kagome check")
     samples = samples_of(graph, part, way.seed)
     weights = tuple(map(float, held.gradients))
     rates = Rates(*timed(model, samples, way), *crossing(model, part, way), weights)
     rates = replace(rates, alone=alone(model, samples[0], rates, way, most))
-    transposed = transposes(model, part, way)
     if transposed is None:
         return Measured(model, decoupled, rates, held, None)
     small = samples[0] if samples[0].edge_index.size(1) <= SMALL else samples[1]
@@ -313,8 +334,10 @@ def _rates(record: dict[str, Any]) -> Rates:
 
 
 def _held(record: dict[str, Any]) -> Held:
-    known = {kind: tuple(each) for kind, each in record["by_unit"].items()}
-    return Held(**{**record, "gradients": tuple(record["gradients"]), "by_unit": known})
+    known = {
+        name: {kind: tuple(each) for kind, each in record[name].items()} for name in ("by_unit", "by_slice")
+    }
+    return Held(**{**record, "gradients": tuple(record["gradients"]), **known})
 
 
 def _cut(model: nn.Module, part: Partition, graph: Graph, stages: int, way: Way) -> Cut | None:
@@ -347,8 +370,7 @@ def _load(counts: Counts, held: Held) -> Load:
     return Load(counts.rows, counts.edges, counts.sent, counts.halo, float(held.at(counts).total))
 
 
-def _sliced(whole: Counts, size: int, held: Held, numbers: float) -> float:
-    """Bytes of a rank in feature slices: its rows, all edges, and a slice of what is transposed."""
+def _sliced(whole: Counts, size: int, held: Held) -> float:
+    """Bytes of a rank in feature slices."""
     own = Counts(-(-whole.rows // size), 0, -(-whole.edges // size), 0, 0, 0, -(-whole.train // size))
-    edges = held.at(replace(own, edges=whole.edges)).total - held.at(own).total
-    return float(held.at(own).total + edges + numbers * whole.rows / size)
+    return float(held.at(own, of_all=(whole.rows, whole.edges)).total)
