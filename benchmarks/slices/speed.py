@@ -144,8 +144,9 @@ def table(rows: Mapping[str, Any]) -> str:
     """Seconds an epoch by way, and how much faster slices are."""
     lines = [
         "| graph | model | layers | Mbit/s | parts, s | slices | parts, decoupled | slices, decoupled | "
-        "sampled, s | MB an epoch: parts / slices / decoupled | slowest over mean rank: parts / slices |",
-        "|" + "---|" * 11,
+        "sampled, s | decoupled in slices over sampled | MB an epoch: parts / slices / decoupled | "
+        "slowest over mean rank: parts / slices |",
+        "|" + "---|" * 12,
     ]
     cases: dict[tuple[str, ...], dict[str, Any]] = {}
     for key, row in rows.items():
@@ -169,6 +170,8 @@ def table(rows: Mapping[str, Any]) -> str:
         balance = [found[way].get("balance") if way in found else None for way in WAYS[:2]]
         cells = [*case, f"{whole:.3f}", seconds("slices"), seconds("parts decoupled")]
         cells += [seconds("slices decoupled"), seconds("sampled")]
+        both = [found[way]["epoch_seconds"] for way in ("sampled", "slices decoupled") if way in found]
+        cells.append(f"{both[0] / both[1]:.2f}x" if len(both) == 2 else "")
         cells.append(" / ".join("-" if size is None else f"{size:,.1f}" for size in sizes))
         cells.append(" / ".join("-" if each is None else f"{each:.2f}" for each in balance))
         lines.append(f"| {' | '.join(cells)} |")

@@ -65,14 +65,17 @@ def pipes(
     stages, tensor = len(cut.shares), 1 if sliced is None else sliced.count
     size = stages * number * tensor
     share = 1.0 if sliced is None else sliced.share
-    compute = max(computing(rates, load.rows, load.edges) for load in loads) * share / cluster.pace(size)
+    pace = cluster.pace(size)
+    compute = max(computing(rates, load.rows, load.edges) for load in loads) * share / pace
+    python = CHUNK / min(pace, 1.0)  # a GPU does not hasten it
     link = cluster.bandwidth(size)
     message = cut.crossing / max(stages - 1, 1) / 2 / number / tensor / chunks / link + cluster.latency
     most, halo = halos(rates, loads, number)
 
     def seconds(action: Action) -> float:
         pieces = cut.reads[action.stage] if exact else 1
-        busy = cut.shares[action.stage] * compute / chunks / pieces + CHUNK * cut.reads[action.stage] / pieces
+        reads = cut.reads[action.stage]
+        busy = cut.shares[action.stage] * compute / chunks / pieces + python * reads / pieces
         return busy * (1 if action.kind is Kind.F else 2) / 3
 
     shape = Shape(stages, tuple(range(chunks)))
