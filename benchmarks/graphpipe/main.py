@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class Options:
     """Models."""
     devices: tuple[int, ...] = (4, 8, 16, 32)
     """Devices."""
-    batch: int = 1024
+    batches: tuple[int, ...] = (256, 1024)
     """Samples of a batch."""
     sizes: tuple[int, ...] = (4, 8, 16, 32, 64)
     """Micro-batches."""
@@ -140,9 +141,9 @@ def figures(plan: StagePlan | None, found: Trial | None, seconds: float, unended
     return told
 
 
-def row(options: Options, coarse: Coarse, devices: int) -> dict[str, Any]:
-    """All three planners on so many devices."""
-    cost = StageCost(coarse.graph, Devices(devices, options.memory, options.bandwidth), options.batch)
+def row(options: Options, coarse: Coarse, devices: int, batch: int) -> dict[str, Any]:
+    """All planners on so many devices."""
+    cost = StageCost(coarse.graph, Devices(devices, options.memory, options.bandwidth), batch)
     begun = time.perf_counter()
     plan = GraphPipe(cost, options.sizes).plan()
     seconds = time.perf_counter() - begun
@@ -159,20 +160,26 @@ def row(options: Options, coarse: Coarse, devices: int) -> dict[str, Any]:
 def table(rows: Mapping[str, Any]) -> str:
     """Throughput and search time, and GraphPipe's over the others'."""
     lines = [
-        "| model | devices | samples/s GraphPipe | PipeDream | Piper | BaPipe | over the best chain |"
-        " over it with any k | in flight GraphPipe / PipeDream / Piper | search s | PipeDream | Piper |"
-        " BaPipe | shorter than PipeDream's, Piper's |",
-        "|" + "---|" * 14,
+        "| model | devices | batch | samples/s GraphPipe | PipeDream | Piper | BaPipe |"
+        " over PipeDream and Piper | over all chains | over them with any k |"
+        " in flight GraphPipe / PipeDream / Piper | search s | PipeDream | Piper | BaPipe |"
+        " shorter than PipeDream's, Piper's |",
+        "|" + "---|" * 16,
     ]
     for key, told in rows.items():
-        model, devices = key.split("/")
+        model, devices, batch = key.split("/")
         own, others = told["graphpipe"], [told[name] for name in CHAINS]
         known = [each for each in others if "throughput" in each]
         rates = [f"{each['throughput']:.1f}" if "throughput" in each else "-" for each in others]
         held = [f"{e['most_in_flight']:.0f}" if "throughput" in e else "-" for e in (own, *others[:2])]
+        published = [each for each in others[:2] if "throughput" in each]
         over = [
-            f"{own['throughput'] / max(each[name] for each in known):.2f}" if known else "-"
-            for name in ("throughput", "throughput_with_any_k")
+            f"{own['throughput'] / max(each[name] for each in some):.2f}" if some else "-"
+            for some, name in (
+                (published, "throughput"),
+                (known, "throughput"),
+                (known, "throughput_with_any_k"),
+            )
         ]
         marks = ["> " if each["searches_not_ended"] else "" for each in others]
         times = [f"{mark}{e['search_seconds']:.2f}" for mark, e in zip(marks, others, strict=True)]
@@ -181,8 +188,8 @@ def table(rows: Mapping[str, Any]) -> str:
             for mark, each in zip(marks[:2], others[:2], strict=True)
         ]
         lines.append(
-            f"| {model} | {devices} | {own['throughput']:.1f} | {' | '.join(rates)} | {' | '.join(over)} |"
-            f" {' / '.join(held)} | {own['search_seconds']:.2f} | {' | '.join(times)} |"
+            f"| {model} | {devices} | {batch} | {own['throughput']:.1f} | {' | '.join(rates)} |"
+            f" {' | '.join(over)} | {' / '.join(held)} | {own['search_seconds']:.2f} | {' | '.join(times)} |"
             f" {', '.join(shorter)} |"
         )
     return "\n".join(lines) + "\n"
@@ -190,7 +197,7 @@ def table(rows: Mapping[str, Any]) -> str:
 
 def warm_up(options: Options, coarse: Coarse) -> None:
     """Load the compiled loops, which is no search."""
-    cost = StageCost(coarse.graph, Devices(2, options.memory, options.bandwidth), options.batch)
+    cost = StageCost(coarse.graph, Devices(2, options.memory, options.bandwidth), options.batches[0])
     GraphPipe(cost, options.sizes[:1]).plan()
 
 
@@ -208,10 +215,10 @@ def main(options: Options) -> None:
             flush=True,
         )
         warm_up(options, coarse)
-        for devices in (2,) if options.smoke else options.devices:
-            key = f"{model}/{devices}"
+        for devices, batch in product((2,) if options.smoke else options.devices, options.batches):
+            key = f"{model}/{devices}/{batch}"
             if key not in rows:
-                rows[key] = row(options, coarse, devices)
+                rows[key] = row(options, coarse, devices, batch)
                 facts = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
                 file.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1))
                 (options.out / "results.md").write_text(table(rows))

@@ -11,9 +11,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -33,6 +36,8 @@ MEASURED = (
     HERE.parent / "wire" / "results_throughput.json",
     HERE.parent / "pipeline" / "results_speed.json",
 )
+PAYLOAD = 1448 / 1514
+"""Of a frame on the emulated links, what is not TCP's, IP's and Ethernet's."""
 ALLOW = ("decoupled", "history", "onebit", "stale")
 
 
@@ -117,13 +122,35 @@ def measured(options: Options) -> list[Measured]:
 def cluster(options: Options, rate: float, folder: Path) -> Path:
     """The emulated hosts as a cluster's file."""
     file = folder / "emulated.toml"
-    link = rate * 1e6 / 8
+    link = rate * 1e6 / 8 * PAYLOAD
     values = {"hosts": options.hosts, "devices": 1, "memory": options.memory, "speed": options.cores}
     values |= {"crowded": contention(os.cpu_count() or 1)}
-    values |= {"inside": link, "between": link, "latency": options.latency}
+    values |= {"inside": link, "between": link, "latency": options.latency, "copying": copying()}
     lines = ['name = "emulated hosts"', *(f"{name} = {value}" for name, value in values.items())]
     file.write_text("\n".join(lines) + "\n")
     return file
+
+
+@cache
+def copying(size: int = 1 << 28) -> float:
+    """Seconds that this machine computes to send or to receive a byte through a socket."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    chunk = memoryview(bytearray(1 << 20))
+
+    def send() -> None:
+        for _ in range(size // len(chunk)):
+            one.sendall(chunk)
+
+    with one, other:
+        sender, begun, left = threading.Thread(target=send), time.process_time(), size
+        sender.start()
+        into = bytearray(len(chunk))
+        while left:
+            left -= other.recv_into(into)
+        sender.join()
+        return (time.process_time() - begun) / size / 2
 
 
 def predictions(options: Options, run: TrainCommand, rate: float) -> dict[str, Any]:

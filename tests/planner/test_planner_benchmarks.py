@@ -11,15 +11,15 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_three_planners_are_compared(tmp_path: Path) -> None:
-    words = ("--smoke", "--sizes", 2, 4, "--batch", 32, "--operators", 12, "--out", tmp_path)
+    words = ("--smoke", "--sizes", 2, 4, "--batches", 32, "--operators", 12, "--out", tmp_path)
     done = warm.run(BENCHMARKS / "graphpipe" / "main.py", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads((tmp_path / "results.json").read_text())["rows"]["uno/2"]
+    told = json.loads((tmp_path / "results.json").read_text())["rows"]["uno/2/32"]
     for planner in ("graphpipe", "pipedream", "piper", "bapipe"):
         assert told[planner]["throughput"] > 0
         assert told[planner]["devices"] <= 2
         assert told[planner]["searches_not_ended"] == 0
-    assert "| uno | 2 |" in (tmp_path / "results.md").read_text()
+    assert "| uno | 2 | 32 |" in (tmp_path / "results.md").read_text()
     assert json.loads((tmp_path / "operators_uno.json").read_text())
 
 

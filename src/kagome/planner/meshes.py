@@ -194,14 +194,19 @@ def parts(
     """
     coding = rates.coding * (rates.forward + rates.backward) / 2 if onebit else 0.0
     pace = cluster.pace(parts) * (rates.alone if parts == 1 else 1.0)
-    busy = tuple(
-        (computing(rates, load.rows, load.edges) + coding * (load.sent + load.halo)) / pace for load in loads
-    )
-    if onebit:
-        rates = replace(rates, forward=rates.coded[0], backward=rates.coded[1])
-    compute = max(busy)
-    most, halo = halos(rates, loads, parts)
+    coded = replace(rates, forward=rates.coded[0], backward=rates.coded[1]) if onebit else rates
     sums, link = summed(parts, rates.weights), cluster.bandwidth(parts)
+    busy = tuple(
+        (
+            computing(rates, load.rows, load.edges)
+            + coding * (load.sent + load.halo)
+            + cluster.copying * ((coded.forward + coded.backward) * (load.sent + load.halo) + 2 * sums)
+        )
+        / pace
+        for load in loads
+    )
+    compute = max(busy)
+    most, halo = halos(coded, loads, parts)
     comes = most / link
     waits = comes - (HIDES * min(comes, compute) if late else 0.0) + sums / link
     waits += cluster.latency * 4 * (parts - 1)
@@ -246,9 +251,10 @@ def slices(
     size = count * groups
     rows = [load.rows for load in loads] if len(loads) == groups else [loads[0].rows] * groups
     pace = cluster.pace(size)
-    busy = tuple(computing(rates, load.rows, load.edges) * sliced.share / pace for load in loads)
     most, halo = halos(rates, loads, groups) if groups > 1 else (0.0, 0.0)
     sums = summed(size, rates.weights)
+    copied = cluster.copying * 2 * (sliced.sent / size + most / count + sums)
+    busy = tuple((computing(rates, load.rows, load.edges) * sliced.share + copied) / pace for load in loads)
     waits = sliced.sent * max(rows) / max(sum(rows), 1) / count / cluster.bandwidth(count)
     waits += (most / count + sums) / cluster.bandwidth(size)
     waits += cluster.latency * 4 * (size - 1)
@@ -289,9 +295,13 @@ def settings_of(decoupled: bool, **axes: int) -> dict[str, int | bool | str]:
 
 
 def halos(rates: Rates, loads: Sequence[Load], parts: int) -> tuple[float, float]:
-    """Bytes that the busiest part sends, and all of them; one load stands for all parts if they are alike."""
+    """Bytes that all wait for, and all of them; one load stands for all parts if they are alike.
+
+    All wait at each exchange for the busiest link, in or out, forward as backward.
+    """
+    most = (rates.forward + rates.backward) * max(max(load.sent, load.halo) for load in loads)
     each = [rates.forward * load.sent + rates.backward * load.halo for load in loads]
-    return max(each), sum(each) if len(each) == parts else each[0] * parts
+    return most, sum(each) if len(each) == parts else each[0] * parts
 
 
 def computing(rates: Rates, rows: float, edges: float) -> float:

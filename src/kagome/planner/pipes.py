@@ -65,12 +65,15 @@ def pipes(
     stages, tensor = len(cut.shares), 1 if sliced is None else sliced.count
     size = stages * number * tensor
     share = 1.0 if sliced is None else sliced.share
-    pace = cluster.pace(size)
-    compute = max(computing(rates, load.rows, load.edges) for load in loads) * share / pace
+    pace, (most, halo) = cluster.pace(size), halos(rates, loads, number)
+    sent = {"stage": round(cut.crossing), "halo": round(halo)}
+    sent |= {} if sliced is None else {"transpose": round(sliced.sent)}
+    copied = cluster.copying * 2 * sum(sent.values()) / number / tensor
+    compute = max(computing(rates, load.rows, load.edges) for load in loads) * share
+    compute = (compute + copied) / pace
     python = CHUNK / min(pace, 1.0)  # a GPU does not hasten it
     link = cluster.bandwidth(size)
     message = cut.crossing / max(stages - 1, 1) / 2 / number / tensor / chunks / link + cluster.latency
-    most, halo = halos(rates, loads, number)
 
     def seconds(action: Action) -> float:
         pieces = cut.reads[action.stage] if exact else 1
@@ -84,10 +87,9 @@ def pipes(
     sums = summed(number * tensor, rates.weights, stages)
     # Stages wait for each other's messages too where there is one chunk.
     waits = most / tensor / (1 if chunks == 1 else stages) / link + sums / link
-    sent = {"stage": round(cut.crossing), "halo": round(halo), "weights": round(sums * size)}
+    sent["weights"] = round(sums * size)
     if sliced is not None:
         waits += sliced.sent / number / tensor / cluster.bandwidth(tensor)
-        sent["transpose"] = round(sliced.sent)
     busy = max(map(run.busy, range(stages)))
     settings = settings_of(False, pipe=stages, graph=number, tensor=tensor)
     settings |= {"chunks": chunks} if chunks != default_chunks(stages, tensor) else {}

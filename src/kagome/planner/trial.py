@@ -64,7 +64,13 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Tria
         way = min(action.stage, action.other), max(action.stage, action.other)
         return message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way))
 
-    run = simulate(dag(shape), compute, transfer=transfer, size=lambda a: shape.stages[a.stage].micro_batch)
+    run = simulate(
+        dag(shape),
+        compute,
+        transfer=transfer,
+        size=lambda action: shape.stages[action.stage].micro_batch,
+        paired=True,
+    )
     sync = max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
     held = windows(shape)
     memory = tuple(
@@ -159,8 +165,11 @@ def longer_turns(
         sequential: As for :func:`trial`.
     """
     before = float("inf")
-    while (seconds := estimate(cost, plan, sequential=sequential)) < before:
+    while True:
+        seconds = estimate(cost, plan, sequential=sequential)
         yield seconds, plan
+        if seconds >= before:
+            return  # the last one may still fill better than an estimate knows
         before = seconds
         plan = replace(plan, stages=tuple(replace(stage, k=2 * stage.k) for stage in plan.stages))
         held = windows(flow(cost, plan, sequential=sequential)[0])

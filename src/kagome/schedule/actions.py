@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from kagome.errors import ScheduleError
 
@@ -31,6 +32,8 @@ class Kind(Enum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+
+    __hash__ = object.__hash__  # Enum's own goes by the name: actions are hashed by the hundred thousand
 
     @property
     def computes(self) -> bool:
@@ -51,6 +54,15 @@ class Kind(Enum):
     def forward(self) -> bool:
         """Whether it belongs to the forward pass."""
         return self in (Kind.F, Kind.SEND_F, Kind.RECV_F)
+
+
+ANSWERS: Final = {
+    Kind.SEND_F: Kind.RECV_F,
+    Kind.RECV_F: Kind.SEND_F,
+    Kind.SEND_B: Kind.RECV_B,
+    Kind.RECV_B: Kind.SEND_B,
+}
+"""The kind at the other end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +99,7 @@ class Action:
     @property
     def answer(self) -> Action:
         """The action at the other end of a SEND or RECV."""
-        kinds = {
-            Kind.SEND_F: Kind.RECV_F,
-            Kind.RECV_F: Kind.SEND_F,
-            Kind.SEND_B: Kind.RECV_B,
-            Kind.RECV_B: Kind.SEND_B,
-        }
-        return Action(self.other, kinds[self.kind], self.chunk, None, self.stage)
+        return Action(self.other, ANSWERS[self.kind], self.chunk, None, self.stage)
 
     def __str__(self) -> str:
         text = f"{self.stage}{self.kind.value}{self.chunk}"

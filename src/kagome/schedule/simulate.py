@@ -69,6 +69,7 @@ def simulate(
     *,
     transfer: Seconds | None = None,
     size: Callable[[Action], float] | None = None,
+    paired: bool = False,
 ) -> Run:
     """Run programs on imaginary devices.
 
@@ -77,6 +78,7 @@ def simulate(
         compute: Seconds of an F or a B.
         transfer: Seconds of a SEND on its link; 0 if None.
         size: What a stage holds from a chunk's first F to its last B, asked with its F; 1 if None.
+        paired: That each SEND is known to have its RECV, which is a third of the work.
 
     Returns:
         The spans, and what was held.
@@ -87,7 +89,8 @@ def simulate(
 
     Cost: one step an action.
     """
-    pairs(programs)
+    if not paired:
+        pairs(programs)
     clocks = [0.0] * len(programs)
     places = [0] * len(programs)
     spans: list[list[Span]] = [[] for _ in programs]
