@@ -48,7 +48,7 @@ SLICED: Final = ((48, 150), (96, 220), (144, 500), (192, 240), (240, 960), (288,
 """Vertices and edges of the made graphs on which slices are measured."""
 SLICE_UNITS: Final = ("one", "rows", "halo", "edges", "rows of all", "edges of all")
 """What bytes are told apart by where features are sliced; columns of all rows count as own rows."""
-SLICE_KINDS: Final = ("tables", "activations", "halo")
+SLICE_KINDS: Final = ("tables", "activations")
 INDEX_BYTES: Final = 8
 NOTES: Final = 3
 """Numbers that ranks sum along with gradients."""
@@ -94,6 +94,7 @@ class Rates:
         if of_all is not None:
             units = (1, counts.rows, counts.halo, counts.edges, *of_all)
             known |= {kind: bytes_of(rates, units) for kind, rates in self.by_slice.items()}
+            known |= {"halo": 0} if self.by_slice else {}
         lists = INDEX_BYTES * (counts.sent + counts.train)
         return Holdings(
             weights=self.weights + (self.best if keeps_best else 0),
@@ -296,7 +297,11 @@ def _step(
     finally:
         for take_off in reversed(undo):
             take_off()
-    found = {kind: ledger.bytes[kind] + (saved.bytes or {}).get(kind, 0) for kind in FITTED}
+    kept, waiting = dict(ledger.bytes), dict(saved.bytes or {})
+    if tensor > 1:  # what is told apart as halo there are rows of all ranks, by their number
+        kept["tables"] = kept.get("tables", 0) + kept.pop("halo", 0)
+        waiting["activations"] = waiting.get("activations", 0) + waiting.pop("halo", 0)
+    found = {kind: kept.get(kind, 0) + waiting.get(kind, 0) for kind in FITTED}
     return _Step(found, tuple(grad is not None for grad in grads) or (False,) * len(parameters))
 
 

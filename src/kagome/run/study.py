@@ -86,6 +86,14 @@ class Graph:
         one = Counts(-(-n // number), halo, -(-e // number), 0, cut, halo, n // number)
         return (one,), 0.0 if number == 1 else GUESSED
 
+    def most_edges(self, number: int) -> int:
+        """In-edges of the fullest of so many equal shares of the vertices, in their order."""
+        if self.data is None:
+            return -(-self.edges // number)
+        edge_index: Tensor = self.data.edge_index
+        owner = assign("contiguous", edge_index, self.vertices, number, 0)
+        return int(torch.bincount(owner[edge_index[1]], minlength=number).max())
+
 
 def samples_of(graph: Graph, like: Partition, seed: int) -> list[Partition]:
     """Graphs to time a model on: the graph itself if it is small, a smaller one, one with fewer edges."""
@@ -290,7 +298,15 @@ class Study:
     def _sliced(self, each: Measured, counts: Sequence[Counts], size: int) -> tuple[Sliced, list[Load]]:
         """Parts of which so many ranks slice the features."""
         assert each.transposed is not None
-        loads = [replace(_load(count, each.held), memory=_sliced(count, size, each.held)) for count in counts]
+        whole = self.graph.vertices  # shares of METIS's parts are taken to have equal numbers of edges
+        edges = [
+            self.graph.most_edges(size) if count.rows == whole else -(-count.edges // size)
+            for count in counts
+        ]
+        loads = [
+            replace(_load(count, each.held), memory=_sliced(count, size, most, each.held))
+            for count, most in zip(counts, edges, strict=True)
+        ]
         (alike, cut), (shared, common) = each.shares, each.transposed
         sent = (shared / size + common) * (size - 1) * self.graph.vertices
         return Sliced(size, alike + cut / size, sent), loads
@@ -370,7 +386,7 @@ def _load(counts: Counts, held: Held) -> Load:
     return Load(counts.rows, counts.edges, counts.sent, counts.halo, float(held.at(counts).total))
 
 
-def _sliced(whole: Counts, size: int, held: Held) -> float:
-    """Bytes of a rank in feature slices."""
-    own = Counts(-(-whole.rows // size), 0, -(-whole.edges // size), 0, 0, 0, -(-whole.train // size))
+def _sliced(whole: Counts, size: int, edges: int, held: Held) -> float:
+    """Bytes of a rank in feature slices, with so many edges of its own."""
+    own = Counts(-(-whole.rows // size), 0, edges, 0, 0, 0, -(-whole.train // size))
     return float(held.at(own, of_all=(whole.rows, whole.edges)).total)
