@@ -74,7 +74,7 @@ class Measured:
         rate: Of links, in Mbit/s.
         seconds: Of an epoch.
         bytes: Of an epoch.
-        held: Bytes that the fullest rank held; None where it was not noted.
+        held: Bytes that the fullest rank held.
     """
 
     case: str
@@ -83,7 +83,7 @@ class Measured:
     rate: float
     seconds: float
     bytes: float
-    held: float | None
+    held: float
 
 
 def rows_of(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -100,8 +100,8 @@ def measured(options: Options) -> list[Measured]:
     found = []
     for file in options.measured:
         for key, row in rows_of(file):
-            if "command" not in row or "epoch_seconds" not in row:
-                continue
+            if "command" not in row or "epoch_seconds" not in row or not row.get("held_bytes"):
+                continue  # rows of before what ranks hold was noted are of other days
             words = shlex.split(row["command"].replace("--out DIR", ""))[2:]
             run = parse_train([*words, "--data.root", options.data])
             cut, model = run.parallel, run.model
@@ -114,7 +114,7 @@ def measured(options: Options) -> list[Measured]:
             case = f"{graph}/{model.name}/{model.layers}/{model.hidden}/{row['rate']:g}"
             name = " ".join(f"{axis}={value}" for axis, value in told.items())
             total = row["bytes_per_epoch"]["total"]
-            held = max(row.get("held_bytes") or [0]) or None
+            held = max(row["held_bytes"])
             found.append(Measured(case, name, run, row["rate"], row["epoch_seconds"], total, held))
     return found
 
@@ -190,10 +190,9 @@ def table(runs: list[Measured], found: Mapping[str, Any]) -> str:
         lines.append(
             f"| {one.case} | {one.plan} | {guess:.3f} | {one.seconds:.3f} | {errors[-1]:+.0%} |"
             f" {size / 1e6:,.2f} | {one.bytes / 1e6:,.2f} | {plan['memory_bytes'] / 1e6:,.1f} |"
-            f" {'-' if one.held is None else f'{one.held / 1e6:,.1f}'} |"
+            f" {one.held / 1e6:,.1f} |"
         )
-        if one.held is not None:
-            held_off.append(abs(plan["memory_bytes"] / one.held - 1))
+        held_off.append(abs(plan["memory_bytes"] / one.held - 1))
     if len(errors) > 1:
         off = [abs(error) for error in errors]
         lines += [

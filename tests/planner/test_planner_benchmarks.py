@@ -46,6 +46,7 @@ def test_predictions_are_set_beside_measured_runs(tmp_path: Path) -> None:
             "rate": 200.0,
             "epoch_seconds": 0.5,
             "bytes_per_epoch": {"total": 1e6},
+            "held_bytes": [2e6, 3e6],
         }
         for name, flags in cuts.items()
     }
