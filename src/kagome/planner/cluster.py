@@ -80,7 +80,7 @@ class Cluster:
             raise PlanError(
                 f"--cluster takes a TOML file or one of {', '.join(READY)}",
                 f"there is no file {file}",
-                hint="name, hosts, devices, memory, speed, inside, between; and latency, crowded, cores, copying",
+                hint="name, hosts, devices, memory, speed, inside, between; latency, crowded, cores, copying",
             )
         try:
             return _made(tomllib.loads(path.read_text()))
