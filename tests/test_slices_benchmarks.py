@@ -53,7 +53,9 @@ def test_the_table_of_speed_says_how_much_faster_each_way_is() -> None:
     (line,) = speed.table(rows).splitlines()[2:]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[:6] == ["cornell5", "gcn", "3", "1000", "2.000", "1.000 (2.00x)"]
-    assert cells[6:] == ["", "0.500 (4.00x)", "", "4.0 / 2.0 / 1.0", "1.25 / 1.25"]
+    assert cells[6:] == ["", "0.500 (4.00x)", "", "", "4.0 / 2.0 / 1.0", "1.25 / 1.25"]
+    rows["cornell5/gcn/3/1000/sampled"] = row(1.5, 0.0)
+    assert "| 1.500 (1.33x) | 3.00x | 4.0 / 2.0 / 1.0 |" in speed.table(rows)
 
 
 def test_the_grid_gives_slices_the_whole_graph_and_parts_their_own() -> None:
