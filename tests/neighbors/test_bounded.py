@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sliced import MODELS, V, graph, sent
 from torch import Tensor
+from torch_geometric.data import Data
 
+from kagome.comm.channel import Channel
 from kagome.comm.local import LocalChannel, LocalGroup
 from kagome.errors import ConfigError
 from kagome.kernels.structure import Structure
@@ -91,6 +93,22 @@ def test_a_bound_that_one_vertex_does_not_fit_is_refused() -> None:
     edges = torch.stack([torch.arange(50), torch.zeros(50, dtype=torch.long)])
     with pytest.raises(ConfigError, match=r"the in-edges of one vertex, with 4 columns, need"):
         chunks_of(slicing(edges, 50), 4, 8, Room(), 1000)
+
+
+def test_all_ranks_refuse_alike(ranks: Callable[..., list]) -> None:
+    """Of 7 columns one rank takes 3 and others 2: a bound that is too small for 3 is so for all."""
+    data, owner = graph(), torch.arange(V) * 3 // V
+    most = [ranks(3, refused, data, owner, limit) for limit in (1_000, 1_600, 2_000, 2_400, 20_000)]
+    assert all(len(set(each)) == 1 for each in most)
+    assert (most[0][0], most[-1][0]) == (True, False)
+
+
+def refused(channel: Channel, data: Data, owner: Tensor, limit: int) -> bool:
+    try:
+        parity(channel, MODELS["largest"], data, owner, 0, 1, 3, limit)
+    except ConfigError:
+        return True
+    return False
 
 
 def test_what_a_chunk_needs_is_what_it_holds() -> None:

@@ -17,6 +17,7 @@ from kagome.kernels import ops
 from kagome.kernels.structure import Layout
 from kagome.neighbors.bounded import Bound, Chunk, Room, walked
 from kagome.neighbors.slicing import Slicing
+from kagome.neighbors.transpose import Cut
 
 
 class Reduction(Protocol):
@@ -80,12 +81,13 @@ class ColumnSoftmax:
         return ops.column_softmax_back(layout, z, m, out, top, total, g)
 
 
-def by_chunk(bound: Bound, slicing: Slicing, how: Reduction, parts: tuple[Tensor, ...]) -> Tensor:
+def by_chunk(bound: Bound, slicing: Slicing, cut: Cut, how: Reduction, parts: tuple[Tensor, ...]) -> Tensor:
     """A reduction over all edges in this rank's columns, within the bound.
 
     Args:
         bound: The working memory.
         slicing: The edges of all ranks.
+        cut: Which columns each takes: chunks are those of the widest, so that all ranks refuse or none does.
         how: The reduction.
         parts: The rows that it reads.
 
@@ -98,19 +100,17 @@ def by_chunk(bound: Bound, slicing: Slicing, how: Reduction, parts: tuple[Tensor
     Cost:
         Keeps what ``how`` keeps, where the rows are.
     """
-    chunks = bound.chunks(slicing, parts[0].size(1), parts[0].itemsize, how.room)
+    width = max(cut.taken(rank) for rank in range(len(slicing.rows.counts)))
+    chunks = bound.chunks(slicing, width, parts[0].itemsize, how.room)
     out: Tensor = _ByChunk.apply(bound, chunks, how, *parts)  # type: ignore[no-untyped-call]
     return out
 
 
 def _read(bound: Bound, chunk: Chunk, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """A chunk's rows on the device, as many as its structure names; those past its reads have no edge."""
-    found = []
-    for part in parts:
-        rows = part.new_zeros(chunk.structure.whole, part.size(1), device=bound.device)
-        rows[: chunk.reads.numel()] = part.index_select(0, chunk.reads).to(bound.device, non_blocking=True)
-        found.append(rows)
-    return tuple(found)
+    more = chunk.structure.whole - chunk.reads.numel()
+    rows = (part.index_select(0, chunk.reads).to(bound.device, non_blocking=True) for part in parts)
+    return tuple(torch.cat([each, each.new_zeros(more, each.size(1))]) if more else each for each in rows)
 
 
 class _ByChunk(torch.autograd.Function):

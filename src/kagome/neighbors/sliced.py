@@ -261,7 +261,7 @@ def _by_column(
     assert cut is not None
     assert last.source is not None
     found, bound = tuple(part.contiguous() for part in parts), last.edges.scope.bound
-    out = do(*found) if bound is None else by_chunk(bound, slicing, how, found)
+    out = do(*found) if bound is None else by_chunk(bound, slicing, cut, how, found)
     return InSlices(out, cut, last.trailing, last.edges, slicing, last.source.site).lazy()
 
 
