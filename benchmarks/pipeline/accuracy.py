@@ -73,7 +73,9 @@ class Options:
     hidden: int = 100
     """Width of hidden layers."""
     epochs: int = 300
-    """Epochs."""
+    """Epochs at most."""
+    patience: int | None = 100
+    """End a run whose validation accuracy has not risen for so many epochs."""
     jobs: int = 2
     """Runs at a time, a core each."""
     hours: float = 100.0
@@ -91,17 +93,20 @@ def cases(options: Options) -> Iterator[tuple[str, str, str, int]]:
 
 def key_of(options: Options, graph: str, model: str, mode: str, seed: int) -> str:
     """What a run is kept under."""
-    return f"{graph}/{model}/{mode}/{options.layers}x{options.hidden}/{options.epochs}/{seed}"
+    patience = "" if options.patience is None else f", patience {options.patience}"
+    epochs = f"{options.epochs}{patience}"
+    return f"{graph}/{model}/{mode}/{options.layers}x{options.hidden}/{epochs}/{seed}"
 
 
 def train(options: Options, graph: str, model: str, mode: str, seed: int) -> dict[str, Any]:
     """One run; what its summary says."""
-    folder = HERE / "runs" / key_of(options, graph, model, mode, seed).replace("/", "-").replace(" ", "-")
+    folder = HERE / "runs" / key_of(options, graph, model, mode, seed).translate({ord(c): "-" for c in "/, "})
     shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-m", "kagome", "train", *GRAPHS[graph], "--data.root", str(options.data)]
     command += ["--model.name", model, "--model.layers", str(options.layers)]
     command += ["--model.hidden", str(options.hidden), "--model.dropout", "0.5", "--train.lr", "0.001"]
     command += ["--train.weight-decay", "0", "--train.epochs", str(options.epochs)]
+    command += [] if options.patience is None else ["--train.patience", str(options.patience)]
     command += ["--train.eval-every", "5", "--train.seed", str(seed), *MODES[mode], *QUIET]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     begun = time.perf_counter()
