@@ -117,7 +117,7 @@ class Cluster:
         ours = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ours else None
         try:
-            self._clear_processes()
+            self.end()
             self._stack.close()
         finally:
             if ours:
@@ -161,7 +161,8 @@ class Cluster:
         ours = re.compile(rf"{re.escape(self.name)}-(\d+|switch)")
         return [name for name in names if ours.fullmatch(name)]
 
-    def _clear_processes(self) -> None:
+    def end(self) -> None:
+        """End whatever runs on the hosts."""
         for space in self._left():
             for _ in range(100):
                 pids = tool("ip", "netns", "pids", space).split()
@@ -172,7 +173,7 @@ class Cluster:
                 time.sleep(0.02)
 
     def _clear(self) -> None:
-        self._clear_processes()
+        self.end()
         for space in self._left():
             tool("ip", "netns", "del", space)
 

@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from cluster import Cluster, NotPermittedError, default_share, end_on_sigterm  # noqa: E402
-from pipeline import tables  # noqa: E402
+from pipeline import sweep, tables  # noqa: E402
 
 GRAPHS = {
     "cornell5": ["--data.name", "cornell5", "--data.project", "128"],
@@ -70,7 +70,7 @@ class Options:
     hidden: int = 100
     """Hidden width."""
     epochs: int = 6
-    """Of a run; the first is not counted."""
+    """At each rate; the first ones after a change are not among them."""
     more: str = ""
     """Further flags of kagome train, for each run (kept in its key)."""
     hours: float | None = None
@@ -100,80 +100,115 @@ class Case:
     key: str
 
 
-def grid(options: Options) -> Iterator[Case]:
-    """The cases that were asked for; the meshes of one case and rate meet the machine in the same minutes."""
+def grid(options: Options) -> Iterator[list[Case]]:
+    """Runs, each with its rates; the meshes of one graph and model meet the machine in the same minutes."""
     for graph in options.graphs:
         for model in options.models:
-            for rate in options.rates:
-                for mesh in options.meshes:
-                    pipe = {"graph": 1, "pipe": options.hosts, "hybrid": 2}[mesh]
-                    if mesh == "hybrid" and (options.hosts % 2 or options.hosts < 4):
-                        continue
+            for mesh in options.meshes:
+                pipe = {"graph": 1, "pipe": options.hosts, "hybrid": 2}[mesh]
+                if mesh == "hybrid" and (options.hosts % 2 or options.hosts < 4):
+                    continue
+                cases = []
+                for rate in options.rates:
                     words = [graph, model, mesh, f"{rate:g}", f"{options.hosts}x{options.layers}"]
                     words += [f"{options.hidden}", *([options.more] if options.more else [])]
                     key = "/".join(words)
                     if not options.only or any(part in key for part in options.only):
-                        yield Case(graph, model, mesh, rate, pipe, options.hosts // pipe, key)
+                        cases.append(Case(graph, model, mesh, rate, pipe, options.hosts // pipe, key))
+                yield cases
 
 
-def command(case: Case, options: Options, folder: Path) -> list[str]:
+def command(case: Case, options: Options, folder: Path, epochs: int) -> list[str]:
     """What each rank runs."""
     words = [sys.executable, "-m", "kagome", "train"]
     words += [word.format(data=options.data) for word in GRAPHS[case.graph]]
     words += ["--data.root", str(options.data), "--data.undirected", "--model.name", case.model]
     words += ["--model.layers", str(options.layers), "--model.hidden", str(options.hidden)]
     words += ["--parallel.graph", str(case.parts), "--parallel.pipe", str(case.pipe)]
-    words += ["--train.epochs", str(options.epochs), *TRAIN, *QUIET, "--out", str(folder)]
+    words += ["--train.epochs", str(epochs), *TRAIN, *QUIET, "--out", str(folder)]
     return [*words, *options.more.split()]
 
 
-def measure(case: Case, options: Options, cluster: Cluster) -> dict[str, Any]:
-    """One row; with ``error``, the last lines of the first rank that failed, where that happened."""
-    row: dict[str, Any] = {
-        "key": case.key,
-        "graph": case.graph,
-        "model": case.model,
-        "mesh": case.mesh,
-        "rate": case.rate,
-        "pipe": case.pipe,
-        "parts": case.parts,
-        "epochs": options.epochs,
-    }
-    folder = options.runs / case.key.replace("/", "-").replace(" ", "_")
+def measure(
+    cases: Sequence[Case], options: Options, cluster: Cluster, epochs: Sequence[int] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Rows of one run, by key.
+
+    Args:
+        cases: The same but for their rates.
+        options: What is the same for all.
+        cluster: Hosts.
+        epochs: That count at each rate, where they are not ``options.epochs``.
+
+    Returns:
+        Rows; with ``error``, the last lines of the first rank that failed, where that happened.
+    """
+    first = cases[0]
+    each = epochs or [options.epochs] * len(cases)
+    stretches = [sweep.Stretch(case.rate, count) for case, count in zip(cases, each, strict=True)]
+    # One rate less in the name than in the keys: it is a folder of all.
+    folder = options.runs / "-".join(first.key.replace(f"/{first.rate:g}", "").split("/")).replace(" ", "_")
     shutil.rmtree(folder, ignore_errors=True)
-    words = command(case, options, folder)
-    row["command"] = " ".join(["kagome", *words[3:]]).replace(str(folder), "DIR")
+    words = command(first, options, folder, sweep.length(stretches))
+    told = " ".join(["kagome", *words[3:]]).replace(str(folder), "DIR")
+    rows = {
+        case.key: {
+            "key": case.key,
+            "graph": case.graph,
+            "model": case.model,
+            "mesh": case.mesh,
+            "rate": case.rate,
+            "pipe": case.pipe,
+            "parts": case.parts,
+            "command": told,
+        }
+        for case in cases
+    }
     try:
-        done = cluster.launch(words, env=THREADS, seconds=options.limit)
-    except subprocess.TimeoutExpired:
-        return {**row, "error": f"no end after {options.limit:g} seconds"}
+        done, lines = sweep.swept(
+            cluster, words, folder, stretches, env=THREADS, seconds=options.limit * len(cases)
+        )
+    except subprocess.TimeoutExpired as error:
+        return {key: {**row, "error": f"no end after {error.timeout:g} seconds"} for key, row in rows.items()}
     # Ranks that were ended because of another (-9) say less than the one that failed.
     failed = sorted((one for one in done if one.returncode), key=lambda one: one.returncode < 0)
     if failed:
         said = (failed[0].stderr or failed[0].stdout).splitlines()[-20:]
-        return {**row, "error": "\n".join(said) or f"exit code {failed[0].returncode}"}
-    return {**row, **figures(folder)}
-
-
-def figures(folder: Path) -> dict[str, Any]:
-    """What a run's folder says of its epochs after the first, which builds what the others use."""
+        why = "\n".join(said) or f"exit code {failed[0].returncode}"
+        return {key: {**row, "error": why} for key, row in rows.items()}
     summary = json.loads((folder / "summary.json").read_text())
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    later = lines[1:] or lines
-    seconds = [line["seconds"] for line in later]
-    waited = [sum(line.get("waited", {}).values()) for line in later]
     return {
+        key: {**row, **(figures(found, summary) if found else {"error": "no epochs at this rate"})}
+        for (key, row), found in zip(rows.items(), lines, strict=True)
+    }
+
+
+def figures(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What the epochs of one rate say, and the run's summary."""
+    seconds = [line["seconds"] for line in lines]
+    waited = mean_by_kind(lines, "waited")
+    under_way = mean_by_kind(lines, "under_way")
+    return {
+        "epochs": len(lines),
         "epoch_seconds": median(seconds),
         "spread": [min(seconds), max(seconds)],
         "bytes_per_epoch": summary["bytes_per_epoch"],
-        "waited_per_epoch": summary.get("waited_per_epoch", {}),
-        "hidden_share": summary.get("hidden_share", {}),
-        "exposed_share": fmean(waited) / fmean(seconds),
+        "waited_per_epoch": waited,
+        "hidden_share": {
+            kind: 1 - waited.get(kind, 0.0) / whole for kind, whole in under_way.items() if whole
+        },
+        "exposed_share": sum(waited.values()) / fmean(seconds),
         "peak_memory_bytes": summary["peak_memory_bytes"],
         "held_bytes": held(summary),
         "set_up_seconds": summary.get("set_up_seconds"),
         "balance": balance(summary),
     }
+
+
+def mean_by_kind(lines: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
+    """The mean over epochs of seconds by kind."""
+    kinds = dict.fromkeys(kind for line in lines for kind in line.get(name, {}))
+    return {kind: fmean(line.get(name, {}).get(kind, 0.0) for line in lines) for kind in kinds}
 
 
 def held(summary: Mapping[str, Any]) -> list[int]:
@@ -232,22 +267,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with ExitStack() as stack:
             cluster: Cluster | None = None
-            for case in grid(options):
-                if not options.fresh and "error" not in rows.get(case.key, {"error": ""}):
+            for asked in grid(options):
+                cases = [
+                    case
+                    for case in asked
+                    if options.fresh or "error" in rows.get(case.key, {"error": "not measured"})
+                ]
+                if not cases:
                     continue
                 if options.hours is not None and time.monotonic() - begun >= 3600 * options.hours:
                     print("the time is up; the same command goes on from here", flush=True)
                     break
                 if cluster is None:
                     cluster = stack.enter_context(
-                        Cluster(options.hosts, case.rate, options.share, name="kagome-speed")
+                        Cluster(options.hosts, cases[0].rate, options.share, name="kagome-speed")
                     )
                     told = facts(options, cluster.quota)
-                cluster.shape(case.rate)
-                row = rows[case.key] = measure(case, options, cluster)
-                failed += "error" in row
+                rows |= measure(cases, options, cluster)
+                failed += any("error" in rows[case.key] for case in cases)
                 write(options, told, list(rows.values()))
-                print(f"{case.key}: {row.get('error') or said(row)}", flush=True)
+                for case in cases:
+                    print(f"{case.key}: {rows[case.key].get('error') or said(rows[case.key])}", flush=True)
     except NotPermittedError as error:
         print(f"speed.py: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -132,7 +132,7 @@ def page(facts: Mapping[str, Any], rows: Sequence[Row], names: Mapping[str, str]
     lines = [
         f"{facts['hosts']} emulated hosts, one rank of one thread each, on {facts['machine']}; "
         f"{facts['cpu_share']:.2f} cores a host ({facts['quota']}); torch {facts['torch']}; "
-        f"{facts['layers']} layers, hidden {facts['hidden']}; medians of {facts['epochs'] - 1} epochs.",
+        f"{facts['layers']} layers, hidden {facts['hidden']}; medians of {facts['epochs']} epochs.",
         "",
         "*Exposed* is the time in which a rank waits for what others send (mean over ranks), as a share of "
         "its epoch: links, and ranks that are behind. *Due to links* is what a link of at least "

@@ -1,137 +1,92 @@
-"""Is the planner right: what it predicts beside what runs on emulated hosts took.
+"""Is the planner right: what it predicts beside what runs on emulated hosts take.
 
-Run: python benchmarks/planner/main.py --data ../shared/data    (resumes where it stopped; --fresh plans anew)
+Run: python benchmarks/planner/main.py --data ../shared/data    (as root; resumes where it stopped)
+     python benchmarks/planner/main.py --data ../shared/data --fresh --hours 0    (predicts anew, no runs)
 
-The runs are those of benchmarks/slices, benchmarks/wire and benchmarks/pipeline: four hosts of 0.45 cores.
-Predictions are made here, from the model measured on one core of this machine.
+Each setting is predicted, and its cuts are run, in the same minutes: a machine has fast hours and slow ones.
+Predictions are made from the model measured on one core of this machine, of which a host is a share.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import tyro
 
 from kagome.cli import _builder, parse_train
-from kagome.commands import PlanCommand, TrainCommand
+from kagome.commands import PlanCommand
+from kagome.planner.cluster import Cluster as Declared
 from kagome.run.contention import contention
-from kagome.run.planning import planned
+from kagome.run.kept import Kept
+from kagome.run.planning import studied
 
 HERE = Path(__file__).parent
-MEASURED = (
-    HERE.parent / "slices" / "results_speed.json",
-    HERE.parent / "wire" / "results_throughput.json",
-    HERE.parent / "pipeline" / "results_speed.json",
-)
+sys.path.insert(0, str(HERE.parent))
+
+from cluster import Cluster, NotPermittedError, default_share, end_on_sigterm  # noqa: E402
+from pipeline import speed  # noqa: E402
+from planner.settings import CODED, DECOUPLED, STAGES, Setting, settings  # noqa: E402
+
+HOSTS = 4
+MEMORY = 5e9
+"""Bytes of each host, for the planner."""
+LATENCY = 2e-4
+"""Seconds of a message between hosts, for the planner."""
 PAYLOAD = 1448 / 1514
 """Of a frame on the emulated links, what is not TCP's, IP's and Ethernet's."""
 ALLOW = ("decoupled", "history", "onebit", "stale")
+RUN_SECONDS, FEWEST, MOST = 5.0, 6, 40
+"""Epochs that count at a rate: about so long, by the prediction, but so many at least and at most."""
+GROUPS: Mapping[str, Sequence[str]] = {
+    "parts": ("graph=4",),
+    "slices": ("tensor=4", "graph=2 tensor=2"),
+    "decoupled": DECOUPLED,
+    "one bit, or late rows": CODED,
+    "stages": STAGES,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Predict what was measured."""
+    """Predict epochs, and run them on emulated hosts."""
 
-    data: str = "../shared/data"
+    data: Path = Path("../shared/data")
     """Folder of raw data sets."""
-    measured: tuple[Path, ...] = MEASURED
-    """Measured rows."""
-    hosts: int = 4
-    """Emulated hosts of those rows."""
-    cores: float = 0.45
-    """Of each."""
-    memory: float = 5e9
-    """Bytes of each."""
-    latency: float = 2e-4
-    """Seconds of a message between them."""
+    graphs: list[str] = field(
+        default_factory=lambda: ["cornell5", "flickr-128", "squirrel-128", "tolokers", "slashdot"]
+    )
+    """Graphs (also: digits, which needs no files)."""
+    models: list[str] = field(default_factory=lambda: ["gcn", "gat", "gcn2"])
+    """gcn and gat with few layers, by parts and slices; gcn2 with 16, by stages too."""
+    rates: list[float] = field(default_factory=lambda: [100.0, 300.0, 1000.0])
+    """Mbit/s of each host's link, each way."""
     fresh: bool = False
-    """Plan anew what was planned before."""
+    """Predict anew what was predicted before."""
+    hours: float | None = None
+    """Begin no run after so long."""
     out: Path = HERE
     """Folder of the results."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A run.
-
-    Args:
-        case: What was trained, on which links.
-        plan: How it was cut, as a plan is called.
-        run: Its settings.
-        rate: Of links, in Mbit/s.
-        seconds: Of an epoch.
-        bytes: Of an epoch.
-        held: Bytes that the fullest rank held.
-    """
-
-    case: str
-    plan: str
-    run: TrainCommand
-    rate: float
-    seconds: float
-    bytes: float
-    held: float
+def emulated(rate: float, crowded: float, copied: float) -> Declared:
+    """The emulated hosts, as the planner knows clusters."""
+    link, share = rate * 1e6 / 8 * PAYLOAD, default_share(HOSTS)
+    more = {"latency": LATENCY, "crowded": crowded, "copying": copied}
+    return Declared("emulated hosts", HOSTS, 1, MEMORY, share, link, link, **more)
 
 
-def rows_of(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The rows of a benchmark's results, by their keys."""
-    told = json.loads(file.read_text())
-    if "rows" in told:
-        yield from ((row["key"], row) for row in told["rows"])
-    else:
-        yield from told.items()
-
-
-def measured(options: Options) -> list[Measured]:
-    """All runs of some files that a plan may be for."""
-    found = []
-    for file in options.measured:
-        for key, row in rows_of(file):
-            if "command" not in row or "epoch_seconds" not in row or not row.get("held_bytes"):
-                continue  # rows of before what ranks hold was noted are of other days
-            words = shlex.split(row["command"].replace("--out DIR", ""))[2:]
-            run = parse_train([*words, "--data.root", options.data])
-            cut, model = run.parallel, run.model
-            axes = {"pipe": cut.pipe, "graph": cut.graph or 1, "tensor": cut.tensor}
-            told = {axis: size for axis, size in axes.items() if size > 1}
-            told |= {"decouple": True} if cut.decouple else {}
-            told |= {"codec": cut.codec} if cut.codec != "none" else {}
-            told |= {"max_age": cut.max_age} if cut.max_age else {}
-            graph = key.partition("/")[0]
-            case = f"{graph}/{model.name}/{model.layers}/{model.hidden}/{row['rate']:g}"
-            name = " ".join(f"{axis}={value}" for axis, value in told.items())
-            total = row["bytes_per_epoch"]["total"]
-            held = max(row["held_bytes"])
-            found.append(Measured(case, name, run, row["rate"], row["epoch_seconds"], total, held))
-    return found
-
-
-def cluster(options: Options, rate: float, folder: Path) -> Path:
-    """The emulated hosts as a cluster's file."""
-    file = folder / "emulated.toml"
-    link = rate * 1e6 / 8 * PAYLOAD
-    values = {"hosts": options.hosts, "devices": 1, "memory": options.memory, "speed": options.cores}
-    values |= {"crowded": contention(os.cpu_count() or 1)}
-    values |= {"inside": link, "between": link, "latency": options.latency, "copying": copying()}
-    lines = ['name = "emulated hosts"', *(f"{name} = {value}" for name, value in values.items())]
-    file.write_text("\n".join(lines) + "\n")
-    return file
-
-
-@cache
 def copying(size: int = 1 << 28) -> float:
     """Seconds that this machine computes to send or to receive a byte through a socket."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -153,94 +108,147 @@ def copying(size: int = 1 << 28) -> float:
         return (time.process_time() - begun) / size / 2
 
 
-def predictions(options: Options, run: TrainCommand, rate: float) -> dict[str, Any]:
-    """All plans for what a measured run trained, by name."""
-    asked = PlanCommand(
-        data=run.data,
-        model=run.model,
-        train=run.train,
-        allow=ALLOW,
-    )
-    begun = time.perf_counter()
-    with TemporaryDirectory() as folder:
-        asked = replace(asked, cluster=str(cluster(options, rate, Path(folder))))
-        found = planned(asked, _builder(asked.model))
-    seconds = time.perf_counter() - begun
-    plans = [*found.fitting, *(one for one, _ in found.refused)]
-    return {"plan_seconds": seconds, "plans": {one.name: one.record() for one in plans}}
+def predicted(setting: Setting, options: Options) -> dict[str, dict[str, Any]]:
+    """All plans of a setting by rate and name, from what is measured now."""
+    run = parse_train(setting.words(options.data))
+    asked = PlanCommand(data=run.data, model=run.model, train=run.train, allow=ALLOW, cluster="emulated")
+    study, _ = studied(asked, _builder(asked.model), Kept())
+    facts = contention(os.cpu_count() or 1), copying()
+    found = {}
+    for rate in options.rates:
+        plans = study.plans(emulated(rate, *facts), ALLOW)
+        told = [*plans.fitting, *(one for one, _ in plans.refused)]
+        found[f"{rate:g}"] = {one.name: one.record() for one in told}
+    return found
 
 
-def table(runs: list[Measured], found: Mapping[str, Any]) -> str:
+def epochs(plans: Mapping[str, Mapping[str, Any]], cut: str, rates: Sequence[float]) -> list[int]:
+    """Epochs that count at each rate."""
+    seconds = [plans[f"{rate:g}"].get(cut, {}).get("epoch_seconds", 1.0) for rate in rates]
+    return [min(MOST, max(FEWEST, round(RUN_SECONDS / each))) for each in seconds]
+
+
+def table(runs: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """Each run beside its prediction, then how far off they are and how good the choices."""
     lines = [
         "| what, Mbit/s | cut | an epoch, s: predicted | measured | off by | MB sent: predicted | measured |"
         " MB held by the fullest rank: predicted | measured |",
         "|" + "---|" * 9,
     ]
-    errors, bytes_off, held_off = [], [], []
-    seen: dict[str, dict[str, tuple[float, float, bool]]] = {}
-    for one in runs:
-        plan = found.get(one.case, {"plans": {}})["plans"].get(one.plan)
-        if plan is None:
+    pairs = [
+        (key, plan, row)
+        for key, row in runs.items()
+        if "epoch_seconds" in row and (plan := _plan(found, key)) is not None
+    ]
+    for key, plan, row in pairs:
+        case, _, cut = key.rpartition("/")
+        guess, took = plan["epoch_seconds"], row["epoch_seconds"]
+        size, held = sum(plan["bytes_per_epoch"].values()), max(row["held_bytes"])
+        lines.append(
+            f"| {case} | {cut} | {guess:.3f} | {took:.3f} | {guess / took - 1:+.0%} | {size / 1e6:,.2f} |"
+            f" {row['bytes_per_epoch']['total'] / 1e6:,.2f} | {plan['memory_bytes'] / 1e6:,.1f} |"
+            f" {held / 1e6:,.1f} |"
+        )
+    return "\n".join([*lines, "", *errors(pairs), "", *choices(pairs)]) + "\n"
+
+
+def _plan(found: Mapping[str, Any], key: str) -> Any:
+    *setting, rate, cut = key.split("/")
+    return found.get("/".join(setting), {}).get(rate, {}).get(cut)
+
+
+def errors(pairs: Sequence[tuple[str, Any, Any]]) -> Iterator[str]:
+    """How far off seconds, bytes and memory are, over all and by kind of cut."""
+    heads = ["runs", "how many", "seconds off by, median", "90th percentile", "in the middle"]
+    heads += ["bytes off by, at most", "memory within 10 %", "off by, at most"]
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    for name, cuts in {"all": None, **GROUPS}.items():
+        those = [(plan, row) for key, plan, row in pairs if cuts is None or key.rpartition("/")[2] in cuts]
+        if len(those) < 2:
             continue
-        guess, size = plan["epoch_seconds"], sum(plan["bytes_per_epoch"].values())
-        errors.append(guess / one.seconds - 1)
-        bytes_off.append(abs(size / one.bytes - 1))
-        seen.setdefault(one.case, {})[one.plan] = guess, one.seconds, plan["exact"]
-        lines.append(
-            f"| {one.case} | {one.plan} | {guess:.3f} | {one.seconds:.3f} | {errors[-1]:+.0%} |"
-            f" {size / 1e6:,.2f} | {one.bytes / 1e6:,.2f} | {plan['memory_bytes'] / 1e6:,.1f} |"
-            f" {one.held / 1e6:,.1f} |"
-        )
-        held_off.append(abs(plan["memory_bytes"] / one.held - 1))
-    if len(errors) > 1:
-        off = [abs(error) for error in errors]
-        lines += [
-            "",
-            f"{len(off)} runs: off by {median(off):.0%} (median), {quantiles(off, n=10)[-1]:.0%} (90th"
-            f" percentile), {median(errors):+.0%} in the middle; bytes by {max(bytes_off):.2%} at most.",
+        off = [plan["epoch_seconds"] / row["epoch_seconds"] - 1 for plan, row in those]
+        size = [
+            abs(sum(plan["bytes_per_epoch"].values()) / row["bytes_per_epoch"]["total"] - 1)
+            for plan, row in those
         ]
-    if held_off:
-        good = sum(off <= 0.1 for off in held_off)
-        lines.append(
-            f"What a rank holds is within 10 % in {good} of {len(held_off)} runs; off by"
-            f" {median(held_off):.0%} (median), {max(held_off):.0%} at most."
+        held = [abs(plan["memory_bytes"] / max(row["held_bytes"]) - 1) for plan, row in those]
+        yield (
+            f"| {name} | {len(off)} | {median(map(abs, off)):.0%} | {quantiles(map(abs, off), n=10)[-1]:.0%} |"
+            f" {median(off):+.0%} | {max(size):.2%} | {sum(each <= 0.1 for each in held)} | {max(held):.0%} |"
         )
+
+
+def choices(pairs: Sequence[tuple[str, Any, Any]]) -> Iterator[str]:
+    """How slow the plan that would be taken is beside the fastest run."""
+    settings: dict[str, list[tuple[float, float, bool]]] = {}
+    for key, plan, row in pairs:
+        one = plan["epoch_seconds"], row["epoch_seconds"], plan["exact"]
+        settings.setdefault(key.rpartition("/")[0], []).append(one)
     for name, only in (("exact cuts", True), ("all cuts", False)):
-        ratios = [
-            ratio
-            for each in seen.values()
-            if (ratio := _choice([r for r in each.values() if r[2] or not only]))
-        ]
+        ratios = []
+        for each in settings.values():
+            rows = [one for one in each if one[2] or not only]
+            if len(rows) > 1:
+                ratios.append(min(rows)[1] / min(took for _, took, _ in rows))
         if ratios:
             good = sum(ratio <= 1.05 for ratio in ratios)
-            lines.append(
-                f"Of {name} the chosen one is within 5 % of the best in {good} of {len(ratios)};"
-                f" at worst {max(ratios):.2f} times as slow."
+            yield (
+                f"Of {name} the chosen one is within 5 % of the best in {good} of {len(ratios)} settings; at "
+                f"worst {max(ratios):.2f} times as slow.  "
             )
-    return "\n".join(lines) + "\n"
-
-
-def _choice(rows: list[tuple[float, float, bool]]) -> float | None:
-    """How many times as slow as the best measured run the best predicted one was."""
-    if len(rows) < 2:
-        return None
-    return min(rows)[1] / min(took for _, took, _ in rows)
 
 
 def main(options: Options) -> None:
-    """Predict what is missing, write the table."""
+    """Predict and run what is missing; write the results after each run."""
+    end_on_sigterm()
     torch.set_num_threads(1)
-    runs = measured(options)
+    kept: dict[str, Any] = {"plans": {}, "runs": {}}
     file = options.out / "results.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() and not options.fresh else {}
-    for one in runs:
-        if one.case not in found:
-            found[one.case] = predictions(options, one.run, one.rate)
-            file.write_text(json.dumps(found, indent=1) + "\n")
-            print(f"{one.case}: planned in {found[one.case]['plan_seconds']:.1f} s", flush=True)
-    (options.out / "results.md").write_text(table(runs, found))
-    print(table(runs, found))
+    if file.exists():
+        kept = json.loads(file.read_text())
+    plans, runs = kept["plans"], kept["runs"]
+
+    def write() -> None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(kept, indent=1) + "\n")
+        part.replace(file)
+        (options.out / "results.md").write_text(table(runs, plans))
+
+    begun, cluster = time.monotonic(), None
+    try:
+        with ExitStack() as stack:
+            for setting in settings(options.graphs, options.models):
+                if options.fresh or setting.name not in plans:
+                    since = time.perf_counter()
+                    plans[setting.name] = predicted(setting, options)
+                    print(f"{setting.name}: planned in {time.perf_counter() - since:.1f} s", flush=True)
+                    write()
+                for cut in setting.cuts:
+                    cases = [
+                        case
+                        for case in setting.cases(cut, options.rates)
+                        if "epoch_seconds" not in runs.get(case.key, {})
+                    ]
+                    late = options.hours is not None and time.monotonic() - begun >= 3600 * options.hours
+                    if late or not cases:
+                        continue
+                    if cluster is None:
+                        cluster = stack.enter_context(Cluster(HOSTS, cases[0].rate, name="kagome-plans"))
+                    more = setting.options(cut, options.data, options.out / "runs")
+                    counts = epochs(plans[setting.name], cut, [case.rate for case in cases])
+                    runs |= speed.measure(cases, more, cluster, counts)
+                    write()
+                    for case in cases:
+                        guess, row = _plan(plans, case.key), runs[case.key]
+                        told = "no plan" if guess is None else f"{guess['epoch_seconds']:.3f} s predicted"
+                        print(f"{case.key}: {told}, {row.get('error') or speed.said(row)}", flush=True)
+    except NotPermittedError as error:
+        print(f"main.py: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    write()
+    print(table(runs, plans))
 
 
 if __name__ == "__main__":

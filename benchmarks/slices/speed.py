@@ -48,7 +48,7 @@ class Options:
     hidden: int = 128
     """Hidden width."""
     epochs: int = 6
-    """Of a run; the first is not counted."""
+    """Of a run that count."""
     hours: float | None = None
     """Begin no run after so long."""
     data: Path = Path("../shared/data")
@@ -121,8 +121,11 @@ def main(options: Options) -> None:
                     break
                 if cluster is None:
                     cluster = stack.enter_context(Cluster(options.hosts, case.rate, name="kagome-slices"))
-                measure = sampled if way == "sampled" else speed.measure
-                row = rows[key] = measure(case, settings, cluster)
+                if way == "sampled":
+                    rows[key] = sampled(case, settings, cluster)
+                else:
+                    rows |= speed.measure([case], settings, cluster)
+                row = rows[key]
                 write(options, file, rows)
                 print(f"{key}: {row.get('error') or row['epoch_seconds']}", flush=True)
     except NotPermittedError as error:

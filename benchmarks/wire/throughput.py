@@ -54,7 +54,7 @@ class Options:
     layers: int = 3
     """Layers of the model."""
     epochs: int = 6
-    """Of a run; the first is not counted."""
+    """At each rate."""
     hours: float | None = None
     """Begin no run after so long."""
     data: Path = Path("../shared/data")
@@ -63,23 +63,28 @@ class Options:
     """Folder of the results."""
 
 
-def grid(options: Options) -> Iterator[tuple[str, speed.Case, speed.Options]]:
-    """All runs; the settings of one graph, width and rate meet the machine in the same minutes."""
-    for rate in options.rates:
-        for graph in options.graphs:
-            for hidden in options.hidden:
-                for setting in options.settings:
-                    key = f"{graph}/{hidden}/{rate:g}/{setting}"
-                    settings = speed.Options(
-                        hosts=options.hosts,
-                        layers=options.layers,
-                        hidden=hidden,
-                        epochs=options.epochs,
-                        more=SETTINGS[setting],
-                        data=options.data,
-                        runs=options.out / "runs",
-                    )
-                    yield key, speed.Case(graph, "gcn", "graph", rate, 1, options.hosts, key), settings
+def grid(options: Options) -> Iterator[tuple[list[speed.Case], speed.Options]]:
+    """Runs, each with its rates; the settings of one graph and width meet the machine in the same minutes."""
+    for graph in options.graphs:
+        for hidden in options.hidden:
+            for setting in options.settings:
+                settings = speed.Options(
+                    hosts=options.hosts,
+                    layers=options.layers,
+                    hidden=hidden,
+                    epochs=options.epochs,
+                    more=SETTINGS[setting],
+                    data=options.data,
+                    runs=options.out / "runs",
+                )
+                keys = {rate: f"{graph}/{hidden}/{rate:g}/{setting}" for rate in options.rates}
+                yield (
+                    [
+                        speed.Case(graph, "gcn", "graph", rate, 1, options.hosts, key)
+                        for rate, key in keys.items()
+                    ],
+                    settings,
+                )
 
 
 def main(options: Options) -> None:
@@ -91,17 +96,19 @@ def main(options: Options) -> None:
     try:
         with ExitStack() as stack:
             cluster: Cluster | None = None
-            for key, case, settings in grid(options):
-                if "epoch_seconds" in rows.get(key, {}):
+            for asked, settings in grid(options):
+                cases = [case for case in asked if "epoch_seconds" not in rows.get(case.key, {})]
+                if not cases:
                     continue
                 if options.hours is not None and time.monotonic() - begun >= 3600 * options.hours:
                     break
                 if cluster is None:
-                    cluster = stack.enter_context(Cluster(options.hosts, case.rate, name="kagome-wire"))
-                cluster.shape(case.rate)
-                row = rows[key] = speed.measure(case, settings, cluster)
+                    cluster = stack.enter_context(Cluster(options.hosts, cases[0].rate, name="kagome-wire"))
+                rows |= speed.measure(cases, settings, cluster)
                 write(options, file, rows)
-                print(f"{key}: {row.get('error') or speed.said(row)}", flush=True)
+                for case in cases:
+                    row = rows[case.key]
+                    print(f"{case.key}: {row.get('error') or speed.said(row)}", flush=True)
     except NotPermittedError as error:
         print(f"throughput.py: {error}", file=sys.stderr)
         raise SystemExit(2) from None

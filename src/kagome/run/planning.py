@@ -59,15 +59,21 @@ def _threads(ranks: int) -> int:
     return chosen_threads(os.environ) or local(ranks)
 
 
-def planned(asked: PlanCommand, build: Callable[[Partition, Meta, Channel], nn.Module]) -> Plans:
-    """Answer ``kagome plan``.
+def studied(
+    asked: PlanCommand, build: Callable[[Partition, Meta, Channel], nn.Module], kept: Kept
+) -> tuple[Study, list[str]]:
+    """Measure what ``kagome plan`` is asked about, for plans on any cluster.
 
     Args:
-        asked: Its flags.
+        asked: Its flags; of the cluster's only whether there is one.
         build: Makes the model.
+        kept: Where it is looked for what was measured before.
+
+    Returns:
+        The study, and notes for people.
 
     Raises:
-        PlanError: If nothing fits, or a graph is given by one of its two numbers alone.
+        PlanError: If a graph is given by one of its two numbers alone.
         KagomeError: What loading the graph or building the model raises.
     """
     alone = Channel(None, "cpu")
@@ -94,16 +100,30 @@ def planned(asked: PlanCommand, build: Callable[[Partition, Meta, Channel], nn.M
             first = decouple(model, few_rows(part, device))
         except ModelError as error:
             notes.append(f"not decoupled: {error}")
-    ranks = asked.devices
-    torch.set_num_threads(_threads(ranks) if asked.cluster is None else 1)
-    kept = opened(asked.reuse)
-    cluster = here(ranks, LOCAL, kept) if asked.cluster is None else Cluster.load(asked.cluster)
+    torch.set_num_threads(_threads(asked.devices) if asked.cluster is None else 1)
     run = asked.model
     way = Way(True, fast=run.fast, recompute=run.recompute, amp=asked.train.amp == "bf16", seed=seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=asked.train.lr)
     most = _threads(1) if asked.cluster is None else 1
     study = Study.of(model, optimizer, part, graph, decoupled=first, way=way, most=most, kept=kept)
-    found = study.plans(cluster, asked.allow)
+    return study, notes
+
+
+def planned(asked: PlanCommand, build: Callable[[Partition, Meta, Channel], nn.Module]) -> Plans:
+    """Answer ``kagome plan``.
+
+    Args:
+        asked: Its flags.
+        build: Makes the model.
+
+    Raises:
+        PlanError: If nothing fits, or a graph is given by one of its two numbers alone.
+        KagomeError: What loading the graph or building the model raises.
+    """
+    named = None if asked.cluster is None else Cluster.load(asked.cluster)
+    kept = opened(asked.reuse)
+    study, notes = studied(asked, build, kept)
+    found = study.plans(named or here(asked.devices, LOCAL, kept), asked.allow)
     if kept.reused:
         notes.append("what was measured here within a day is used again (--no-reuse measures anew)")
     return replace(found, facts={**found.facts, "notes": notes})
