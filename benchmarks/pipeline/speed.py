@@ -39,6 +39,8 @@ GRAPHS = {
     "squirrel-128": ["--data.name", "squirrel", "--data.self-loops", "--data.project", "128"],
     "slashdot": ["--data.name", "npz:{data}/snap/soc-slashdot0902.npz"],
     "digits": ["--data.name", "digits"],
+    "made-4k": ["--data.name", "sbm:vertices=4000,degree=40,features=128,classes=5"],
+    "made-20k": ["--data.name", "sbm:vertices=20000,degree=80,features=128,classes=5"],
 }
 NAMES = {"graph": "graph={graph}", "pipe": "pipe={pipe}", "hybrid": "pipe={pipe} x graph={graph}"}
 TRAIN = ["--model.dropout", "0.5", "--train.lr", "0.001", "--train.weight-decay", "0"]

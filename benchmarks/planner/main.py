@@ -68,7 +68,7 @@ class Options:
         default_factory=lambda: ["cornell5", "flickr-128", "squirrel-128", "tolokers", "slashdot"]
     )
     """Graphs (also: digits, which needs no files)."""
-    models: list[str] = field(default_factory=lambda: ["gcn", "gat", "gcn2"])
+    models: list[str] = field(default_factory=lambda: ["gcn", "gcn2", "gat"])
     """gcn and gat with few layers, by parts and slices; gcn2 with 16, by stages too."""
     rates: list[float] = field(default_factory=lambda: [100.0, 300.0, 1000.0])
     """Mbit/s of each host's link, each way."""

@@ -126,7 +126,8 @@ def test_bytes_of_weights_in_many_messages(ranks: Callable[..., list]) -> None:
 
 
 LOADS = [Load(50, 400, 20, 20, 1e6), Load(60, 500, 30, 30, 2e6)]
-RATES = Rates(0.0, 1e-5, 1e-6, 64.0, 64.0, (1e4,))
+RATES = Rates(0.0, 1e-5, 1e-6, 0.0, 64.0, 64.0, (1e4,))
+SLICED = Sliced(2, (0.0, 0.6e-5, 0.6e-6), (0.0, 0.3e-5, 0.3e-6), 4e4)
 ONE = Cluster("test", 1, 2, 4e6, 1.0, 1e6, 1e6, 0.0)
 
 
@@ -136,7 +137,7 @@ def test_the_slowest_part_counts_and_its_messages() -> None:
     assert found.bytes_per_epoch == {"halo": 64 * 100, "weights": 20_000}
     assert found.exposed_seconds == pytest.approx((64 * 60 + 1e4) / 1e6)
     assert found.memory_bytes == 2e6
-    sliced = slices(Sliced(2, 0.6, 4e4), [Load(110, 900, 0, 0, 3e6)], RATES, ONE, decoupled=True)
+    sliced = slices(SLICED, [Load(110, 900, 0, 0, 3e6)], RATES, ONE, decoupled=True)
     assert sliced.bytes_per_epoch == {"transpose": 40_000, "weights": 20_000}
     assert sliced.compute_seconds == pytest.approx(0.6 * (110e-5 + 900e-6))
     assert not sliced.exact
@@ -145,7 +146,7 @@ def test_the_slowest_part_counts_and_its_messages() -> None:
 
 def test_slices_of_parts_send_transposes_within_a_host_and_a_halo_between() -> None:
     two = Cluster("test", 2, 2, 4e6, 1.0, 1e7, 1e6, 0.0)
-    found = slices(Sliced(2, 0.6, 4e4), LOADS, RATES, two, 0.5, groups=2, decoupled=False)
+    found = slices(SLICED, LOADS, RATES, two, 0.5, groups=2, decoupled=False)
     assert found.name == "graph=2 tensor=2"
     assert found.exact
     assert found.uncertain == 0.5
@@ -154,6 +155,23 @@ def test_slices_of_parts_send_transposes_within_a_host_and_a_halo_between() -> N
     assert found.compute_seconds == pytest.approx(0.6 * (60e-5 + 500e-6))
     within, between = 4e4 * 60 / 110 / 2 / 1e7, (64 * 60 / 2 + sums) / 1e6
     assert found.exposed_seconds == pytest.approx(within + between)
+
+
+def test_rows_that_cross_take_time_beside_their_bytes() -> None:
+    """Lists, buffers and tables of the halo: of the part that has most of all together."""
+    rates = replace(RATES, crossed=1e-5)
+    assert parts(2, LOADS, rates, ONE, 0.0).compute_seconds == pytest.approx(60e-5 + 500e-6 + 60e-5)
+    both = slices(SLICED, LOADS, rates, replace(ONE, devices=4), 0.5, groups=2, decoupled=False)
+    assert both.compute_seconds == pytest.approx(0.6 * (60e-5 + 500e-6) + 60e-5 / 2)
+
+
+def test_what_has_no_columns_to_cut_takes_as_long_in_any_number_of_slices() -> None:
+    load = Load(100, 1000, 0, 0, 1.0)
+    each = Sliced(8, (1.0, 0.0, 3e-3), (1.0, 0.0, 2e-3), 0.0)  # 4 and 3 seconds: 2 and 4 over T
+    assert each.computing(load) == pytest.approx(2 + 4 / 8)
+    assert replace(each, count=2).computing(load) == pytest.approx(4.0)
+    noise = Sliced(8, (0.0, 0.0, 2e-3), (0.0, 0.0, 3e-3), 0.0)  # never longer the more there are
+    assert noise.computing(load) == pytest.approx(3.0)
 
 
 def test_fewer_bits_and_late_rows_wait_less_and_are_not_exact() -> None:
@@ -214,7 +232,9 @@ def test_stages_wait_for_each_other() -> None:
     both = pipes(cut, 2, LOADS, RATES, ONE, 0.0, chunks=8)
     assert both.name == "pipe=2 graph=2"
     assert both.bytes_per_epoch["halo"] == 6_400
-    thin = pipes(cut, 1, alone, rates, fast, 0.0, chunks=1, sliced=Sliced(2, 0.6, 2e4))
+    thin = pipes(
+        cut, 1, alone, rates, fast, 0.0, chunks=1, sliced=Sliced(2, (0.0, 6e-3, 0.0), (0.0, 3e-3, 0.0), 2e4)
+    )
     assert thin.name == "pipe=2 tensor=2"
     assert thin.ranks == 4
     assert thin.exact
@@ -417,7 +437,7 @@ def test_the_page_draws_stages_over_time() -> None:
     """Of a pipeline the programs in the simulator, of parts each rank's computing and waiting."""
     load = Load(rows=1e5, edges=1e6, sent=1e4, halo=1e4, memory=1e9)
     uneven = [load, replace(load, edges=3e6)]
-    rates = Rates(seconds=0.0, row=1e-6, edge=1e-7, forward=512.0, backward=512.0, weights=(1e5,))
+    rates = Rates(0.0, row=1e-6, edge=1e-7, crossed=0.0, forward=512.0, backward=512.0, weights=(1e5,))
     cluster = Cluster("two", 1, 2, 2e9, 1.0, 1e9, 1e9, 1e-5)
     cut = Cut((0.5, 0.5), 1e7, (1, 1))
     candidates = [

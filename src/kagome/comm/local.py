@@ -165,6 +165,12 @@ class LocalChannel:
             raise _EchoError("all ranks meet at a collective", "another rank stopped before it") from None
         return values
 
+    def _agree(self, offers: Sequence[str], mine: str) -> None:
+        """Refuse where ranks are not at the same."""
+        for peer, theirs in enumerate(offers):
+            if theirs != mine:
+                raise CommError(f"rank {self.rank} is at {mine}", f"rank {peer} is at {theirs}")
+
     def exchange(
         self,
         rows: Tensor,
@@ -179,11 +185,7 @@ class LocalChannel:
         parts = torch.split(rows.detach(), list(send_counts))
         self.bytes[kind] += sum(part.nbytes for peer, part in enumerate(parts) if peer != self.rank)
         offers = self._share((header, action, parts))
-        for peer, (theirs, doing, _) in enumerate(offers):
-            if theirs != header:
-                raise CommError(
-                    f"rank {self.rank} is at {action!r} {header}", f"rank {peer} is at {doing!r} {theirs}"
-                )
+        self._agree([f"{doing!r} {theirs}" for theirs, doing, _ in offers], f"{action!r} {header}")
         received = [offer[2][self.rank] for offer in offers]
         counts = [part.size(0) for part in received]
         if counts != list(recv_counts):
@@ -248,10 +250,7 @@ class LocalChannel:
     ) -> Tensor:
         """Sum, maximum or minimum over the threads."""
         offers = self._share((action, tensor.detach()))
-        if len({(doing, value.shape) for doing, value in offers}) > 1:
-            raise CommError(
-                f"rank {self.rank} is at {action!r}", f"the ranks are at {[o[0] for o in offers]}"
-            )
+        self._agree([f"{doing!r} {list(v.shape)}" for doing, v in offers], f"{action!r} {list(tensor.shape)}")
         stack = torch.stack([value for _, value in offers])
         if op == "sum":
             return stack.sum(0)

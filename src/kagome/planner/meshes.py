@@ -48,18 +48,20 @@ class Rates:
         seconds: Of an epoch that computes nothing.
         row: Seconds of a row.
         edge: Seconds of an edge.
+        crossed: Seconds of a row that is sent to a peer or read of one.
         forward: Bytes that cross for a row that is sent, forward.
         backward: Bytes that cross for a halo row, backward.
         weights: Bytes of gradients, of each message that carries some.
         coded: ``forward`` and ``backward`` with one bit a number.
         coding: Seconds to code a byte of them, and to restore it.
-        alone: How many times as fast a rank computes that has all of this machine's cores; 1 where it never
-            has more than a share.
+        alone: How many times as fast as that one rank computes that has no peers, and all of this machine's
+            cores.
     """
 
     seconds: float
     row: float
     edge: float
+    crossed: float
     forward: float
     backward: float
     weights: tuple[float, ...]
@@ -74,13 +76,25 @@ class Sliced:
 
     Args:
         count: How many.
-        share: Of one rank's computing, what each of them does.
+        two: Seconds of the epoch of a rank in two: of nothing, of a row and of an edge of the whole part.
+        four: The same in four.
         sent: Bytes of all transposes of an epoch, of all ranks.
     """
 
     count: int
-    share: float
+    two: tuple[float, float, float]
+    four: tuple[float, float, float]
     sent: float
+
+    def computing(self, load: Load) -> float:
+        """Seconds of an epoch of one of them: ``a + b / T``, where ``a`` is what has no columns to cut."""
+        units = (1.0, load.rows, load.edges)
+        two, four = (
+            sum(rate * unit for rate, unit in zip(rates, units, strict=True))
+            for rates in (self.two, self.four)
+        )
+        alike = min(max(0.0, 2 * four - two), four)
+        return alike + 4 * (four - alike) / self.count
 
 
 @dataclass(frozen=True)
@@ -198,7 +212,7 @@ def parts(
     sums, link = summed(parts, rates.weights), cluster.bandwidth(parts)
     busy = tuple(
         (
-            computing(rates, load.rows, load.edges)
+            computing(rates, load.rows, load.edges, load.sent + load.halo)
             + coding * (load.sent + load.halo)
             + cluster.copying * ((coded.forward + coded.backward) * (load.sent + load.halo) + 2 * sums)
         )
@@ -254,7 +268,11 @@ def slices(
     most, halo = halos(rates, loads, groups) if groups > 1 else (0.0, 0.0)
     sums = summed(size, rates.weights)
     copied = cluster.copying * 2 * (sliced.sent / size + most / count + sums)
-    busy = tuple((computing(rates, load.rows, load.edges) * sliced.share + copied) / pace for load in loads)
+    # What is crossed between parts is cut too.
+    busy = tuple(
+        (sliced.computing(load) + rates.crossed * (load.sent + load.halo) / count + copied) / pace
+        for load in loads
+    )
     waits = sliced.sent * max(rows) / max(sum(rows), 1) / count / cluster.bandwidth(count)
     waits += (most / count + sums) / cluster.bandwidth(size)
     waits += cluster.latency * 4 * (size - 1)
@@ -304,9 +322,9 @@ def halos(rates: Rates, loads: Sequence[Load], parts: int) -> tuple[float, float
     return most, sum(each) if len(each) == parts else each[0] * parts
 
 
-def computing(rates: Rates, rows: float, edges: float) -> float:
-    """Seconds of an epoch on so many rows and edges, where they were measured."""
-    return rates.seconds + rates.row * rows + rates.edge * edges
+def computing(rates: Rates, rows: float, edges: float, crossed: float = 0.0) -> float:
+    """Seconds of an epoch on so many rows and edges, with so many rows that cross, where it was measured."""
+    return rates.seconds + rates.row * rows + rates.edge * edges + rates.crossed * crossed
 
 
 def ranked(

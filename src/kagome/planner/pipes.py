@@ -64,12 +64,16 @@ def pipes(
     """
     stages, tensor = len(cut.shares), 1 if sliced is None else sliced.count
     size = stages * number * tensor
-    share = 1.0 if sliced is None else sliced.share
     pace, (most, halo) = cluster.pace(size), halos(rates, loads, number)
     sent = {"stage": round(cut.crossing), "halo": round(halo)}
     sent |= {} if sliced is None else {"transpose": round(sliced.sent)}
     copied = cluster.copying * 2 * sum(sent.values()) / number / tensor
-    compute = max(computing(rates, load.rows, load.edges) for load in loads) * share
+    compute = max(
+        sliced.computing(load)
+        if sliced is not None
+        else computing(rates, load.rows, load.edges, load.sent + load.halo)
+        for load in loads
+    )
     compute = (compute + copied) / pace
     python = CHUNK / min(pace, 1.0)  # a GPU does not hasten it
     link = cluster.bandwidth(size)

@@ -18,7 +18,8 @@ from torch import nn
 from torch_geometric.data import Data
 
 from kagome.comm.codec import Codec
-from kagome.comm.local import LocalChannel, LocalGroup
+from kagome.comm.local import LocalGroup
+from kagome.comm.replay import ReplayChannel
 from kagome.config import Parallel
 from kagome.errors import KagomeError
 from kagome.graph.partition import Partition, extract
@@ -31,12 +32,9 @@ from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
 from kagome.neighbors.recompute import recompute
 from kagome.planner.meshes import Rates, computing
-from kagome.run.contention import crowding
 from kagome.run.counts import counts_of
 from kagome.run.forecast import Way
-from kagome.run.kept import Kept
 from kagome.run.made import drawn, made_pieces
-from kagome.threads import cores
 
 SETTLED = 2
 """Epochs until all that is kept for a run is there."""
@@ -46,6 +44,8 @@ UNEVEN = (128, 384, 1024)
 """Where a graph is cut on which coded rows are counted: messages long enough that rounding does not tell."""
 SAMPLE = 4096, 128
 """Rows and columns that are coded to see how long that takes."""
+PATIENCE = 3600.0
+"""Seconds that a rank waits for its turn."""
 EVEN = 64
 """Vertices of the graph on which transposes are counted: any small number of slices divides it."""
 
@@ -56,34 +56,45 @@ class Epoch:
 
     Args:
         seconds: Forward and backward.
-        busy: Of them, what this rank's thread computed.
         bytes: Sent to peers, by kind.
     """
 
     seconds: float
-    busy: float
     bytes: Mapping[str, int]
 
 
 def epochs(
-    model: nn.Module, pieces: Sequence[Partition], count: int, way: Way, cut: Parallel = WHOLE
+    model: nn.Module,
+    pieces: Sequence[Partition],
+    count: int,
+    way: Way,
+    cut: Parallel = WHOLE,
+    *,
+    turns: int = 0,
 ) -> list[list[Epoch]]:
     """Train copies of a model for some epochs, weights as they are; a rank a piece, as threads.
 
     Args:
         model: Left as it is.
         pieces: What each rank has.
-        count: Epochs.
+        count: Epochs of all ranks together.
         way: How the model will be run.
         cut: Its codec, and whether ranks take columns where they can.
+        turns: Then so many of each rank by itself, on what it heard in the last of those: only there are
+            seconds what a rank computes, as threads of one process wait for each other and crowd the machine.
+
+    Returns:
+        Of each rank its ``count + turns`` epochs.
     """
 
     def run(way: Way) -> list[list[Epoch]]:
         models = [copy.deepcopy(model).train() for _ in pieces]
-        if len(pieces) == 1:
-            return [_epochs(models[0], pieces[0], LocalChannel(LocalGroup(1), 0), count, way, cut)]
-        group = LocalGroup(len(pieces))
-        return group.run(lambda c: _epochs(models[c.rank], pieces[c.rank], c, count, way, cut))
+        group = LocalGroup(len(pieces), timeout=PATIENCE)
+
+        def work(rank: int) -> list[Epoch]:
+            return _epochs(models[rank], pieces[rank], ReplayChannel(group, rank), count, turns, way, cut)
+
+        return [work(0)] if len(pieces) == 1 else group.run(lambda c: work(c.rank))
 
     try:
         return run(way)
@@ -92,25 +103,41 @@ def epochs(
 
 
 def _epochs(
-    model: nn.Module, piece: Partition, channel: LocalChannel, count: int, way: Way, cut: Parallel
+    model: nn.Module,
+    piece: Partition,
+    channel: ReplayChannel,
+    count: int,
+    turns: int,
+    way: Way,
+    cut: Parallel,
 ) -> list[Epoch]:
     road = Crossing(channel, cut, way.seed)
     scope = Interception(piece, road, seed=way.seed, handlers=HANDLERS, fast=way.fast, tensor=cut.tensor)
-    undo, found = [apply_rules(model, scope), install(model, scope)], []
+    undo = [apply_rules(model, scope), install(model, scope)]
+    found: list[Epoch] = []
     if way.recompute:
         undo.append(recompute(model, scope))
     try:
         calling = Calling.of(model, set(scope.inputs))
-        for epoch in range(1, count + 1):
-            before, begun, busy = dict(channel.bytes), time.perf_counter(), time.thread_time()
+
+        def one() -> None:
+            before, begun = dict(channel.bytes), time.perf_counter()
             cast = torch.autocast("cpu", torch.bfloat16) if way.amp else nullcontext()
-            with scope.running(epoch, training=True), cast:
+            with scope.running(len(found) + 1, training=True), cast:
                 out = calling.call(model, scope.inputs)
             loss = out.float().square().mean() + scope.turn.token
             loss.backward()
             sent = {kind: value - before[kind] for kind, value in channel.bytes.items()}
-            found.append(Epoch(time.perf_counter() - begun, time.thread_time() - busy, sent))
+            found.append(Epoch(time.perf_counter() - begun, sent))
             model.zero_grad()
+
+        for epoch in range(count):
+            with channel.recording() if turns and epoch == count - 1 else nullcontext():
+                one()
+        for mine in channel.turn() if turns else ():
+            for _ in range(turns if mine else 0):
+                with channel.replaying():
+                    one()
     finally:
         for take_off in reversed(undo):
             take_off()
@@ -188,71 +215,89 @@ def transposes(model: nn.Module, part: Partition, way: Way) -> tuple[float, floa
     return (shared, max(0.0, two - shared / 2)) if two else None
 
 
-def sliced(model: nn.Module, sample: Partition, way: Way, kept: Kept, turns: int = 3) -> tuple[float, float]:
-    """Seconds that a rank in feature slices computes on a graph: whatever their number, and over all of them.
+def timed(
+    model: nn.Module, samples: Sequence[Partition], way: Way, turns: int = 3
+) -> tuple[float, float, float, float]:
+    """Seconds of a rank's epoch that has no rows, of a row, of an edge and of a row that crosses, here.
+
+    Args:
+        model: Any.
+        samples: Graphs of different sizes, each cut in two: what exchanges take beside their bytes is in it.
+        way: How the model will be run.
+        turns: Settled epochs of each rank, of which the median counts.
+
+    Returns:
+        The four, none below 0; a row that crosses is one that is sent or is read of a peer.
+    """
+    units, seconds = [], []
+    for sample in samples:
+        pieces = shares_of(sample, 2)
+        for piece, found in zip(pieces, epochs(model, pieces, SETTLED, way, turns=turns), strict=True):
+            counts = counts_of(piece)
+            units.append([1.0, counts.rows, counts.edges, counts.sent + counts.halo])
+            seconds.append(settled(found))
+    solved = _fitted(units, seconds)
+    return solved[0], solved[1], solved[2], solved[3]
+
+
+def sliced(
+    model: nn.Module, samples: Sequence[Partition], count: int, way: Way, turns: int = 3
+) -> tuple[float, float, float]:
+    """Seconds of an epoch of the slowest of some ranks in feature slices: of no rows, of a row, of an edge.
 
     Args:
         model: One that makes transposes.
-        sample: A graph for one rank.
+        samples: Graphs of different sizes.
+        count: Slices.
         way: How the model will be run.
-        kept: Where it is looked for how ranks crowd this machine.
-        turns: Settled epochs of each, of which the median counts.
-
-    Returns:
-        ``a, b`` of ``a + b / T``, from two and four slices: what cannot be cut by features is in ``a``.
+        turns: Settled epochs of each rank, of which the median counts.
     """
+    units, seconds = [], []
+    for sample in samples:
+        found = epochs(model, shares_of(sample, count), SETTLED, way, Parallel(tensor=count), turns=turns)
+        units.append([1.0, sample.own.numel(), sample.edge_index.size(1)])
+        seconds.append(max(settled(each) for each in found))
+    solved = _fitted(units, seconds)
+    return solved[0], solved[1], solved[2]
+
+
+def shares_of(sample: Partition, count: int) -> list[Partition]:
+    """Equal shares of a graph's vertices, in their order."""
     n = sample.own.numel()
     data = Data(edge_index=sample.edge_index, num_nodes=n, **sample.nodes, **sample.edges)
-
-    def busiest(count: int) -> float:
-        owner = torch.arange(n) * count // n
-        pieces = [extract(data, owner, rank, count) for rank in range(count)]
-        found = epochs(model, pieces, SETTLED + turns, way, Parallel(tensor=count))
-        each = zip(*(rank[SETTLED:] for rank in found), strict=True)
-        return float(np.median([max(epoch.busy for epoch in ranks) for ranks in each]))
-
-    # Ranks crowd this machine while they are timed; what is asked for is a core that has it to itself.
-    two, four = (busiest(count) * crowding(min(count, len(cores())), kept) for count in (2, 4))
-    alike = max(0.0, 2 * four - two)
-    return alike, 4 * (four - alike)
+    owner = torch.arange(n) * count // n
+    return [extract(data, owner, rank, count) for rank in range(count)]
 
 
-def timed(
-    model: nn.Module, samples: Sequence[Partition], way: Way, turns: int = 3
-) -> tuple[float, float, float]:
-    """Seconds of an epoch that has no rows, of a row and of an edge, on this machine; none below 0.
+def settled(found: Sequence[Epoch]) -> float:
+    """The median of a rank's seconds once all that is kept for a run is there."""
+    return float(np.median([epoch.seconds for epoch in found[SETTLED:]]))
 
-    Args:
-        model: Any.
-        samples: Graphs for one rank, of different sizes.
-        way: How the model will be run.
-        turns: Settled epochs of each, of which the median counts.
-    """
-    found = [epochs(model, [piece], SETTLED + turns, way)[0][SETTLED:] for piece in samples]
-    seconds = np.array([np.median([epoch.seconds for epoch in each]) for each in found])
-    units = np.array([[1.0, s.own.numel(), s.edge_index.size(1)] for s in samples])
+
+def _fitted(units: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """What a unit of each kind takes, none below 0."""
     # Each sample counts by its share, not by its seconds: small parts are predicted too.
-    solved, _ = nnls(units / seconds[:, None], np.ones(len(samples)))
-    return float(solved[0]), float(solved[1]), float(solved[2])
+    table = np.array(units) / np.array(seconds)[:, None]
+    scale = table.max(axis=0)
+    scale[scale == 0] = 1.0
+    solved, _ = nnls(table / scale, np.ones(len(seconds)))
+    return [float(each) for each in solved / scale]
 
 
 def alone(model: nn.Module, sample: Partition, rates: Rates, way: Way, most: int) -> float:
-    """How many times as fast a rank is that has all threads for itself; 1 where it has them already.
+    """How many times as fast as rates say one rank is that has the graph, and all threads, to itself.
 
     Args:
         model: Any.
         sample: A graph for one rank.
-        rates: With the threads that are set.
+        rates: Of one rank among others, with the threads that are set.
         way: How the model will be run.
         most: Threads that one rank would have.
     """
     share = torch.get_num_threads()
-    if most <= share:
-        return 1.0
-    torch.set_num_threads(most)
+    torch.set_num_threads(max(most, share))
     try:
-        found = epochs(model, [sample], SETTLED + 3, way)[0][SETTLED:]
+        (found,) = epochs(model, [sample], SETTLED + 3, way)
     finally:
         torch.set_num_threads(share)
-    told = computing(rates, sample.own.numel(), sample.edge_index.size(1))
-    return max(1.0, told / float(np.median([epoch.seconds for epoch in found])))
+    return max(1.0, computing(rates, sample.own.numel(), sample.edge_index.size(1)) / settled(found))

@@ -29,7 +29,7 @@ from kagome.graph.partitioners import assign
 from kagome.model.identity import identity
 from kagome.model.stages import stage_bytes
 from kagome.planner.cluster import Cluster
-from kagome.planner.meshes import Candidate, Load, Plans, Rates, Sliced, computing, parts, ranked, slices
+from kagome.planner.meshes import Candidate, Load, Plans, Rates, Sliced, parts, ranked, slices
 from kagome.planner.pipes import Cut, default_chunks, pipes
 from kagome.run.counts import Counts, split_counts
 from kagome.run.forecast import Rates as Held
@@ -41,8 +41,8 @@ from kagome.run.staging import stage_model
 
 LARGEST = 4_000_000
 """Edges of the largest graph that is timed as it is."""
-SMALL = 250_000
-"""Edges of a graph on which feature slices are timed as it is; else they are on a quarter of it."""
+SLICED = 2_000_000
+"""Edges of the largest graph on which feature slices are timed."""
 MADE = 1_000_000
 """Edges of the largest that is made in proportion to one that is larger, or not there."""
 GUESSED = 0.5
@@ -51,6 +51,8 @@ COMMUNITIES = 0.6
 """Of the halo of a random cut, what METIS leaves on graphs of people, pages and papers: about the middle of
 those in shared data sets."""
 
+Sizes = tuple[float, float, float]
+"""Seconds of nothing, of a row and of an edge."""
 WAY = Way(several=True)
 """How a model is run if nothing else is said."""
 
@@ -118,7 +120,7 @@ class Measured:
         rates: Seconds and bytes that cross, by row and edge.
         held: Bytes held.
         transposed: Bytes a vertex of all transposes: of columns that are shared out, of others. None without.
-        shares: Of one rank's computing, what a rank in T slices does: the first, and the second over T.
+        sliced: Seconds of a rank in two slices, and of one in four: see :class:`planner.meshes.Sliced`.
     """
 
     model: nn.Module
@@ -126,18 +128,19 @@ class Measured:
     rates: Rates
     held: Held
     transposed: tuple[float, float] | None
-    shares: tuple[float, float] = (0.0, 1.0)
+    sliced: tuple[Sizes, Sizes] = ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
 
     def record(self) -> list[Any]:
         """What was measured, as JSON has it."""
-        return [asdict(self.rates), asdict(self.held), self.transposed, list(self.shares)]
+        return [asdict(self.rates), asdict(self.held), self.transposed, list(map(list, self.sliced))]
 
     @staticmethod
     def of(model: nn.Module, decoupled: bool, record: list[Any]) -> Measured:
         """The same from its record."""
-        rates, held, transposed, (alike, cut) = record
+        rates, held, transposed, slices_of = record
         sent = None if transposed is None else (transposed[0], transposed[1])
-        return Measured(model, decoupled, _rates(rates), _held(held), sent, (alike, cut))
+        two, four = ((none, row, edge) for none, row, edge in slices_of)
+        return Measured(model, decoupled, _rates(rates), _held(held), sent, (two, four))
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +204,7 @@ class Study:
         for about, (each, first) in zip(facts, models, strict=True):
 
             def measure(each: nn.Module = each, first: bool = first) -> list[Any]:
-                return _measured(each, first, optimizer, part, graph, way, most, own).record()
+                return _measured(each, first, optimizer, part, graph, way, most).record()
 
             found.append(Measured.of(each, first, own.value("model", about, measure)))
         return Study(part, graph, tuple(found), way, facts, own)
@@ -307,9 +310,9 @@ class Study:
             replace(_load(count, each.held), memory=_sliced(count, size, most, each.held))
             for count, most in zip(counts, edges, strict=True)
         ]
-        (alike, cut), (shared, common) = each.shares, each.transposed
+        shared, common = each.transposed
         sent = (shared / size + common) * (size - 1) * self.graph.vertices
-        return Sliced(size, alike + cut / size, sent), loads
+        return Sliced(size, *each.sliced, sent), loads
 
     def _slices(self, each: Measured, groups: int, cluster: Cluster) -> Candidate:
         """So many parts, of which all the ranks there are slice the features."""
@@ -326,7 +329,6 @@ def _measured(
     graph: Graph,
     way: Way,
     most: int,
-    kept: Kept,
 ) -> Measured:
     transposed = transposes(model, part, way)
     held = rates_of(model, optimizer, part, way, slices=() if transposed is None else (2, 4))
@@ -338,10 +340,9 @@ def _measured(
     rates = replace(rates, alone=alone(model, samples[0], rates, way, most))
     if transposed is None:
         return Measured(model, decoupled, rates, held, None)
-    small = samples[0] if samples[0].edge_index.size(1) <= SMALL else samples[1]
-    whole = computing(rates, small.own.numel(), small.edge_index.size(1))
-    alike, cut = sliced(model, small, way, kept)
-    return Measured(model, decoupled, rates, held, transposed, (alike / whole, cut / whole))
+    small = [sample for sample in samples if sample.edge_index.size(1) <= SLICED]
+    two, four = (sliced(model, small, count, way) for count in (2, 4))
+    return Measured(model, decoupled, rates, held, transposed, (two, four))
 
 
 def _rates(record: dict[str, Any]) -> Rates:

@@ -1,0 +1,65 @@
+"""ReplayChannel: a rank's end of a group of threads that can go on alone, hearing again what it heard.
+
+Where it sits: ``run.rates`` times what one rank computes with it, on a core that no other thread wants.
+
+::
+
+    all ranks      epoch 1   epoch 2, recorded
+    then rank 0                                epoch 3, 4, 5 on what it heard in 2
+    then rank 1                                                                    epoch 3, 4, 5 ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kagome.comm.local import LocalChannel, LocalGroup
+
+
+class ReplayChannel(LocalChannel):
+    """See :class:`kagome.comm.local.LocalChannel`; messages from one rank to one are not replayed.
+
+    Args:
+        group: Of this rank.
+        rank: Its number.
+    """
+
+    def __init__(self, group: LocalGroup, rank: int) -> None:
+        super().__init__(group, rank)
+        self._heard: list[list[Any]] = []
+        self._recording, self._place = False, -1
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep what is heard inside."""
+        self._heard, self._recording = [], True
+        yield
+        self._recording = False
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Hear inside what was heard while it was recorded, in the same order; nobody else takes part."""
+        self._place = 0
+        yield
+        self._place = -1
+
+    def turn(self) -> Iterator[bool]:
+        """The ranks' turns, one after the other: whether it is this one's."""
+        for rank in range(self.size):
+            yield rank == self.rank
+            super()._share(None)
+
+    def _share(self, value: Any) -> list[Any]:
+        if self._place >= 0:
+            self._place += 1
+            return self._heard[self._place - 1]
+        values = super()._share(value)
+        if self._recording:
+            self._heard.append(values)
+        return values
+
+    def _agree(self, offers: Sequence[str], mine: str) -> None:
+        if self._place < 0:  # what is replayed is of another epoch
+            super()._agree(offers, mine)
