@@ -18,21 +18,7 @@ import cluster as emulated  # noqa: E402
 from pipeline import probe, quotas, tables  # noqa: E402
 from wire import throughput  # noqa: E402
 
-NAME = "kagome-test"
-
-
-def need_cluster() -> None:
-    """Skip where no cluster can be made."""
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    for name in ("ip", "tc"):
-        if shutil.which(name) is None:
-            pytest.skip(f"there is no {name}")
-    try:
-        with emulated.Cluster(1, 100, name=NAME):
-            pass
-    except emulated.NotPermittedError as error:
-        pytest.skip(str(error))
+from hosts import NAME, need_cluster  # noqa: E402
 
 
 def left() -> list[str]:

@@ -10,7 +10,6 @@ Predictions are made from the model measured on one core of this machine, of whi
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 import threading
@@ -28,24 +27,21 @@ import tyro
 from kagome.cli import _builder, parse_train
 from kagome.commands import PlanCommand
 from kagome.planner.cluster import Cluster as Declared
-from kagome.run.contention import contention
 from kagome.run.kept import Kept
 from kagome.run.planning import studied
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from cluster import Cluster, NotPermittedError, default_share, end_on_sigterm  # noqa: E402
+from cluster import Cluster, NotPermittedError, end_on_sigterm  # noqa: E402
 from pipeline import speed  # noqa: E402
 from planner.settings import CODED, DECOUPLED, STAGES, Setting, settings  # noqa: E402
+
+from planner import hosts  # noqa: E402
 
 HOSTS = 4
 MEMORY = 5e9
 """Bytes of each host, for the planner."""
-LATENCY = 2e-4
-"""Seconds of a message between hosts, for the planner."""
-PAYLOAD = 1448 / 1514
-"""Of a frame on the emulated links, what is not TCP's, IP's and Ethernet's."""
 ALLOW = ("decoupled", "history", "onebit", "stale")
 RUN_SECONDS, FEWEST, MOST = 5.0, 6, 40
 """Epochs that count at a rate: about so long, by the prediction, but so many at least and at most."""
@@ -68,8 +64,8 @@ class Options:
         default_factory=lambda: ["cornell5", "flickr-128", "squirrel-128", "tolokers", "slashdot"]
     )
     """Graphs (also: digits, which needs no files)."""
-    models: list[str] = field(default_factory=lambda: ["gcn", "gcn2", "gat"])
-    """gcn and gat with few layers, by parts and slices; gcn2 with 16, by stages too."""
+    models: list[str] = field(default_factory=lambda: ["sage", "gcn", "gcn2", "gat"])
+    """sage on made graphs, gcn and gat with few layers, by parts and slices; gcn2 with 16, by stages too."""
     rates: list[float] = field(default_factory=lambda: [100.0, 300.0, 1000.0])
     """Mbit/s of each host's link, each way."""
     fresh: bool = False
@@ -80,11 +76,11 @@ class Options:
     """Folder of the results."""
 
 
-def emulated(rate: float, crowded: float, copied: float) -> Declared:
+def emulated(rate: float, hosts: Mapping[str, Any], copied: float) -> Declared:
     """The emulated hosts, as the planner knows clusters."""
-    link, share = rate * 1e6 / 8 * PAYLOAD, default_share(HOSTS)
-    more = {"latency": LATENCY, "crowded": crowded, "copying": copied}
-    return Declared("emulated hosts", HOSTS, 1, MEMORY, share, link, link, **more)
+    link, latency = hosts["links"][f"{rate:g}"]
+    more = {"latency": latency, "copying": copied}
+    return Declared("emulated hosts", HOSTS, 1, MEMORY, hosts["pace"], link, link, **more)
 
 
 def copying(size: int = 1 << 28) -> float:
@@ -108,15 +104,14 @@ def copying(size: int = 1 << 28) -> float:
         return (time.process_time() - begun) / size / 2
 
 
-def predicted(setting: Setting, options: Options) -> dict[str, dict[str, Any]]:
+def predicted(setting: Setting, options: Options, hosts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """All plans of a setting by rate and name, from what is measured now."""
     run = parse_train(setting.words(options.data))
     asked = PlanCommand(data=run.data, model=run.model, train=run.train, allow=ALLOW, cluster="emulated")
     study, _ = studied(asked, _builder(asked.model), Kept())
-    facts = contention(os.cpu_count() or 1), copying()
-    found = {}
+    copied, found = copying(), {}
     for rate in options.rates:
-        plans = study.plans(emulated(rate, *facts), ALLOW)
+        plans = study.plans(emulated(rate, hosts, copied), ALLOW)
         told = [*plans.fitting, *(one for one, _ in plans.refused)]
         found[f"{rate:g}"] = {one.name: one.record() for one in told}
     return found
@@ -154,7 +149,7 @@ def table(runs: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 def _plan(found: Mapping[str, Any], key: str) -> Any:
     *setting, rate, cut = key.split("/")
-    return found.get("/".join(setting), {}).get(rate, {}).get(cut)
+    return found.get("/".join(setting), {"rates": {}})["rates"].get(rate, {}).get(cut)
 
 
 def errors(pairs: Sequence[tuple[str, Any, Any]]) -> Iterator[str]:
@@ -173,10 +168,10 @@ def errors(pairs: Sequence[tuple[str, Any, Any]]) -> Iterator[str]:
             for plan, row in those
         ]
         held = [abs(plan["memory_bytes"] / max(row["held_bytes"]) - 1) for plan, row in those]
-        yield (
-            f"| {name} | {len(off)} | {median(map(abs, off)):.0%} | {quantiles(map(abs, off), n=10)[-1]:.0%} |"
-            f" {median(off):+.0%} | {max(size):.2%} | {sum(each <= 0.1 for each in held)} | {max(held):.0%} |"
-        )
+        many = quantiles(map(abs, off), n=10, method="inclusive")[-1]
+        cells = [name, f"{len(off)}", f"{median(map(abs, off)):.0%}", f"{many:.0%}", f"{median(off):+.0%}"]
+        cells += [f"{max(size):.2%}", f"{sum(each <= 0.1 for each in held)}", f"{max(held):.0%}"]
+        yield f"| {' | '.join(cells)} |"
 
 
 def choices(pairs: Sequence[tuple[str, Any, Any]]) -> Iterator[str]:
@@ -216,14 +211,17 @@ def main(options: Options) -> None:
         part.replace(file)
         (options.out / "results.md").write_text(table(runs, plans))
 
-    begun, cluster = time.monotonic(), None
+    begun = time.monotonic()
     try:
         with ExitStack() as stack:
+            cluster = stack.enter_context(Cluster(HOSTS, options.rates[0], name="kagome-plans"))
             for setting in settings(options.graphs, options.models):
                 if options.fresh or setting.name not in plans:
-                    since = time.perf_counter()
-                    plans[setting.name] = predicted(setting, options)
-                    print(f"{setting.name}: planned in {time.perf_counter() - since:.1f} s", flush=True)
+                    since, facts = time.perf_counter(), hosts.measured(cluster, options.rates)
+                    plans[setting.name] = {"hosts": facts, "rates": predicted(setting, options, facts)}
+                    print(
+                        f"{setting.name}: planned in {time.perf_counter() - since:.1f} s, {facts}", flush=True
+                    )
                     write()
                 for cut in setting.cuts:
                     cases = [
@@ -234,10 +232,8 @@ def main(options: Options) -> None:
                     late = options.hours is not None and time.monotonic() - begun >= 3600 * options.hours
                     if late or not cases:
                         continue
-                    if cluster is None:
-                        cluster = stack.enter_context(Cluster(HOSTS, cases[0].rate, name="kagome-plans"))
                     more = setting.options(cut, options.data, options.out / "runs")
-                    counts = epochs(plans[setting.name], cut, [case.rate for case in cases])
+                    counts = epochs(plans[setting.name]["rates"], cut, [case.rate for case in cases])
                     runs |= speed.measure(cases, more, cluster, counts)
                     write()
                     for case in cases:

@@ -21,9 +21,10 @@ from kagome.config import Model
 from kagome.errors import PlanError
 from kagome.model.zoo import build_model
 from kagome.planner.cluster import READY
+from kagome.run.graphs import Graph
 from kagome.run.planning import like
 from kagome.run.source import from_data
-from kagome.run.study import Graph, Study
+from kagome.run.study import Study
 
 HERE = Path(__file__).parent
 

@@ -24,13 +24,15 @@ from kagome.config import Model, Parallel, Report, Run, Train
 from kagome.errors import ConfigError, PlanError
 from kagome.model.zoo import build_model
 from kagome.planner.cluster import READY, Cluster
-from kagome.planner.meshes import HIDES, Candidate, Load, Rates, Sliced, parts, ranked, slices, summed
+from kagome.planner.costs import Load, Rates, Sliced, summed
+from kagome.planner.meshes import HIDES, Candidate, parts, ranked, slices
 from kagome.planner.pipes import CHUNK, Cut, pipes
 from kagome.report.plan_page import plans_html
 from kagome.run.contention import contention
+from kagome.run.graphs import Graph
 from kagome.run.planning import chosen, here, planned
 from kagome.run.source import from_data
-from kagome.run.study import Graph, Study
+from kagome.run.study import Study
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 SBM = "sbm:vertices=300,degree=8,features=10,classes=4,communities=4"
@@ -126,8 +128,8 @@ def test_bytes_of_weights_in_many_messages(ranks: Callable[..., list]) -> None:
 
 
 LOADS = [Load(50, 400, 20, 20, 1e6), Load(60, 500, 30, 30, 2e6)]
-RATES = Rates(0.0, 1e-5, 1e-6, 0.0, 64.0, 64.0, (1e4,))
-SLICED = Sliced(2, (0.0, 0.6e-5, 0.6e-6), (0.0, 0.3e-5, 0.3e-6), 4e4)
+RATES = Rates(0.0, 1e-5, 1e-6, 0.0, 0.0, 1.0, 0, 64.0, 64.0, (1e4,))
+SLICED = Sliced(2, (0.0, 0.6e-5, 0.6e-6), (0.0, 0.3e-5, 0.3e-6), 6, 4e4)
 ONE = Cluster("test", 1, 2, 4e6, 1.0, 1e6, 1e6, 0.0)
 
 
@@ -165,12 +167,43 @@ def test_rows_that_cross_take_time_beside_their_bytes() -> None:
     assert both.compute_seconds == pytest.approx(0.6 * (60e-5 + 500e-6) + 60e-5 / 2)
 
 
+def test_ranks_that_are_slow_at_different_times_wait_for_each_other() -> None:
+    rates = replace(RATES, uneven=1.25)
+    usual = parts(2, LOADS, RATES, ONE, 0.0).compute_seconds
+    assert parts(2, LOADS, rates, ONE, 0.0).compute_seconds == pytest.approx(1.25 * usual)
+    alone = [Load(110, 900, 0, 0, 1e6)]
+    assert parts(1, alone, rates, ONE, 0.0) == parts(1, alone, RATES, ONE, 0.0)
+
+
+def test_messages_take_their_time_each_however_small() -> None:
+    far = replace(ONE, latency=1e-2)
+    rates = replace(RATES, meetings=5)
+    waits = parts(2, LOADS, rates, ONE, 0.0).exposed_seconds
+    assert parts(2, LOADS, rates, far, 0.0).exposed_seconds == pytest.approx(waits + (5 + 2) * 1e-2)
+    alone = [Load(110, 900, 0, 0, 1e6)]
+    assert parts(1, alone, rates, far, 0.0).exposed_seconds == 0.0
+    waits = slices(SLICED, alone, rates, ONE, decoupled=False).exposed_seconds
+    assert slices(SLICED, alone, rates, far, decoupled=False).exposed_seconds == pytest.approx(
+        waits + (6 + 2) * 1e-2
+    )
+
+
+def test_rows_that_travel_while_a_rank_computes_keep_nobody() -> None:
+    plain = parts(2, LOADS, RATES, ONE, 0.0)
+    half = parts(2, LOADS, replace(RATES, meanwhile=0.5), ONE, 0.0)
+    assert plain.exposed_seconds - half.exposed_seconds == pytest.approx(HIDES * 0.5 * plain.compute_seconds)
+    slow = replace(RATES, row=1.0, meanwhile=0.5)  # there is always time enough
+    assert parts(2, LOADS, slow, ONE, 0.0).exposed_seconds == pytest.approx(
+        (1 - HIDES) * 128 * 30 / 1e6 + 1e4 / 1e6
+    )
+
+
 def test_what_has_no_columns_to_cut_takes_as_long_in_any_number_of_slices() -> None:
     load = Load(100, 1000, 0, 0, 1.0)
-    each = Sliced(8, (1.0, 0.0, 3e-3), (1.0, 0.0, 2e-3), 0.0)  # 4 and 3 seconds: 2 and 4 over T
+    each = Sliced(8, (1.0, 0.0, 3e-3), (1.0, 0.0, 2e-3), 6, 0.0)  # 4 and 3 seconds: 2 and 4 over T
     assert each.computing(load) == pytest.approx(2 + 4 / 8)
     assert replace(each, count=2).computing(load) == pytest.approx(4.0)
-    noise = Sliced(8, (0.0, 0.0, 2e-3), (0.0, 0.0, 3e-3), 0.0)  # never longer the more there are
+    noise = Sliced(8, (0.0, 0.0, 2e-3), (0.0, 0.0, 3e-3), 6, 0.0)  # never longer the more there are
     assert noise.computing(load) == pytest.approx(3.0)
 
 
@@ -233,7 +266,14 @@ def test_stages_wait_for_each_other() -> None:
     assert both.name == "pipe=2 graph=2"
     assert both.bytes_per_epoch["halo"] == 6_400
     thin = pipes(
-        cut, 1, alone, rates, fast, 0.0, chunks=1, sliced=Sliced(2, (0.0, 6e-3, 0.0), (0.0, 3e-3, 0.0), 2e4)
+        cut,
+        1,
+        alone,
+        rates,
+        fast,
+        0.0,
+        chunks=1,
+        sliced=Sliced(2, (0.0, 6e-3, 0.0), (0.0, 3e-3, 0.0), 6, 2e4),
     )
     assert thin.name == "pipe=2 tensor=2"
     assert thin.ranks == 4
@@ -437,7 +477,18 @@ def test_the_page_draws_stages_over_time() -> None:
     """Of a pipeline the programs in the simulator, of parts each rank's computing and waiting."""
     load = Load(rows=1e5, edges=1e6, sent=1e4, halo=1e4, memory=1e9)
     uneven = [load, replace(load, edges=3e6)]
-    rates = Rates(0.0, row=1e-6, edge=1e-7, crossed=0.0, forward=512.0, backward=512.0, weights=(1e5,))
+    rates = Rates(
+        0.0,
+        row=1e-6,
+        edge=1e-7,
+        crossed=0.0,
+        meanwhile=0.0,
+        uneven=1.0,
+        meetings=0,
+        forward=512.0,
+        backward=512.0,
+        weights=(1e5,),
+    )
     cluster = Cluster("two", 1, 2, 2e9, 1.0, 1e9, 1e9, 1e-5)
     cut = Cut((0.5, 0.5), 1e7, (1, 1))
     candidates = [

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import warm
+from hosts import need_cluster
+from kagome.cli import parse_train
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -36,25 +41,80 @@ def test_curves_over_devices_are_drawn(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "results_scale.svg").read_text()
 
 
-def test_predictions_are_set_beside_measured_runs(tmp_path: Path) -> None:
-    """Runs are told by their commands: what was trained, and how it was cut."""
-    run = "kagome train --data.name sbm:vertices=200,degree=6,features=8,classes=3 --model.hidden 8"
-    cuts = {"parts": "--parallel.graph 4", "late": "--parallel.graph 4 --parallel.max-age 1"}
-    rows = {
-        f"sbm/gcn/{name}": {
-            "command": f"{run} --out DIR {flags}",
-            "rate": 200.0,
-            "epoch_seconds": 0.5,
-            "bytes_per_epoch": {"total": 1e6},
-            "held_bytes": [2e6, 3e6],
-        }
-        for name, flags in cuts.items()
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"planner_{name}", BENCHMARKS / "planner" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def plan(seconds: float, *, exact: bool = True) -> dict[str, object]:
+    sent = {"halo": 9_000_000, "weights": 1_000_000}
+    return {"epoch_seconds": seconds, "bytes_per_epoch": sent, "memory_bytes": 3e6, "exact": exact}
+
+
+def ran(seconds: float, held: float = 3e6) -> dict[str, object]:
+    return {"epoch_seconds": seconds, "bytes_per_epoch": {"total": 1e7}, "held_bytes": [2e6, held]}
+
+
+def test_predictions_are_set_beside_measured_runs() -> None:
+    main = load("main")
+    plans = {
+        "graph=4": plan(1.0),
+        "tensor=4": plan(0.9),
+        "graph=4 max_age=1": plan(0.5, exact=False),
+        "never": plan(0.1),
     }
-    (tmp_path / "measured.json").write_text(json.dumps(rows))
-    words = ("--measured", tmp_path / "measured.json", "--data", tmp_path, "--out", tmp_path)
+    found = {"g/gcn/3/128": {"hosts": {}, "rates": {"100": plans, "300": plans}}}
+    runs = {
+        "g/gcn/3/128/100/graph=4": ran(1.0),
+        "g/gcn/3/128/100/tensor=4": ran(1.2, held=2.5e6),
+        "g/gcn/3/128/100/graph=4 max_age=1": ran(0.5),
+        "g/gcn/3/128/300/graph=4": ran(0.8),
+        "g/gcn/3/128/300/tensor=4": {"error": "no end after 9 seconds"},
+        "g/gcn/3/128/300/graph=2": ran(1.0),  # which no plan is for
+    }
+    text = main.table(runs, found)
+    assert "| g/gcn/3/128/100 | graph=4 | 1.000 | 1.000 | +0% | 10.00 | 10.00 | 3.0 | 3.0 |" in text
+    assert "| g/gcn/3/128/100 | tensor=4 | 0.900 | 1.200 | -25% |" in text
+    assert "graph=2" not in text
+    assert "| all | 4 | 12% | 25% | +0% | 0.00% | 3 | 20% |" in text
+    assert "| parts | 2 | 12% | 22% | +12% | 0.00% | 2 | 0% |" in text
+    # Of the exact ones tensor=4 would be taken, of all max_age=1.
+    assert "Of exact cuts the chosen one is within 5 % of the best in 0 of 1 settings; at worst 1.20" in text
+    assert "Of all cuts the chosen one is within 5 % of the best in 1 of 1 settings; at worst 1.00" in text
+
+
+def test_each_cut_is_run_as_the_planner_calls_it() -> None:
+    """A plan's name and the flags of its run say the same."""
+    settings = load("settings")
+    for name, (parts, pipe, more) in settings.CUTS.items():
+        run = parse_train(["--parallel.graph", str(parts), "--parallel.pipe", str(pipe), *more.split()])
+        cut = run.parallel
+        told = {"pipe": cut.pipe, "graph": cut.graph, "tensor": cut.tensor}
+        told = {axis: size for axis, size in told.items() if size and size > 1}
+        given = (("decouple", False), ("codec", "none"), ("max_age", 0), ("chunks", None))
+        told |= {key: getattr(cut, key) for key, usual in given if getattr(cut, key) != usual}
+        told |= {"cross_chunk": "exact"} if cut.cross_chunk == "exact" else {}
+        assert " ".join(f"{key}={value}" for key, value in told.items()) == name
+
+
+def test_epochs_take_about_as_long_at_each_rate() -> None:
+    main = load("main")
+    plans = {"100": {"graph=4": plan(1.0)}, "300": {"graph=4": plan(0.5)}, "1000": {"graph=4": plan(0.01)}}
+    assert main.epochs(plans, "graph=4", [100.0, 300.0, 1000.0]) == [main.FEWEST, 10, main.MOST]
+
+
+def test_small_runs_are_predicted_and_run(tmp_path: Path) -> None:
+    """Everything at once, where hosts can be emulated."""
+    need_cluster()
+    words = ("--graphs", "digits", "--models", "gcn", "--rates", 1000, "--hours", 0, "--out", tmp_path)
     done = warm.run(BENCHMARKS / "planner" / "main.py", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    table = (tmp_path / "results.md").read_text()
-    assert "| graph=4 |" in table
-    assert "| graph=4 max_age=1 |" in table
-    assert "2 runs: off by" in table
+    told = json.loads((tmp_path / "results.json").read_text())["plans"]["digits/gcn/3/128"]
+    assert 0 < told["hosts"]["pace"] < 1
+    assert 1e7 < told["hosts"]["links"]["1000"][0] < 1.3e8
+    assert {"graph=4", "tensor=4", "graph=4 decouple=True"} <= set(told["rates"]["1000"])

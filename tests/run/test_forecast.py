@@ -144,6 +144,16 @@ def test_slices_hold_what_is_foreseen(ranks, size: int) -> None:
             assert predicted == pytest.approx(measured, rel=0.05), kind
 
 
+def test_slices_of_parts_hold_what_is_foreseen(ranks) -> None:
+    """Beside the columns of their part's rows ranks hold those of the rows that it reads of other parts."""
+    for memory in ranks(4, in_slices, "sbm:vertices=600,degree=8", {"tensor": 2, "graph": 2})[0]:
+        for kind in ("tables", "activations"):
+            predicted, measured = (
+                max(one[side][kind] for one in memory) for side in ("predicted", "measured")
+            )
+            assert predicted == pytest.approx(measured, rel=0.05), kind
+
+
 def test_asking_changes_nothing() -> None:
     mine, data = Gat(0.5).train(), graph()
     before = copy.deepcopy(mine.state_dict())
@@ -216,7 +226,7 @@ def test_too_little_memory_is_said_with_both_numbers(monkeypatch: pytest.MonkeyP
 
 def test_a_place_s_ranks_are_counted_together() -> None:
     counts = split_counts(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1)[0]
-    offers = [accounts.Offer(counts, place, 100, True, None) for place in ("a", "b", "a")]
+    offers = [accounts.Offer(counts, place, 100, True, None, 0) for place in ("a", "b", "a")]
     each = [Holdings(weights=1000, features=1000, activations=size) for size in (60, 90, 60)]
     (said,) = accounts._too_much(each, offers, recomputes=False)
     assert said.startswith("memory: 2 ranks on a will want at least 120 B more, and 100 B are left")

@@ -79,11 +79,11 @@ class LocalGroup:
         return results
 
 
-@dataclass(frozen=True)
-class _Come:
+class Come:
     """An exchange that has ended."""
 
-    rows: Tensor
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
 
     def wait(self) -> Tensor:
         """The rows."""
@@ -190,7 +190,8 @@ class LocalChannel:
         counts = [part.size(0) for part in received]
         if counts != list(recv_counts):
             raise CommError(f"{action!r} expects {list(recv_counts)} rows", f"{counts} came")
-        return torch.cat(received)
+        # Who sends nothing here may have rows of other widths for others.
+        return torch.cat([part for part in received if part.size(0)] or [rows.detach()[:0]])
 
     def start_exchange(
         self,
@@ -203,10 +204,14 @@ class LocalChannel:
         header: tuple[int, ...] | None = None,
         pick: Tensor | None = None,
         trip: Trip | None = None,
-    ) -> _Come:
+    ) -> Come:
         """The same; threads of one process have nothing to wait for."""
         rows = rows.detach() if pick is None else rows.detach().index_select(0, pick)
-        return _Come(self.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header))
+        found = self.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header)
+        return self._started(found)
+
+    def _started(self, rows: Tensor) -> Come:
+        return Come(rows)
 
     def start_send(
         self, rows: Tensor, peer: int, *, action: str, kind: Kind = "stage", backward: bool = False

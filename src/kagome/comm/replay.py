@@ -11,11 +11,34 @@ Where it sits: ``run.rates`` times what one rank computes with it, on a core tha
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from kagome.comm.local import LocalChannel, LocalGroup
+from torch import Tensor
+
+from kagome.comm.local import Come, LocalChannel, LocalGroup
+
+
+class _Timed(Come):
+    """An exchange that notes how long its rank did something else before it asked for the rows."""
+
+    def __init__(self, rows: Tensor, channel: ReplayChannel) -> None:
+        super().__init__(rows)
+        self._channel, self._begun = channel, time.perf_counter()
+
+    def wait(self) -> Tensor:
+        """The rows."""
+        if self._begun:
+            self._channel.meanwhile += time.perf_counter() - self._begun
+            self._begun = 0.0
+        return super().wait()
+
+    def lent(self) -> AbstractContextManager[Tensor]:
+        """The rows."""
+        self.wait()
+        return super().lent()
 
 
 class ReplayChannel(LocalChannel):
@@ -24,10 +47,16 @@ class ReplayChannel(LocalChannel):
     Args:
         group: Of this rank.
         rank: Its number.
+
+    Attributes:
+        meanwhile: Seconds from the start of exchanges until their rows were waited for: what they take, up to
+            that, keeps nobody.
+        met: When this rank met all others, since it was cleared.
     """
 
     def __init__(self, group: LocalGroup, rank: int) -> None:
         super().__init__(group, rank)
+        self.meanwhile, self.met = 0.0, list[float]()
         self._heard: list[list[Any]] = []
         self._recording, self._place = False, -1
 
@@ -51,7 +80,11 @@ class ReplayChannel(LocalChannel):
             yield rank == self.rank
             super()._share(None)
 
+    def _started(self, rows: Tensor) -> Come:
+        return _Timed(rows, self)
+
     def _share(self, value: Any) -> list[Any]:
+        self.met.append(time.perf_counter())
         if self._place >= 0:
             self._place += 1
             return self._heard[self._place - 1]

@@ -237,10 +237,10 @@ def assign(name: str, edge_index: Tensor, num_nodes: int, parts: int, seed: int 
     if parts % shares:
         raise PartitionError(f"parts come by {shares}", f"{parts} were asked for")
     owner = PARTITIONERS[name](edge_index, num_nodes, parts // shares, seed)
-    return owner if shares == 1 else _shared_out(owner, parts // shares, shares)
+    return owner if shares == 1 else shared_out(owner, parts // shares, shares)
 
 
-def _shared_out(owner: Tensor, parts: int, shares: int) -> Tensor:
+def shared_out(owner: Tensor, parts: int, shares: int) -> Tensor:
     """Each part's vertices, in their order, to so many shares of equal size."""
     order = torch.argsort(owner, stable=True)
     sizes = torch.bincount(owner, minlength=parts)

@@ -18,83 +18,8 @@ from math import prod
 
 from kagome.errors import PlanError
 from kagome.planner.cluster import Cluster
+from kagome.planner.costs import Load, Rates, Sliced, computing, halos, summed
 from kagome.schedule.simulate import Run
-
-
-@dataclass(frozen=True)
-class Load:
-    """What one part asks of its rank.
-
-    Args:
-        rows: Own rows.
-        edges: In-edges.
-        sent: Rows sent to peers, forward.
-        halo: Rows read of peers, of which gradients go back.
-        memory: Bytes held.
-    """
-
-    rows: float
-    edges: float
-    sent: float
-    halo: float
-    memory: float
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a model costs here, by row and edge.
-
-    Args:
-        seconds: Of an epoch that computes nothing.
-        row: Seconds of a row.
-        edge: Seconds of an edge.
-        crossed: Seconds of a row that is sent to a peer or read of one.
-        forward: Bytes that cross for a row that is sent, forward.
-        backward: Bytes that cross for a halo row, backward.
-        weights: Bytes of gradients, of each message that carries some.
-        coded: ``forward`` and ``backward`` with one bit a number.
-        coding: Seconds to code a byte of them, and to restore it.
-        alone: How many times as fast as that one rank computes that has no peers, and all of this machine's
-            cores.
-    """
-
-    seconds: float
-    row: float
-    edge: float
-    crossed: float
-    forward: float
-    backward: float
-    weights: tuple[float, ...]
-    coded: tuple[float, float] = (0.0, 0.0)
-    coding: float = 0.0
-    alone: float = 1.0
-
-
-@dataclass(frozen=True)
-class Sliced:
-    """Feature slices within each part.
-
-    Args:
-        count: How many.
-        two: Seconds of the epoch of a rank in two: of nothing, of a row and of an edge of the whole part.
-        four: The same in four.
-        sent: Bytes of all transposes of an epoch, of all ranks.
-    """
-
-    count: int
-    two: tuple[float, float, float]
-    four: tuple[float, float, float]
-    sent: float
-
-    def computing(self, load: Load) -> float:
-        """Seconds of an epoch of one of them: ``a + b / T``, where ``a`` is what has no columns to cut."""
-        units = (1.0, load.rows, load.edges)
-        two, four = (
-            sum(rate * unit for rate, unit in zip(rates, units, strict=True))
-            for rates in (self.two, self.four)
-        )
-        alike = min(max(0.0, 2 * four - two), four)
-        return alike + 4 * (four - alike) / self.count
 
 
 @dataclass(frozen=True)
@@ -171,16 +96,16 @@ class Plans:
         return json.dumps({"plans": plans, "refused": refused, "facts": dict(self.facts)}, indent=1)
 
 
-ONE_ROUND = 2**20
-"""A sum goes in one round up to so many bytes of all ranks together: see ``comm.pending``."""
 WORTH = 1.1
 """How many times as fast a plan that is not exact has to be to stand before one that is: about the error of
 what is predicted (benchmarks/planner)."""
 DRAWN = 3
 """Of so many plans what happens over time is kept."""
 HIDES = 0.9
-"""Of what could travel while a rank computes, late rows do: as seen between emulated hosts, where 11 of 12
-settings hid 0.88 or more (benchmarks/wire)."""
+"""Of what could travel while a rank computes, so much does: late rows between emulated hosts hid 0.88 or more
+in 11 of 12 settings (benchmarks/wire)."""
+ROUNDS = 2
+"""Of messages that a sum of gradients takes."""
 
 
 def parts(
@@ -219,11 +144,12 @@ def parts(
         / pace
         for load in loads
     )
-    compute = max(busy)
+    compute = max(busy) * (rates.uneven if parts > 1 else 1.0)
     most, halo = halos(coded, loads, parts)
     comes = most / link
-    waits = comes - (HIDES * min(comes, compute) if late else 0.0) + sums / link
-    waits += cluster.latency * 4 * (parts - 1)
+    waits = comes - HIDES * min(comes, compute * (1.0 if late else rates.meanwhile)) + sums / link
+    if parts > 1:
+        waits += cluster.latency * (rates.meetings + ROUNDS * len(rates.weights))
     settings = settings_of(decoupled, graph=parts)
     settings |= {"codec": "onebit"} if onebit else {}
     settings |= {"max_age": 1} if late else {}
@@ -275,7 +201,8 @@ def slices(
     )
     waits = sliced.sent * max(rows) / max(sum(rows), 1) / count / cluster.bandwidth(count)
     waits += (most / count + sums) / cluster.bandwidth(size)
-    waits += cluster.latency * 4 * (size - 1)
+    meetings = sliced.meetings + (rates.meetings if groups > 1 else 0)
+    waits += cluster.latency * (meetings + ROUNDS * len(rates.weights))
     sent = {"transpose": round(sliced.sent), "weights": round(sums * size)}
     return Candidate(
         settings_of(decoupled, graph=groups, tensor=count),
@@ -290,41 +217,10 @@ def slices(
     )
 
 
-def summed(ranks: int, messages: Sequence[float], stages: int = 1) -> float:
-    """Bytes that each rank sends for sums of messages: in one round if one is small, else in two.
-
-    Args:
-        ranks: That sum.
-        messages: Bytes of each.
-        stages: That share them.
-    """
-    total = 0.0
-    for message in messages:
-        size = message / stages
-        one_round = ranks == 2 or ranks * size <= ONE_ROUND
-        total += (ranks - 1) * size if one_round else 2 * (ranks - 1) / ranks * size
-    return total
-
-
 def settings_of(decoupled: bool, **axes: int) -> dict[str, int | bool | str]:
     """What a user would write."""
     mesh: dict[str, int | bool | str] = {axis: size for axis, size in axes.items() if size > 1}
     return {**mesh, "decouple": True} if decoupled else mesh
-
-
-def halos(rates: Rates, loads: Sequence[Load], parts: int) -> tuple[float, float]:
-    """Bytes that all wait for, and all of them; one load stands for all parts if they are alike.
-
-    All wait at each exchange for the busiest link, in or out, forward as backward.
-    """
-    most = (rates.forward + rates.backward) * max(max(load.sent, load.halo) for load in loads)
-    each = [rates.forward * load.sent + rates.backward * load.halo for load in loads]
-    return most, sum(each) if len(each) == parts else each[0] * parts
-
-
-def computing(rates: Rates, rows: float, edges: float, crossed: float = 0.0) -> float:
-    """Seconds of an epoch on so many rows and edges, with so many rows that cross, where it was measured."""
-    return rates.seconds + rates.row * rows + rates.edge * edges + rates.crossed * crossed
 
 
 def ranked(

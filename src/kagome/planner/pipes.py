@@ -1,6 +1,6 @@
 """Pipes: what layers over stages would cost, with parts in each stage.
 
-Where it sits: beside ``meshes``, whose arithmetic it shares; the schedule simulator tells how stages wait.
+Where it sits: beside ``meshes``; the schedule simulator tells how stages wait.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kagome.planner.cluster import Cluster
-from kagome.planner.meshes import Candidate, Load, Rates, Sliced, computing, halos, settings_of, summed
+from kagome.planner.costs import Load, Rates, Sliced, computing, halos, summed
+from kagome.planner.meshes import Candidate, settings_of
 from kagome.schedule.actions import Action, Kind
 from kagome.schedule.schedules import Shape, fill_drain
 from kagome.schedule.schedules import exact as exact_program

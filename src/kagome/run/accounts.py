@@ -6,6 +6,7 @@ number of ranks that are not there.
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from kagome.graph.partitioners import assign
 from kagome.report.holdings import Holdings, fullest, side_by_side
 from kagome.report.meters import Memory
 from kagome.report.units import bytes_text
-from kagome.run.counts import Counts, counts_of, split_counts
+from kagome.run.counts import Counts, Team, counts_of, split_counts
 from kagome.run.engine import Engine
 from kagome.run.forecast import Rates, Way, rates_of
 from kagome.run.holdings import measure
@@ -44,6 +45,8 @@ class Offer(NamedTuple):
     free: int | None
     validates: bool
     rates: Rates | None
+    outside: int
+    """Rows that it reads of ranks that do not slice features with it."""
 
 
 @dataclass
@@ -86,16 +89,19 @@ class Accounts:
             slices = () if tensor == 1 else (tensor,) if tensor <= MANY else (2, 4)
             rates = rates_of(engine.model, self.optimizer, part, way, slices=slices)
         validates = "val_mask" in part.nodes and bool(part.nodes["val_mask"].any())
-        offer = Offer(counts_of(part), *_place(channel.device), validates, rates)
+        tensor = self.settings.parallel.tensor
+        outside = sum(
+            count for rank, count in enumerate(part.recv_counts) if rank // tensor != part.part // tensor
+        )
+        offer = Offer(counts_of(part), *_place(channel.device), validates, rates, outside)
         found: list[Any] = channel.gather_objects(offer, "foresee memory")
         offers: list[Offer] = found
         rates = offers[0].rates
         assert rates is not None
         keeps_best = any(offer.validates for offer in offers)
-        teams = _teams([one.counts for one in offers], self.settings.parallel.tensor)
         held = [
-            rates.at(one.counts, keeps_best=keeps_best, of_all=team)
-            for one, team in zip(offers, teams, strict=True)
+            rates.at(one.counts, keeps_best=keeps_best, team=team)
+            for one, team in zip(offers, _teams(offers, tensor), strict=True)
         ]
         self.predicted = held[channel.rank]
         return (_said(held, rates), *_too_much(held, offers, recomputes=engine.recompute))
@@ -122,13 +128,20 @@ class Accounts:
         return peak, side_by_side(self.predicted, held.beside(peak))
 
 
-def _teams(counts: Sequence[Counts], tensor: int) -> list[tuple[int, int] | None]:
-    """For each rank the rows and edges of all that slice features with it; None where none do."""
+def _teams(offers: Sequence[Offer], tensor: int) -> list[Team | None]:
+    """For each rank those that slice features with it; None where none do."""
     if tensor == 1:
-        return [None] * len(counts)
-    teams = [counts[first : first + tensor] for first in range(0, len(counts), tensor)]
-    sums = [(sum(one.rows for one in team), sum(one.edges for one in team)) for team in teams]
-    return [sums[rank // tensor] for rank in range(len(counts))]
+        return [None] * len(offers)
+    vertices = sum(one.counts.rows for one in offers)
+    teams = []
+    for first in range(0, len(offers), tensor):
+        some = offers[first : first + tensor]
+        rows, edges = sum(one.counts.rows for one in some), sum(one.counts.edges for one in some)
+        # Several may read the same row: as many do as if each drew its own from all that are not theirs.
+        rest = max(vertices - rows, 1)
+        unread = math.prod(1 - one.outside / rest for one in some)
+        teams.append(Team(rows, edges, round(rest * (1 - unread)), tensor))
+    return [teams[rank // tensor] for rank in range(len(offers))]
 
 
 def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts: int) -> str:

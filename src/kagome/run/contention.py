@@ -24,6 +24,18 @@ def crowding(cores: int, kept: Kept) -> float:
     return float(kept.value("contention", cores, lambda: contention(cores)))
 
 
+def work_done(seconds: float) -> float:
+    """Turns a second of a product and a sum over neighbours, for so long."""
+    draws = torch.Generator().manual_seed(0)  # nobody else's numbers change
+    rows, weight = (torch.rand(count, WIDTH, generator=draws) for count in (ROWS, WIDTH))
+    whence, where = torch.randint(0, ROWS, (2, EDGES), generator=draws)
+    turns, begun = 0, time.perf_counter()
+    while (spent := time.perf_counter() - begun) < seconds:
+        torch.zeros_like(rows).index_add_(0, where, (rows @ weight).index_select(0, whence))
+        turns += 1
+    return turns / spent
+
+
 def contention(cores: int, turns: int = 3) -> float:
     """Work that one of so many busy cores does, as a share of what one alone does; at most 1.
 
@@ -36,26 +48,20 @@ def contention(cores: int, turns: int = 3) -> float:
     """
     if cores < 2:
         return 1.0
-    draws = torch.Generator().manual_seed(0)  # nobody else's numbers change
-    rows, weight = (torch.rand(count, WIDTH, generator=draws) for count in (ROWS, WIDTH))
-    whence, where = torch.randint(0, ROWS, (2, EDGES), generator=draws)
 
     def done(together: int) -> float:
-        counts, ends = [0] * together, time.perf_counter() + SECONDS
+        found = [0.0] * together
 
         def work(number: int) -> None:
             torch.set_num_threads(1)
-            while time.perf_counter() < ends:
-                torch.zeros_like(rows).index_add_(0, where, (rows @ weight).index_select(0, whence))
-                counts[number] += 1
+            found[number] = work_done(SECONDS)
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(together)]
-        begun = time.perf_counter()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return sum(counts) / together / (time.perf_counter() - begun)
+        return sum(found) / together
 
     before = torch.get_num_threads()
     found = [(done(1), done(cores)) for _ in range(turns)]

@@ -40,6 +40,23 @@ class Counts:
         return (1, *astuple(self)[: len(UNITS) - 1])
 
 
+@dataclass(frozen=True)
+class Team:
+    """Ranks that slice features together, as if one had all their vertices.
+
+    Args:
+        rows: Vertices.
+        edges: In-edges.
+        halo: Rows that are read of others.
+        ranks: How many.
+    """
+
+    rows: int
+    edges: int
+    halo: int
+    ranks: int
+
+
 UNITS: Final = ("one", "rows", "halo", "edges", "loops", "cut")
 """What bytes are told apart by: one for all, and the counts that a model can see."""
 

@@ -37,17 +37,34 @@ from kagome.neighbors.lazy import EscapeError
 from kagome.neighbors.recompute import recompute
 from kagome.report.holdings import Holdings
 from kagome.run.check import twin_of
-from kagome.run.counts import UNITS, Counts, counts_of
+from kagome.run.counts import UNITS, Counts, Team, counts_of, split_counts
 from kagome.run.gradients import message_bytes
 from kagome.run.holdings import Saved, ledger_of
 from kagome.run.made import drawn, made_pieces
 
 FITTED: Final = ("features", "edges", "tables", "activations", "halo")
 """Kinds that grow with the graph."""
-SLICED: Final = ((48, 150), (96, 220), (144, 500), (192, 240), (240, 960), (288, 420))
-"""Vertices and edges of the made graphs on which slices are measured."""
-SLICE_UNITS: Final = ("one", "rows", "halo", "edges", "rows of all", "edges of all")
-"""What bytes are told apart by where features are sliced; columns of all rows count as own rows."""
+SLICED: Final = (
+    (48, 150, False),
+    (96, 220, True),
+    (144, 500, True),
+    (192, 240, False),
+    (240, 960, True),
+    (288, 420, False),
+)
+"""Vertices and edges of the made graphs on which slices are measured; whether the first have most edges."""
+SLICE_UNITS: Final = (
+    "one",
+    "rows",
+    "halo",
+    "edges",
+    "rows of all",
+    "halo of all",
+    "share of that halo",
+    "edges of all",
+    "share of those edges",
+)
+"""What bytes are told apart by where features are sliced: a rank's own, and those of all of its team."""
 SLICE_KINDS: Final = ("tables", "activations")
 INDEX_BYTES: Final = 8
 NOTES: Final = 3
@@ -65,6 +82,7 @@ class Rates:
         optimizer: Its state; None where it is not known.
         by_unit: Kind -> bytes for each of :data:`UNITS`; kinds that are not known are left out.
         by_slice: The same for :data:`SLICE_UNITS`, of kinds that are others where features are sliced.
+        by_share: The same where there are several parts, each in slices.
         fault: Why kinds are not known.
     """
 
@@ -74,27 +92,27 @@ class Rates:
     optimizer: int | None
     by_unit: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     by_slice: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    by_share: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     fault: str = ""
 
-    def at(
-        self, counts: Counts, *, keeps_best: bool = True, of_all: tuple[int, int] | None = None
-    ) -> Holdings:
+    def at(self, counts: Counts, *, keeps_best: bool = True, team: Team | None = None) -> Holdings:
         """What a rank with such a part will hold.
 
         Args:
             counts: Of the part.
             keeps_best: Whether a copy of the best epoch's weights is kept: where anything is validated.
-            of_all: Rows and edges of all ranks that slice features together; None where none do.
+            team: The ranks that slice features with it; None where none do.
         """
 
         def bytes_of(rates: Sequence[float], units: Sequence[float]) -> int:
             return max(round(sum(rate * unit for rate, unit in zip(rates, units, strict=True))), 0)
 
         known = {kind: bytes_of(rates, counts.units) for kind, rates in self.by_unit.items()}
-        if of_all is not None:
-            units = (1, counts.rows, counts.halo, counts.edges, *of_all)
-            known |= {kind: bytes_of(rates, units) for kind, rates in self.by_slice.items()}
-            known |= {"halo": 0} if self.by_slice else {}
+        if team is not None:
+            units = _slice_units(counts.rows, counts.halo, counts.edges, team)
+            kinds = self.by_share if team.halo else self.by_slice
+            known |= {kind: bytes_of(rates, units) for kind, rates in kinds.items()}
+            known |= {"halo": 0} if kinds else {}
         lists = INDEX_BYTES * (counts.sent + counts.train)
         return Holdings(
             weights=self.weights + (self.best if keeps_best else 0),
@@ -145,7 +163,8 @@ def rates_of(
 
     Cost:
         Seven forwards, backwards and evaluations (five for one rank) on 261 rows altogether, in this process;
-        a copy of the weights. For slices six times as many as there are, on 48 to 288 rows.
+        a copy of the weights. For slices six times as many as there are, of one part and of two, on 48 to 288
+        rows.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     weights = _distinct(chain(model.parameters(), model.buffers()))
@@ -153,6 +172,7 @@ def rates_of(
     loops = bool((part.edge_index[0] == part.edge_index[1]).any())
     graded, by_unit, fault = [True] * len(parameters), _given(part), ""
     by_slice: dict[str, tuple[float, ...]] = {}
+    by_share: dict[str, tuple[float, ...]] = {}
     try:
         pieces = made_pieces(part, several=way.several, loops=loops, seed=way.seed)
         with _undisturbed():
@@ -161,14 +181,15 @@ def rates_of(
         by_unit = _fit([counts_of(piece) for piece in pieces], [one.bytes for one in found])
         if slices:
             with _undisturbed():
-                by_slice = _by_slice(twin_of(model), part, way, slices)
+                twin = twin_of(model)
+                by_slice, by_share = (_by_slice(twin, part, way, slices, groups) for groups in (1, 2))
     except Exception as error:  # a forecast never ends a run
         fault = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
     learning = [p for p, has in zip(parameters, graded, strict=True) if has]
     # Of several ranks they lie in the sums that brought them, beside a number each and notes.
     gradients = message_bytes(learning, NOTES) if way.several else (sum(p.nbytes for p in learning),)
     state_bytes = None if optimizer is None else optimizer_bytes(optimizer, learning)
-    return Rates(weights, best, gradients, state_bytes, by_unit, by_slice, fault)
+    return Rates(weights, best, gradients, state_bytes, by_unit, by_slice, by_share, fault)
 
 
 def _distinct(tensors: Iterator[Tensor]) -> int:
@@ -305,22 +326,41 @@ def _step(
     return _Step(found, tuple(grad is not None for grad in grads) or (False,) * len(parameters))
 
 
+def _slice_units(rows: float, halo: float, edges: float, team: Team) -> tuple[float, ...]:
+    """As many as there are of each of :data:`SLICE_UNITS`; a share of the rows is as good as a rank's own."""
+    each = [(whole, whole / team.ranks) for whole in (team.halo, team.edges)]
+    return (1.0, rows, halo, edges, team.rows, *chain.from_iterable(each))
+
+
 def _by_slice(
-    twin: nn.Module, part: Partition, way: Way, numbers: Sequence[int]
+    twin: nn.Module, part: Partition, way: Way, numbers: Sequence[int], groups: int
 ) -> dict[str, tuple[float, ...]]:
-    """Bytes by kind for :data:`SLICE_UNITS`, of the fullest rank: one may take a head more than others."""
+    """Bytes by kind for :data:`SLICE_UNITS`, of the fullest rank: one may take a head more than others.
+
+    Args:
+        twin: The model.
+        part: Where attributes are drawn from.
+        way: How the model will be run.
+        numbers: Of slices.
+        groups: Parts, each in slices.
+    """
     units: list[tuple[float, ...]] = []
     found: list[dict[str, int]] = []
-    for (vertices, edges), count in product(SLICED, numbers):
-        data = drawn(part, vertices, edges, way.seed)
-        owner = torch.arange(vertices) * count // vertices
-        pieces = [extract(data, owner, rank, count) for rank in range(count)]
-        steps = _steps(twin, pieces, way, tensor=count)
-        halo = sum(piece.halo.numel() for piece in pieces)
-        units.append((1, vertices / count, halo / count, edges / count, vertices, edges))
-        found.append({kind: max(step.bytes[kind] for step in steps) for kind in SLICE_KINDS})
+    for (vertices, edges, skewed), count in product(SLICED, numbers):
+        size, data = count * groups, drawn(part, vertices, edges, way.seed)
+        if skewed:
+            data.edge_index[1] = data.edge_index[1] ** 2 // vertices
+        owner = torch.arange(vertices) * size // vertices
+        steps = _steps(twin, [extract(data, owner, rank, size) for rank in range(size)], way, tensor=count)
+        each = split_counts(data.edge_index, owner, size)
+        for group, one in enumerate(split_counts(data.edge_index, owner // count, groups)):
+            ranks = range(group * count, (group + 1) * count)
+            team = Team(one.rows, one.edges, one.halo, count)
+            halo, most = (max(getattr(each[rank], unit) for rank in ranks) for unit in ("halo", "edges"))
+            units.append(_slice_units(one.rows / count, halo, most, team))
+            found.append({kind: max(steps[rank].bytes[kind] for rank in ranks) for kind in SLICE_KINDS})
     table = np.array(units, dtype=np.float64)
-    scale = table.max(axis=0)
+    scale = np.maximum(table.max(axis=0), 1.0)
 
     def solved(kind: str) -> tuple[float, ...]:
         rates = np.linalg.lstsq(table / scale, [one[kind] for one in found], rcond=1e-9)[0] / scale

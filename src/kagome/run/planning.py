@@ -28,10 +28,11 @@ from kagome.planner.cluster import GIB, Cluster
 from kagome.planner.meshes import Plans
 from kagome.run.contention import crowding
 from kagome.run.forecast import Way
+from kagome.run.graphs import Graph
 from kagome.run.kept import Kept, opened
 from kagome.run.ready import few_rows, materialise
 from kagome.run.source import from_data
-from kagome.run.study import Graph, Study
+from kagome.run.study import Study
 from kagome.threads import chosen as chosen_threads
 from kagome.threads import cores, local
 

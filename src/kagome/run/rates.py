@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
 from kagome.neighbors.recompute import recompute
-from kagome.planner.meshes import Rates, computing
+from kagome.planner.costs import Rates, computing
 from kagome.run.counts import counts_of
 from kagome.run.forecast import Way
 from kagome.run.made import drawn, made_pieces
@@ -56,10 +57,14 @@ class Epoch:
 
     Args:
         seconds: Forward and backward.
+        meanwhile: Of them, while rows were on their way that nobody had waited for yet.
+        spans: The same from one exchange or sum of all ranks to the next, where it went on by itself.
         bytes: Sent to peers, by kind.
     """
 
     seconds: float
+    meanwhile: float
+    spans: tuple[float, ...]
     bytes: Mapping[str, int]
 
 
@@ -121,14 +126,17 @@ def _epochs(
         calling = Calling.of(model, set(scope.inputs))
 
         def one() -> None:
-            before, begun = dict(channel.bytes), time.perf_counter()
+            before, meanwhile, begun = dict(channel.bytes), channel.meanwhile, time.perf_counter()
             cast = torch.autocast("cpu", torch.bfloat16) if way.amp else nullcontext()
+            channel.met.clear()
             with scope.running(len(found) + 1, training=True), cast:
                 out = calling.call(model, scope.inputs)
             loss = out.float().square().mean() + scope.turn.token
             loss.backward()
             sent = {kind: value - before[kind] for kind, value in channel.bytes.items()}
-            found.append(Epoch(time.perf_counter() - begun, sent))
+            times = begun, *channel.met, time.perf_counter()
+            spans = tuple(after - before for before, after in pairwise(times))
+            found.append(Epoch(times[-1] - begun, channel.meanwhile - meanwhile, spans, sent))
             model.zero_grad()
 
         for epoch in range(count):
@@ -215,50 +223,61 @@ def transposes(model: nn.Module, part: Partition, way: Way) -> tuple[float, floa
     return (shared, max(0.0, two - shared / 2)) if two else None
 
 
+@dataclass(frozen=True)
+class Timed:
+    """What a rank's epoch takes here, beside the bytes of its messages; nothing is below 0.
+
+    Args:
+        seconds: Of one that computes nothing.
+        row: Seconds of a row.
+        edge: Seconds of an edge.
+        crossed: Seconds of a row that is sent to a peer or read of one.
+        meanwhile: Share of its seconds in which rows travel that nobody waits for yet.
+        uneven: Seconds of whoever takes longest from one exchange to the next, over the slowest rank's.
+        meetings: Exchanges and sums of all ranks.
+    """
+
+    seconds: float
+    row: float
+    edge: float
+    crossed: float
+    meanwhile: float
+    uneven: float
+    meetings: int
+
+
 def timed(
-    model: nn.Module, samples: Sequence[Partition], way: Way, turns: int = 3
-) -> tuple[float, float, float, float]:
-    """Seconds of a rank's epoch that has no rows, of a row, of an edge and of a row that crosses, here.
+    model: nn.Module, cuts: Sequence[Sequence[Partition]], way: Way, *, slices: int = 1, turns: int = 3
+) -> Timed:
+    """Time ranks, each by itself, in parts of graphs or in feature slices.
 
     Args:
-        model: Any.
-        samples: Graphs of different sizes, each cut in two: what exchanges take beside their bytes is in it.
+        model: Any; for slices one that makes transposes.
+        cuts: Of graphs of different sizes. In slices rows and edges are those of all ranks, and seconds are
+            of whoever takes longest from one exchange to the next.
         way: How the model will be run.
-        turns: Settled epochs of each rank, of which the median counts.
-
-    Returns:
-        The four, none below 0; a row that crosses is one that is sent or is read of a peer.
+        slices: Of features.
+        turns: Settled epochs of each rank, of which medians count.
     """
-    units, seconds = [], []
-    for sample in samples:
-        pieces = shares_of(sample, 2)
-        for piece, found in zip(pieces, epochs(model, pieces, SETTLED, way, turns=turns), strict=True):
-            counts = counts_of(piece)
-            units.append([1.0, counts.rows, counts.edges, counts.sent + counts.halo])
-            seconds.append(settled(found))
-    solved = _fitted(units, seconds)
-    return solved[0], solved[1], solved[2], solved[3]
-
-
-def sliced(
-    model: nn.Module, samples: Sequence[Partition], count: int, way: Way, turns: int = 3
-) -> tuple[float, float, float]:
-    """Seconds of an epoch of the slowest of some ranks in feature slices: of no rows, of a row, of an edge.
-
-    Args:
-        model: One that makes transposes.
-        samples: Graphs of different sizes.
-        count: Slices.
-        way: How the model will be run.
-        turns: Settled epochs of each rank, of which the median counts.
-    """
-    units, seconds = [], []
-    for sample in samples:
-        found = epochs(model, shares_of(sample, count), SETTLED, way, Parallel(tensor=count), turns=turns)
-        units.append([1.0, sample.own.numel(), sample.edge_index.size(1)])
-        seconds.append(max(settled(each) for each in found))
-    solved = _fitted(units, seconds)
-    return solved[0], solved[1], solved[2]
+    units, seconds, free, uneven = [], [], [], []
+    for pieces in cuts:
+        ran = epochs(model, pieces, SETTLED, way, Parallel(tensor=slices), turns=turns)
+        found = [each[SETTLED:] for each in ran]
+        free += [sum(e.meanwhile for e in each) / sum(e.seconds for e in each) for each in found]
+        counts = [counts_of(piece) for piece in pieces]
+        spans = np.array([[epoch.spans for epoch in each] for each in found])
+        longest = float(np.median(spans, axis=1).max(axis=0).sum())
+        whole = [float(np.median([epoch.seconds for epoch in each])) for each in found]
+        uneven.append(longest / max(whole))
+        if slices > 1:
+            units.append([1.0, sum(one.rows for one in counts), sum(one.edges for one in counts), 0.0])
+            seconds.append(longest)
+        else:
+            units += [[1.0, one.rows, one.edges, one.sent + one.halo] for one in counts]
+            seconds += whole
+    none, row, edge, crossed = _fitted(units, seconds)
+    shares = min(1.0, float(np.median(free))), max(1.0, float(np.median(uneven)))
+    return Timed(none, row, edge, crossed, *shares, len(found[0][-1].spans) - 1)
 
 
 def shares_of(sample: Partition, count: int) -> list[Partition]:
@@ -278,8 +297,7 @@ def _fitted(units: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[
     """What a unit of each kind takes, none below 0."""
     # Each sample counts by its share, not by its seconds: small parts are predicted too.
     table = np.array(units) / np.array(seconds)[:, None]
-    scale = table.max(axis=0)
-    scale[scale == 0] = 1.0
+    scale = np.where(table.any(axis=0), table.max(axis=0), 1.0)
     solved, _ = nnls(table / scale, np.ones(len(seconds)))
     return [float(each) for each in solved / scale]
 

@@ -17,97 +17,31 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch_geometric.data import Data
+from torch import nn
 from torch_geometric.nn import MessagePassing
 
 from kagome.comm.channel import Channel
 from kagome.config import Allowed, Parallel, Train
 from kagome.errors import KagomeError, PlanError
-from kagome.graph.partition import Partition, extract
-from kagome.graph.partitioners import assign
+from kagome.graph.partition import Partition
 from kagome.model.identity import identity
 from kagome.model.stages import stage_bytes
 from kagome.planner.cluster import Cluster
-from kagome.planner.meshes import Candidate, Load, Plans, Rates, Sliced, parts, ranked, slices
+from kagome.planner.costs import Load, Rates, Sliced
+from kagome.planner.meshes import Candidate, Plans, parts, ranked, slices
 from kagome.planner.pipes import Cut, default_chunks, pipes
-from kagome.run.counts import Counts, split_counts
+from kagome.run.counts import Counts, Team
 from kagome.run.forecast import Rates as Held
 from kagome.run.forecast import Way, rates_of
+from kagome.run.graphs import Graph, cuts_of, samples_of
 from kagome.run.kept import Kept
-from kagome.run.made import drawn
-from kagome.run.rates import alone, coded, coding, crossing, sliced, timed, transposes
+from kagome.run.rates import Timed, alone, coded, coding, crossing, shares_of, timed, transposes
 from kagome.run.staging import stage_model
 
-LARGEST = 4_000_000
-"""Edges of the largest graph that is timed as it is."""
 SLICED = 2_000_000
 """Edges of the largest graph on which feature slices are timed."""
-MADE = 1_000_000
-"""Edges of the largest that is made in proportion to one that is larger, or not there."""
-GUESSED = 0.5
-"""By which share a halo may be off where no graph was cut: degrees do not tell of communities."""
-COMMUNITIES = 0.6
-"""Of the halo of a random cut, what METIS leaves on graphs of people, pages and papers: about the middle of
-those in shared data sets."""
-
-Sizes = tuple[float, float, float]
-"""Seconds of nothing, of a row and of an edge."""
 WAY = Way(several=True)
 """How a model is run if nothing else is said."""
-
-
-@dataclass(frozen=True)
-class Graph:
-    """What is known of a graph.
-
-    Args:
-        vertices: How many.
-        edges: Entries of ``edge_index``.
-        data: The graph itself, if it is there.
-    """
-
-    vertices: int
-    edges: int
-    data: Data | None = None
-
-    def counts(self, number: int, seed: int) -> tuple[tuple[Counts, ...], float]:
-        """Of each part of a cut, or one that stands for all; and by which share its halo may be off."""
-        n, e = self.vertices, self.edges
-        if self.data is not None:
-            edge_index: Tensor = self.data.edge_index
-            owner = torch.zeros(n, dtype=torch.long)
-            if number > 1:
-                owner = assign("metis", edge_index, n, number, seed)
-            return split_counts(edge_index, owner, number, getattr(self.data, "train_mask", None)), 0.0
-        degree = e / max(n, 1)
-        # Of d neighbours of a vertex none lies in a part with probability (1 - 1/P)^d, in a random cut.
-        outside = (number - 1) * (1 - (1 - 1 / number) ** degree) * COMMUNITIES
-        halo = round(n * outside / number)
-        cut = round(e / number * (1 - 1 / number) * COMMUNITIES)
-        one = Counts(-(-n // number), halo, -(-e // number), 0, cut, halo, n // number)
-        return (one,), 0.0 if number == 1 else GUESSED
-
-    def most_edges(self, number: int) -> int:
-        """In-edges of the fullest of so many equal shares of the vertices, in their order."""
-        if self.data is None:
-            return -(-self.edges // number)
-        edge_index: Tensor = self.data.edge_index
-        owner = assign("contiguous", edge_index, self.vertices, number, 0)
-        return int(torch.bincount(owner[edge_index[1]], minlength=number).max())
-
-
-def samples_of(graph: Graph, like: Partition, seed: int) -> list[Partition]:
-    """Graphs to time a model on: the graph itself if it is small, a smaller one, one with fewer edges."""
-    there = graph.data is not None and graph.edges <= LARGEST
-    share = 1.0 if there else min(1.0, MADE / max(graph.edges, 1))
-
-    def made(vertices: float, edges: float) -> Partition:
-        n = max(2, round(vertices))
-        return extract(drawn(like, n, max(2, round(edges)), seed), torch.zeros(n, dtype=torch.long), 0, 1)
-
-    n, e = graph.vertices * share, graph.edges * share
-    return [like if there else made(n, e), made(n / 4, e / 4), made(n, e / 4)]
 
 
 @dataclass(frozen=True)
@@ -120,7 +54,7 @@ class Measured:
         rates: Seconds and bytes that cross, by row and edge.
         held: Bytes held.
         transposed: Bytes a vertex of all transposes: of columns that are shared out, of others. None without.
-        sliced: Seconds of a rank in two slices, and of one in four: see :class:`planner.meshes.Sliced`.
+        sliced: Of a rank in two slices, and of one in four. None without.
     """
 
     model: nn.Module
@@ -128,19 +62,20 @@ class Measured:
     rates: Rates
     held: Held
     transposed: tuple[float, float] | None
-    sliced: tuple[Sizes, Sizes] = ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    sliced: tuple[Timed, Timed] | None = None
 
     def record(self) -> list[Any]:
         """What was measured, as JSON has it."""
-        return [asdict(self.rates), asdict(self.held), self.transposed, list(map(list, self.sliced))]
+        return [asdict(self.rates), asdict(self.held), self.transposed, list(map(asdict, self.sliced or ()))]
 
     @staticmethod
     def of(model: nn.Module, decoupled: bool, record: list[Any]) -> Measured:
         """The same from its record."""
         rates, held, transposed, slices_of = record
         sent = None if transposed is None else (transposed[0], transposed[1])
-        two, four = ((none, row, edge) for none, row, edge in slices_of)
-        return Measured(model, decoupled, _rates(rates), _held(held), sent, (two, four))
+        took = [Timed(**each) for each in slices_of]
+        both = (took[0], took[1]) if took else None
+        return Measured(model, decoupled, _rates(rates), _held(held), sent, both)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +126,8 @@ class Study:
             PlanError: If the model fails on a small graph.
 
         Cost:
-            Five epochs of each model on each of three graphs of up to 4 million edges, where nothing is kept.
+            Some twenty epochs of each model on a graph of up to 4 million edges, and METIS cuts of it in two
+            and in four, where nothing is kept.
         """
         models = [(model, False)] + ([] if decoupled is None else [(decoupled, True)])
         same, own = [identity(each) for each, _ in models], kept or Kept()
@@ -284,7 +220,7 @@ class Study:
             groups = size // tensor
             counts, uncertain = self.parts(groups)
             if tensor > 1:
-                sliced, loads = self._sliced(own, counts, tensor)
+                sliced, loads = self._sliced(own, counts, groups, tensor)
                 found.append(
                     pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=1, sliced=sliced)
                 )
@@ -298,26 +234,33 @@ class Study:
             ]
         return found
 
-    def _sliced(self, each: Measured, counts: Sequence[Counts], size: int) -> tuple[Sliced, list[Load]]:
+    def _sliced(
+        self, each: Measured, counts: Sequence[Counts], groups: int, size: int
+    ) -> tuple[Sliced, list[Load]]:
         """Parts of which so many ranks slice the features."""
         assert each.transposed is not None
-        whole = self.graph.vertices  # shares of METIS's parts are taken to have equal numbers of edges
-        edges = [
-            self.graph.most_edges(size) if count.rows == whole else -(-count.edges // size)
-            for count in counts
-        ]
-        loads = [
-            replace(_load(count, each.held), memory=_sliced(count, size, most, each.held))
-            for count, most in zip(counts, edges, strict=True)
-        ]
+        assert each.sliced is not None
+
+        def measure() -> list[list[Any]]:
+            return [list(astuple(one)) for one in self.graph.shares(groups, size, self.way.seed)]
+
+        facts = [*self.facts[0][:4], self.way.seed, groups, size]
+        ranks = [Counts(*one) for one in self.kept.value("shares", facts, measure)]
+        loads = []
+        for part, count in enumerate(counts):
+            team = Team(count.rows, count.edges, count.halo, size)
+            own = ranks[part * size : (part + 1) * size] if len(ranks) > 1 else ranks
+            memory = max(float(each.held.at(one, team=team).total) for one in own)
+            loads.append(replace(_load(count, each.held), memory=memory))
         shared, common = each.transposed
         sent = (shared / size + common) * (size - 1) * self.graph.vertices
-        return Sliced(size, *each.sliced, sent), loads
+        two, four = ((one.seconds, one.row, one.edge) for one in each.sliced)
+        return Sliced(size, two, four, each.sliced[0].meetings, sent), loads
 
     def _slices(self, each: Measured, groups: int, cluster: Cluster) -> Candidate:
         """So many parts, of which all the ranks there are slice the features."""
         counts, uncertain = self.parts(groups)
-        sliced, loads = self._sliced(each, counts, cluster.size // groups)
+        sliced, loads = self._sliced(each, counts, groups, cluster.size // groups)
         return slices(sliced, loads, each.rates, cluster, uncertain, groups=groups, decoupled=each.decoupled)
 
 
@@ -336,12 +279,16 @@ def _measured(
         raise PlanError("a model runs on small graphs, where it is measured", held.fault, hint="kagome check")
     samples = samples_of(graph, part, way.seed)
     weights = tuple(map(float, held.gradients))
-    rates = Rates(*timed(model, samples, way), *crossing(model, part, way), weights)
+    forward, backward = crossing(model, part, way)
+    took = asdict(timed(model, cuts_of(graph, part, way.seed), way))
+    rates = Rates(**took, forward=forward, backward=backward, weights=weights)
     rates = replace(rates, alone=alone(model, samples[0], rates, way, most))
     if transposed is None:
         return Measured(model, decoupled, rates, held, None)
     small = [sample for sample in samples if sample.edge_index.size(1) <= SLICED]
-    two, four = (sliced(model, small, count, way) for count in (2, 4))
+    two, four = (
+        timed(model, [shares_of(each, count) for each in small], way, slices=count) for count in (2, 4)
+    )
     return Measured(model, decoupled, rates, held, transposed, (two, four))
 
 
@@ -352,7 +299,8 @@ def _rates(record: dict[str, Any]) -> Rates:
 
 def _held(record: dict[str, Any]) -> Held:
     known = {
-        name: {kind: tuple(each) for kind, each in record[name].items()} for name in ("by_unit", "by_slice")
+        name: {kind: tuple(each) for kind, each in record[name].items()}
+        for name in ("by_unit", "by_slice", "by_share")
     }
     return Held(**{**record, "gradients": tuple(record["gradients"]), **known})
 
@@ -385,9 +333,3 @@ def _ways(allow: Collection[Allowed]) -> list[tuple[bool, bool]]:
 
 def _load(counts: Counts, held: Held) -> Load:
     return Load(counts.rows, counts.edges, counts.sent, counts.halo, float(held.at(counts).total))
-
-
-def _sliced(whole: Counts, size: int, edges: int, held: Held) -> float:
-    """Bytes of a rank in feature slices, with so many edges of its own."""
-    own = Counts(-(-whole.rows // size), 0, edges, 0, 0, 0, -(-whole.train // size))
-    return float(held.at(own, of_all=(whole.rows, whole.edges)).total)
