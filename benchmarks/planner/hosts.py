@@ -32,8 +32,9 @@ from kagome.run.contention import work_done  # noqa: E402
 
 SIZES = 1 << 12, 1 << 16, 1 << 20
 """Bytes to each peer."""
-ROWS, WIDTH = 1_500, 128
-"""Of the work between two exchanges: a host that computes has no share of its core to spare for messages."""
+ROWS, WIDTH = 500, 128
+"""Of the work between two exchanges, about a small model's: a host that computes has no share of its core to
+spare for messages."""
 MEETINGS, TURNS = 6, 5
 """Exchanges in a turn, and turns, of which the median counts."""
 SECONDS, WORKS = 1.0, 4

@@ -10,9 +10,7 @@ Predictions are made from the model measured on one core of this machine, of whi
 from __future__ import annotations
 
 import json
-import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -76,32 +74,10 @@ class Options:
     """Folder of the results."""
 
 
-def emulated(rate: float, hosts: Mapping[str, Any], copied: float) -> Declared:
+def emulated(rate: float, hosts: Mapping[str, Any]) -> Declared:
     """The emulated hosts, as the planner knows clusters."""
     link, latency = hosts["links"][f"{rate:g}"]
-    more = {"latency": latency, "copying": copied}
-    return Declared("emulated hosts", HOSTS, 1, MEMORY, hosts["pace"], link, link, **more)
-
-
-def copying(size: int = 1 << 28) -> float:
-    """Seconds that this machine computes to send or to receive a byte through a socket."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        one = socket.create_connection(server.getsockname())
-        other, _ = server.accept()
-    chunk = memoryview(bytearray(1 << 20))
-
-    def send() -> None:
-        for _ in range(size // len(chunk)):
-            one.sendall(chunk)
-
-    with one, other:
-        sender, begun, left = threading.Thread(target=send), time.process_time(), size
-        sender.start()
-        into = bytearray(len(chunk))
-        while left:
-            left -= other.recv_into(into)
-        sender.join()
-        return (time.process_time() - begun) / size / 2
+    return Declared("emulated hosts", HOSTS, 1, MEMORY, hosts["pace"], link, link, latency)
 
 
 def predicted(setting: Setting, options: Options, hosts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -109,9 +85,9 @@ def predicted(setting: Setting, options: Options, hosts: Mapping[str, Any]) -> d
     run = parse_train(setting.words(options.data))
     asked = PlanCommand(data=run.data, model=run.model, train=run.train, allow=ALLOW, cluster="emulated")
     study, _ = studied(asked, _builder(asked.model), Kept())
-    copied, found = copying(), {}
+    found = {}
     for rate in options.rates:
-        plans = study.plans(emulated(rate, hosts, copied), ALLOW)
+        plans = study.plans(emulated(rate, hosts), ALLOW)
         told = [*plans.fitting, *(one for one, _ in plans.refused)]
         found[f"{rate:g}"] = {one.name: one.record() for one in told}
     return found

@@ -31,8 +31,6 @@ class Cluster:
         latency: Seconds of a message.
         crowded: How fast a device computes while the others do too, as a share of how fast it does alone.
         cores: That the devices share by turns, where they are ranks of one machine.
-        copying: Seconds that a device of the machine that was measured computes to send or receive a byte:
-            where links are sockets of the host.
     """
 
     name: str
@@ -45,12 +43,11 @@ class Cluster:
     latency: float = 5e-6
     crowded: float = 1.0
     cores: float = inf
-    copying: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("name", "latency", "copying") and not value > 0:
+            if field.name not in ("name", "latency") and not value > 0:
                 raise PlanError(f"a cluster's {field.name} is above 0", f"it is {value}", where=self.name)
 
     @property
@@ -80,7 +77,7 @@ class Cluster:
             raise PlanError(
                 f"--cluster takes a TOML file or one of {', '.join(READY)}",
                 f"there is no file {file}",
-                hint="name, hosts, devices, memory, speed, inside, between; latency, crowded, cores, copying",
+                hint="name, hosts, devices, memory, speed, inside, between; latency, crowded, cores",
             )
         try:
             return _made(tomllib.loads(path.read_text()))

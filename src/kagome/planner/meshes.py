@@ -136,11 +136,7 @@ def parts(
     coded = replace(rates, forward=rates.coded[0], backward=rates.coded[1]) if onebit else rates
     sums, link = summed(parts, rates.weights), cluster.bandwidth(parts)
     busy = tuple(
-        (
-            computing(rates, load.rows, load.edges, load.sent + load.halo)
-            + coding * (load.sent + load.halo)
-            + cluster.copying * ((coded.forward + coded.backward) * (load.sent + load.halo) + 2 * sums)
-        )
+        (computing(rates, load.rows, load.edges, load.sent + load.halo) + coding * (load.sent + load.halo))
         / pace
         for load in loads
     )
@@ -193,11 +189,9 @@ def slices(
     pace = cluster.pace(size)
     most, halo = halos(rates, loads, groups) if groups > 1 else (0.0, 0.0)
     sums = summed(size, rates.weights)
-    copied = cluster.copying * 2 * (sliced.sent / size + most / count + sums)
     # What is crossed between parts is cut too.
     busy = tuple(
-        (sliced.computing(load) + rates.crossed * (load.sent + load.halo) / count + copied) / pace
-        for load in loads
+        (sliced.computing(load) + rates.crossed * (load.sent + load.halo) / count) / pace for load in loads
     )
     waits = sliced.sent * max(rows) / max(sum(rows), 1) / count / cluster.bandwidth(count)
     waits += (most / count + sums) / cluster.bandwidth(size)

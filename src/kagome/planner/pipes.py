@@ -68,14 +68,13 @@ def pipes(
     pace, (most, halo) = cluster.pace(size), halos(rates, loads, number)
     sent = {"stage": round(cut.crossing), "halo": round(halo)}
     sent |= {} if sliced is None else {"transpose": round(sliced.sent)}
-    copied = cluster.copying * 2 * sum(sent.values()) / number / tensor
     compute = max(
         sliced.computing(load)
         if sliced is not None
         else computing(rates, load.rows, load.edges, load.sent + load.halo)
         for load in loads
     )
-    compute = (compute + copied) / pace
+    compute /= pace
     python = CHUNK / min(pace, 1.0)  # a GPU does not hasten it
     link = cluster.bandwidth(size)
     message = cut.crossing / max(stages - 1, 1) / 2 / number / tensor / chunks / link + cluster.latency
