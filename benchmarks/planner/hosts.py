@@ -60,12 +60,16 @@ def measured(cluster: Cluster, rates: Sequence[float]) -> dict[str, Any]:
         folder = Path(name)
         words = [sys.executable, __file__, name, str(len(rates))]
         running = pool.submit(cluster.launch, words, env=THREADS)
-        for turn, rate in enumerate(rates):
-            while not (folder / f"ready-{turn}").exists() and not running.done():
-                time.sleep(0.02)
-            cluster.shape(rate)
-            (folder / f"go-{turn}").touch()
-        done = running.result()
+        try:
+            for turn, rate in enumerate(rates):
+                while not (folder / f"ready-{turn}").exists() and not running.done():
+                    time.sleep(0.02)
+                cluster.shape(rate)
+                (folder / f"go-{turn}").touch()
+            done = running.result()
+        except BaseException:
+            cluster.end()
+            raise
     failed = [one for one in done if one.returncode]
     if failed:
         raise RuntimeError(failed[0].stderr)
