@@ -35,9 +35,9 @@ SIZES = 1 << 12, 1 << 16, 1 << 20
 ROWS, WIDTH = 500, 128
 """Of the work between two exchanges, about a small model's: a host that computes has no share of its core to
 spare for messages."""
-MEETINGS, TURNS = 6, 5
+MEETINGS, TURNS = 4, 3
 """Exchanges in a turn, and turns, of which the median counts."""
-SECONDS, WORKS = 1.0, 4
+SECONDS, WORKS = 1.0, 2
 """Of the work by which hosts are compared with this machine, and how often."""
 
 

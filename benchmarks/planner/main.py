@@ -3,8 +3,9 @@
 Run: python benchmarks/planner/main.py --data ../shared/data    (as root; resumes where it stopped)
      python benchmarks/planner/main.py --data ../shared/data --fresh --hours 0    (predicts anew, no runs)
 
-Each setting is predicted, and its cuts are run, in the same minutes: a machine has fast hours and slow ones.
-Predictions are made from the model measured on one core of this machine, of which a host is a share.
+A setting is predicted before its cuts are run, and twice again after those of all; the median counts: a
+machine that others share has fast minutes and slow ones. Predictions are made from the model measured on one
+core of this machine, of which a host is a share.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -25,6 +27,7 @@ import tyro
 from kagome.cli import _builder, parse_train
 from kagome.commands import PlanCommand
 from kagome.planner.cluster import Cluster as Declared
+from kagome.planner.meshes import Candidate
 from kagome.run.kept import Kept
 from kagome.run.planning import studied
 
@@ -66,6 +69,8 @@ class Options:
     """sage on made graphs, gcn and gat with few layers, by parts and slices; gcn2 with 16, by stages too."""
     rates: list[float] = field(default_factory=lambda: [100.0, 300.0, 1000.0])
     """Mbit/s of each host's link, each way."""
+    passes: int = 3
+    """Predictions of each setting."""
     fresh: bool = False
     """Predict anew what was predicted before."""
     hours: float | None = None
@@ -81,7 +86,7 @@ def emulated(rate: float, hosts: Mapping[str, Any]) -> Declared:
 
 
 def predicted(setting: Setting, options: Options, hosts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """All plans of a setting by rate and name, from what is measured now."""
+    """A setting's plans by rate and name, from what is measured now."""
     run = parse_train(setting.words(options.data))
     asked = PlanCommand(data=run.data, model=run.model, train=run.train, allow=ALLOW, cluster="emulated")
     study, _ = studied(asked, _builder(asked.model), Kept())
@@ -89,8 +94,22 @@ def predicted(setting: Setting, options: Options, hosts: Mapping[str, Any]) -> d
     for rate in options.rates:
         plans = study.plans(emulated(rate, hosts), ALLOW)
         told = [*plans.fitting, *(one for one, _ in plans.refused)]
-        found[f"{rate:g}"] = {one.name: one.record() for one in told}
+        found[f"{rate:g}"] = {one.name: noted(one) for one in told if one.name in setting.cuts}
     return found
+
+
+def noted(plan: Candidate) -> dict[str, Any]:
+    """What is kept of a plan."""
+    names = (
+        "exact",
+        "epoch_seconds",
+        "compute_seconds",
+        "exposed_seconds",
+        "bytes_per_epoch",
+        "memory_bytes",
+    )
+    record = plan.record()
+    return {name: record[name] for name in names}
 
 
 def epochs(plans: Mapping[str, Mapping[str, Any]], cut: str, rates: Sequence[float]) -> list[int]:
@@ -114,18 +133,26 @@ def table(runs: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     for key, plan, row in pairs:
         case, _, cut = key.rpartition("/")
         guess, took = plan["epoch_seconds"], row["epoch_seconds"]
-        size, held = sum(plan["bytes_per_epoch"].values()), max(row["held_bytes"])
+        size, held = sum(plan["bytes_per_epoch"].values()), measured_memory(cut, row)
         lines.append(
             f"| {case} | {cut} | {guess:.3f} | {took:.3f} | {guess / took - 1:+.0%} | {size / 1e6:,.2f} |"
             f" {row['bytes_per_epoch']['total'] / 1e6:,.2f} | {plan['memory_bytes'] / 1e6:,.1f} |"
-            f" {held / 1e6:,.1f} |"
+            f" {'not known' if held is None else f'{held / 1e6:,.1f}'} |"
         )
     return "\n".join([*lines, "", *errors(pairs), "", *choices(pairs)]) + "\n"
 
 
-def _plan(found: Mapping[str, Any], key: str) -> Any:
+def measured_memory(cut: str, row: Mapping[str, Any]) -> float | None:
+    """Bytes that the fullest rank held; a stage does not say what its activations take."""
+    return None if cut in STAGES else float(max(row["held_bytes"]))
+
+
+def _plan(found: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+    """What is predicted for a run, its seconds the median of all predictions; None where nothing is."""
     *setting, rate, cut = key.split("/")
-    return found.get("/".join(setting), {"rates": {}})["rates"].get(rate, {}).get(cut)
+    passes = found.get("/".join(setting), [])
+    plans = [one["rates"][rate][cut] for one in passes if cut in one["rates"].get(rate, {})]
+    return {**plans[-1], "epoch_seconds": median(one["epoch_seconds"] for one in plans)} if plans else None
 
 
 def errors(pairs: Sequence[tuple[str, Any, Any]]) -> Iterator[str]:
@@ -135,18 +162,22 @@ def errors(pairs: Sequence[tuple[str, Any, Any]]) -> Iterator[str]:
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
     for name, cuts in {"all": None, **GROUPS}.items():
-        those = [(plan, row) for key, plan, row in pairs if cuts is None or key.rpartition("/")[2] in cuts]
+        those = [one for one in pairs if cuts is None or one[0].rpartition("/")[2] in cuts]
         if len(those) < 2:
             continue
-        off = [plan["epoch_seconds"] / row["epoch_seconds"] - 1 for plan, row in those]
+        off = [plan["epoch_seconds"] / row["epoch_seconds"] - 1 for _, plan, row in those]
         size = [
             abs(sum(plan["bytes_per_epoch"].values()) / row["bytes_per_epoch"]["total"] - 1)
-            for plan, row in those
+            for _, plan, row in those
         ]
-        held = [abs(plan["memory_bytes"] / max(row["held_bytes"]) - 1) for plan, row in those]
+        memory = [
+            (plan["memory_bytes"], measured_memory(key.rpartition("/")[2], row)) for key, plan, row in those
+        ]
+        held = [abs(guess / there - 1) for guess, there in memory if there is not None]
         many = quantiles(map(abs, off), n=10, method="inclusive")[-1]
         cells = [name, f"{len(off)}", f"{median(map(abs, off)):.0%}", f"{many:.0%}", f"{median(off):+.0%}"]
-        cells += [f"{max(size):.2%}", f"{sum(each <= 0.1 for each in held)}", f"{max(held):.0%}"]
+        cells += [f"{max(size):.2%}", f"{sum(each <= 0.1 for each in held)} of {len(held)}"]
+        cells.append(f"{max(held):.0%}" if held else "-")
         yield f"| {' | '.join(cells)} |"
 
 
@@ -188,18 +219,21 @@ def main(options: Options) -> None:
         (options.out / "results.md").write_text(table(runs, plans))
 
     begun = time.monotonic()
+    asked = list(settings(options.graphs, options.models))
     try:
         with ExitStack() as stack:
             cluster = stack.enter_context(Cluster(HOSTS, options.rates[0], name="kagome-plans"))
-            for setting in settings(options.graphs, options.models):
-                if options.fresh or setting.name not in plans:
+            for turn, setting in product(range(options.passes), asked):
+                if options.fresh and not turn:
+                    plans.pop(setting.name, None)
+                passes = plans.setdefault(setting.name, [])
+                if len(passes) <= turn:
                     since, facts = time.perf_counter(), hosts.measured(cluster, options.rates)
-                    plans[setting.name] = {"hosts": facts, "rates": predicted(setting, options, facts)}
-                    print(
-                        f"{setting.name}: planned in {time.perf_counter() - since:.1f} s, {facts}", flush=True
-                    )
+                    passes.append({"hosts": facts, "rates": predicted(setting, options, facts)})
+                    took = time.perf_counter() - since
+                    print(f"{setting.name}: planned in {took:.1f} s, {facts}", flush=True)
                     write()
-                for cut in setting.cuts:
+                for cut in () if turn else setting.cuts:
                     cases = [
                         case
                         for case in setting.cases(cut, options.rates)
@@ -209,7 +243,7 @@ def main(options: Options) -> None:
                     if late or not cases:
                         continue
                     more = setting.options(cut, options.data, options.out / "runs")
-                    counts = epochs(plans[setting.name]["rates"], cut, [case.rate for case in cases])
+                    counts = epochs(passes[0]["rates"], cut, [case.rate for case in cases])
                     runs |= speed.measure(cases, more, cluster, counts)
                     write()
                     for case in cases:

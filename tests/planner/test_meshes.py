@@ -262,9 +262,18 @@ def test_stages_wait_for_each_other() -> None:
     assert one.epoch_seconds == pytest.approx(2 * (busy - 7 * CHUNK), rel=1e-3)
     assert one.memory_bytes < history.memory_bytes
     assert history.bytes_per_epoch == {"stage": 8_000, "halo": 0, "weights": 0}
+    whole = replace(alone[0], whole=1e6)
+    assert one.memory_bytes == 1.5e6
+    found = pipes(cut, 1, [whole], rates, fast, 0.0, chunks=1)
+    assert found.memory_bytes == 1e6 + 2e6 / 2  # data, tables and weights are in every stage
+    found = pipes(cut, 1, [whole], rates, fast, 0.0, chunks=8)
+    assert found.memory_bytes == 2e6 + 3 * 64 * 110 / 2  # and three rows for each of a read
+    both = pipes(cut, 2, LOADS, RATES, ONE, 0.0, chunks=8, exact=True)
+    assert both.name == "pipe=2 graph=2 cross_chunk=exact"
+    assert both.bytes_per_epoch["halo"] == 6_400
     both = pipes(cut, 2, LOADS, RATES, ONE, 0.0, chunks=8)
     assert both.name == "pipe=2 graph=2"
-    assert both.bytes_per_epoch["halo"] == 6_400
+    assert both.bytes_per_epoch["halo"] == 50 * 64 + round(50 * 64 * 2 / 3)
     thin = pipes(
         cut,
         1,

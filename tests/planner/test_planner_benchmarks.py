@@ -68,7 +68,10 @@ def test_predictions_are_set_beside_measured_runs() -> None:
         "graph=4 max_age=1": plan(0.5, exact=False),
         "never": plan(0.1),
     }
-    found = {"g/gcn/3/128": {"hosts": {}, "rates": {"100": plans, "300": plans}}}
+    one = {"hosts": {}, "rates": {"100": plans, "300": plans}}
+    slow = {"hosts": {}, "rates": {"100": {name: plan(9.0) for name in plans}}}  # a slow minute
+    fast = {"hosts": {}, "rates": {"100": {name: plan(0.1) for name in plans}}}
+    found = {"g/gcn/3/128": [slow, fast, one]}
     runs = {
         "g/gcn/3/128/100/graph=4": ran(1.0),
         "g/gcn/3/128/100/tensor=4": ran(1.2, held=2.5e6),
@@ -81,8 +84,8 @@ def test_predictions_are_set_beside_measured_runs() -> None:
     assert "| g/gcn/3/128/100 | graph=4 | 1.000 | 1.000 | +0% | 10.00 | 10.00 | 3.0 | 3.0 |" in text
     assert "| g/gcn/3/128/100 | tensor=4 | 0.900 | 1.200 | -25% |" in text
     assert "graph=2" not in text
-    assert "| all | 4 | 12% | 25% | +0% | 0.00% | 3 | 20% |" in text
-    assert "| parts | 2 | 12% | 22% | +12% | 0.00% | 2 | 0% |" in text
+    assert "| all | 4 | 12% | 25% | +0% | 0.00% | 3 of 4 | 20% |" in text
+    assert "| parts | 2 | 12% | 22% | +12% | 0.00% | 2 of 2 | 0% |" in text
     # Of the exact ones tensor=4 would be taken, of all max_age=1.
     assert "Of exact cuts the chosen one is within 5 % of the best in 0 of 1 settings; at worst 1.20" in text
     assert "Of all cuts the chosen one is within 5 % of the best in 1 of 1 settings; at worst 1.00" in text
@@ -111,10 +114,23 @@ def test_epochs_take_about_as_long_at_each_rate() -> None:
 def test_small_runs_are_predicted_and_run(tmp_path: Path) -> None:
     """Everything at once, where hosts can be emulated."""
     need_cluster()
-    words = ("--graphs", "digits", "--models", "gcn", "--rates", 1000, "--hours", 0, "--out", tmp_path)
+    words = (
+        "--graphs",
+        "digits",
+        "--models",
+        "gcn",
+        "--rates",
+        1000,
+        "--hours",
+        0,
+        "--passes",
+        1,
+        "--out",
+        tmp_path,
+    )
     done = warm.run(BENCHMARKS / "planner" / "main.py", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads((tmp_path / "results.json").read_text())["plans"]["digits/gcn/3/128"]
+    told = json.loads((tmp_path / "results.json").read_text())["plans"]["digits/gcn/3/128"][0]
     assert 0 < told["hosts"]["pace"] < 1
     assert 1e7 < told["hosts"]["links"]["1000"][0] < 1.3e8
     assert {"graph=4", "tensor=4", "graph=4 decouple=True"} <= set(told["rates"]["1000"])

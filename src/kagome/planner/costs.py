@@ -22,6 +22,7 @@ class Load:
         sent: Rows sent to peers, forward.
         halo: Rows read of peers, of which gradients go back.
         memory: Bytes held.
+        whole: Of them, what each stage of a pipeline holds whole: data, tables, weights.
     """
 
     rows: float
@@ -29,6 +30,7 @@ class Load:
     sent: float
     halo: float
     memory: float
+    whole: float = 0.0
 
 
 @dataclass(frozen=True)

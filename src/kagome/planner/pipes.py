@@ -6,7 +6,7 @@ Where it sits: beside ``meshes``; the schedule simulator tells how stages wait.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kagome.planner.cluster import Cluster
 from kagome.planner.costs import Load, Rates, Sliced, computing, halos, summed
@@ -34,8 +34,12 @@ class Cut:
 
 CHUNK = 2.3e-3
 """Seconds that Python takes for a chunk and a read of neighbours, both ways (benchmarks/pipeline)."""
-TABLES = 1.5
-"""A stage keeps rows of each read beside its activations: so many times what its layers alone keep."""
+TABLES = 3
+"""Rows that a stage with chunks keeps for each of a part and each read: of this epoch, of one before, and of
+gradients."""
+FRESH = 2 / 3
+"""Of the rows that cross between parts in chunks with history, those whose gradients go back: a row is fresh
+for a chunk that comes after its own, so ``1 - 1 / (r + 1)`` of those that r chunks read; two on average."""
 
 
 def pipes(
@@ -65,7 +69,9 @@ def pipes(
     """
     stages, tensor = len(cut.shares), 1 if sliced is None else sliced.count
     size = stages * number * tensor
-    pace, (most, halo) = cluster.pace(size), halos(rates, loads, number)
+    old = chunks > 1 and not exact
+    pace = cluster.pace(size)
+    most, halo = halos(replace(rates, backward=rates.backward * FRESH) if old else rates, loads, number)
     sent = {"stage": round(cut.crossing), "halo": round(halo)}
     sent |= {} if sliced is None else {"transpose": round(sliced.sent)}
     compute = max(
@@ -105,7 +111,17 @@ def pipes(
         busy,
         run.seconds + waits - busy,
         sent,
-        max(load.memory for load in loads) * max(cut.shares) * (1.0 if chunks == 1 else TABLES),
+        max(
+            load.whole
+            + (load.memory - load.whole) * share
+            + (
+                0
+                if chunks == 1
+                else TABLES * rates.forward * (load.rows + load.halo) * reads / sum(cut.reads)
+            )
+            for load in loads
+            for share, reads in zip(cut.shares, cut.reads, strict=True)
+        ),
         uncertain if number > 1 else 0.0,
         run=run,
     )

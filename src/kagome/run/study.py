@@ -30,6 +30,7 @@ from kagome.planner.cluster import Cluster
 from kagome.planner.costs import Load, Rates, Sliced
 from kagome.planner.meshes import Candidate, Plans, parts, ranked, slices
 from kagome.planner.pipes import Cut, default_chunks, pipes
+from kagome.report.holdings import Holdings
 from kagome.run.counts import Counts, Team
 from kagome.run.forecast import Rates as Held
 from kagome.run.forecast import Way, rates_of
@@ -196,7 +197,7 @@ class Study:
             rates = self.coded(place) if "onebit" in allow and size > 1 else each.rates
             for number in numbers:
                 counts, uncertain = self.parts(number)
-                loads = [_load(count, each.held) for count in counts]
+                loads = [_load(count, each.held.at(count)) for count in counts]
                 for onebit, late in _ways(allow if number > 1 else ()):
                     more = {"decoupled": each.decoupled, "onebit": onebit, "late": late}
                     found.append(parts(number, loads, rates, cluster, uncertain, **more))
@@ -225,7 +226,7 @@ class Study:
                     pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=1, sliced=sliced)
                 )
                 continue
-            loads = [_load(count, own.held) for count in counts]
+            loads = [_load(count, own.held.at(count)) for count in counts]
             usual = default_chunks(stages, 1)
             ways = [(1, False), (usual, True), *([(usual, False)] if history else [])]
             found += [
@@ -250,8 +251,8 @@ class Study:
         for part, count in enumerate(counts):
             team = Team(count.rows, count.edges, count.halo, size)
             own = ranks[part * size : (part + 1) * size] if len(ranks) > 1 else ranks
-            memory = max(float(each.held.at(one, team=team).total) for one in own)
-            loads.append(replace(_load(count, each.held), memory=memory))
+            fullest = max((each.held.at(one, team=team) for one in own), key=lambda one: one.total)
+            loads.append(_load(count, fullest))
         shared, common = each.transposed
         sent = (shared / size + common) * (size - 1) * self.graph.vertices
         two, four = ((one.seconds, one.row, one.edge) for one in each.sliced)
@@ -331,5 +332,7 @@ def _ways(allow: Collection[Allowed]) -> list[tuple[bool, bool]]:
     return list(product(bits, late))
 
 
-def _load(counts: Counts, held: Held) -> Load:
-    return Load(counts.rows, counts.edges, counts.sent, counts.halo, float(held.at(counts).total))
+def _load(counts: Counts, held: Holdings) -> Load:
+    """What a part asks of a rank that holds so much."""
+    whole = held.features + held.edges + held.tables + held.weights
+    return Load(counts.rows, counts.edges, counts.sent, counts.halo, float(held.total), float(whole))
