@@ -50,7 +50,7 @@ def measured(cluster: Cluster, rates: Sequence[float]) -> dict[str, Any]:
 
     Returns:
         ``pace``; ``links``, by rate: bytes a second that a host sends to all others at once, while they do
-        the same, and seconds of an exchange of nothing, as between pieces of work.
+        the same, and seconds of an empty message to one of them, as between pieces of work.
 
     Raises:
         RuntimeError: If a host fails.
@@ -78,9 +78,8 @@ def measured(cluster: Cluster, rates: Sequence[float]) -> dict[str, Any]:
     for turn, rate in enumerate(rates):
         took = [max(1e-6, median(one["seconds"][turn][size] for one in said)) for size in range(len(SIZES))]
         # Each size counts by its share, not by its seconds.
-        units = [
-            [1 / each, size * (cluster.hosts - 1) / each] for size, each in zip(SIZES, took, strict=True)
-        ]
+        others = cluster.hosts - 1
+        units = [[others / each, size * others / each] for size, each in zip(SIZES, took, strict=True)]
         (latency, byte), _ = nnls(np.array(units) * [1, 1e-6], np.ones(len(SIZES)))
         links[f"{rate:g}"] = [1e6 / float(byte), float(latency)]
     alone += [work_done(SECONDS) for _ in range(WORKS)]

@@ -180,8 +180,13 @@ def test_messages_take_their_time_each_however_small() -> None:
     rates = replace(RATES, meetings=5)
     waits = parts(2, LOADS, rates, ONE, 0.0).exposed_seconds
     assert parts(2, LOADS, rates, far, 0.0).exposed_seconds == pytest.approx(waits + (5 + 2) * 1e-2)
+    three = parts(3, LOADS[:1], rates, far, 0.0).exposed_seconds
+    assert three - parts(3, LOADS[:1], rates, ONE, 0.0).exposed_seconds == pytest.approx(2 * (5 + 2) * 1e-2)
     alone = [Load(110, 900, 0, 0, 1e6)]
     assert parts(1, alone, rates, far, 0.0).exposed_seconds == 0.0
+    both = [slices(SLICED, LOADS, rates, each, groups=2, decoupled=False) for each in (ONE, far)]
+    waits = both[1].exposed_seconds - both[0].exposed_seconds
+    assert waits == pytest.approx((1 * 6 + 2 * 5 + 3 * 2) * 1e-2)
     waits = slices(SLICED, alone, rates, ONE, decoupled=False).exposed_seconds
     assert slices(SLICED, alone, rates, far, decoupled=False).exposed_seconds == pytest.approx(
         waits + (6 + 2) * 1e-2

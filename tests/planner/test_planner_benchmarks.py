@@ -57,7 +57,9 @@ def plan(seconds: float, *, exact: bool = True) -> dict[str, object]:
 
 
 def ran(seconds: float, held: float = 3e6) -> dict[str, object]:
-    return {"epoch_seconds": seconds, "bytes_per_epoch": {"total": 1e7}, "held_bytes": [2e6, held]}
+    spread = [0.9 * seconds, 1.1 * seconds]
+    size = {"total": 1e7}
+    return {"epoch_seconds": seconds, "spread": spread, "bytes_per_epoch": size, "held_bytes": [2e6, held]}
 
 
 def test_predictions_are_set_beside_measured_runs() -> None:
@@ -87,8 +89,14 @@ def test_predictions_are_set_beside_measured_runs() -> None:
     assert "| all | 4 | 12% | 25% | +0% | 0.00% | 3 of 4 | 20% |" in text
     assert "| parts | 2 | 12% | 22% | +12% | 0.00% | 2 of 2 | 0% |" in text
     # Of the exact ones tensor=4 would be taken, of all max_age=1.
-    assert "Of exact cuts the chosen one is within 5 % of the best in 0 of 1 settings; at worst 1.20" in text
-    assert "Of all cuts the chosen one is within 5 % of the best in 1 of 1 settings; at worst 1.00" in text
+    exact, every = text.splitlines()[-2:]
+    assert exact.startswith(
+        "Of exact cuts the chosen one is within 5 % of the best in 0 of 1 settings, within that"
+    )
+    assert exact.strip().endswith("slowest epoch in 0; at worst 1.20 times as slow.")
+    assert every.strip().endswith("slowest epoch in 1; at worst 1.00 times as slow.")
+    near = {**runs, "g/gcn/3/128/100/tensor=4": ran(1.09)}
+    assert "slowest epoch in 1; at worst 1.09" in main.table(near, found)
 
 
 def test_each_cut_is_run_as_the_planner_calls_it() -> None:

@@ -28,7 +28,7 @@ class Cluster:
             bound by memory, so a ratio of memory bandwidths.
         inside: Bytes a second of one device to those of its host.
         between: Bytes a second of one device to those of other hosts.
-        latency: Seconds of a message.
+        latency: Seconds of a message, however small; a rank sends one after another.
         crowded: How fast a device computes while the others do too, as a share of how fast it does alone.
         cores: That the devices share by turns, where they are ranks of one machine.
     """

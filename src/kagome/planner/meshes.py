@@ -105,7 +105,7 @@ HIDES = 0.9
 """Of what could travel while a rank computes, so much does: late rows between emulated hosts hid 0.88 or more
 in 11 of 12 settings (benchmarks/wire)."""
 ROUNDS = 2
-"""Of messages that a sum of gradients takes."""
+"""Of messages to each other rank that a sum of gradients takes."""
 
 
 def parts(
@@ -144,8 +144,7 @@ def parts(
     most, halo = halos(coded, loads, parts)
     comes = most / link
     waits = comes - HIDES * min(comes, compute * (1.0 if late else rates.meanwhile)) + sums / link
-    if parts > 1:
-        waits += cluster.latency * (rates.meetings + ROUNDS * len(rates.weights))
+    waits += cluster.latency * (parts - 1) * (rates.meetings + ROUNDS * len(rates.weights))
     settings = settings_of(decoupled, graph=parts)
     settings |= {"codec": "onebit"} if onebit else {}
     settings |= {"max_age": 1} if late else {}
@@ -195,8 +194,8 @@ def slices(
     )
     waits = sliced.sent * max(rows) / max(sum(rows), 1) / count / cluster.bandwidth(count)
     waits += (most / count + sums) / cluster.bandwidth(size)
-    meetings = sliced.meetings + (rates.meetings if groups > 1 else 0)
-    waits += cluster.latency * (meetings + ROUNDS * len(rates.weights))
+    messages = (count - 1) * sliced.meetings + (size - count) * rates.meetings
+    waits += cluster.latency * (messages + (size - 1) * ROUNDS * len(rates.weights))
     sent = {"transpose": round(sliced.sent), "weights": round(sums * size)}
     return Candidate(
         settings_of(decoupled, graph=groups, tensor=count),

@@ -41,6 +41,8 @@ from kagome.run.staging import stage_model
 
 SLICED = 2_000_000
 """Edges of the largest graph on which feature slices are timed."""
+MOST_SLICES = 64
+"""More are not planned: columns run out, and what they take was told from two and four."""
 WAY = Way(several=True)
 """How a model is run if nothing else is said."""
 
@@ -202,7 +204,8 @@ class Study:
                     more = {"decoupled": each.decoupled, "onebit": onebit, "late": late}
                     found.append(parts(number, loads, rates, cluster, uncertain, **more))
             if each.transposed is not None:
-                found += [self._slices(each, number, cluster) for number in numbers[:-1]]
+                some = [number for number in numbers[:-1] if size // number <= MOST_SLICES]
+                found += [self._slices(each, number, cluster) for number in some]
         for stages in numbers[1:]:
             cut = self.stages(stages)
             if cut is None:
@@ -216,7 +219,7 @@ class Study:
         own, stages, found = self.models[0], len(cut.shares), []
         size = cluster.size // stages
         for tensor in (number for number in range(1, size + 1) if size % number == 0):
-            if tensor > 1 and own.transposed is None:
+            if tensor > MOST_SLICES or (tensor > 1 and own.transposed is None):
                 continue
             groups = size // tensor
             counts, uncertain = self.parts(groups)
