@@ -140,5 +140,6 @@ def test_small_runs_are_predicted_and_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads((tmp_path / "results.json").read_text())["plans"]["digits/gcn/3/128"][0]
     assert 0 < told["hosts"]["pace"] < 1
-    assert 1e7 < told["hosts"]["links"]["1000"][0] < 1.3e8
+    # 125 MB/s, and what a link carries at once after a pause: a quarter of a megabyte of each few.
+    assert 1e7 < told["hosts"]["links"]["1000"][0] < 5e8
     assert {"graph=4", "tensor=4", "graph=4 decouple=True"} <= set(told["rates"]["1000"])
