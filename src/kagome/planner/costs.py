@@ -34,24 +34,17 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What a model costs here, by row and edge.
+class Timed:
+    """What a rank's epoch takes here, beside the bytes of its messages; nothing is below 0.
 
     Args:
-        seconds: Of an epoch that computes nothing.
+        seconds: Of one that computes nothing.
         row: Seconds of a row.
         edge: Seconds of an edge.
         crossed: Seconds of a row that is sent to a peer or read of one.
-        meanwhile: Share of an epoch's computing in which rows travel that nobody waits for yet.
+        meanwhile: Share of its seconds in which rows travel that nobody waits for yet.
         uneven: Seconds of whoever takes longest from one exchange to the next, over the slowest rank's.
-        meetings: Exchanges and sums of all ranks, but for those of gradients.
-        forward: Bytes that cross for a row that is sent, forward.
-        backward: Bytes that cross for a halo row, backward.
-        weights: Bytes of gradients, of each message that carries some.
-        coded: ``forward`` and ``backward`` with one bit a number.
-        coding: Seconds to code a byte of them, and to restore it.
-        alone: How many times as fast as that one rank computes that has no peers, and all of this machine's
-            cores.
+        meetings: Exchanges and sums of all ranks.
     """
 
     seconds: float
@@ -61,6 +54,22 @@ class Rates:
     meanwhile: float
     uneven: float
     meetings: int
+
+
+@dataclass(frozen=True)
+class Rates(Timed):
+    """What a model costs here, by row and edge: beside its seconds what crosses.
+
+    Args:
+        forward: Bytes that cross for a row that is sent, forward.
+        backward: Bytes that cross for a halo row, backward.
+        weights: Bytes of gradients, of each message that carries some.
+        coded: ``forward`` and ``backward`` with one bit a number.
+        coding: Seconds to code a byte of them, and to restore it.
+        alone: How many times as fast as that one rank computes that has no peers, and all of this machine's
+            cores.
+    """
+
     forward: float
     backward: float
     weights: tuple[float, ...]

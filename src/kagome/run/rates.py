@@ -32,7 +32,7 @@ from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
 from kagome.neighbors.recompute import recompute
-from kagome.planner.costs import Rates, computing
+from kagome.planner.costs import Rates, Timed, computing
 from kagome.run.counts import counts_of
 from kagome.run.forecast import Way
 from kagome.run.made import drawn, made_pieces
@@ -221,29 +221,6 @@ def transposes(model: nn.Module, part: Partition, way: Way) -> tuple[float, floa
         return None
     shared = max(0.0, 4 * (two - four))
     return (shared, max(0.0, two - shared / 2)) if two else None
-
-
-@dataclass(frozen=True)
-class Timed:
-    """What a rank's epoch takes here, beside the bytes of its messages; nothing is below 0.
-
-    Args:
-        seconds: Of one that computes nothing.
-        row: Seconds of a row.
-        edge: Seconds of an edge.
-        crossed: Seconds of a row that is sent to a peer or read of one.
-        meanwhile: Share of its seconds in which rows travel that nobody waits for yet.
-        uneven: Seconds of whoever takes longest from one exchange to the next, over the slowest rank's.
-        meetings: Exchanges and sums of all ranks.
-    """
-
-    seconds: float
-    row: float
-    edge: float
-    crossed: float
-    meanwhile: float
-    uneven: float
-    meetings: int
 
 
 def timed(

@@ -27,7 +27,7 @@ from kagome.graph.partition import Partition
 from kagome.model.identity import identity
 from kagome.model.stages import stage_bytes
 from kagome.planner.cluster import Cluster
-from kagome.planner.costs import Load, Rates, Sliced
+from kagome.planner.costs import Load, Rates, Sliced, Timed
 from kagome.planner.meshes import Candidate, Plans, parts, ranked, slices
 from kagome.planner.pipes import Cut, default_chunks, pipes
 from kagome.report.holdings import Holdings
@@ -36,7 +36,7 @@ from kagome.run.forecast import Rates as Held
 from kagome.run.forecast import Way, rates_of
 from kagome.run.graphs import Graph, cuts_of, samples_of
 from kagome.run.kept import Kept
-from kagome.run.rates import Timed, alone, coded, coding, crossing, shares_of, timed, transposes
+from kagome.run.rates import alone, coded, coding, crossing, shares_of, timed, transposes
 from kagome.run.staging import stage_model
 
 SLICED = 2_000_000
