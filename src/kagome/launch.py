@@ -121,6 +121,8 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with(launcher)
     _write(folder / f"pid-{rank}", os.getpid())
+    while not (folder / "known").exists() and not _ended(launcher):
+        time.sleep(0.01)  # one that died before would leave no exit code, and a peer's CommError would be told
     try:
         result = function(*args)
     except SystemExit as error:
@@ -177,10 +179,13 @@ class _Guard:
 
     def _run(self) -> None:
         failed_at: float | None = None
-        while not self._stop.wait(0.25):
+        known = False
+        while not self._stop.wait(0.25 if known else 0.02):
             pids = self._pids()
-            if len(pids) == self.nproc and not self.codes:
+            if len(pids) == self.nproc and not known:
                 self._remember(pids)
+                (self.folder / "known").touch()
+                known = True
             if (self.folder / "stopping").exists():
                 continue
             died = [
