@@ -122,7 +122,7 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
     _die_with(launcher)
     _write(folder / f"pid-{rank}", os.getpid())
     while not (folder / "known").exists() and not _ended(launcher):
-        time.sleep(0.01)  # one that died before would leave no exit code, and a peer's CommError would be told
+        time.sleep(0.01)  # one that died before would leave no exit code: a peer would be blamed
     try:
         result = function(*args)
     except SystemExit as error:
