@@ -15,7 +15,10 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from pipeline import speed, sweep  # noqa: E402
+from pipeline import speed, sweep, tables  # noqa: E402
+from pipeline.bubbles import bubbles  # noqa: E402
+
+from kagome.report.spans import Span  # noqa: E402
 
 
 class Links:
@@ -102,3 +105,31 @@ def test_figures_are_those_of_the_epochs_that_count() -> None:
     assert row["waited_per_epoch"] == {"halo": 0.75, "other": 0.15}
     assert row["hidden_share"] == {"halo": 0.5}
     assert row["exposed_share"] == pytest.approx(0.3)
+
+
+def test_a_bubble_is_simulated_with_the_links_of_its_rate() -> None:
+    # Two stages, a chunk: each computes for a second a way, a message of a megabyte takes half of one.
+    spans = [
+        [
+            Span("0F0", 0.0, 1.0, 3),
+            Span("0SEND_F0", 1.0, 0.0, 3),
+            Span("0RECV_B0", 1.0, 3.0, 3),
+            Span("0B0", 4.0, 1.0, 3),
+        ],
+        [
+            Span("1RECV_F0", 0.0, 1.5, 3),
+            Span("1F0", 1.5, 1.0, 3),
+            Span("1B0", 2.5, 1.0, 3),
+            Span("1SEND_B0", 3.5, 0.0, 3),
+        ],
+    ]
+    found = bubbles(spans, [3], 16.0, 2e6)
+    assert found == {"measured": pytest.approx(0.6), "simulated": pytest.approx(0.6)}
+    free = bubbles(spans, [3], 16e6, 2e6)
+    assert free == {"measured": pytest.approx(0.6), "simulated": pytest.approx(0.5, abs=1e-5)}
+    rows = [
+        {"graph": "g", "model": "m", "rate": 16.0, "mesh": "pipe", "bubble": one} for one in (found, free)
+    ]
+    assert tables.bubbles(rows[:1], {"pipe": "pipe=2"})[-1] == "| g | m | pipe=2 | 16 | 60% | 60% |"
+    assert "10.0% at most" in "".join(tables.bubbles([rows[0], rows[1] | {"rate": 9.0}], {"pipe": "pipe"}))
+    assert bubbles([], [3], 16.0, 0.0) is None

@@ -29,6 +29,9 @@ sys.path.insert(0, str(HERE.parent))
 
 from cluster import Cluster, NotPermittedError, default_share, end_on_sigterm  # noqa: E402
 from pipeline import sweep, tables  # noqa: E402
+from pipeline.bubbles import bubbles  # noqa: E402
+
+from kagome.report.timeline import read_trace  # noqa: E402
 
 GRAPHS = {
     "cornell5": ["--data.name", "cornell5", "--data.project", "128"],
@@ -45,7 +48,7 @@ GRAPHS = {
 NAMES = {"graph": "graph={graph}", "pipe": "pipe={pipe}", "hybrid": "pipe={pipe} x graph={graph}"}
 TRAIN = ["--model.dropout", "0.5", "--train.lr", "0.001", "--train.weight-decay", "0"]
 TRAIN += ["--train.eval-every", "1000", "--train.no-check", "--parallel.no-shared-memory"]
-QUIET = ["--report.no-page", "--report.no-trace", "--report.no-progress"]
+QUIET = ["--report.no-page", "--report.no-progress"]
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
 
 
@@ -179,10 +182,13 @@ def measure(
         why = "\n".join(said) or f"exit code {failed[0].returncode}"
         return {key: {**row, "error": why} for key, row in rows.items()}
     summary = json.loads((folder / "summary.json").read_text())
-    return {
-        key: {**row, **(figures(found, summary) if found else {"error": "no epochs at this rate"})}
-        for (key, row), found in zip(rows.items(), lines, strict=True)
-    }
+    spans = read_trace(folder / "trace.json") if first.pipe > 1 else []
+    sent = summary["bytes_per_epoch"].get("stage", 0)
+    for row, found in zip(rows.values(), lines, strict=True):
+        row |= figures(found, summary) if found else {"error": "no epochs at this rate"}
+        if spans and found:
+            row["bubble"] = bubbles(spans, [line["epoch"] for line in found], row["rate"], sent)
+    return rows
 
 
 def figures(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, geometric_mean
+from statistics import fmean, geometric_mean, median
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -139,7 +139,7 @@ def page(facts: Mapping[str, Any], rows: Sequence[Row], names: Mapping[str, str]
         f"{FREE / 1000:g} Gbit/s saves, where one was measured (`--rates {FREE}`).",
         "",
     ]
-    lines += [*measured(rows, names), "", *concluded(rows, names)]
+    lines += [*measured(rows, names), "", *concluded(rows, names), *bubbles(rows, names)]
     failed = [row for row in rows if "error" in row]
     if failed:
         lines += ["", "Failed:", ""]
@@ -193,6 +193,34 @@ def concluded(rows: Sequence[Row], names: Mapping[str, str]) -> list[str]:
                 f"geometric mean ({average['cases']} of {average['of']} cases have that rate among theirs).  "
             )
     return lines
+
+
+def bubbles(rows: Sequence[Row], names: Mapping[str, str]) -> list[str]:
+    """A line for each pipeline and rate: its bubble beside the simulated one; how far they are apart."""
+    lines: list[str] = []
+    apart: list[float] = []
+    for (graph, model), case in cases(rows).items():
+        for rate, line in case.items():
+            found = {mesh: row["bubble"] for mesh, row in line.items() if row.get("bubble")}
+            for mesh, both in found.items():
+                lines.append(
+                    f"| {graph} | {model} | {names[mesh]} | {rate:g} | {both['measured']:.0%} "
+                    f"| {both['simulated']:.0%} |"
+                )
+                apart.append(both["measured"] - both["simulated"])
+    if not lines:
+        return []
+    head = [
+        "",
+        "The *bubble* is the share of all ranks' time, from an epoch's first action to its last, without "
+        "computing; *simulated* is the same order with each action's mean seconds and a message's bytes over "
+        f"the link's rate. They are {median(map(abs, apart)):.1%} of an epoch apart in the middle, "
+        f"{max(map(abs, apart)):.1%} at most ({len(apart)} rows).",
+        "",
+        "| graph | model | mesh | Mbit/s | bubble, measured | simulated |",
+        "|---|---|---|---|---|---|",
+    ]
+    return head + lines
 
 
 def _sent(row: Row) -> float:
