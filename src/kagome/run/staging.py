@@ -6,9 +6,10 @@ Where it sits: ``pipeline`` asks for it once; rank 0 looks and times, all ranks 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -22,7 +23,7 @@ from kagome.model.exact import HANDLERS
 from kagome.model.layers import Survey, chain, survey, trace
 from kagome.model.rules import apply_rules
 from kagome.model.stages import Stage, cut
-from kagome.model.steps import LayerGraph, Step
+from kagome.model.steps import LayerGraph, Ref, Step, mapped
 from kagome.neighbors import algebra
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
@@ -33,6 +34,8 @@ SAMPLE: Final = 48
 """Vertices of the sample on which values are looked at."""
 TIMED: Final = 20_000
 """Most vertices of the sample on which steps are timed."""
+RUNS: Final = 3
+"""How often, after a first run that builds what the others use."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Staging:
         graph: Its steps.
         survey: What each step's value looks like.
         stages: The stages, in order.
-        seconds: What each step took on a sample, forward and backward.
+        seconds: What each step takes for all chunks of a part, forward and backward, told from samples.
     """
 
     graph: LayerGraph
@@ -61,7 +64,7 @@ def stage_model(
         model: The user's module, as it was given.
         part: This rank's part.
         world: All ranks.
-        parallel: How many stages; the names of layers, if the user gave them.
+        parallel: How many stages and chunks; the names of layers, if the user gave them.
         train: Seed and mixed precision.
         device: Where the model runs.
 
@@ -77,7 +80,7 @@ def stage_model(
     if world.rank == 0:
         found = _looked_at(model, graph, part, train, device)
         if isinstance(found, tuple):
-            found = (*found, _timed(model, graph, found[0], part, train, device))
+            found = (*found, _timed(model, graph, found[0], part, parallel, train, device))
     found = world.gather_objects(found, "look at the model's steps")[0]
     if isinstance(found, ModelError):
         raise found
@@ -140,18 +143,58 @@ class _On(ExitStack):
 
 
 def _timed(
-    model: nn.Module, graph: LayerGraph, seen: Survey, part: Partition, train: Train, device: torch.device
+    model: nn.Module,
+    graph: LayerGraph,
+    seen: Survey,
+    part: Partition,
+    parallel: Parallel,
+    train: Train,
+    device: torch.device,
 ) -> dict[str, float]:
-    """Seconds of each step, forward and backward, on a sample; the second of two runs."""
-    scope = _sample_scope(part, TIMED, train, device)
+    """Seconds that each step takes for all chunks of a part, forward and backward.
+
+    A step takes what its rows take, and something for each call: a sample of most rows and one of few tell
+    them apart. Steps that are alike take alike: one that the machine held up says nothing of its layer.
+    """
+    most, many = _fastest(model, graph, part, TIMED, train, device)
+    least, few = _fastest(model, graph, part, SAMPLE, train, device)
+    chunks, rows = parallel.chunks or 1, part.own.numel()
+    groups: dict[Hashable, list[float]] = {}
+    for step in graph.steps:
+        by_row = max(most[step.name] - least[step.name], 0.0) / max(many - few, 1)
+        taken = chunks * least[step.name] + rows * by_row
+        groups.setdefault(_alike(step, model, seen), []).append(taken)
+    return {step.name: median(groups[_alike(step, model, seen)]) for step in graph.steps}
+
+
+def _alike(step: Step, model: nn.Module, seen: Survey) -> Hashable:
+    """What is the same for steps that do the same work."""
+    reads = tuple(
+        (value.kind, value.shape, value.dtype, value.grad)
+        for value in map(seen.values.get, step.reads)
+        if value
+    )
+    given = mapped((step.args, dict(step.kwargs)), lambda leaf: type(leaf) if isinstance(leaf, Ref) else leaf)
+    if step.kind != "module":
+        return step.kind, step.target if step.kind != "attribute" else "", reads, repr(given)
+    module = model.get_submodule(step.target)
+    shapes = tuple(tuple(weight.shape) for weight in module.parameters())
+    return step.kind, type(module), repr(module), shapes, reads, repr(given)
+
+
+def _fastest(
+    model: nn.Module, graph: LayerGraph, part: Partition, vertices: int, train: Train, device: torch.device
+) -> tuple[dict[str, float], int]:
+    """Seconds of each step on a sample, the least of :data:`RUNS` after a first; the sample's vertices."""
+    scope = _sample_scope(part, vertices, train, device)
     scope.fast = True
-    seconds: dict[str, float] = {}
-    for _ in range(2):
+    seconds: dict[str, list[float]] = {step.name: [] for step in graph.steps}
+    for _ in range(1 + RUNS):
         with _On(model, scope, train):
             values: dict[str, Any] = dict(scope.inputs)
             for step in graph.steps:
-                seconds[step.name] = _one(step, model, values, scope)
-    return seconds
+                seconds[step.name].append(_one(step, model, values, scope))
+    return {name: min(each[1:]) for name, each in seconds.items()}, scope.own
 
 
 def _one(step: Step, model: nn.Module, values: dict[str, Any], scope: Interception) -> float:

@@ -315,7 +315,8 @@ def _cut(model: nn.Module, part: Partition, graph: Graph, stages: int, way: Way)
         return None
     device, train = torch.device("cpu"), Train(seed=way.seed, amp="bf16" if way.amp else "none")
     try:
-        staging = stage_model(model, part, Channel(None, "cpu"), Parallel(pipe=stages), train, device)
+        settings = Parallel(pipe=stages, chunks=4 * stages)
+        staging = stage_model(model, part, Channel(None, "cpu"), settings, train, device)
     except KagomeError:
         return None
     spent = [sum(staging.seconds.get(step.name, 0.0) for step in stage.steps) for stage in staging.stages]
