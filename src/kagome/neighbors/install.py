@@ -65,15 +65,22 @@ def forget(module: nn.Module) -> None:
             setattr(module, name, None)
 
 
-def _wrap(module: nn.Module, name: str, scope: Interception) -> Callable[[], None]:
+def _wrap(module: MessagePassing, name: str, scope: Interception) -> Callable[[], None]:
     inner = getattr(module, name)
 
     def outer(*args: Any, **kwargs: Any) -> Any:
+        again = scope.again if name == "propagate" else None
+        found = None if again is None else again.call(module, args, kwargs)
+        if found is not None:
+            return found
         scope.arguments.append(kwargs)
         try:
-            return inner(*args, **kwargs)
+            out = inner(*args, **kwargs)
         finally:
             scope.arguments.pop()
+        if again is not None:
+            again.learn(module, args, kwargs, out)
+        return out
 
     own = vars(module).get(name)
     module.__dict__[name] = outer

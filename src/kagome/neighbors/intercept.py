@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from kagome.errors import ModelError
 from kagome.graph.partition import Partition
 from kagome.neighbors import algebra, sliced
+from kagome.neighbors.again import Again
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.by_identity import ByIdentity
 from kagome.neighbors.handlers import HANDLERS, Handler
@@ -83,6 +84,7 @@ class Interception(Late, TorchFunctionMode):
         self._edge_keys: ByIdentity[Any] = ByIdentity()
         self._everyone: NeighborRows | None = None
         self._wholes: ByIdentity[Any] = ByIdentity()
+        self.again = Again(self)
         self.inputs = self._inputs()
 
     # What the model is given ---------------------------------------------------------------------
