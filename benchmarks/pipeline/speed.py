@@ -45,7 +45,14 @@ GRAPHS = {
     "made-4k": ["--data.name", "sbm:vertices=4000,degree=40,features=128,classes=5"],
     "made-20k": ["--data.name", "sbm:vertices=20000,degree=80,features=128,classes=5"],
 }
-NAMES = {"graph": "graph={graph}", "pipe": "pipe={pipe}", "hybrid": "pipe={pipe} x graph={graph}"}
+NAMES = {
+    "graph": "graph={graph}",
+    "pipe": "pipe={pipe}",
+    "pipe-8": "pipe={pipe}, 8 chunks",
+    "hybrid": "pipe={pipe} x graph={graph}",
+}
+CHUNKS = {"pipe-8": ["--parallel.chunks", "8"]}
+"""Meshes whose chunks are not four a stage."""
 TRAIN = ["--model.dropout", "0.5", "--train.lr", "0.001", "--train.weight-decay", "0"]
 TRAIN += ["--train.eval-every", "1000", "--train.no-check", "--parallel.no-shared-memory"]
 QUIET = ["--report.no-page", "--report.no-progress"]
@@ -61,7 +68,7 @@ class Options:
     models: list[str] = field(default_factory=lambda: ["gcn", "sage", "gcn2", "resgcn+"])
     """Models, by the names that kagome train knows."""
     meshes: list[str] = field(default_factory=lambda: list(NAMES))
-    """How ranks share the work: graph, pipe, hybrid (two stages)."""
+    """How ranks share the work: graph, pipe (16 chunks), pipe-8 (8 chunks), hybrid (two stages)."""
     rates: list[float] = field(default_factory=lambda: [100.0, 250.0, 500.0, 1000.0])
     """Mbit/s of each host's link, each way."""
     only: list[str] = field(default_factory=list)
@@ -110,7 +117,7 @@ def grid(options: Options) -> Iterator[list[Case]]:
     for graph in options.graphs:
         for model in options.models:
             for mesh in options.meshes:
-                pipe = {"graph": 1, "pipe": options.hosts, "hybrid": 2}[mesh]
+                pipe = {"graph": 1, "hybrid": 2}.get(mesh, options.hosts)
                 if mesh == "hybrid" and (options.hosts % 2 or options.hosts < 4):
                     continue
                 cases = []
@@ -130,6 +137,7 @@ def command(case: Case, options: Options, folder: Path, epochs: int) -> list[str
     words += ["--data.root", str(options.data), "--data.undirected", "--model.name", case.model]
     words += ["--model.layers", str(options.layers), "--model.hidden", str(options.hidden)]
     words += ["--parallel.graph", str(case.parts), "--parallel.pipe", str(case.pipe)]
+    words += CHUNKS.get(case.mesh, [])
     words += ["--train.epochs", str(epochs), *TRAIN, *QUIET, "--out", str(folder)]
     return [*words, *options.more.split()]
 
