@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kagome.comm import faults
+from kagome.comm import letters
 from kagome.comm.end import End
 from kagome.comm.pending import Pending, PendingSum, Sending, start_sum
 from kagome.comm.traffic import KINDS, Kind
 from kagome.comm.trip import Trip
 from kagome.comm.wire import Wire
+from kagome.errors import KagomeError
 
 __all__ = ["KINDS", "Channel", "Kind", "Op", "Pending", "PendingSum", "Sending"]
 
@@ -142,11 +143,13 @@ class Channel(End):
             return Pending(rows if pick is None else rows.index_select(0, pick), self, action, kind)
         with self.timed(kind):
             if header is not None:
-                self._compare(header, send_counts, recv_counts, action)
+                letters.compare(self, header, send_counts, recv_counts, action)
             rows = rows.detach()
             rows = rows if pick is None else self._picked(rows, pick, send_counts)
             rows = rows.to(self.wire).contiguous()
             return self.start_parts(list(torch.split(rows, list(send_counts))), recv_counts, action, kind)
+
+    start_bytes = letters.start_bytes
 
     def _picked(self, rows: Tensor, pick: Tensor, send_counts: Sequence[int]) -> Tensor:
         """Rows packed for sending: into memory that peers read, where there is some."""
@@ -354,40 +357,40 @@ class Channel(End):
         ).item()
 
     def start_parts(
-        self, parts: list[Tensor], recv_counts: Sequence[int], action: str, kind: Kind
+        self,
+        parts: list[Tensor],
+        recv_counts: Sequence[int],
+        action: str,
+        kind: Kind,
+        fill: Callable[[int], None] | None = None,
     ) -> Pending:
-        """Post one part a peer; parts are contiguous, on the wire's device, and alike in trailing shape."""
+        """Post one part a peer; parts are contiguous, on the wire's device, and alike in trailing shape.
+
+        With ``fill`` each is written only before it goes.
+        """
         received = parts[0].new_empty((sum(recv_counts), *parts[0].shape[1:]))
         slots = torch.split(received, list(recv_counts))
+        if fill is not None:
+            fill(self.rank)
         slots[self.rank].copy_(parts[self.rank])
         pending = Pending(received, self, action, kind, kept=parts)
         self._add(kind, sum(part.nbytes for peer, part in enumerate(parts) if peer != self.rank))
         sent, come = [_as_bytes(part) for part in parts], [_as_bytes(slot) for slot in slots]
         assert self._wire is not None
         try:
-            for peer, begin in self._wire.post(sent, come):
+            for peer, begin in self._wire.post(sent, come, fill):
                 work = begin()
                 if work is not None:
                     pending.works.append((peer, work))
+        except KagomeError:
+            pending.works.clear()  # what was to go cannot be written
+            raise
         except RuntimeError as error:
             pending.works.clear()
             fault = self._fault(error, [] if peer is None else [peer], action, collective=peer is None)
             raise fault from error.with_traceback(None)
         pending.begun = time.monotonic()  # posting hid nothing
         return pending
-
-    def _compare(
-        self, fields: tuple[int, ...], sends: Sequence[int], comes: Sequence[int], action: str
-    ) -> None:
-        ours = [faults.header(fields, send, come) for send, come in zip(sends, comes, strict=True)]
-        parts = torch.split(torch.tensor(ours, device=self.wire), 1)
-        pending = self.start_parts(list(parts), [1] * self.size, f"{action} (header)", "other")
-        theirs: list[list[int]] = pending.wait().tolist()
-        # The own counts were compared before.
-        theirs[self.rank] = faults.header(fields, comes[self.rank], sends[self.rank])
-        texts = faults.disagreements(ours, theirs, self.names)
-        if texts:
-            raise faults.disagree(self.names[self.rank], action, texts)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -103,18 +103,23 @@ class End:
     def _add(self, kind: Kind, count: int) -> None:
         self.traffic.bytes[kind] += count
 
-    def finish(self, pending: Pending) -> None:
-        """Wait for all that a pending exchange still misses.
+    def finish(self, pending: Pending, most: int | None = None) -> None:
+        """Wait for what a pending exchange still misses.
+
+        Args:
+            pending: The exchange.
+            most: For so many messages, the first ones; by default for all.
 
         Raises:
             CommError: If a peer was late or lost.
         """
         works, action, begun = pending.works, pending.action, time.monotonic()
+        asked = len(works) if most is None else most
         others = [peer for peer in range(self.size) if peer != self.rank]
         awaited = sorted({peer for peer, _ in works if peer is not None}) or others
         names = [self.names[peer] for peer in awaited]
         with nullcontext() if self.watch is None else self.watch.waiting(action, names):
-            for place, (peer, work) in enumerate(works):
+            for place, (peer, work) in enumerate(works[:asked]):
                 try:
                     self._wait(work, begun, collective=peer is None)
                 except RuntimeError as error:
@@ -126,8 +131,10 @@ class End:
                     del work
                     raise fault from error.with_traceback(None)
         ended = time.monotonic()
+        del works[:asked]
         self.traffic.waited[pending.kind] += ended - begun
-        self.traffic.under_way[pending.kind] += ended - pending.begun
+        if not works:
+            self.traffic.under_way[pending.kind] += ended - pending.begun
 
     def _wait(self, work: Work, begun: float, *, collective: bool) -> None:
         if not self._gloo:

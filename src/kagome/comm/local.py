@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -92,6 +92,10 @@ class Come:
     def lent(self) -> AbstractContextManager[Tensor]:
         """The rows."""
         return nullcontext(self.rows)
+
+    def parts(self, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Each rank's rows."""
+        return enumerate(self.wait().split(list(counts)))
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,23 @@ class LocalChannel:
         rows = rows.detach() if pick is None else rows.detach().index_select(0, pick)
         found = self.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header)
         return self._started(found)
+
+    def start_bytes(
+        self,
+        write: Callable[[int, Tensor], None],
+        sizes: Sequence[int],
+        expected: Sequence[int],
+        *,
+        action: str,
+        kind: Kind = "halo",
+        header: tuple[int, ...] | None = None,
+    ) -> Come:
+        """The same of bytes that are written here."""
+        message = torch.empty(sum(sizes), dtype=torch.uint8)
+        for peer, part in enumerate(message.split(list(sizes))):
+            if part.numel():
+                write(peer, part)
+        return self.start_exchange(message, sizes, expected, action=action, kind=kind, header=header)
 
     def _started(self, rows: Tensor) -> Come:
         return Come(rows)

@@ -6,7 +6,7 @@ Where it sits: ``channel`` makes them; who began one computes something else bef
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -85,6 +85,32 @@ class Pending:
             yield rows if coming.lying is None else coming.lying.view(rows.dtype).view(rows.shape)
         finally:
             coming.give_back()
+
+    def parts(self, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Each rank's rows as soon as they have come, while others travel; instead of :meth:`wait`.
+
+        Args:
+            counts: Rows of each rank of the group.
+
+        Yields:
+            Its rank in the group and its rows, neither to be kept nor written to.
+
+        Raises:
+            CommError: If a peer was late or lost.
+        """
+        channel, slots = self.channel, torch.split(self.rows, list(counts))
+        comes = sum(1 for peer, count in enumerate(counts) if count and peer != channel.rank)
+        awaited = [peer for peer, _ in self.works[:comes]]  # receives were begun first
+        if None in awaited:
+            self.wait()
+            awaited = []
+        for peer in (*(peer for peer in range(channel.size) if peer not in awaited), *awaited):
+            if peer in awaited:
+                with channel.timed(self.kind):
+                    channel.finish(self, 1)
+            assert peer is not None
+            yield peer, slots[peer].to(channel.device)
+        self.wait()
 
     def arrived(self) -> Tensor:
         """The same inside a phase that is timed already."""

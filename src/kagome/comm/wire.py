@@ -69,15 +69,21 @@ class Wire:
         self._count = 0
         self._points: dict[tuple[int, int, bool], int] = {}
 
-    def post(self, sent: Sequence[Tensor], come: Sequence[Tensor]) -> Iterator[tuple[int | None, Begin]]:
+    def post(
+        self, sent: Sequence[Tensor], come: Sequence[Tensor], fill: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[int | None, Begin]]:
         """What begins each message, with its peer (None: all at once); the own message is left out.
 
         Args:
             sent: Bytes for each peer.
             come: Room for each peer's bytes.
+            fill: Writes the bytes for a peer, if they are not there yet; called as late as can be.
         """
+        write = fill or _nothing
         if not self.gloo:
             mine = self.rank
+            for peer in self._ring(1):
+                write(peer)
             give, take = list(sent), list(come)
             give[mine], take[mine] = give[mine][:0], take[mine][:0]
             yield None, lambda: self.group.alltoall(take, give)
@@ -88,9 +94,14 @@ class Wire:
         for peer in self._ring(-1):
             if come[peer].numel():
                 yield peer, partial(self._receive, peer, come[peer], mark)
+        near = [peer for peer in self._ring(1) if self.near(peer)]
+        for peer in near:
+            write(peer)
         laid = self._laid(dict(enumerate(sent)))
         for peer in self._ring(1):
             if sent[peer].numel():
+                if peer not in near:
+                    write(peer)  # while the ones before travel
                 yield peer, partial(self._send, peer, sent[peer], mark, laid.get(peer))
 
     def send(self, peer: int, message: Tensor, *, backward: bool) -> Work | None:
@@ -184,6 +195,10 @@ class Wire:
 
     def _ring(self, step: int) -> list[int]:
         return [(self.rank + step * hop) % self.size for hop in range(1, self.size)]
+
+
+def _nothing(peer: int) -> None:
+    """The bytes are there."""
 
 
 class Coming:

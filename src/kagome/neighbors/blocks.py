@@ -20,14 +20,15 @@ from torch import Tensor
 from kagome.comm.channel import Kind
 from kagome.comm.codec import Codec
 from kagome.comm.trip import Trip
-from kagome.neighbors.rows import Carrier, UnderWay
+from kagome.neighbors.letter import Parts, Way
+from kagome.neighbors.rows import UnderWay
 
 Shape = tuple[int, int]
 """Rows and columns of a block."""
 
 
 def start(
-    way: Carrier,
+    way: Way,
     codec: Codec,
     numbers: Tensor,
     sends: Sequence[int],
@@ -58,9 +59,14 @@ def start(
     to, of = (codecs_of(codec, shapes, way.rank, dtype) for shapes in (out, come))
     if all(each.exact for each in (*to, *of)):
         return way.start_exchange(numbers, sends, comes, action=action, kind=kind, header=header)
-    message = write(to, out, numbers, trip.stamps, keys, where=action)
+    block = numbers.split([rows * width for rows, width in out])
+    stamps = trip.stamps.split([rows for rows, _ in out])
+
+    def write(peer: int, message: Tensor) -> None:
+        to[peer].encode(block[peer].view(out[peer]), None, stamps[peer], keys[peer], message, where=action)
+
     sizes, expected = sizes_of(to, out, dtype), sizes_of(of, come, dtype)
-    begun = way.start_exchange(message, sizes, expected, action=action, kind=kind, header=header)
+    begun = way.start_bytes(write, sizes, expected, action=action, kind=kind, header=header)
     return ComingBlocks(begun, of, come, numbers)
 
 
@@ -92,39 +98,6 @@ def sizes_of(codecs: Sequence[Codec], shapes: Sequence[Shape], dtype: torch.dtyp
     return [codec.size(*shape, dtype) for codec, shape in zip(codecs, shapes, strict=True)]
 
 
-def write(
-    codecs: Sequence[Codec],
-    shapes: Sequence[Shape],
-    numbers: Tensor,
-    stamps: Tensor,
-    keys: Sequence[int],
-    *,
-    where: str,
-) -> Tensor:
-    """All blocks, one after the other.
-
-    Args:
-        codecs: Of each.
-        shapes: Of each.
-        numbers: Theirs, block after block.
-        stamps: A number a row of each, by which it draws.
-        keys: What each one's draws depend on besides.
-        where: For errors.
-
-    Shapes:
-        ``numbers [sum of rows x columns]``, ``stamps [sum of rows]`` -> ``[sum of sizes]`` uint8.
-    """
-    sizes = sizes_of(codecs, shapes, numbers.dtype)
-    message = torch.empty(sum(sizes), dtype=torch.uint8, device=numbers.device)
-    blocks = numbers.split([rows * width for rows, width in shapes])
-    of_rows = stamps.split([rows for rows, _ in shapes])
-    for codec, shape, block, stamp, key, place in zip(
-        codecs, shapes, blocks, of_rows, keys, message.split(sizes), strict=True
-    ):
-        codec.encode(block.view(shape), None, stamp, key, place, where=where)
-    return message
-
-
 @dataclass
 class ComingBlocks:
     """Coded blocks under way.
@@ -136,7 +109,7 @@ class ComingBlocks:
         like: Of the type of their numbers.
     """
 
-    bytes: UnderWay
+    bytes: Parts
     codecs: Sequence[Codec]
     shapes: Sequence[Shape]
     like: Tensor
@@ -147,12 +120,9 @@ class ComingBlocks:
         if self.numbers is None:
             counts = [rows * width for rows, width in self.shapes]
             out = self.like.new_empty(sum(counts))
-            sizes = sizes_of(self.codecs, self.shapes, out.dtype)
-            with self.bytes.lent() as message:
-                for codec, shape, block, part in zip(
-                    self.codecs, self.shapes, out.split(counts), message.split(sizes), strict=True
-                ):
-                    codec.decode(part, block.view(shape))
+            blocks = out.split(counts)
+            for peer, part in self.bytes.parts(sizes_of(self.codecs, self.shapes, out.dtype)):
+                self.codecs[peer].decode(part, blocks[peer].view(self.shapes[peer]))
             self.numbers = out
         return self.numbers
 

@@ -25,9 +25,9 @@ from kagome.comm.codec import Codec, lost_share
 from kagome.comm.trip import Trip
 from kagome.config import CodecName, Parallel
 from kagome.neighbors import blocks
-from kagome.neighbors.letter import Coming, plain, read, write
+from kagome.neighbors.letter import Coming, Way, Writer, plain, read
 from kagome.neighbors.lines import Line
-from kagome.neighbors.rows import Carrier, UnderWay
+from kagome.neighbors.rows import UnderWay
 from kagome.neighbors.selection import Fit, Plan, Sample, Selection, Skip
 
 MEASURED_EVERY: Final = 10
@@ -84,9 +84,7 @@ class Crossing:
         seed: Of the draws.
     """
 
-    def __init__(
-        self, channel: Carrier, settings: Parallel, seed: int, *, late: Carrier | None = None
-    ) -> None:
+    def __init__(self, channel: Way, settings: Parallel, seed: int, *, late: Way | None = None) -> None:
         self.channel, self.settings, self.seed = channel, settings, seed
         self._late = late or channel
         self.codec = Codec(settings.codec)
@@ -330,7 +328,7 @@ class Crossing:
 
     def _sent(
         self,
-        way: Carrier,
+        way: Way,
         plan: Plan,
         codec: Codec,
         rows: Tensor,
@@ -346,22 +344,27 @@ class Crossing:
         width, dtype = rows.size(1), rows.dtype
         key = _draws(self.seed, trip, self.rank)
         self._measure(codec, rows, pick, trip, key, action)
-        message = write(plan.out, rows, pick, trip.stamps, key, plan.notes, where=action)
-        if self.settings.error_feedback:
-            restored = rows.clone()  # what does not go loses nothing
-            read(plan.out, message, restored)
-            lost = rows - restored
-            # With few bits a draw may lose more than the row: added up, that would grow without end.
-            keep = lost.norm(dim=1, keepdim=True) < rows.norm(dim=1, keepdim=True)
-            self._residuals[trip.site, trip.direction] = torch.where(keep, lost, 0.0)
-        begun = way.start_exchange(
-            message,
+        letters = Writer(plan.out, rows, pick, trip.stamps, key, plan.notes, action)
+        restored = rows.clone() if self.settings.error_feedback else None  # what does not go loses nothing
+
+        def write(peer: int, message: Tensor) -> None:
+            letters.write(peer, message)
+            if restored is not None:
+                read(plan.out, peer, message, restored)
+
+        begun = way.start_bytes(
+            write,
             plan.out.sizes(width, dtype),
             plan.come.sizes(width, dtype),
             action=action,
             kind=kind,
             header=header,
         )
+        if restored is not None:
+            lost = rows - restored
+            # With few bits a draw may lose more than the row: added up, that would grow without end.
+            keep = lost.norm(dim=1, keepdim=True) < rows.norm(dim=1, keepdim=True)
+            self._residuals[trip.site, trip.direction] = torch.where(keep, lost, 0.0)
         count = sum(plan.come.counts)
         room = rows.new_zeros(count, width) if plan.ground is None else plan.ground.clone()
         told = None if selection is None else partial(selection.arrived, epoch=trip.epoch)

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kagome.comm.channel import Kind
 from kagome.comm.codec import Codec
-from kagome.neighbors.rows import UnderWay
+from kagome.neighbors.rows import Carrier
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,9 @@ def plain(codec: Codec, counts: Sequence[int]) -> Letters:
     return Letters([[Piece(codec)] for _ in counts], counts, [0] * len(counts))
 
 
-def write(
-    letters: Letters,
-    rows: Tensor,
-    pick: Tensor | None,
-    stamps: Tensor,
-    key: int,
-    notes: Sequence[Tensor] = (),
-    *,
-    where: str,
-) -> Tensor:
-    """The letters, one after the other.
+@dataclass(frozen=True)
+class Writer:
+    """Writes the letters of one exchange, each when it is asked for.
 
     Args:
         letters: What is in them.
@@ -84,56 +78,84 @@ def write(
         where: For errors.
 
     Shapes:
-        ``rows [*, W]``, ``pick [R]``, ``stamps [R]`` with R the sum of counts -> ``[sum of sizes]`` uint8.
+        ``rows [*, W]``, ``pick [R]``, ``stamps [R]`` with R the sum of counts.
     """
-    sizes = letters.sizes(rows.size(1), rows.dtype)
-    message = torch.empty(sum(sizes), dtype=torch.uint8, device=rows.device)
-    first = at = 0
-    for peer, (pieces, count) in enumerate(zip(letters.pieces, letters.counts, strict=True)):
+
+    letters: Letters
+    rows: Tensor
+    pick: Tensor | None
+    stamps: Tensor
+    key: int
+    notes: Sequence[Tensor] = ()
+    where: str = ""
+
+    def write(self, peer: int, message: Tensor) -> None:
+        """The letter to one peer.
+
+        Shapes:
+            ``message [its size]`` uint8.
+        """
+        count, pick, rows, at = self.letters.counts[peer], self.pick, self.rows, 0
+        first = sum(self.letters.counts[:peer])
         mine = slice(first, first + count)
-        for piece in pieces:
-            stamp, chosen = stamps[mine], None if pick is None else pick[mine]
+        for piece in self.letters.pieces[peer]:
+            stamp, chosen = self.stamps[mine], None if pick is None else pick[mine]
             if piece.rows is not None:
                 which = piece.rows.to(rows.device)
                 stamp, chosen = stamp[which], (first + which if pick is None else pick[mine][which])
             size = piece.size(count, rows.size(1), rows.dtype)
             source = rows[mine] if chosen is None else rows
-            piece.codec.encode(source, chosen, stamp, key, message[at : at + size], where=where)
+            piece.codec.encode(source, chosen, stamp, self.key, message[at : at + size], where=self.where)
             at += size
-        if notes:
-            message[at : at + notes[peer].numel()].copy_(notes[peer])
-        at += letters.notes[peer]
-        first += count
-    return message
+        if self.notes:
+            message[at : at + self.notes[peer].numel()].copy_(self.notes[peer])
 
 
-def read(letters: Letters, message: Tensor, out: Tensor) -> list[Tensor]:
-    """Restore rows; those that are in no piece stay as they are.
+def read(letters: Letters, peer: int, message: Tensor, out: Tensor) -> Tensor:
+    """Restore the rows of one peer; those that are in no piece stay as they are.
 
     Returns:
-        The notes of each peer.
+        Its notes.
 
     Shapes:
-        ``message [sum of sizes]`` uint8, ``out [R, W]`` contiguous.
+        ``message [its size]`` uint8, ``out [R, W]`` of all peers' rows, contiguous.
     """
-    first = at = 0
-    notes = []
-    for pieces, count, noted in zip(letters.pieces, letters.counts, letters.notes, strict=True):
-        mine = out[first : first + count]
-        for piece in pieces:
-            size = piece.size(count, out.size(1), out.dtype)
-            part = message[at : at + size]
-            if piece.rows is None:
-                piece.codec.decode(part, mine)
-            else:
-                which = piece.rows.to(out.device)
-                restored = piece.codec.decode(part, out.new_empty(which.numel(), out.size(1)))
-                mine.index_copy_(0, which, restored if piece.factor == 1.0 else restored * piece.factor)
-            at += size
-        notes.append(message[at : at + noted].clone())
-        at += noted
-        first += count
-    return notes
+    first, count, at = sum(letters.counts[:peer]), letters.counts[peer], 0
+    mine = out[first : first + count]
+    for piece in letters.pieces[peer]:
+        size = piece.size(count, out.size(1), out.dtype)
+        part = message[at : at + size]
+        if piece.rows is None:
+            piece.codec.decode(part, mine)
+        else:
+            which = piece.rows.to(out.device)
+            restored = piece.codec.decode(part, out.new_empty(which.numel(), out.size(1)))
+            mine.index_copy_(0, which, restored if piece.factor == 1.0 else restored * piece.factor)
+        at += size
+    return message[at : at + letters.notes[peer]].clone()
+
+
+class Parts(Protocol):
+    """Bytes under way."""
+
+    def parts(self, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Each rank's bytes as soon as they have come."""
+
+
+class Way(Carrier, Protocol):
+    """A channel that sends each peer's bytes as soon as they are written."""
+
+    def start_bytes(
+        self,
+        write: Callable[[int, Tensor], None],
+        sizes: Sequence[int],
+        expected: Sequence[int],
+        *,
+        action: str,
+        kind: Kind = "halo",
+        header: tuple[int, ...] | None = None,
+    ) -> Parts:
+        """Begin to send bytes to each peer that are written only before they go, and to receive theirs."""
 
 
 @dataclass
@@ -147,7 +169,7 @@ class Coming:
         told: Called with the rows and the notes when they have come.
     """
 
-    bytes: UnderWay
+    bytes: Parts
     letters: Letters
     rows: Tensor
     told: Callable[[Tensor, Sequence[Tensor]], None] | None
@@ -156,11 +178,13 @@ class Coming:
     def wait(self) -> Tensor:
         """The restored rows."""
         if not self.done:
-            with self.bytes.lent() as message:
-                notes = read(self.letters, message, self.rows)
+            sizes = self.letters.sizes(self.rows.size(1), self.rows.dtype)
+            notes = {
+                peer: read(self.letters, peer, part, self.rows) for peer, part in self.bytes.parts(sizes)
+            }
             self.done = True
             if self.told is not None:
-                self.told(self.rows, notes)
+                self.told(self.rows, [notes[peer] for peer in range(len(sizes))])
         return self.rows
 
     @contextmanager
