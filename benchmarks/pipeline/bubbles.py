@@ -2,8 +2,8 @@
 
 Where it sits: ``speed.py`` asks it for each rate of a run, and keeps both in the row.
 
-The simulation knows each action's mean seconds, the order, and what a message takes on a link of its rate;
-what is measured beyond it, none of these explains.
+The simulation knows the seconds of each action of the epoch, the order, and what a message takes on a link of
+its rate; what is measured beyond it, none of these explains.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def bubbles(
     Returns:
         ``measured`` and ``simulated``, shares; None where stages sent nothing.
     """
-    there = [[span for span in spans if span.epoch in epochs] for spans in spans_by_rank]
     found = []
     for epoch in epochs:
-        actions = [action_of(span.name) for spans in there for span in spans if span.epoch == epoch]
+        there = [[span for span in spans if span.epoch == epoch] for spans in spans_by_rank]
+        actions = [action_of(span.name) for spans in there for span in spans]
         sends = sum(1 for action in actions if action is not None and action.kind.sends)
         if not sends:
             return None

@@ -213,9 +213,9 @@ def bubbles(rows: Sequence[Row], names: Mapping[str, str]) -> list[str]:
     head = [
         "",
         "The *bubble* is the share of all ranks' time, from an epoch's first action to its last, without "
-        "computing; *simulated* is the same order with each action's mean seconds and a message's bytes over "
-        f"the link's rate. They are {median(map(abs, apart)):.1%} of an epoch apart in the middle, "
-        f"{max(map(abs, apart)):.1%} at most ({len(apart)} rows).",
+        "computing; *simulated* is the same order with the seconds of each action of that epoch, and a "
+        f"message's bytes over the link's rate. They are {median(map(abs, apart)):.1%} of an epoch apart in "
+        f"the middle, {max(map(abs, apart)):.1%} at most ({len(apart)} rows).",
         "",
         "| graph | model | mesh | Mbit/s | bubble, measured | simulated |",
         "|---|---|---|---|---|---|",

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kagome.kernels import ops
 from kagome.kernels.structure import Structure
+from kagome.neighbors.lying import Lying
 from kagome.neighbors.rows import Road
 from kagome.neighbors.turn import Turn
 
@@ -175,9 +176,13 @@ class _SumOverRoad(torch.autograd.Function):
         out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
         keep = ctx.needs_input_grad[1]
         halo = coming.wait().view(-1, *rows.shape[1:]) if keep else None
-        with coming.lent() if halo is None else nullcontext(halo) as come:
-            come = _times(come.view(-1, *rows.shape[1:]), far)
-            ops.sum_rows(edges.by_target, come, weight, scale, span="halo", offset=edges.own, into=out)
+        if isinstance(coming, Lying) and halo is None and rows.dim() == 2:
+            each = weight if factor is None else coming.weights(factor, edges)
+            ops.sum_rows(coming.where.layout(edges), coming.table(), each, scale, into=out)
+        else:
+            with coming.lent() if halo is None else nullcontext(halo) as come:
+                come = _times(come.view(-1, *rows.shape[1:]), far)
+                ops.sum_rows(edges.by_target, come, weight, scale, span="halo", offset=edges.own, into=out)
         ctx.edges, ctx.scale, ctx.near, ctx.far, ctx.road = edges, scale, near, far, road
         ctx.save_for_backward(weight, rows if keep else None, halo if keep else None)
         return out, torch.zeros_like(token)

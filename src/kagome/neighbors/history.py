@@ -4,7 +4,7 @@ Where it sits: ``run`` gives ``tables`` one of these for an epoch; chunks' reads
 
 ::
 
-    forward, step i    write own rows; exchange this step's rows with the peers; gather: fresh or historical
+    forward, step i    write own rows; exchange this step's rows with the peers; read: fresh or historical
     backward           add gradients of fresh rows (an earlier step's times the scale); exchange back;
                        own gradient = incoming + what lies on own rows
 
@@ -23,6 +23,7 @@ from kagome.errors import ModelError
 from kagome.graph.chunks import Chunk, Step
 from kagome.kernels import ops
 from kagome.neighbors.lockstep import Lockstep
+from kagome.neighbors.lying import Lying, Whereabouts
 from kagome.neighbors.rows import UnderWay
 from kagome.neighbors.tables import Later, Tables
 from kagome.neighbors.turn import Site
@@ -43,25 +44,26 @@ class History:
         # The half of this epoch may be the second one of the table.
         places, device = tables.places, tables.device
         self.sources = {
-            step.chunk: ((step.source + tables.now * places) % (2 * places)).to(device) for step in steps
+            step.chunk: Whereabouts(((step.source + tables.now * places) % (2 * places)).to(device))
+            for step in steps
         }
         self._kept: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 
     def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> UnderWay:
-        """Write own rows, exchange this step's, gather fresh and historical ones."""
+        """Write own rows, exchange this step's; fresh and historical ones lie in the table then."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.table(site, rows)
         current = tables.current(table)
         current.narrow(0, chunk.first, chunk.own).copy_(rows)
         coming = self._exchange(current, step.send, step.send_counts, step.recv_counts, site, words, 0)
 
-        def gather() -> Tensor:
+        def settle() -> Tensor:
             if coming is not None:
                 with coming.lent() as halo:
                     current.index_copy_(0, step.recv.to(tables.device), halo)
-            return ops.gather(self.sources[chunk.number], table.rows)
+            return table.rows
 
-        return Later(gather)
+        return Lying(settle, self.sources[chunk.number], tables.by_edge)
 
     def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> UnderWay:
         """Add gradients of fresh rows, send those of this step's halo rows back."""
@@ -164,7 +166,7 @@ class Exact:
         self._reduced: dict[Hashable, Tensor] = {}
 
     def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> UnderWay:
-        """Write own rows; when all chunks have, exchange the part's and gather."""
+        """Write own rows; when all chunks have, exchange the part's: they lie in the table then."""
         tables = self.tables
         table = tables.table(site, rows)
         current = tables.current(table)
@@ -184,11 +186,11 @@ class Exact:
                 ).lent() as halo:
                     current[plan.own :].copy_(halo)
 
-        def gather() -> Tensor:
+        def met() -> Tensor:
             self._meet(settle)
-            return ops.gather(tables.reads[chunk.number], current)
+            return current
 
-        return Later(gather)
+        return Lying(met, tables.whereabouts[chunk.number], tables.by_edge)
 
     def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> UnderWay:
         """Add gradients; when all chunks have, send the halo's back."""

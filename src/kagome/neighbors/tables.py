@@ -24,6 +24,8 @@ from kagome.comm.channel import Kind, Op
 from kagome.comm.trip import Trip
 from kagome.errors import ModelError
 from kagome.graph.chunks import Chunk, Chunks
+from kagome.neighbors.by_identity import ByIdentity
+from kagome.neighbors.lying import Whereabouts
 from kagome.neighbors.rows import Carrier, NeighborRows, UnderWay
 from kagome.neighbors.turn import Site, SiteKey
 
@@ -108,6 +110,8 @@ class Tables:
         self._calls: dict[int, Counter[Hashable]] = {}
         self.send, self.ids = chunks.send.to(device), chunks.ids.to(device)
         self.reads = [piece.reads.to(device) for piece in pieces]
+        self.whereabouts = [Whereabouts(reads) for reads in self.reads]
+        self.by_edge: ByIdentity[Tensor] = ByIdentity()
         self.halo_chunk, self.sent_read_by = self._ask_peers()
 
     def _ask_peers(self) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,109 @@
+"""Rows that lie in a table are summed where they lie: the same as gathered first, without a copy of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kagome.kernels import ops
+from kagome.kernels.structure import Structure
+from kagome.neighbors.aggregate import neighbor_sum
+from kagome.neighbors.by_identity import ByIdentity
+from kagome.neighbors.lying import Lying, Whereabouts
+from kagome.neighbors.turn import Turn
+
+OWN, HALO, TABLE, EDGES = 7, 11, 40, 90
+
+
+class Road:
+    """A way on which a chunk's halo lies in a table."""
+
+    def __init__(self, coming: Any, edges: Structure) -> None:
+        self.coming, self.edges = coming, edges
+        self.site = type("Site", (), {"grad": True})
+        self.back: list[Tensor] = []
+
+    def fetch(self, rows: Tensor) -> Any:
+        return self.coming
+
+    def give(self, away: Tensor) -> Any:
+        self.back.append(away)
+        return type("Gone", (), {"lent": lambda _: torch.no_grad()})()
+
+    def add(self, come: Any, own: Tensor) -> Tensor:
+        return own
+
+
+def given(width: int, dtype: torch.dtype) -> tuple[Structure, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(width)
+    source = torch.randint(0, OWN + HALO, (EDGES,), generator=generator)
+    target = torch.randint(0, OWN, (EDGES,), generator=generator)
+    table = torch.randn(TABLE, width, generator=generator, dtype=dtype)
+    places = torch.randint(0, TABLE, (HALO,), generator=generator)
+    return Structure(source, target, OWN, OWN + HALO), table, places, torch.rand(EDGES, dtype=dtype)
+
+
+@pytest.mark.parametrize("width", [1, 6, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("how", ["sum", "mean", "weights", "factors"])
+def test_the_sum_is_that_of_gathered_rows(width: int, dtype: torch.dtype, how: str) -> None:
+    edges, table, places, weight = given(width, dtype)
+    factor = torch.rand(OWN + HALO, dtype=dtype)
+    more: dict[str, Tensor] = {
+        "sum": {},
+        "mean": {"scale": edges.degree.clamp(min=1).to(dtype).reciprocal()},
+        "weights": {"weight": weight},
+        "factors": {"factor": factor, "scale": factor[:OWN]},
+    }[how]
+    rows = torch.randn(OWN, width, dtype=dtype).requires_grad_()
+    plain = rows.detach().requires_grad_()
+    lying = Lying(lambda: table, Whereabouts(places), ByIdentity())
+    road = Road(lying, edges)
+    turn = Turn(1, checked=False, device=torch.device("cpu"), grad=True)
+    found = neighbor_sum(rows, edges, road=road, turn=turn, **more)  # type: ignore[arg-type]
+    expected = neighbor_sum(torch.cat([plain, table[places]]), edges, **more)
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(rows.grad, plain.grad)
+    assert road.back[0].shape == (HALO, width)
+
+
+def test_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    edges, table, places, _ = given(4, torch.float64)
+    lying = Lying(lambda: table, Whereabouts(places), ByIdentity())
+    monkeypatch.setattr(Lying, "wait", lambda _: pytest.fail("the halo was copied"))
+    turn = Turn(1, checked=False, device=torch.device("cpu"), grad=True)
+    rows = torch.randn(OWN, 4, dtype=torch.float64)
+    neighbor_sum(rows, edges, road=Road(lying, edges), turn=turn)  # type: ignore[arg-type]
+
+
+def test_rows_are_gathered_for_all_else_and_the_table_is_asked_for_once() -> None:
+    _, table, places, _ = given(4, torch.float64)
+    asked: list[int] = []
+
+    def settle() -> Tensor:
+        asked.append(1)
+        return table
+
+    lying = Lying(settle, Whereabouts(places), ByIdentity())
+    assert torch.equal(lying.wait(), table[places])
+    with lying.lent() as come:
+        assert torch.equal(come, table[places])
+    assert lying.table() is table
+    assert asked == [1]
+
+
+def test_places_and_factors_of_edges_are_worked_out_once() -> None:
+    edges, table, places, _ = given(4, torch.float64)
+    where, by_edge = Whereabouts(places), ByIdentity[Tensor]()
+    assert where.layout(edges) is where.layout(edges)
+    assert torch.equal(where.layout(edges).column.long(), places[edges.by_target.halo.column.long() - OWN])
+    factor = torch.rand(OWN + HALO)
+    one = Lying(lambda: table, where, by_edge).weights(factor, edges)
+    assert one is Lying(lambda: table, where, by_edge).weights(factor, edges)
+    assert torch.equal(one, factor[edges.source])
+    assert ops.way_of(table) == "loops"
