@@ -141,6 +141,27 @@ def test_another_setting_runs_it_again() -> None:
     again(pyg.SAGEConv(WIDTH, 8).double(), other)
 
 
+def test_another_aggregation_is_taken() -> None:
+    def summed(layer: Any) -> None:
+        layer.aggr_module = pyg.aggr.SumAggregation()
+
+    again(pyg.SAGEConv(WIDTH, 8).double(), summed)
+
+
+def test_without_fast_paths_nothing_is_put_off() -> None:
+    """A layer further on may end fast paths when others have been learned."""
+    layer = pyg.SAGEConv(WIDTH, 8).double()
+    twin = deepcopy(layer)
+    with watched(layer) as (scope, ran):
+        for epoch in (1, 2, 3):
+            ours(scope, epoch, layer, rows(epoch))
+        before = len(ran)
+        scope.fast = False
+        for epoch in (4, 5):
+            assert_same(ours(scope, epoch, layer, rows(epoch)), theirs(twin, rows(epoch)))
+        assert len(ran) == before + 2
+
+
 class Counting(pyg.SAGEConv):
     """A layer of a user's whose message is another each time, which torch does not show."""
 

@@ -148,7 +148,7 @@ class Again:
     def call(self, layer: MessagePassing, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
         """What a call puts off, if it is like the last one; else None."""
         recipe = self._recipes.get(id(layer))
-        if recipe is None or torch.is_grad_enabled() != recipe.grad:
+        if recipe is None or not self.scope.fast or torch.is_grad_enabled() != recipe.grad:
             return None
         with torch._C.DisableTorchFunction():  # it is not the user's computation
             leaves = tuple(_leaves((args, kwargs)))
@@ -189,8 +189,8 @@ class Again:
 
 
 def state_of(layer: MessagePassing) -> State:
-    """A layer's settings, and what was put on it: all but its tensors, modules and other tables."""
-    found: list[tuple[str, Any]] = []
+    """A layer's settings, its aggregation, and what was put on it: all but tensors and other tables."""
+    found: list[tuple[str, Any]] = [("aggr_module", id(layer.aggr_module))]
     for name, value in vars(layer).items():
         if value is None or isinstance(value, (bool, int, float, str)):
             found.append((name, value))

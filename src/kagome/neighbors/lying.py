@@ -78,6 +78,9 @@ class Lying:
 
         Shapes:
             ``factor [n + H]`` -> ``[E]``.
+
+        Cost:
+            A number an edge, kept.
         """
         found = self._by_edge.get(factor)
         if found is None:

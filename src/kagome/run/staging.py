@@ -159,12 +159,13 @@ def _timed(
     most, many = _fastest(model, graph, part, TIMED, train, device)
     least, few = _fastest(model, graph, part, SAMPLE, train, device)
     chunks, rows = parallel.chunks or 1, part.own.numel()
+    kinds = {step.name: _alike(step, model, seen) for step in graph.steps}
     groups: dict[Hashable, list[float]] = {}
-    for step in graph.steps:
-        by_row = max(most[step.name] - least[step.name], 0.0) / max(many - few, 1)
-        taken = chunks * least[step.name] + rows * by_row
-        groups.setdefault(_alike(step, model, seen), []).append(taken)
-    return {step.name: median(groups[_alike(step, model, seen)]) for step in graph.steps}
+    for name, kind in kinds.items():
+        # A graph of no more than the few is in both samples, which differ by noise alone.
+        by_row = max(most[name] - least[name], 0.0) / (many - few) if many > few else 0.0
+        groups.setdefault(kind, []).append(chunks * least[name] + rows * by_row)
+    return {name: median(groups[kind]) for name, kind in kinds.items()}
 
 
 def _alike(step: Step, model: nn.Module, seen: Survey) -> Hashable:

@@ -1,0 +1,76 @@
+"""Stages are cut by what steps take: alike ones alike, rows and calls told apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.nn import SAGEConv
+
+from kagome.comm.channel import Channel
+from kagome.config import Parallel, Train
+from kagome.graph.partition import partition
+from kagome.run import staging
+
+WIDTH = 6
+
+
+class Deep(nn.Module):
+    """Eight layers that are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(SAGEConv(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+        return x
+
+
+def staged(vertices: int, chunks: int) -> staging.Staging:
+    generator = torch.Generator().manual_seed(2)
+    data = Data(
+        x=torch.randn(vertices, WIDTH, generator=generator),
+        edge_index=torch.randint(0, vertices, (2, 5 * vertices), generator=generator),
+        y=torch.zeros(vertices, dtype=torch.long),
+    )
+    part = partition(data, parts=1, method="contiguous")[0]
+    given = Parallel(pipe=4, chunks=chunks), Train(check=False), torch.device("cpu")
+    return staging.stage_model(Deep(), part, Channel(None, "cpu"), *given)
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> None:
+    """Steps run as they do, and take what is said of their name and the sample's rows."""
+    one = staging._one
+
+    def told(step: Any, model: Any, values: Any, scope: Any) -> float:
+        one(step, model, values, scope)
+        return float(seconds(step.name, scope.own))
+
+    monkeypatch.setattr(staging, "_one", told)
+
+
+def test_a_layer_that_the_machine_held_up_is_no_slower_than_its_like(monkeypatch):
+    timed(monkeypatch, lambda name, _: 50.0 if name == "convs_5" else 1.0 if "convs" in name else 0.0)
+    found = staged(200, 4)
+    layers = [sum("convs" in step.name for step in stage.steps) for stage in found.stages]
+    assert layers == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(("vertices", "chunks"), [(200, 1), (200, 8), (20_500, 4)])
+def test_rows_count_once_and_calls_once_a_chunk(monkeypatch, vertices, chunks):
+    timed(monkeypatch, lambda _, rows: 3.0 + 0.01 * rows)
+    found = staged(vertices, chunks)
+    few = staging.SAMPLE
+    expected = chunks * (3.0 + 0.01 * few) + 0.01 * vertices
+    assert found.seconds["convs_3"] == pytest.approx(expected)
+
+
+def test_a_graph_of_a_few_vertices_is_timed_by_calls(monkeypatch):
+    times = iter(range(10_000, 0, -1))  # the larger sample, timed first, seems slower
+    timed(monkeypatch, lambda *_: next(times))
+    assert max(staged(30, 2).seconds.values()) < 2 * 10_000
