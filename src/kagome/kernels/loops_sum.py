@@ -256,6 +256,12 @@ def _ones(dtype: Any) -> Any:
     return np.ones(1, dtype)
 
 
+def _numbers(scale: Tensor, like: Tensor) -> Any:
+    """A factor a row, of the type of what it scales."""
+    scale = scale if scale.dtype == like.dtype else scale.to(like.dtype)
+    return array(scale if scale.dim() == 1 else scale.reshape(-1))
+
+
 def sum_rows(
     layout: Layout,
     x: Tensor,
@@ -274,7 +280,7 @@ def sum_rows(
     out = into if into is not None and into.is_contiguous() else x.new_zeros(shape)
     values, result, column = flat(x), flat(out), layout.arrays.column
     ahead = ahead_of(values)
-    factor = _ones(values.dtype) if scale is None else array(scale.to(x.dtype).reshape(-1))
+    factor = _ones(values.dtype) if scale is None else _numbers(scale, x)
     columns = result.shape[1] if result.shape[1] % 4 == 0 else 0
     loop = _sum(columns if columns <= WIDEST else 0)
     weights: tuple[Any, ...] = ()

@@ -162,6 +162,9 @@ def dropout(x: Tensor, ids: Tensor, key: int, p: float, axis: int = 0, first: in
     """
     if p >= 1.0:
         return x * 0.0
+    if axis == 0 and x.dim() == 2:
+        plain: Tensor = _Drop.apply(x, ids, key, p, first)  # type: ignore[no-untyped-call]
+        return plain
     rows = x.movedim(axis, 0)
     flat = rows.reshape(rows.size(0), -1) if x.numel() else rows.reshape(rows.size(0), 0)
     out: Tensor = _Drop.apply(flat, ids, key, p, first)  # type: ignore[no-untyped-call]

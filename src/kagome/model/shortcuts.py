@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from types import FunctionType, MethodType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch_geometric import utils
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
@@ -67,11 +68,13 @@ def remembered(function: Callable[..., Any], scope: LayerScope, name: str) -> Ca
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
-        if not all(scope.lasting(value) for value in given if isinstance(value, Tensor)):
+        with torch._C.DisableTorchFunction():  # it is not the user's computation
+            lasts = all(scope.lasting(value) for value in given if isinstance(value, Tensor))
+            # Lasting tensors are kept alive, so a place in memory is theirs; all layers share one result.
+            key = (name, tuple(_place(value) for value in given), tuple(kwargs)) if lasts else None
+            found = scope.kept(key)
+        if key is None:
             return function(*args, **kwargs)
-        # Lasting tensors are kept alive, so a place in memory is theirs alone; all layers share one result.
-        key = (name, tuple(_place(value) for value in given), tuple(kwargs))
-        found = scope.kept(key)
         if found is None:
             with scope.once():
                 found = scope.keep(key, function(*args, **kwargs))

@@ -121,7 +121,8 @@ def neighbor_extreme(whole: Tensor, edges: Structure, sign: int) -> Tensor:
 
 
 def _column(scale: Tensor, like: Tensor) -> Tensor:
-    return scale.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+    scale = scale if scale.dtype == like.dtype else scale.to(like.dtype)
+    return scale.unsqueeze(-1) if like.dim() == 2 else scale.view(-1, *[1] * (like.dim() - 1))
 
 
 def _times(rows: Tensor, factor: Tensor | None) -> Tensor:

@@ -6,12 +6,14 @@ Where it sits: ``run.engine`` installs before the first forward and takes everyt
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch_geometric.nn import MessagePassing
 
+from kagome.neighbors.calls import States
 from kagome.neighbors.intercept import Interception
 
 
@@ -43,6 +45,8 @@ def install(model: nn.Module, scope: Interception) -> Callable[[], None]:
         removers.append(module.register_forward_pre_hook(enter).remove)
         removers.append(module.register_forward_hook(leave, always_call=True).remove)
         forget(module)
+        if isinstance(module, MessagePassing) or next(module.children(), None) is None:
+            removers.append(_watch(module, name, scope))
         if isinstance(module, MessagePassing):
             removers.append(_wrap(module, "propagate", scope))
             removers.append(_wrap(module, "edge_updater", scope))
@@ -74,16 +78,50 @@ def _wrap(module: MessagePassing, name: str, scope: Interception) -> Callable[[]
         if found is not None:
             return found
         scope.arguments.append(kwargs)
+        noted = None if scope.notes is None else scope.notes.aside()
         try:
             out = inner(*args, **kwargs)
         finally:
             scope.arguments.pop()
+            if noted is not None:
+                noted()
         if again is not None:
             again.learn(module, args, kwargs, out)
         return out
 
+    return _replaced(module, name, outer)
+
+
+def _watch(layer: nn.Module, name: str, scope: Interception) -> Callable[[], None]:
+    """What a layer's forward did the last time is done again; see ``calls``."""
+    inner, states = layer.forward, States(layer, name)
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        found = scope.calls.call(states, args, kwargs)
+        if found is not None:
+            return found
+        notes = scope.calls.watch(states, args, kwargs)
+        try:
+            out = inner(*args, **kwargs)
+        finally:
+            if notes is not None:
+                scope.notes = None
+        if notes is not None:
+            scope.calls.learn(notes, states, args, kwargs, out)
+        return out
+
+    def known(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return scope.calls.whole(states, args, kwargs)
+
+    forward.known = known  # type: ignore[attr-defined]
+    return _replaced(layer, "forward", forward)
+
+
+def _replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Set a method of one module; the function that is returned takes it off."""
     own = vars(module).get(name)
-    module.__dict__[name] = outer
+    module.__dict__[name] = method
 
     def unwrap() -> None:
         if own is None:

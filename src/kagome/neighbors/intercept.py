@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -27,10 +27,12 @@ from kagome.neighbors import algebra, sliced
 from kagome.neighbors.again import Again
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.by_identity import ByIdentity
+from kagome.neighbors.calls import Calls
 from kagome.neighbors.handlers import HANDLERS, Handler
 from kagome.neighbors.late import Late
 from kagome.neighbors.lazy import refuse_in_function
 from kagome.neighbors.marks import ALIGNED, Kind, Mark, Marks
+from kagome.neighbors.notes import Notes
 from kagome.neighbors.rows import Carrier, NeighborRows, agree, all_rows, summing, total
 from kagome.neighbors.tape import Taped
 from kagome.neighbors.turn import Turn
@@ -84,7 +86,8 @@ class Interception(Late, TorchFunctionMode):
         self._edge_keys: ByIdentity[Any] = ByIdentity()
         self._everyone: NeighborRows | None = None
         self._wholes: ByIdentity[Any] = ByIdentity()
-        self.again = Again(self)
+        self.again, self.calls = Again(self), Calls(self)
+        self.notes: Notes | None = None
         self.inputs = self._inputs()
 
     # What the model is given ---------------------------------------------------------------------
@@ -150,11 +153,16 @@ class Interception(Late, TorchFunctionMode):
             return func(*args)
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        lazy = self.fast and algebra.has_lazy(args, kwargs) and not algebra.asks(name, func)
+        notes, given = self.notes, (args, kwargs)
+        asks = algebra.asks(name, func)
+        lazy = self.fast and algebra.has_lazy(args, kwargs) and not asks
         if lazy:
             refuse_in_function(args)
             result = algebra.answer(self.marks, name, func, args, kwargs)
             if result is not NotImplemented:
+                if notes is not None:
+                    rule = partial(algebra.answer, self.marks, name, func)
+                    notes.answered(rule, given, given, result, asked=False)
                 return result
             args = algebra.computed_for(name, args)
             if name not in algebra.WRITES:
@@ -162,6 +170,9 @@ class Interception(Late, TorchFunctionMode):
         for handler in self._handlers.get(name, ()):
             result = handler(self, name, func, args, kwargs)
             if result is not NotImplemented:
+                if notes is not None:
+                    rule = partial(handler, self, name, func)
+                    notes.answered(rule, given, (args, kwargs), result, asked=asks)
                 return result
         if lazy:
             args, kwargs = algebra.all_computed(args, kwargs)
@@ -171,6 +182,8 @@ class Interception(Late, TorchFunctionMode):
         result = func(*args, **kwargs)
         if name != "__get__" or isinstance(result, Tensor):
             self.marks.spread(attribute(func) if name == "__get__" else name, args, kwargs, result)
+        if notes is not None:
+            notes.torch_call(func, given, (args, kwargs), result, asked=asks)
         return result
 
     # What handlers use (the scope of model.exact) ------------------------------------------------

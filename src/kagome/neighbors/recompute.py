@@ -50,6 +50,7 @@ def recompute(model: nn.Module, scope: Interception) -> Callable[[], None]:
         Each layer's forward once more, without its exchanges. Kept between forward and backward: the layers'
         inputs and what came to them from peers; beside these, one layer's inner tensors at a time.
     """
+    scope.calls.on = False  # what backward runs has to save what forward saved
     undo = [
         _wrap(layer, scope) for layer in layers_of(model) if not isinstance(layer, torch.jit.ScriptModule)
     ]
