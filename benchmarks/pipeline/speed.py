@@ -173,6 +173,7 @@ def measure(
             "rate": case.rate,
             "pipe": case.pipe,
             "parts": case.parts,
+            "hidden": options.hidden,
             "command": told,
         }
         for case in cases
@@ -250,7 +251,6 @@ def facts(options: Options, quota: str) -> dict[str, Any]:
         "cpu_share": default_share(options.hosts) if options.share is None else options.share,
         "quota": quota,
         "layers": options.layers,
-        "hidden": options.hidden,
         "epochs": options.epochs,
     }
 

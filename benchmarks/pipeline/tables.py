@@ -16,6 +16,8 @@ BASE = "graph"
 """The mesh that the others are compared with: graph parallelism alone."""
 EXPOSED = 0.7
 """Share of a graph-parallel epoch in exposed communication at which speed-ups are averaged."""
+USUAL = 100
+"""Hidden width of models whose name says none."""
 FREE = 10_000
 """Mbit/s from which on a link costs next to nothing: what ranks still wait for is each other."""
 
@@ -24,7 +26,9 @@ def cases(rows: Sequence[Row]) -> dict[tuple[str, str], dict[float, dict[str, Ro
     """Rows that were measured, by graph and model, rate (slowest link first) and mesh."""
     found: dict[tuple[str, str], dict[float, dict[str, Row]]] = {}
     for row in sorted((row for row in rows if "error" not in row), key=lambda row: float(row["rate"])):
-        case = found.setdefault((row["graph"], row["model"]), {})
+        width = row.get("hidden", USUAL)
+        model = row["model"] if width == USUAL else f"{row['model']}, hidden {width}"
+        case = found.setdefault((row["graph"], model), {})
         case.setdefault(float(row["rate"]), {})[row["mesh"]] = row
     return found
 
@@ -132,7 +136,8 @@ def page(facts: Mapping[str, Any], rows: Sequence[Row], names: Mapping[str, str]
     lines = [
         f"{facts['hosts']} emulated hosts, one rank of one thread each, on {facts['machine']}; "
         f"{facts['cpu_share']:.2f} cores a host ({facts['quota']}); torch {facts['torch']}; "
-        f"{facts['layers']} layers, hidden {facts['hidden']}; medians of {facts['epochs']} epochs.",
+        f"{facts['layers']} layers, hidden {USUAL} where no other width is named; medians of "
+        f"{facts['epochs']} epochs.",
         "",
         "*Exposed* is the time in which a rank waits for what others send (mean over ranks), as a share of "
         "its epoch: links, and ranks that are behind. *Due to links* is what a link of at least "
