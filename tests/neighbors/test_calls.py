@@ -244,3 +244,67 @@ def test_the_same_rows_twice_and_two_tensors_are_two_calls() -> None:
         net, other = Net(conv), Net(twin)
         for epoch in range(1, 8):
             assert_same(run(scope, epoch, net), run(plain, epoch, other))
+
+
+def test_without_the_module_s_call_it_gives_the_same(replays: list[Learned]) -> None:
+    """As a stage of a pipeline calls it: no hook runs, sums are computed, layers end as they began."""
+    layer = pyg.SAGEConv(WIDTH, 8).double()
+    with intercepted(layer) as scope:
+        for epoch in range(1, 5):
+            run(scope, epoch, layer)
+        before = len(replays)
+        x = scope.mark(rows(5), Mark(Kind.ROWS))
+        found = []
+        for call in (lambda: layer.forward.known((x, scope.inputs["edge_index"]), {}), None):  # type: ignore[attr-defined]
+            with scope.running(5, training=True):
+                out = call() if call is not None else layer(x, scope.inputs["edge_index"])
+                assert scope.layers == 0
+            found.append((out.detach(), gradients(layer, out, x)))
+            x.grad = None
+        assert len(replays) == before + 2
+        assert_same(*found)
+
+
+def test_a_hook_on_all_modules_is_called(replays: list[Learned]) -> None:
+    layer, seen = pyg.SAGEConv(WIDTH, 8).double(), []
+    with intercepted(layer) as scope:
+        for epoch in range(1, 5):
+            run(scope, epoch, layer)
+        before = len(replays)
+        hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+        try:
+            run(scope, 5, layer)
+        finally:
+            hook.remove()
+    assert before
+    assert len(replays) == before
+    assert layer.lin_l in seen
+
+
+def test_a_copy_of_a_watched_layer_has_its_own_weights() -> None:
+    layer = nn.Linear(WIDTH, 8).double()
+    with intercepted(layer):
+        twin = deepcopy(layer)
+        with torch.no_grad():
+            twin.weight.zero_()
+            twin.bias.zero_()
+        assert not twin.forward(rows(1)).any()
+        assert layer.forward(rows(1)).any()
+
+
+def test_rows_that_lie_otherwise_are_another_call(replays: list[Learned]) -> None:
+    layer = pyg.SAGEConv(WIDTH, 8).double()
+    twin = deepcopy(layer)
+    with intercepted(layer) as scope, intercepted(twin, learns=False) as plain:
+        for epoch in range(1, 5):
+            run(scope, epoch, layer)
+        before, found = len(replays), []
+        for which, module in ((scope, layer), (plain, twin)):
+            x = rows(5).detach().t().contiguous().t().requires_grad_()
+            which.mark(x, Mark(Kind.ROWS))
+            with which.running(5, training=True):
+                out = module(x, which.inputs["edge_index"])
+            found.append((out.detach(), gradients(module, out, x)))
+        assert before
+        assert len(replays) == before
+    assert_same(*found)

@@ -121,7 +121,7 @@ class Calls:
         """As ``call``, for a call of the module itself: no hook of torch's runs; None where one would."""
         scope, layer = self.scope, states.layer
         learned = self._learned.get((id(layer), layer.training, torch.is_grad_enabled()))
-        if learned is None or not learned.bare or nn.modules.module._has_any_global_hook():
+        if learned is None or not learned.bare:
             return None
         scope.turn.refuse_again(states.path)
         passes = isinstance(layer, MessagePassing)
@@ -138,6 +138,8 @@ class Calls:
 
     def _may(self) -> bool:
         scope = self.scope
+        if nn.modules.module._has_any_global_hook():  # of modules inside too
+            return False
         return self.on and scope.fast and not scope.slices and scope.notes is None and not _cast()
 
     def watch(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> Notes | None:
@@ -149,7 +151,7 @@ class Calls:
             self._tries[id(layer)] = self._tries.get(id(layer), 0) + 1
             leaves = tuple(leaves_of((args, kwargs)))
             given = stand_ins(leaves, self.scope.lasting)
-            if given is None or not _plain(layer) or nn.modules.module._has_any_global_hook():
+            if given is None or not _plain(layer):
                 return None
             rows = [leaves[place] for place in _rows(given)]
             fixed = (*layer.parameters(), *layer.buffers())

@@ -6,7 +6,8 @@ Where it sits: ``run.engine`` installs before the first forward and takes everyt
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import update_wrapper
+from types import MethodType
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def install(model: nn.Module, scope: Interception) -> Callable[[], None]:
         removers.append(module.register_forward_hook(leave, always_call=True).remove)
         forget(module)
         if isinstance(module, MessagePassing) or next(module.children(), None) is None:
-            removers.append(_watch(module, name, scope))
+            removers.append(_replaced(module, "forward", _Watched(module, name, scope)))
         if isinstance(module, MessagePassing):
             removers.append(_wrap(module, "propagate", scope))
             removers.append(_wrap(module, "edge_updater", scope))
@@ -92,18 +93,28 @@ def _wrap(module: MessagePassing, name: str, scope: Interception) -> Callable[[]
     return _replaced(module, name, outer)
 
 
-def _watch(layer: nn.Module, name: str, scope: Interception) -> Callable[[], None]:
-    """What a layer's forward did the last time is done again; see ``calls``."""
-    inner, states = layer.forward, States(layer, name)
+class _Watched:
+    """A layer's forward: what it did the last time is done again; see ``calls``.
 
-    @wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    Args:
+        layer: The layer.
+        name: Its path in the model.
+        scope: The interception.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, scope: Interception) -> None:
+        self.layer, self.inner, self.scope = layer, layer.forward, scope
+        self.states = States(layer, name)
+        update_wrapper(self, self.inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        scope, states = self.scope, self.states
         found = scope.calls.call(states, args, kwargs)
         if found is not None:
             return found
         notes = scope.calls.watch(states, args, kwargs)
         try:
-            out = inner(*args, **kwargs)
+            out = self.inner(*args, **kwargs)
         finally:
             if notes is not None:
                 scope.notes = None
@@ -111,11 +122,14 @@ def _watch(layer: nn.Module, name: str, scope: Interception) -> Callable[[], Non
             scope.calls.learn(notes, states, args, kwargs, out)
         return out
 
-    def known(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return scope.calls.whole(states, args, kwargs)
+    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of the layer itself gives, if it is like the last one; else None."""
+        return self.scope.calls.whole(self.states, args, kwargs)
 
-    forward.known = known  # type: ignore[attr-defined]
-    return _replaced(layer, "forward", forward)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the layer has its own weights: it runs as its class says, and is not watched."""
+        copied = memo.get(id(self.layer), self.layer)
+        return MethodType(type(copied).forward, copied)
 
 
 def _replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:

@@ -23,12 +23,14 @@ class Rows:
 
     Args:
         shape: Theirs.
+        stride: Theirs: a layer may ask whether they are contiguous.
         dtype: Their type.
         grad: Whether they need a gradient.
         first: The first place that was given the same tensor.
     """
 
     shape: torch.Size
+    stride: tuple[int, ...]
     dtype: torch.dtype
     grad: bool
     first: int
@@ -38,6 +40,7 @@ class Rows:
         return (
             type(leaf) is Tensor
             and leaf.shape == self.shape
+            and leaf.stride() == self.stride
             and leaf.dtype == self.dtype
             and leaf.requires_grad == self.grad
             and leaf is leaves[self.first]
@@ -93,7 +96,7 @@ def stand_ins(leaves: Sequence[Any], lasting: Callable[[Tensor], bool]) -> Stand
             return None
         else:
             first = next(at for at, other in enumerate(leaves) if other is leaf)
-            found.append(Rows(leaf.shape, leaf.dtype, leaf.requires_grad, first))
+            found.append(Rows(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, first))
     return tuple(found)
 
 
@@ -105,8 +108,9 @@ def fits(given: StandIns, leaves: Sequence[Any]) -> bool:
 
 
 def leaves_of(values: Any) -> Iterator[Any]:
-    """What nests of tuples, lists and tables hold, in order; names count too."""
+    """What nests of tuples, lists and tables hold, in order; lengths and names count too."""
     if isinstance(values, (tuple, list)):
+        yield len(values)
         for value in values:
             yield from leaves_of(value)
     elif isinstance(values, dict):
