@@ -45,6 +45,7 @@ MODES: Mapping[str, Sequence[str]] = {
     "pipe": PIPE,
     "hybrid": ("--nproc", "2", "--parallel.graph", "2", "--parallel.chunks", "8"),
     "unfrozen": (*PIPE, *NO_FREEZE),  # as pipe, with rows of the last epoch in each
+    "both": (*PIPE, *NO_FREEZE, *STALE),  # and gradients of the last epoch where this one has none
     # The paper's ablation, without the guard: all its techniques, each left out, none.
     "unguarded": BARE,
     "no shuffle": (*BARE, *NO_SHUFFLE),

@@ -38,6 +38,18 @@ def check(cut: Parallel) -> None:
             f"cross_chunk={cut.cross_chunk!r} lets them read each other's rows",
             hint="schedule='fill-drain', or cross_chunk='drop', which loses edges",
         )
+    if cut.stages_per_rank > 1 and cut.pipe == 1:
+        raise ConfigError(
+            f"stages_per_rank={cut.stages_per_rank} deals the stages of a pipeline to its ranks",
+            f"pipe={cut.pipe} is no pipeline",
+            hint="pipe=2, or leave stages_per_rank out",
+        )
+    if cut.stages_per_rank > 1 and cut.schedule in ("1f1b", "kfkb"):
+        raise ConfigError(
+            f"schedule={cut.schedule!r} takes a stage a rank",
+            f"stages_per_rank={cut.stages_per_rank}",
+            hint="schedule='fill-drain'",
+        )
     _planned(cut)
     _lateness(cut)
     _choice_of_rows(cut)
@@ -51,6 +63,7 @@ def _planned(cut: Parallel) -> None:
     mesh = {
         "graph": None,
         "pipe": 1,
+        "stages_per_rank": 1,
         "tensor": 1,
         "decouple": False,
         "chunks": None,

@@ -78,7 +78,9 @@ class Parallel:
     graph: int | None = None
     """Parts the graph is cut into; by default as many as there are ranks for each stage."""
     pipe: int = 1
-    """Stages that the model's layers are cut into."""
+    """Ranks that the model's layers are cut over: its stages."""
+    stages_per_rank: int = 1
+    """Stages of each of them, dealt round: with several, few chunks fill a pipeline, and more is sent."""
     tensor: int = 1
     """Slices that the features are cut into: layers whose columns do not meet sum over the whole graph, each
     rank some columns; other layers read a halo."""
@@ -155,6 +157,7 @@ class Parallel:
             "parallel",
             self,
             pipe=1,
+            stages_per_rank=1,
             tensor=1,
             chunks=1,
             history_epochs=1,

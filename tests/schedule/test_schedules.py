@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from kagome.errors import ScheduleError
 from kagome.schedule.actions import Kind, Programs, from_text, to_text
-from kagome.schedule.schedules import Shape, exact, fill_drain, k_forward_k_backward
+from kagome.schedule.schedules import Shape, arrivals, exact, fill_drain, k_forward_k_backward
 from kagome.schedule.simulate import simulate
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -22,6 +23,9 @@ CASES = {
     "2f2b_3x5": k_forward_k_backward(Shape(3, (0, 1, 2, 3, 4)), 2),
     "1f1b_dag": k_forward_k_backward(Shape(4, (0, 1, 2), ((0, 2), (1, 2), (2, 3)))),
     "exact_2x3": exact(Shape(2, (0, 1, 2)), (2, 3)),
+    "fill_drain_4x4_on_2": fill_drain(Shape(4, (0, 1, 2, 3), None, 2)),
+    "fill_drain_4x3_on_2_skip": fill_drain(Shape(4, (1, 0, 2), ((0, 1), (0, 2), (1, 2), (1, 3), (2, 3)), 2)),
+    "exact_4x2_on_2": exact(Shape(4, (0, 1), None, 2), (1, 2, 1, 1)),
 }
 
 
@@ -38,6 +42,12 @@ def shapes(draw: st.DrawFn) -> Shape:
     every = list(itertools.combinations(range(stages), 2))
     links = tuple(draw(st.lists(st.sampled_from(every), max_size=6))) if every else ()
     return Shape(stages, order, draw(st.sampled_from([None, links])))
+
+
+@st.composite
+def dealt_shapes(draw: st.DrawFn) -> Shape:
+    shape = draw(shapes())
+    return replace(shape, ranks=draw(st.integers(1, shape.stages)))
 
 
 def computed(programs: Programs) -> dict[str, int]:
@@ -85,6 +95,54 @@ def test_what_a_chain_holds_and_how_long_it_takes(stages, chunks, k):
         assert turned.seconds == filled.seconds
 
 
+@given(dealt_shapes(), st.lists(st.integers(1, 3), min_size=5, max_size=5))
+def test_stages_dealt_to_fewer_ranks_end_and_do_all_once(shape, pieces):
+    for programs in (fill_drain(shape), exact(shape, pieces[: shape.stages])):
+        run = simulate(programs, lambda action: 1.0, transfer=lambda action: 0.5)
+        assert len(programs) == len(run.spans) == shape.homes
+        assert run.seconds >= 2 * len(shape.order) * max(len(shape.held(r)) for r in range(shape.homes))
+        for rank, program in enumerate(programs):
+            assert {action.stage for action in program} == set(shape.held(rank))
+            chunks = {a.chunk for a in program if a.kind is Kind.B}
+            assert chunks == set(shape.order)
+            forward = [(a.stage, a.chunk, a.piece) for a in program if a.kind is Kind.F]
+            back = [(a.stage, a.chunk, a.piece) for a in program if a.kind is Kind.B]
+            assert back == forward[::-1]
+    for stage in range(shape.stages):  # rows of chunks that came before are fresh in each stage
+        done = [
+            a.chunk for a in fill_drain(shape)[stage % shape.homes] if (a.stage, a.kind) == (stage, Kind.F)
+        ]
+        assert done == list(shape.order)
+
+
+@given(dealt_shapes())
+def test_what_comes_from_a_rank_is_waited_for_in_the_order_in_which_it_is_sent(shape):
+    programs = fill_drain(shape)
+    for rank, program in enumerate(programs):
+        found = arrivals(programs, rank)
+        assert sorted(map(str, found)) == sorted(str(a) for a in program if a.kind.receives)
+        for other, sender in enumerate(programs):
+            come = [a for a in found if a.other % shape.homes == other]
+            assert come == [a.answer for a in sender if a.kind.sends and a.other % shape.homes == rank]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_several_stages_a_rank_fill_in_the_time_of_one_of_them(ranks, each, rounds):
+    """Megatron's bubble: (ranks - 1) / (chunks x stages of a rank + ranks - 1)."""
+    shape = Shape(ranks * each, tuple(range(ranks * rounds)), None, ranks)
+    run = simulate(fill_drain(shape), lambda action: 1.0)
+    chunks = ranks * rounds
+    assert run.bubble == pytest.approx((ranks - 1) / (chunks * each + ranks - 1))
+    assert run.held == (chunks * each,) * ranks
+
+
+def test_what_stages_of_one_rank_give_each_other_takes_no_time():
+    shape = Shape(4, (0,), ((0, 2), (2, 3)), 2)
+    run = simulate(fill_drain(shape), lambda action: 1.0, transfer=lambda action: 10.0)
+    takes = {str(span.action): span.end - span.begin for span in run.transfers}
+    assert takes == {"0SEND_F0>2": 0.0, "2SEND_F0": 10.0, "3SEND_B0": 10.0, "2SEND_B0>0": 0.0}
+
+
 def test_six_stages_hold_six_to_one_in_a_chain_and_at_most_three_as_a_dag():
     order = tuple(range(12))
     chain = simulate(k_forward_k_backward(Shape(6, order)), lambda action: 1.0)
@@ -120,6 +178,11 @@ def test_impossible_shapes_are_refused(stages, order, links):
 def test_impossible_settings_are_refused():
     with pytest.raises(ScheduleError, match="it is 0"):
         k_forward_k_backward(Shape(2, (0,)), 0)
+    with pytest.raises(ScheduleError, match="a stage a rank"):
+        k_forward_k_backward(Shape(4, (0,), None, 2))
+    for ranks in (0, 3):
+        with pytest.raises(ScheduleError, match="each rank has a stage"):
+            Shape(2, (0,), None, ranks)
     for pieces in [(1,), (1, 0), (1, 1, 1)]:
         with pytest.raises(ScheduleError, match="piece each"):
             exact(Shape(2, (0,)), pieces)

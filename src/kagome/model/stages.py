@@ -3,7 +3,8 @@
 Where it sits: ``run`` gives it a graph and a survey of ``layers``, and runs the stages it gets.
 
 A value goes from the stage that makes it to the next one that reads it, from there to the next one, and so
-on: each stage that reads a value is sent it once. What needs no weights is computed wherever it is read.
+on: each stage that reads a value is sent it once, or finds it with an earlier stage of its rank. What needs
+no weights is computed wherever it is read.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Stage:
 
     Args:
         number: Counted from 0.
+        rank: Of the ranks that hold a part, the one that runs it.
         steps: Those it runs, in order, what it computes again included.
         takes: Values it takes, by the earlier stage that gives them.
         gives: Values it gives, by the later stage that takes them; some it has taken itself.
@@ -34,6 +36,7 @@ class Stage:
     """
 
     number: int
+    rank: int
     steps: tuple[Step, ...]
     takes: Mapping[int, tuple[str, ...]]
     gives: Mapping[int, tuple[str, ...]]
@@ -51,6 +54,7 @@ def cut(
     *,
     vertices: int = 1,
     edges: int = 1,
+    ranks: int | None = None,
 ) -> tuple[Stage, ...]:
     """Cut a graph into stages: the slowest is as fast as can be, then the fewest bytes cross.
 
@@ -61,6 +65,7 @@ def cut(
         seconds: Of each step; 0 where it has none. What is computed in several stages counts in the first.
         vertices: Rows of a value with a row a vertex, where bytes are compared.
         edges: Rows of a value with a row an edge.
+        ranks: Among how many the stages are dealt, round and round; by default each has its own.
 
     Raises:
         ModelError: If there cannot be so many, if the output has not a row a vertex, or if forward changes
@@ -84,7 +89,7 @@ def cut(
     if most < stages:
         _refuse(flow, stages, most)
     cuts = best_cuts(flow.seconds(seconds), allowed, flow.bytes(survey, vertices, edges), stages)
-    return _built(graph, flow, cuts)
+    return _built(graph, flow, cuts, stages if ranks is None else ranks)
 
 
 def links(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
@@ -93,24 +98,26 @@ def links(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
 
 
 def shared_parameters(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
-    """Weights that several stages have, with the numbers of these stages."""
-    owners: dict[str, list[int]] = {}
+    """Weights that stages of several ranks have, with these ranks."""
+    owners: dict[str, set[int]] = {}
     for stage in stages:
         for name in stage.parameters:
-            owners.setdefault(name, []).append(stage.number)
-    return {name: tuple(numbers) for name, numbers in owners.items() if len(numbers) > 1}
+            owners.setdefault(name, set()).add(stage.rank)
+    return {name: tuple(sorted(ranks)) for name, ranks in owners.items() if len(ranks) > 1}
 
 
 def stage_bytes(stages: Sequence[Stage], survey: Survey, vertices: int, edges: int) -> int:
     """Bytes of all messages of one forward and backward over so many rows.
 
     Cost:
-        A value that needs a gradient counts twice: its gradient comes back the same way.
+        A value that needs a gradient counts twice: its gradient comes back the same way. What one stage of a
+        rank gives another one is not sent.
     """
     return sum(
         survey.values[name].bytes(vertices, edges) * (2 if survey.values[name].grad else 1)
         for stage in stages
-        for names in stage.gives.values()
+        for taker, names in stage.gives.items()
+        if stages[taker].rank != stage.rank
         for name in names
     )
 
@@ -118,11 +125,13 @@ def stage_bytes(stages: Sequence[Stage], survey: Survey, vertices: int, edges: i
 def describe(stages: Sequence[Stage], survey: Survey, seconds: Mapping[str, float] | None = None) -> str:
     """A line a stage: its modules, its share of the time, what it takes and gives with widths."""
     spent = [sum((seconds or {}).get(step.name, 0.0) for step in stage.steps) for stage in stages]
+    several = len({stage.rank for stage in stages}) < len(stages)
     lines = []
     for stage, own in zip(stages, spent, strict=True):
+        place = f" (rank {stage.rank} of its part)" if several else ""
         share = f", {100 * own / sum(spent):.0f} % of the time" if sum(spent) > 0 else ""
         lines.append(
-            f"stage {stage.number}: {_modules(stage)}{share}"
+            f"stage {stage.number}{place}: {_modules(stage)}{share}"
             f"{_traffic('takes', 'from', stage.takes, survey)}{_traffic('gives', 'to', stage.gives, survey)}"
         )
     return "\n".join(lines)
@@ -165,14 +174,14 @@ def _refuse(flow: Flow, stages: int, most: int) -> None:
     )
 
 
-def _built(graph: LayerGraph, flow: Flow, cuts: Sequence[int]) -> tuple[Stage, ...]:
+def _built(graph: LayerGraph, flow: Flow, cuts: Sequence[int], ranks: int) -> tuple[Stage, ...]:
     count = len(cuts) - 1
     home: dict[str, int] = {}
     for number in range(count):
         home |= {step.name: number for step in flow.body[cuts[number] : cuts[number + 1]]}
     takes: list[dict[int, list[str]]] = [{} for _ in range(count)]
     gives: list[dict[int, list[str]]] = [{} for _ in range(count)]
-    holders: dict[str, int] = dict(home)
+    holders: dict[str, list[int]] = {name: [number] for name, number in home.items()}
     steps: list[list[Step]] = []
     inputs: list[set[str]] = []
     for number in range(count):
@@ -186,15 +195,18 @@ def _built(graph: LayerGraph, flow: Flow, cuts: Sequence[int]) -> tuple[Stage, .
         for step in flow.body:
             name = step.name
             if name in values and home[name] != number:
-                # The last stage before this one that has the value passes it on.
-                takes[number].setdefault(holders[name], []).append(name)
-                gives[holders[name]].setdefault(number, []).append(name)
-                holders[name] = number
+                # The last stage before this one that has the value passes it on, one of this rank first.
+                near = [each for each in holders[name] if (number - each) % ranks == 0]
+                giver = (near or holders[name])[-1]
+                takes[number].setdefault(giver, []).append(name)
+                gives[giver].setdefault(number, []).append(name)
+                holders[name].append(number)
     used = [{name for step in each for name in step.parameters} for each in steps]
     used[0] |= set(graph.parameters) - set().union(*used)
     return tuple(
         Stage(
             number=number,
+            rank=number % ranks,
             steps=tuple(steps[number]),
             takes={other: tuple(names) for other, names in takes[number].items()},
             gives={other: tuple(names) for other, names in gives[number].items()},

@@ -10,6 +10,7 @@ there is one, and its number in this forward.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -124,18 +125,20 @@ class Interception(Late, TorchFunctionMode):
     # Turns ---------------------------------------------------------------------------------------
 
     @contextmanager
-    def running(self, epoch: int, *, training: bool, checked: bool = False, draws: int = 0) -> Iterator[Turn]:
+    def running(
+        self, epoch: int, *, training: bool, checked: bool = False, named: Counter[str] | None = None
+    ) -> Iterator[Turn]:
         """One forward: sites are numbered anew, draws too.
 
         Args:
             epoch: For draws, headers and messages.
             training: Whether a backward will follow.
             checked: Compare headers with the peers at every collective.
-            draws: How many the model has made before what runs here.
+            named: How often each site was come to before, in earlier stages here.
         """
         grad = training and torch.is_grad_enabled()
-        self.turn = Turn(epoch, checked=checked, device=self.device, grad=grad)
-        self.path, self.arguments, self.draws, self.training, self.layers = [], [], draws, training, 0
+        self.turn = Turn(epoch, checked=checked, device=self.device, grad=grad, named=named)
+        self.path, self.arguments, self.draws, self.training, self.layers = [], [], 0, training, 0
         with self:
             yield self.turn
         self.turn.over = True
@@ -328,7 +331,7 @@ class Interception(Late, TorchFunctionMode):
         if constant and self.channel.same("rows that do not change", there):
             return known[2]  # type: ignore[index, no-any-return]
         front = rows.movedim(axis, 0)
-        flat = front.reshape(front.size(0), _width(front))
+        flat = front.reshape(front.size(0), front.shape[1:].numel())
         with self.turn.apart() if constant else nullcontext():
             whole = plan.extend(flat, self.turn, site or self.site(rows))
         out = whole.reshape(whole.size(0), *front.shape[1:]).movedim(0, axis)
@@ -357,7 +360,7 @@ class Interception(Late, TorchFunctionMode):
         """Sums on own and halo rows along ``axis`` -> sums on own rows."""
         plan = self.views[mark.view].rows
         front = sums.movedim(axis, 0)
-        flat = front.reshape(front.size(0), _width(front))
+        flat = front.reshape(front.size(0), front.shape[1:].numel())
         own = plan.give_back(flat, self.turn, self.site(sums))
         return own.reshape(own.size(0), *front.shape[1:]).movedim(0, axis)
 
@@ -390,10 +393,3 @@ def opened(func: FunctionType) -> Callable[..., Any]:
     )
     out.__kwdefaults__ = func.__kwdefaults__
     return out
-
-
-def _width(front: Tensor) -> int:
-    width = 1
-    for size in front.shape[1:]:
-        width *= size
-    return width

@@ -32,17 +32,26 @@ class Turn:
         epoch: The epoch, for messages, headers and dropout.
         checked: Compare headers with the peers before each exchange.
         device: Where the token lives.
-        dtype: The token's type.
+        grad: Whether a backward follows.
+        named: How often each site was come to before, in earlier stages of this rank.
     """
 
-    def __init__(self, epoch: int, *, checked: bool, device: torch.device, grad: bool) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        *,
+        checked: bool,
+        device: torch.device,
+        grad: bool,
+        named: Counter[str] | None = None,
+    ) -> None:
         self.epoch, self.checked, self.grad = epoch, checked, grad
         self.token = torch.zeros((), device=device, requires_grad=grad)
         self.collectives = 0
         self.over = False
         self.aside = False
         """Whether what runs is kept for all forwards: such a read is no site of later ones."""
-        self._named: Counter[str] = Counter()
+        self._named: Counter[str] = Counter() if named is None else named
         self.pardoned: Any = None  # the hook by which ``recompute`` lets a layer run again
 
     def refuse_again(self, where: str) -> None:

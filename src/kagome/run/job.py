@@ -1,11 +1,12 @@
-"""Job: one chunk on its way through one rank's stage - what it was given, what it gave, its backward.
+"""Job: one chunk on its way through one stage of a rank - what it was given, what it gave, its backward.
 
-Where it sits: ``pipeline`` makes one a chunk and epoch; the stage's steps run here, inside the chunk's
+Where it sits: ``passes`` makes one a stage, chunk and epoch; the stage's steps run here, inside the chunk's
 interception.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class StageCode:
         model: The user's module.
         graph: Its steps.
         survey: What each step's value looks like.
-        stage: Which of them are this rank's.
+        stage: Which of them it runs.
         current: Told which interception is running.
         cast: Makes the context of mixed precision.
         saving: Makes the context in which activations are moved elsewhere.
@@ -64,6 +65,7 @@ class Job:
         epoch: The epoch.
         training: Whether a backward follows.
         checked: Whether ranks compare headers.
+        named: How often the chunk has come to each site of this rank: its jobs in other stages share it.
     """
 
     code: StageCode
@@ -71,6 +73,7 @@ class Job:
     epoch: int
     training: bool
     checked: bool = False
+    named: Counter[str] = field(default_factory=Counter)
     values: dict[str, Tensor] = field(default_factory=dict)
     outs: dict[str, Tensor] = field(default_factory=dict)
     token: Tensor | None = None
@@ -88,6 +91,11 @@ class Job:
             leaf = self.scope.mark(leaf, Mark(Kind.PAIRS, 0, edges=self.scope.views[0].edge_index))
         self.values[name] = leaf.requires_grad_(known.grad and self.training)
 
+    def returned(self, name: str, gradient: Tensor) -> None:
+        """Take the gradient of a value that a later stage has sent back; several may read one value."""
+        before = self.gradients.get(name)
+        self.gradients[name] = gradient if before is None else before + gradient
+
     def forward(self) -> None:
         """Run the stage's steps on the chunk."""
         code, stage, scope = self.code, self.code.stage, self.scope
@@ -103,7 +111,7 @@ class Job:
         # The running pass is left at once: what it holds must not outlive the chunk.
         with (
             self._running(),
-            scope.running(self.epoch, training=self.training, checked=self.checked) as turn,
+            scope.running(self.epoch, training=self.training, checked=self.checked, named=self.named) as turn,
             code.cast(),
             code.saving() if self.training else nullcontext(),
         ):

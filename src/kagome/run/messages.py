@@ -1,12 +1,13 @@
 """Messages: what crosses between the stages of one part, chunk by chunk, begun early and waited for late.
 
-Where it sits: ``pipeline`` posts all receives of a pass before its first action, so that transfers run while
-stages compute; a SEND begins and is not waited for before the pass ends.
+Where it sits: ``passes`` posts all receives of a pass before its first action, so that transfers run while
+stages compute; a SEND begins and is not waited for before the pass ends. What a stage gives to another one of
+its rank waits here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,40 +22,45 @@ class Messages:
     """One rank's, in one pass.
 
     Args:
-        code: Of this rank's stage.
-        pipe: The ranks that hold this part, one a stage.
-        jobs: The chunks, by number.
+        codes: Of this rank's stages, by number.
+        pipe: The ranks that hold this part.
+        ranks: Of all stages.
+        jobs: Stages and their chunks, by number.
         epoch: For errors and draws.
         codec: How values look on the way; None where no backward follows: they go as they are.
     """
 
     def __init__(
         self,
-        code: StageCode,
+        codes: Mapping[int, StageCode],
         pipe: Channel,
-        jobs: dict[int, Job],
+        ranks: Sequence[int],
+        jobs: Mapping[tuple[int, int], Job],
         epoch: int,
         codec: StageCodec | None = None,
     ) -> None:
-        self.code, self.pipe, self.jobs, self.epoch, self.codec = code, pipe, jobs, epoch, codec
+        self.codes, self.pipe, self.ranks, self.jobs = codes, pipe, ranks, jobs
+        self.epoch, self.codec = epoch, codec
+        self._here: dict[Action, list[tuple[str, Tensor]]] = {}
         self._coming: dict[Action, list[tuple[str, Pending | Coded]]] = {}
         self._leaving: list[Sending] = []
 
     def post(self, actions: Iterable[Action]) -> None:
-        """Begin the receives among these actions, in their order."""
+        """Begin these receives, each rank's in the order in which it sends."""
         for action in actions:
-            if action.kind.receives:
+            if self.ranks[action.other] != self.pipe.rank:
                 self._coming[action] = [(name, self._begun(name, action)) for name in self.names(action)]
 
     def _begun(self, name: str, action: Action) -> Pending | Coded:
         """One receive; its wait gives the value."""
-        value = self.code.survey.values[name]
-        shape, dtype = self.code.shape(name, self.jobs[action.chunk].scope), value.dtype or torch.float32
+        code, job = self.codes[action.stage], self.jobs[action.stage, action.chunk]
+        value = code.survey.values[name]
+        shape, dtype = code.shape(name, job.scope), value.dtype or torch.float32
         size = None if self.codec is None else self.codec.size(value, shape)
         coming = self.pipe.start_receive(
             shape if size is None else (size,),
             dtype if size is None else torch.uint8,
-            action.other,
+            self.ranks[action.other],
             action=self._words(action),
             backward=not action.kind.forward,
         )
@@ -64,20 +70,26 @@ class Messages:
 
     def names(self, action: Action) -> list[str]:
         """The values that a SEND or RECV is about."""
-        stage = self.code.stage
-        given = stage.gives if action.kind in (Kind.SEND_F, Kind.RECV_B) else stage.takes
+        code = self.codes[action.stage]
+        given = code.stage.gives if action.kind in (Kind.SEND_F, Kind.RECV_B) else code.stage.takes
         names = given.get(action.other, ())
-        return [n for n in names if action.kind.forward or self.code.survey.values[n].grad]
+        return [n for n in names if action.kind.forward or code.survey.values[n].grad]
 
     def send(self, action: Action) -> None:
         """Begin to send a chunk's values, or their gradients."""
-        job = self.jobs[action.chunk]
+        job = self.jobs[action.stage, action.chunk]
+        peer = self.ranks[action.other]
         for name in self.names(action):
             value = (job.outs[name] if action.kind.forward else job.gradient(name)).detach()
+            if peer == self.pipe.rank:
+                # In evaluation the stage that takes it may change it in place, under way to others.
+                kept = value if job.training else value.clone()
+                self._here.setdefault(action.answer, []).append((name, kept))
+                continue
             self._leaving.append(
                 self.pipe.start_send(
                     self._written(name, value, action).contiguous(),
-                    action.other,
+                    peer,
                     action=self._words(action),
                     backward=not action.kind.forward,
                 )
@@ -88,16 +100,18 @@ class Messages:
         if self.codec is None:
             return value
         self.codec.crossed.plain += value.nbytes
-        size = self.codec.size(self.code.survey.values[name], tuple(value.shape))
+        size = self.codec.size(self.codes[action.stage].survey.values[name], tuple(value.shape))
         if size is None:
             return value
         backward = not action.kind.forward
         where = f"{name} in {self._words(action)}"
-        stamps = self.jobs[action.chunk].scope.row_ids()
+        stamps = self.jobs[action.stage, action.chunk].scope.row_ids()
         return self.codec.encode(name, value, stamps, size, self.epoch, backward=backward, where=where)
 
     def receive(self, action: Action) -> list[tuple[str, Tensor]]:
         """Wait for what a RECV is about."""
+        if action in self._here:
+            return self._here.pop(action)
         return [(name, coming.wait()) for name, coming in self._coming.pop(action)]
 
     def end(self) -> None:

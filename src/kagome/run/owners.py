@@ -1,7 +1,7 @@
-"""Owners: which stage holds which weight, and how the others come by it.
+"""Owners: which rank of a pipeline holds which weight, and how the others come by it.
 
-Where it sits: ``pipeline`` trains a stage's own weights on its ranks alone; before weights are saved, kept as
-the best or given back to the user, every rank is given every stage's.
+Where it sits: ``pipeline`` trains the weights of a rank's stages there alone; before weights are saved, kept
+as the best or given back to the user, every rank is given every stage's.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ class Owners:
     Args:
         model: The user's module.
         stages: All stages.
-        pipe: The ranks that hold this part, one a stage.
+        pipe: The ranks that hold this part.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[Stage], pipe: Channel) -> None:
         self.model, self.pipe, self.mine = model, pipe, pipe.rank
         self.shared = shared_parameters(stages)
+        """Weights that several ranks have, with these."""
         self.of: dict[str, int] = {}
-        """The stage of each parameter and buffer; of shared ones the first that uses it."""
+        """The rank of each parameter and buffer; of shared ones that of the first stage that uses it."""
         for stage in reversed(stages):
-            self.of.update(dict.fromkeys(stage.parameters, stage.number))
+            self.of.update(dict.fromkeys(stage.parameters, stage.rank))
             paths = {path for step in stage.steps for path in (step.path, step.within) if path}
             for name, _ in model.named_buffers():
                 if name.rpartition(".")[0] in paths or any(name.startswith(f"{path}.") for path in paths):
-                    self.of[name] = stage.number
-        parameters = dict(model.named_parameters())
-        self.parameters = [
-            parameters[name] for name in stages[self.mine].parameters if parameters[name].requires_grad
-        ]
+                    self.of[name] = stage.rank
+        held = {name for stage in stages if stage.rank == self.mine for name in stage.parameters}
+        self.parameters = [p for name, p in model.named_parameters() if name in held and p.requires_grad]
         self.buffers = [b for name, b in model.named_buffers() if self.of.get(name, 0) == self.mine]
 
     def sum_shared(self) -> None:
-        """Sum gradients of weights that several stages use; the others keep none. All stages call it."""
+        """Sum gradients of weights that several ranks use; the others keep none. All of them call it."""
         parameters = dict(self.model.named_parameters())
         for name in sorted(self.shared):
             parameter = parameters[name]
@@ -82,25 +81,25 @@ class Owners:
         return one, other_, both
 
     def share(self, state: Mapping[str, Tensor], action: str) -> None:
-        """Give every stage what each owns of a state dict, in place. All stages call it.
+        """Give every rank what each owns of a state dict, in place. All of them call it.
 
         Cost:
-            The weights' bytes, from each stage to the others.
+            The weights' bytes, from each rank to the others.
         """
         if self.pipe.size == 1:
             return
         with torch.no_grad():
-            for stage in range(self.pipe.size):
-                held = [tensor for name, tensor in state.items() if self.of.get(name, 0) == stage]
-                for tensor, came in zip(held, self._broadcast(held, stage, action), strict=True):
-                    if stage != self.mine:
+            for rank in range(self.pipe.size):
+                held = [tensor for name, tensor in state.items() if self.of.get(name, 0) == rank]
+                for tensor, came in zip(held, self._broadcast(held, rank, action), strict=True):
+                    if rank != self.mine:
                         tensor.copy_(came)
 
-    def _broadcast(self, tensors: Sequence[Tensor], stage: int, action: str) -> list[Tensor]:
+    def _broadcast(self, tensors: Sequence[Tensor], rank: int, action: str) -> list[Tensor]:
         if not tensors:
             return []
         flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-        came = self.pipe.broadcast(flat, stage, action=action)
+        came = self.pipe.broadcast(flat, rank, action=action)
         parts = came.split([tensor.nbytes for tensor in tensors])
         return [
             part.clone().view(tensor.dtype).view(tensor.shape)
@@ -108,30 +107,30 @@ class Owners:
         ]
 
     def share_optimizer(self, optimizer: Optimizer) -> None:
-        """Give every stage the optimizer's state of each: to save it. All stages call it."""
+        """Give every rank the optimizer's state of each: to save it. All of them call it."""
         if self.pipe.size == 1:
             return
         named = dict(self.model.named_parameters())
-        for stage in range(self.pipe.size):
-            names = sorted(name for name in named if self.of.get(name, 0) == stage)
+        for rank in range(self.pipe.size):
+            names = sorted(name for name in named if self.of.get(name, 0) == rank)
             facts: list[tuple[str, dict[str, Any]]] = []
-            if stage == self.mine:
+            if rank == self.mine:
                 facts = [
                     (name, _facts(optimizer.state[named[name]]))
                     for name in names
                     if named[name] in optimizer.state
                 ]
-            told: Any = self.pipe.gather_objects(facts, "optimizer state")[stage]
+            told: Any = self.pipe.gather_objects(facts, "optimizer state")[rank]
             tensors = [
                 optimizer.state[named[name]][key]
-                if stage == self.mine
+                if rank == self.mine
                 else torch.empty(fact[0], dtype=fact[1], device=self.pipe.device if fact[2] else "cpu")
                 for name, entries in told
                 for key, fact in entries.items()
                 if isinstance(fact, tuple)
             ]
-            came = iter(self._broadcast([t.to(self.pipe.device) for t in tensors], stage, "optimizer state"))
-            if stage == self.mine:
+            came = iter(self._broadcast([t.to(self.pipe.device) for t in tensors], rank, "optimizer state"))
+            if rank == self.mine:
                 continue
             for name, entries in told:
                 optimizer.state[named[name]] = {

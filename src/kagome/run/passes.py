@@ -6,15 +6,18 @@ Where it sits: ``pipeline`` asks for the pass that an epoch or an evaluation nee
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 
 import torch
 from torch import Tensor
 
 from kagome.comm.mesh import Mesh
+from kagome.model.stages import Stage, links
 from kagome.neighbors.history import History
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lockstep import Lockstep
@@ -23,10 +26,11 @@ from kagome.run.engine import Phases
 from kagome.run.job import Job, StageCode
 from kagome.run.messages import Messages
 from kagome.run.stage_codec import StageCodec
-from kagome.schedule.actions import Action, Kind, Program, pointed
-from kagome.schedule.schedules import Link, Shape, fill_drain, k_forward_k_backward
+from kagome.schedule.actions import Action, Kind, Program, Programs, pointed
+from kagome.schedule.schedules import Shape, arrivals, fill_drain, k_forward_k_backward
 
-Jobs = dict[int, Job]
+Jobs = dict[tuple[int, int], Job]
+"""By stage and chunk."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +38,20 @@ class Passes:
     """One rank's passes over its chunks.
 
     Args:
-        code: Of its stage.
+        codes: Of its stages, by number, in order.
         mesh: All ranks.
         chunks: Of its part.
-        links: Which stages give to which.
+        stages: All.
         phases: Where the time of each action goes.
-        buffers: Of its stage: moved once an epoch, not by every chunk.
+        buffers: Of its stages: moved once an epoch, not by every chunk.
         lose: Called with each job whose forward has ended in training.
         codec: How values go from stage to stage in training.
     """
 
-    code: StageCode
+    codes: Mapping[int, StageCode]
     mesh: Mesh
     chunks: Chunking
-    links: tuple[Link, ...]
+    stages: Sequence[Stage]
     phases: Phases
     buffers: Sequence[Tensor]
     lose: Callable[[Job], None]
@@ -56,18 +60,19 @@ class Passes:
     def one_by_one(self, epoch: int, history: History | None, *, checked: bool) -> Jobs:
         """One chunk after the other, by a program that is known beforehand."""
         jobs = self._jobs(self.chunks.apart, epoch, training=True, checked=checked)
-        program = self.program(epoch)
-        messages = Messages(self.code, self.mesh.pipe, jobs, epoch, self.codec)
-        messages.post(program)
+        programs = self.programs(epoch)
+        program = programs[self.mesh.stage]
+        messages = self._messages(jobs, epoch, self.codec)
+        messages.post(arrivals(programs, self.mesh.stage))
         begun = False
         # Chunks that know nothing of each other note their own statistics, as micro-batches do.
         alike = history is not None
 
         def compute(action: Action) -> None:
             nonlocal begun
-            job = jobs[action.chunk]
+            job = jobs[action.stage, action.chunk]
             if action.kind is Kind.F:
-                with self._noting(action.chunk == program_first or not alike):
+                with self._noting(action.chunk == first or not alike):
                     job.forward()
                 self.lose(job)
                 return
@@ -76,7 +81,7 @@ class Passes:
             begun = True
             job.backward()
 
-        program_first = next(action.chunk for action in program if action.kind is Kind.F)
+        first = next(action.chunk for action in program if action.kind is Kind.F)
         self._run(program, jobs, messages, compute, epoch)
         messages.end()
         return jobs
@@ -86,71 +91,101 @@ class Passes:
         tables = self.chunks.tables
         assert tables is not None
         jobs = self._jobs(self.chunks.scopes, epoch, training=training, checked=checked)
-        order = tuple(range(len(self.chunks.scopes)))
         supplier = self.chunks.exact()
         tables.begin(epoch, supplier)
-        messages = Messages(self.code, self.mesh.pipe, jobs, epoch, self.codec if training else None)
+        messages = self._messages(jobs, epoch, self.codec if training else None)
         passes = (True, False) if training else (True,)
         for forward in passes:
-            messages.post(
-                a for chunk in (order if forward else order[::-1]) for a in self._ends(chunk, forward)[0]
-            )
-        for forward in passes:
-            works = [job.forward if forward else job.backward for job in jobs.values()]
+            messages.post(self._arrivals(len(self.chunks.scopes), forward))
+        numbers = tuple(self.codes)
+        turns = [(stage, way) for way in passes for stage in (numbers if way else numbers[::-1])]
+        for stage, forward in turns:
+            mine = {chunk: job for (other, chunk), job in jobs.items() if other == stage}
+            works = [job.forward if forward else job.backward for job in mine.values()]
             lockstep = supplier.lockstep = Lockstep(works)
             ended: set[int] = set()
 
             def compute(action: Action, lockstep: Lockstep = lockstep, ended: set[int] = ended) -> None:
-                job = jobs[action.chunk]
                 with self._noting(action.chunk == 0):
                     done = lockstep.advance(action.chunk)
                 if done:
                     ended.add(action.chunk)
                     if action.kind is Kind.F and training:
-                        self.lose(job)
+                        self.lose(jobs[action.stage, action.chunk])
 
+            rounds = self._rounds(stage, tuple(mine), ended, forward)
             try:
                 with _calling_thread():
-                    self._run(self._rounds(order, ended, forward), jobs, messages, compute, epoch)
+                    self._run(rounds, jobs, messages, compute, epoch)
             finally:
                 lockstep.close()
         messages.end()
         return jobs
 
-    def program(self, epoch: int) -> Program:
-        """What this rank's stage does in an epoch, chunk after chunk."""
-        shape = Shape(self.chunks.settings.pipe, self.chunks.program_order(epoch, self.mesh.part), self.links)
-        name = self.chunks.settings.schedule
+    def programs(self, epoch: int) -> Programs:
+        """What the ranks of this part do in an epoch, chunk after chunk."""
+        settings = self.chunks.settings
+        order = self.chunks.program_order(epoch, self.mesh.part)
+        shape = Shape(len(self.stages), order, links(self.stages), settings.pipe)
+        name = settings.schedule
         if name == "auto":
-            name = "1f1b" if self.chunks.settings.cross_chunk == "drop" else "fill-drain"
+            alone = settings.cross_chunk == "drop" and settings.stages_per_rank == 1
+            name = "1f1b" if alone else "fill-drain"
         if name == "fill-drain":
-            return self._needed(fill_drain(shape)[self.mesh.stage])
-        k = 1 if name == "1f1b" else self.chunks.settings.pipe
-        return self._needed(k_forward_k_backward(shape, k)[self.mesh.stage])
+            found = fill_drain(shape)
+        else:
+            found = k_forward_k_backward(shape, 1 if name == "1f1b" else settings.pipe)
+        return tuple(map(self._needed, found))
 
     def forward(self, epoch: int) -> Jobs:
         """One evaluation of a part that is one chunk."""
         jobs = self._jobs(self.chunks.scopes, epoch, training=False, checked=False)
-        messages = Messages(self.code, self.mesh.pipe, jobs, epoch)
-        receives, sends = self._ends(0, True)
-        program = (*receives, Action(self.mesh.stage, Kind.F, 0), *sends)
-        messages.post(program)
-        self._run(program, jobs, messages, lambda action: jobs[0].forward(), epoch)
+        messages = self._messages(jobs, epoch, None)
+        messages.post(self._arrivals(1, True))
+        program: list[Action] = []
+        for stage in self.codes:
+            receives, sends = self._ends(stage, 0, True)
+            program += [*receives, Action(stage, Kind.F, 0), *sends]
+        self._run(tuple(program), jobs, messages, lambda action: jobs[action.stage, 0].forward(), epoch)
         messages.end()
         return jobs
 
+    @cached_property
+    def _carried(self) -> Mapping[tuple[int, int], bool]:
+        """Which stages give to which, and whether gradients come back."""
+        values = next(iter(self.codes.values())).survey.values
+        return {
+            (stage.number, taker): any(values[name].grad for name in names)
+            for stage in self.stages
+            for taker, names in stage.gives.items()
+        }
+
+    def _messages(self, jobs: Jobs, epoch: int, codec: StageCodec | None) -> Messages:
+        ranks = [stage.rank for stage in self.stages]
+        return Messages(self.codes, self.mesh.pipe, ranks, jobs, epoch, codec)
+
     def _needed(self, program: Iterable[Action]) -> Program:
         """Without messages that have nothing to carry: gradients of values that have none."""
-        names = Messages(self.code, self.mesh.pipe, {}, 0).names
-        return tuple(action for action in program if action.kind.computes or names(action))
 
-    def _rounds(self, order: Sequence[int], ended: set[int], forward: bool) -> Iterator[Action]:
+        def carries(action: Action) -> bool:
+            one, other = sorted((action.stage, action.other))
+            return action.kind.forward or self._carried[one, other]
+
+        return tuple(action for action in program if action.kind.computes or carries(action))
+
+    def _arrivals(self, chunks: int, forward: bool) -> list[Action]:
+        """The receives of a pass in lockstep, each sender's in the order in which it sends."""
+        order = range(chunks) if forward else range(chunks)[::-1]
+        stages = range(len(self.stages)) if forward else range(len(self.stages))[::-1]
+        sends = (send for stage in stages for chunk in order for send in self._ends(stage, chunk, forward)[1])
+        return [send.answer for send in sends if send.other in self.codes]
+
+    def _rounds(self, stage: int, order: Sequence[int], ended: set[int], forward: bool) -> Iterator[Action]:
         """Each round a piece of every chunk; receives before the first, sends after the last."""
-        stage = self.mesh.stage
         kind = Kind.F if forward else Kind.B
         for piece in count():
             for chunk in order if forward else order[::-1]:
-                receives, sends = self._ends(chunk, forward)
+                receives, sends = self._ends(stage, chunk, forward)
                 if piece == 0:
                     yield from receives
                 yield Action(stage, kind, chunk, piece)
@@ -159,11 +194,10 @@ class Passes:
             if len(ended) == len(order):
                 return
 
-    def _ends(self, chunk: int, forward: bool) -> tuple[list[Action], list[Action]]:
-        """The receives before a chunk's first piece and the sends after its last."""
-        stage = self.mesh.stage
-        before = [one for one, other in self.links if other == stage]
-        after = [other for one, other in self.links if one == stage]
+    def _ends(self, stage: int, chunk: int, forward: bool) -> tuple[list[Action], list[Action]]:
+        """The receives before a chunk's first piece in a stage and the sends after its last."""
+        before = [one for one, other in self._carried if other == stage]
+        after = [other for one, other in self._carried if one == stage]
         come, go = (before, after) if forward else (after[::-1], before[::-1])
         take, give = (Kind.RECV_F, Kind.SEND_F) if forward else (Kind.RECV_B, Kind.SEND_B)
         receives = self._needed(Action(stage, take, chunk, None, other) for other in come)
@@ -171,14 +205,17 @@ class Passes:
         return list(receives), list(sends)
 
     def _jobs(self, scopes: Sequence[Interception], epoch: int, *, training: bool, checked: bool) -> Jobs:
+        named = [Counter[str]() for _ in scopes]
         return {
-            number: Job(self.code, scope, epoch, training, checked) for number, scope in enumerate(scopes)
+            (stage, number): Job(code, scope, epoch, training, checked, named[number])
+            for stage, code in self.codes.items()
+            for number, scope in enumerate(scopes)
         }
 
     def _run(
         self,
         program: Iterable[Action],
-        jobs: Mapping[int, Job],
+        jobs: Jobs,
         messages: Messages,
         compute: Callable[[Action], None],
         epoch: int,
@@ -194,7 +231,7 @@ class Passes:
                     elif action.kind.sends:
                         messages.send(action)
                     else:
-                        self._received(action, jobs[action.chunk], messages)
+                        self._received(action, jobs[action.stage, action.chunk], messages)
         except BaseException:
             known = program if isinstance(program, tuple) else done
             print(
@@ -208,7 +245,7 @@ class Passes:
             if action.kind.forward:
                 job.take(name, value)
             else:
-                job.gradients[name] = value
+                job.returned(name, value)
 
     @contextmanager
     def _noting(self, notes: bool) -> Iterator[None]:

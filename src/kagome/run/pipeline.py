@@ -1,4 +1,4 @@
-"""Pipeline: one rank's stage of a model over its part's chunks, action by action of a program.
+"""Pipeline: one rank's stages of a model over its part's chunks, action by action of a program.
 
 Where it sits: ``trainer`` drives it like ``engine.Engine`` where the mesh has stages, or parts have chunks.
 
@@ -24,7 +24,7 @@ from kagome.comm.mesh import Mesh
 from kagome.config import Parallel, Train
 from kagome.graph.partition import Partition
 from kagome.model.rules import apply_rules
-from kagome.model.stages import describe, links
+from kagome.model.stages import describe
 from kagome.neighbors.current import Current
 from kagome.neighbors.install import install
 from kagome.report.holdings import Holdings
@@ -38,7 +38,7 @@ from kagome.run.job import Job, StageCode
 from kagome.run.ladder import EXACT, Probe, Rung
 from kagome.run.offload import Offload
 from kagome.run.owners import Owners
-from kagome.run.passes import Passes
+from kagome.run.passes import Jobs, Passes
 from kagome.run.staging import stage_model
 from kagome.run.tally import Found
 from kagome.run.task import Loss, check_finite, check_rows, checked_loss, columns, draws_of, row_sum
@@ -46,7 +46,7 @@ from kagome.run.ways import Ways
 
 
 class Pipeline:
-    """One rank's stage over its part's chunks.
+    """One rank's stages over its part's chunks.
 
     Args:
         model: The user's module, already on the device, the same weights on all ranks.
@@ -78,15 +78,18 @@ class Pipeline:
         self.loss, self.phases, self.channel = loss, phases, mesh.graph
         device = mesh.device
         self.staging = stage_model(model, part, mesh.world, parallel, settings, device)
-        self.stage = self.staging.stages[mesh.stage]
+        self.mine = [stage for stage in self.staging.stages if stage.rank == mesh.stage]
         part = self._needed(part)
         self.chunks = chunked(part, mesh.graph, parallel, device=device, seed=settings.seed, fast=fast)
         self.current = Current([*self.chunks.scopes, *self.chunks.apart])
         self.offload = Offload(parallel, device, lambda tensor: self.current.get().lasting(tensor))
-        self.code = StageCode(
-            *(model, self.staging.graph, self.staging.survey, self.stage, self.current, self._cast),
-            self.offload.saving,
-        )
+        self.codes = {
+            stage.number: StageCode(
+                *(model, self.staging.graph, self.staging.survey, stage, self.current, self._cast),
+                self.offload.saving,
+            )
+            for stage in self.mine
+        }
         self.inputs = {name: value.to(device) for name, value in part.nodes.items()}
         self.owners = Owners(model, self.staging.stages, mesh.pipe)
         self.gradients = Gradients(self.owners.parameters, mesh.weights)
@@ -100,10 +103,10 @@ class Pipeline:
             self.chunks.crossing, mesh, parallel, seed=settings.seed, guarded=self.guard is not None
         )
         self.passes = Passes(
-            self.code,
+            self.codes,
             mesh,
             self.chunks,
-            links(self.staging.stages),
+            self.staging.stages,
             phases,
             self.owners.buffers,
             self._lose,
@@ -115,8 +118,9 @@ class Pipeline:
         self._put_on()
 
     def _needed(self, part: Partition) -> Partition:
-        """What this stage and the loss read of the part: features lie with the stages that use them."""
-        names = {*self.stage.inputs, "y", *(name for name in part.nodes if name.endswith("_mask"))}
+        """What these stages and the loss read of the part: features lie with the stages that use them."""
+        names = {name for stage in self.mine for name in stage.inputs} | {"y"}
+        names |= {name for name in part.nodes if name.endswith("_mask")}
         nodes = {name: value for name, value in part.nodes.items() if name in names}
         edges = {name: value for name, value in part.edges.items() if name in names}
         return replace(part, nodes=nodes, edges=edges)
@@ -124,7 +128,7 @@ class Pipeline:
     def _said(self) -> str:
         """What is said before the first epoch: the cut, and what it gives up."""
         slices = f", {self.parallel.tensor} feature slices in each" if self.parallel.tensor > 1 else ""
-        words = f"pipeline: {self.parallel.pipe} stages x {self.chunks.count} chunks{slices}"
+        words = f"pipeline: {len(self.staging.stages)} stages x {self.chunks.count} chunks{slices}"
         if self.chunks.count > 1:
             share = f"{self._cut_share():.0%} of the edges lie between chunks"
             words += {
@@ -298,7 +302,7 @@ class Pipeline:
             self.owners.sum_shared()
         return sum(job.lost for job in jobs.values())
 
-    def _trained(self, epoch: int, kind: Epoch) -> dict[int, Job]:
+    def _trained(self, epoch: int, kind: Epoch) -> Jobs:
         """All chunks forward and backward."""
         tables = self.chunks.tables
         if tables is None or self.parallel.cross_chunk == "drop":
@@ -336,7 +340,7 @@ class Pipeline:
         self._say(guard.see(Measured(epoch, cosine, ratio, drift / max(sites, 1), guard.age)))
 
     def _lose(self, job: Job) -> None:
-        """At the end of a chunk's forward: its loss, where this stage gives the output."""
+        """At the end of a job's forward: its loss, where its stage gives the output."""
         out = self._out(job)
         if out is None:
             return
@@ -351,10 +355,11 @@ class Pipeline:
         job.roots.append((lost, None))
 
     def _out(self, job: Job) -> Tensor | None:
-        """The model's output for a chunk, where this stage gives it."""
-        if self.stage.output is None:
+        """The model's output for a chunk, where the job's stage gives it."""
+        name = job.code.stage.output
+        if name is None:
             return None
-        out = check_rows(job.outs[self.stage.output], job.scope.own, self.mesh.rank)
+        out = check_rows(job.outs[name], job.scope.own, self.mesh.rank)
         return out.float() if self.settings.amp == "bf16" else out
 
     def _cast(self) -> AbstractContextManager[object]:

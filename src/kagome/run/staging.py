@@ -85,7 +85,8 @@ def stage_model(
     if isinstance(found, ModelError):
         raise found
     seen, seconds = found
-    return Staging(graph, seen, cut(graph, seen, parallel.pipe, seconds), seconds)
+    stages = parallel.pipe * parallel.stages_per_rank
+    return Staging(graph, seen, cut(graph, seen, stages, seconds, ranks=parallel.pipe), seconds)
 
 
 def _sample_scope(part: Partition, vertices: int, train: Train, device: torch.device) -> Interception:

@@ -111,9 +111,9 @@ class Action:
 
 
 Program = tuple[Action, ...]
-"""What one stage does, in order."""
+"""What one rank does, in order: with its stage, or with several."""
 Programs = tuple[Program, ...]
-"""A program a stage."""
+"""A program a rank."""
 
 _TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B)(\d+)(?:\.(\d+)|([<>])(\d+))?")
 
@@ -139,7 +139,7 @@ def parse(text: str) -> Action:
 
 
 def to_text(programs: Sequence[Sequence[Action]]) -> str:
-    """Programs as text: a line a stage."""
+    """Programs as text: a line a rank."""
     return "".join(" ".join(map(str, program)) + "\n" for program in programs)
 
 
@@ -147,16 +147,16 @@ def from_text(text: str) -> Programs:
     """The programs that a text holds.
 
     Raises:
-        ScheduleError: If it holds none, or a line has another stage's action.
+        ScheduleError: If it holds none, or a line has another rank's action: stages are dealt to the lines.
     """
     programs = tuple(tuple(map(parse, line.split())) for line in text.splitlines())
-    for stage, program in enumerate(programs):
+    for rank, program in enumerate(programs):
         for action in program:
-            if action.stage != stage:
+            if action.stage % len(programs) != rank:
                 raise ScheduleError(
-                    f"line {stage + 1} is the program of stage {stage}",
+                    f"line {rank + 1} of {len(programs)} is the program of stage {rank}",
                     f"it has {action}",
-                    where=f"stage {stage}",
+                    where=f"stage {rank}",
                 )
     return programs
 

@@ -14,6 +14,10 @@ Where it sits: pure functions; ``run`` asks for one by name, ``planner`` tries t
 
     exact                                              all chunks pass a piece of the layers before any
       0: 0.0 1.0 0.1 1.1 ...                           passes the next: every neighbour's row is fresh
+
+    fill-drain, 4 stages dealt to 2 ranks              so many chunks as there are ranks pass a rank's first
+      0: stage 0: 0 1  stage 2: 0 1  stage 0: 2 3      stage, then its next one: it fills in the time of a
+      1:    stage 1: 0 1  stage 3: 0 1  stage 1: 2     stage of a few layers
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kagome.errors import ScheduleError
-from kagome.schedule.actions import Action, Kind, Programs
+from kagome.schedule.actions import Action, Kind, Program, Programs
 
 Link = tuple[int, int]
 """A stage whose output another one reads, and that one."""
@@ -36,20 +40,26 @@ class Shape:
         stages: Number of stages.
         order: The chunks in the order in which they are processed.
         links: Which stages read which others' output; by default each the one before.
+        ranks: Among how many ranks the stages are dealt, one after the other, round and round; by default
+            each has its own.
 
     Raises:
-        ScheduleError: If there is no stage or no chunk, a chunk is named twice, or a link leads back.
+        ScheduleError: If there is no stage or no chunk, a rank has no stage, a chunk is named twice, or a
+            link leads back.
     """
 
     stages: int
     order: tuple[int, ...]
     links: tuple[Link, ...] | None = None
+    ranks: int | None = None
 
     def __post_init__(self) -> None:
         if self.stages < 1 or not self.order:
             raise ScheduleError(
                 "a pipeline has a stage and a chunk", f"found {self.stages} stages, {len(self.order)} chunks"
             )
+        if not 1 <= self.homes <= self.stages:
+            raise ScheduleError("each rank has a stage", f"{self.homes} ranks have {self.stages} stages")
         if len(set(self.order)) != len(self.order) or min(self.order) < 0:
             raise ScheduleError("each chunk is processed once", f"the order is {self.order}")
         for one, other in self.all_links:
@@ -65,6 +75,22 @@ class Shape:
             return tuple((stage, stage + 1) for stage in range(self.stages - 1))
         return tuple(sorted(set(self.links)))
 
+    @property
+    def homes(self) -> int:
+        """The ranks."""
+        return self.stages if self.ranks is None else self.ranks
+
+    def held(self, rank: int) -> range:
+        """A rank's stages."""
+        return range(rank, self.stages, self.homes)
+
+    def turns(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Stage and chunk of all that a rank computes forward, in order."""
+        for first in range(0, len(self.order), self.homes):
+            for stage in self.held(rank):
+                for chunk in self.order[first : first + self.homes]:
+                    yield stage, chunk
+
     def sources(self, stage: int) -> list[int]:
         """The stages whose output a stage reads."""
         return [one for one, other in self.all_links if other == stage]
@@ -75,15 +101,16 @@ class Shape:
 
 
 def fill_drain(shape: Shape) -> Programs:
-    """All chunks forward, then all backward in exactly the reverse order.
+    """All chunks forward, then all backward in exactly the reverse order; a program a rank.
 
     Source: GNNPipe, where rows of chunks processed before are fresh and the others historical.
     """
 
-    def program(stage: int) -> Iterator[Action]:
-        for chunk in shape.order:
+    def program(rank: int) -> Iterator[Action]:
+        turns = list(shape.turns(rank))
+        for stage, chunk in turns:
             yield from _forward(shape, stage, chunk)
-        for chunk in reversed(shape.order):
+        for stage, chunk in reversed(turns):
             yield from _backward(shape, stage, chunk)
 
     return _programs(shape, program)
@@ -98,10 +125,15 @@ def k_forward_k_backward(shape: Shape, k: int = 1) -> Programs:
         shape: Stages and chunks.
         k: Chunks a turn.
 
+    Raises:
+        ScheduleError: If k is below 1, or ranks have several stages.
+
     Cost: stage s holds at most ``k * (depth below it + 1)`` chunks: ``S - s`` in a chain with k = 1.
     """
     if k < 1:
         raise ScheduleError("kFkB takes a k from 1 up", f"it is {k}")
+    if shape.homes != shape.stages:
+        raise ScheduleError("kFkB takes a stage a rank", f"{shape.homes} ranks have {shape.stages} stages")
     below = _depths(shape)
 
     def program(stage: int) -> Iterator[Action]:
@@ -137,16 +169,26 @@ def exact(shape: Shape, pieces: Sequence[int]) -> Programs:
     if len(pieces) != shape.stages or min(pieces) < 1:
         raise ScheduleError(f"{shape.stages} stages have a piece each at least", f"found {tuple(pieces)}")
 
-    def program(stage: int) -> Iterator[Action]:
-        last = pieces[stage] - 1
-        for piece in range(last + 1):
-            for chunk in shape.order:
-                yield from _forward(shape, stage, chunk, piece, first=piece == 0, last=piece == last)
-        for piece in range(last, -1, -1):
-            for chunk in reversed(shape.order):
-                yield from _backward(shape, stage, chunk, piece, first=piece == last, last=piece == 0)
+    def program(rank: int) -> Iterator[Action]:
+        for stage in shape.held(rank):
+            last = pieces[stage] - 1
+            for piece in range(last + 1):
+                for chunk in shape.order:
+                    yield from _forward(shape, stage, chunk, piece, first=piece == 0, last=piece == last)
+        for stage in reversed(shape.held(rank)):
+            last = pieces[stage] - 1
+            for piece in range(last, -1, -1):
+                for chunk in reversed(shape.order):
+                    yield from _backward(shape, stage, chunk, piece, first=piece == last, last=piece == 0)
 
     return _programs(shape, program)
+
+
+def arrivals(programs: Sequence[Program], rank: int) -> tuple[Action, ...]:
+    """A rank's RECVs, each sender's in the order in which it sends: so what comes from it comes."""
+    mine = {action for action in programs[rank] if action.kind.receives}
+    sent = (action.answer for program in programs for action in program if action.kind.sends)
+    return tuple(answer for answer in sent if answer in mine)
 
 
 def _forward(
@@ -178,4 +220,4 @@ def _depths(shape: Shape) -> list[int]:
 
 
 def _programs(shape: Shape, program: Callable[[int], Iterator[Action]]) -> Programs:
-    return tuple(tuple(program(stage)) for stage in range(shape.stages))
+    return tuple(tuple(program(rank)) for rank in range(shape.homes))

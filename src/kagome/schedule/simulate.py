@@ -2,8 +2,9 @@
 
 Where it sits: ``planner`` tries schedules with it; the report draws its spans beside the measured ones.
 
-A stage does its actions one after the other. A SEND takes no time of its stage: its message waits until the
-link from that stage to the other is free, then occupies it. A RECV waits until its message has come.
+A rank does its actions one after the other. A SEND takes no time of its rank: its message waits until the
+link from that rank to the other is free, then occupies it; between two stages of one rank it takes none. A
+RECV waits until its message has come.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Run:
     """What a simulation found.
 
     Args:
-        spans: Each stage's F, B and RECV, in order; a RECV's span is the wait.
+        spans: Each rank's F, B and RECV, in order; a RECV's span is the wait.
         transfers: Each message on its link.
-        held: The most that each stage held at once, in the unit of ``size``.
+        held: The most that each rank held at once, in the unit of ``size``.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -42,23 +43,23 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """When the last stage ends."""
+        """When the last rank ends."""
         return max((span.end for spans in self.spans for span in spans), default=0.0)
 
-    def busy(self, stage: int) -> float:
-        """Seconds that a stage computes."""
-        return sum(span.end - span.begin for span in self.spans[stage] if span.action.kind.computes)
+    def busy(self, rank: int) -> float:
+        """Seconds that a rank computes."""
+        return sum(span.end - span.begin for span in self.spans[rank] if span.action.kind.computes)
 
     @property
     def bubble(self) -> float:
-        """The share of all stages' time, from the first begin to the last end, without computing."""
+        """The share of all ranks' time, from the first begin to the last end, without computing."""
         whole = self.seconds * len(self.spans)
         return 1 - sum(map(self.busy, range(len(self.spans)))) / whole if whole else 0.0
 
     @property
     def imbalance(self) -> float:
-        """The busiest stage's computing over the mean, less 1."""
-        each = [self.busy(stage) for stage in range(len(self.spans))]
+        """The busiest rank's computing over the mean, less 1."""
+        each = [self.busy(rank) for rank in range(len(self.spans))]
         mean = sum(each) / len(each)
         return max(each) / mean - 1 if mean else 0.0
 
@@ -74,17 +75,17 @@ def simulate(
     """Run programs on imaginary devices.
 
     Args:
-        programs: One a stage.
+        programs: One a rank.
         compute: Seconds of an F or a B.
         transfer: Seconds of a SEND on its link; 0 if None.
-        size: What a stage holds from a chunk's first F to its last B, asked with its F; 1 if None.
+        size: What a rank holds from a chunk's first F to its last B, asked with its F; 1 if None.
         paired: That each SEND is known to have its RECV, which is a third of the work.
 
     Returns:
         The spans, and what was held.
 
     Raises:
-        ScheduleError: If a SEND has no RECV, or stages wait for each other for ever: each stage's program is
+        ScheduleError: If a SEND has no RECV, or ranks wait for each other for ever: each one's program is
             shown, with an arrow at the action that waits.
 
     Cost: one step an action.
@@ -97,36 +98,36 @@ def simulate(
     arrived: dict[Action, float] = {}
     transfers: list[Span] = []
     links: dict[tuple[int, int], float] = {}
+    homes = {action.stage: rank for rank, program in enumerate(programs) for action in program}
     moved = True
     while moved:
         moved = False
-        for stage, program in enumerate(programs):
-            while places[stage] < len(program):
-                action, now = program[places[stage]], clocks[stage]
+        for rank, program in enumerate(programs):
+            while places[rank] < len(program):
+                action, now = program[places[rank]], clocks[rank]
                 if action.kind.receives:
                     come = arrived.get(action.answer)
                     if come is None:
                         break
-                    clocks[stage] = max(now, come)
-                    spans[stage].append(Span(action, now, clocks[stage]))
+                    clocks[rank] = max(now, come)
+                    spans[rank].append(Span(action, now, clocks[rank]))
                 elif action.kind.sends:
-                    link = (action.stage, action.other)
-                    begin = max(now, links.get(link, 0.0))
-                    links[link] = arrived[action] = begin + (
-                        transfer(action) if transfer is not None else 0.0
-                    )
+                    link = (rank, homes[action.other])
+                    takes = 0.0 if transfer is None or link[0] == link[1] else transfer(action)
+                    begin = now if link[0] == link[1] else max(now, links.get(link, 0.0))
+                    links[link] = arrived[action] = begin + takes
                     transfers.append(Span(action, begin, arrived[action]))
                 else:
-                    clocks[stage] = now + compute(action)
-                    spans[stage].append(Span(action, now, clocks[stage]))
-                places[stage] += 1
+                    clocks[rank] = now + compute(action)
+                    spans[rank].append(Span(action, now, clocks[rank]))
+                places[rank] += 1
                 moved = True
-    stuck = [stage for stage, program in enumerate(programs) if places[stage] < len(program)]
+    stuck = [rank for rank, program in enumerate(programs) if places[rank] < len(program)]
     if stuck:
         shown = "\n".join(
-            f"stage {stage} waits at {programs[stage][places[stage]]}:\n"
-            f"{pointed(programs[stage], places[stage])}"
-            for stage in stuck
+            f"stage {programs[rank][places[rank]].stage} waits at {programs[rank][places[rank]]}:\n"
+            f"{pointed(programs[rank], places[rank])}"
+            for rank in stuck
         )
         raise ScheduleError("every stage comes to its program's end", f"{len(stuck)} wait for ever\n{shown}")
     kept = tuple(_most(program, size) for program in programs)
@@ -134,14 +135,14 @@ def simulate(
 
 
 def _most(program: Program, size: Callable[[Action], float] | None) -> float:
-    """The most that a program holds at once: a chunk counts from its first F to its last B."""
-    first: dict[int, Action] = {}
-    last: dict[int, Action] = {}
+    """The most that a program holds at once: a stage's chunk counts from its first F to its last B."""
+    first: dict[tuple[int, int], Action] = {}
+    last: dict[tuple[int, int], Action] = {}
     for action in program:
         if action.kind is Kind.F:
-            first.setdefault(action.chunk, action)
+            first.setdefault((action.stage, action.chunk), action)
         elif action.kind is Kind.B:
-            last[action.chunk] = action
+            last[action.stage, action.chunk] = action
     begins, ends = set(first.values()), set(last.values())
     now = most = 0.0
     for action in program:
@@ -149,5 +150,5 @@ def _most(program: Program, size: Callable[[Action], float] | None) -> float:
             now += 1 if size is None else size(action)
             most = max(most, now)
         elif action in ends:
-            now -= 1 if size is None else size(first[action.chunk])
+            now -= 1 if size is None else size(first[action.stage, action.chunk])
     return most
