@@ -49,10 +49,16 @@ NAMES = {
     "graph": "graph={graph}",
     "pipe": "pipe={pipe}",
     "pipe-8": "pipe={pipe}, 8 chunks",
+    "dealt-8": "pipe={pipe}, 8 chunks, 2 stages a rank",
+    "dealt-4": "pipe={pipe}, 4 chunks, 4 stages a rank",
     "hybrid": "pipe={pipe} x graph={graph}",
 }
-CHUNKS = {"pipe-8": ["--parallel.chunks", "8"]}
-"""Meshes whose chunks are not four a stage."""
+CUTS = {
+    "pipe-8": ["--parallel.chunks", "8"],
+    "dealt-8": ["--parallel.chunks", "8", "--parallel.stages-per-rank", "2"],
+    "dealt-4": ["--parallel.chunks", "4", "--parallel.stages-per-rank", "4"],
+}
+"""Meshes that are not cut into a stage a rank and four chunks a stage."""
 TRAIN = ["--model.dropout", "0.5", "--train.lr", "0.001", "--train.weight-decay", "0"]
 TRAIN += ["--train.eval-every", "1000", "--train.no-check", "--parallel.no-shared-memory"]
 QUIET = ["--report.no-page", "--report.no-progress"]
@@ -68,7 +74,8 @@ class Options:
     models: list[str] = field(default_factory=lambda: ["gcn", "sage", "gcn2", "resgcn+"])
     """Models, by the names that kagome train knows."""
     meshes: list[str] = field(default_factory=lambda: list(NAMES))
-    """How ranks share the work: graph, pipe (16 chunks), pipe-8 (8 chunks), hybrid (two stages)."""
+    """How ranks share the work: graph, pipe (16 chunks), pipe-8 (8 chunks), dealt-8 and dealt-4 (several
+    stages a rank), hybrid (two stages)."""
     rates: list[float] = field(default_factory=lambda: [100.0, 250.0, 500.0, 1000.0])
     """Mbit/s of each host's link, each way."""
     only: list[str] = field(default_factory=list)
@@ -137,7 +144,7 @@ def command(case: Case, options: Options, folder: Path, epochs: int) -> list[str
     words += ["--data.root", str(options.data), "--data.undirected", "--model.name", case.model]
     words += ["--model.layers", str(options.layers), "--model.hidden", str(options.hidden)]
     words += ["--parallel.graph", str(case.parts), "--parallel.pipe", str(case.pipe)]
-    words += CHUNKS.get(case.mesh, [])
+    words += CUTS.get(case.mesh, [])
     words += ["--train.epochs", str(epochs), *TRAIN, *QUIET, "--out", str(folder)]
     return [*words, *options.more.split()]
 

@@ -107,7 +107,8 @@ class Parallel:
     stale_gradients: bool = False
     """Let historical rows pass on the gradients of the epoch before (an ablation; without the factor)."""
     guard: bool = True
-    """Watch what history costs, and take rows anew sooner, or run exact epochs, before accuracy is lost."""
+    """Watch what history costs: before accuracy is lost take rows anew in each epoch, with gradients of the
+    epoch before, or run exact epochs."""
     schedule: Schedule = "auto"
     """In which order chunks pass: ``auto`` takes fill-drain, and 1F1B where chunks are independent."""
     layers: tuple[str, ...] = ()

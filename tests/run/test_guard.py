@@ -38,27 +38,42 @@ def test_trusted_history_is_probed_ever_less():
 def test_bad_history_is_left():
     guard = Guard(20)
     found = course(guard, [0.1] * 100, 100)
+    # Careful epochs are tried first, and then no more.
+    assert found[:4] == ["exact", "probe", "refresh", "probe"]
     assert "history" not in found
-    assert guard.exact_epochs > 90
+    assert "refresh" not in found[4:]
+    assert guard.exact_epochs > 85
     probes = [place for place, kind in enumerate(found) if kind == "probe"]
-    assert [b - a - 1 for a, b in pairwise(probes)][:5] == [2, 4, 8, 16, 20]
+    assert [b - a - 1 for a, b in pairwise(probes)][:6] == [1, 2, 4, 8, 16, 20]
 
 
-def test_history_is_taken_up_again():
-    found = course(Guard(20), [0.1, 0.1, 0.95, 0.95], 30)
-    assert found[:12] == [
-        "exact", "probe", "exact", "exact", "probe", *["exact"] * 4, "probe", "history", "history"
+def test_history_that_is_not_quite_right_is_used_with_care():
+    guard = Guard(20)
+    found = course(guard, [0.99, 0.99, 0.9, 0.97, 0.97, 0.97], 40)
+    before, after = found[: found.index("refresh")], found[found.index("refresh") :]
+    assert before == ["exact", "probe", *["history"] * 2, "probe", *["history"] * 4, "probe"]
+    assert guard.careful
+    assert set(after) == {"refresh", "probe"}
+    assert [place for place, kind in enumerate(after) if kind == "probe"] == [1, 4, 9, 18]
+
+
+def test_careful_history_is_taken_up_again():
+    found = course(Guard(20), [0.1, 0.1, 0.1, 0.95, 0.95], 30)
+    assert found[:14] == [
+        "exact", "probe", "refresh", "probe", "exact", "exact", "probe", *["exact"] * 4, "probe", "refresh",
+        "refresh",
     ]  # fmt: skip
 
 
 def test_between_good_and_fair_nothing_changes():
     found = course(Guard(20), [(GOOD + FAIR) / 2] * 100, 30)
-    assert found == ["exact", "probe", *["history", "probe"] * 14]
+    assert found == ["exact", "probe", *["refresh", "probe"] * 14]
 
 
 def test_what_is_said():
     guard = Guard(20)
     assert guard.see(Measured(2, 0.99, 1.0, 0.1, 1)) == ""
+    assert "one epoch old" in guard.see(Measured(3, 0.9, 1.0, 0.1, 1))
     assert "exact epochs come next" in guard.see(Measured(5, 0.2, 0.4, 0.5, 3))
     assert "history is used again" in guard.see(Measured(9, 0.95, 1.0, 0.1, 1))
 

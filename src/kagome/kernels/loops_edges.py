@@ -26,14 +26,18 @@ def _gather(low: int, high: int, index: Any, ahead: int, x: Any, out: Any) -> No
             row[f] = other[f]
 
 
+LINE = 16
+"""Columns that a thread has at least: a cache line of floats."""
+
+
 @compiled
 def _added(
     low: int, high: int, place: Any, which: Any, scale: Any, ahead: int, rows: Any, table: Any
 ) -> None:
-    for e in range(low, high):
+    for e in range(place.size):
         fetch(table, place, e, ahead, 0)
         row, other, factor = table[place[e]], rows[which[e]], scale[e]
-        for f in range(row.size):
+        for f in range(low, high):
             row[f] += factor * other[f]
 
 
@@ -99,11 +103,12 @@ def gather(index: Tensor, x: Tensor) -> Tensor:
 def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: Tensor) -> None:
     """See ``ops.add_rows``."""
     ids, taken, factor, given, held = array(place), array(which), array(scale), flat(rows), flat(table)
-    ahead = ahead_of(held)
+    ahead, width = ahead_of(held), held.shape[1]
+    # Threads share the columns: a place may come twice.
     spread(
-        lambda low, high: _added(low, high, ids, taken, factor, ahead, given, held),
-        place.numel(),
-        2 * held.shape[1],
+        lambda low, high: _added(LINE * low, min(LINE * high, width), ids, taken, factor, ahead, given, held),
+        -(-width // LINE),
+        2 * LINE * place.numel(),
     )
 
 

@@ -25,8 +25,40 @@ from kagome.kernels import ops
 from kagome.neighbors.lockstep import Lockstep
 from kagome.neighbors.lying import Lying, Whereabouts
 from kagome.neighbors.rows import UnderWay
-from kagome.neighbors.tables import Later, Tables
+from kagome.neighbors.tables import Later, SiteTable, Tables
 from kagome.neighbors.turn import Site
+
+
+class Left:
+    """Gradients of rows that the next epoch will read historically: that epoch takes them as its own.
+
+    In backward a chunk finds what later ones have added. An earlier one's gradient comes too late: without
+    GNNPipe's third technique, which counts the others twice, it is that of the epoch before.
+
+    Args:
+        tables: Of this rank.
+        steps: Of the next epoch.
+
+    Source: the third technique's alternative in GNNPipe; LMC compensates samples of a graph so.
+    """
+
+    def __init__(self, tables: Tables, steps: Sequence[Step]) -> None:
+        self.tables, self.steps = tables, {step.chunk: step for step in steps}
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, table: SiteTable, chunk: int, away: Tensor) -> None:
+        """Leave what a chunk sends back.
+
+        Cost:
+            A pass over about half of it.
+        """
+        if chunk not in self._kept:
+            old = torch.ones(away.size(0), dtype=torch.bool)
+            old[self.steps[chunk].fresh] = False
+            ids = old.nonzero().view(-1).to(self.tables.device)
+            self._kept[chunk] = self.tables.reads[chunk][ids], ids
+        place, ids = self._kept[chunk]
+        ops.add_rows(self.tables.due(table), place, away, ids, away.new_ones(ids.numel()))
 
 
 class History:
@@ -35,11 +67,12 @@ class History:
     Args:
         tables: Of this rank.
         steps: Of this epoch, by chunk.
-        stale: Historical rows pass on the gradients of the epoch before (an ablation).
+        left: What the next epoch's historical rows take of this one's gradients; None for nothing. This one's
+            take what the epoch before has left.
     """
 
-    def __init__(self, tables: Tables, steps: Sequence[Step], *, stale: bool = False) -> None:
-        self.tables, self.stale = tables, stale
+    def __init__(self, tables: Tables, steps: Sequence[Step], left: Left | None = None) -> None:
+        self.tables, self.left = tables, left
         self.steps = {step.chunk: step for step in steps}
         # The half of this epoch may be the second one of the table.
         places, device = tables.places, tables.device
@@ -69,11 +102,11 @@ class History:
         """Add gradients of fresh rows, send those of this step's halo rows back."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.sites[site.key]
-        gradients = tables.gradients(table)
-        if self.stale:
-            table.stale[chunk.number] = away.clone()
+        gradients = tables.gradients(table, stale=self.left is not None)
         place, fresh, scale = self._fresh(chunk.number, away.dtype)
         ops.add_rows(gradients, place, away, fresh, scale)
+        if self.left is not None:
+            self.left.add(table, chunk.number, away)
         recv = step.recv
         coming = self._exchange(gradients, recv, step.recv_counts, step.send_counts, site, words, 3)
 
@@ -134,34 +167,20 @@ class History:
             self._kept[chunk, dtype] = kept
         return self._kept[chunk, dtype]
 
-    def begin_backward(self) -> None:
-        """With stale gradients: put those of the last epoch where this one will bring none in time.
-
-        Without GNNPipe's third technique a step finds what later readers, which come before it in backward,
-        have added; any other's gradient is that of the epoch before.
-        """
-        if not self.stale:
-            return
-        for table in self.tables.sites.values():
-            gradients = self.tables.gradients(table)
-            for number, away in table.stale.items():
-                old = torch.ones(away.size(0), dtype=torch.bool)
-                old[self.steps[number].fresh] = False
-                ids = old.nonzero().view(-1).to(self.tables.device)
-                gradients.index_add_(0, self.tables.reads[number][ids], away.index_select(0, ids))
-
 
 class Exact:
     """All chunks in lockstep: every row is of this forward.
 
     Args:
         tables: Of this rank.
-        stale: The next epoch's historical rows pass on this one's gradients.
+        left: What the next epoch's historical rows take of this one's gradients; None for nothing.
+
+    Attributes:
         lockstep: The works that meet here; set before each pass.
     """
 
-    def __init__(self, tables: Tables, *, stale: bool = False) -> None:
-        self.tables, self.stale = tables, stale
+    def __init__(self, tables: Tables, left: Left | None = None) -> None:
+        self.tables, self.left = tables, left
         self.lockstep: Lockstep | None = None
         self._reduced: dict[Hashable, Tensor] = {}
 
@@ -196,12 +215,12 @@ class Exact:
         """Add gradients; when all chunks have, send the halo's back."""
         tables = self.tables
         table = tables.sites[site.key]
-        if self.stale:
-            table.stale[chunk.number] = away.clone()
         gradients = tables.gradients(table)
         reads = tables.reads[chunk.number]
         every, ones = torch.arange(reads.numel(), device=tables.device), away.new_ones(reads.numel())
         ops.add_rows(gradients, reads, away, every, ones)
+        if self.left is not None:
+            self.left.add(table, chunk.number, away)
 
         def settle() -> None:
             plan, size = tables.chunks, tables.channel.size

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -37,15 +37,18 @@ class SiteTable:
     Args:
         rows: Both, one after the other.
         gradients: What readers sent back in this epoch.
-        stale: What each chunk sent back in the last epoch, for the ablation with stale gradients.
+        due: What this epoch's readers leave to the next one, in which they will come too late.
+        due_in: The epoch in which that is taken.
 
     Shapes:
-        ``rows [2 T, W]``, ``gradients [T, W]`` with T own and halo rows of the part.
+        ``rows [2 T, W]``, ``gradients [T, W]``, ``due [T, W]`` with T own and halo rows of the part.
     """
 
     rows: Tensor
     gradients: Tensor | None = None
-    stale: dict[int, Tensor] = field(default_factory=dict)
+    due: Tensor | None = None
+    due_in: int = -1
+    left: int = -1
     zeroed: int = -1
     written: int = -1
     known: bool = False
@@ -93,7 +96,7 @@ class Tables:
         device: Where the model runs.
 
     Cost:
-        Three tables a site: ``3 (own + halo) W`` values.
+        Three tables a site: ``3 (own + halo) W`` values; four where gradients of the epoch before pass on.
     """
 
     def __init__(
@@ -156,14 +159,29 @@ class Tables:
         """The half that was kept."""
         return table.rows.narrow(0, (1 - self.now) * self.places, self.places)
 
-    def gradients(self, table: SiteTable) -> Tensor:
-        """The gradients of this epoch: zeros at first."""
-        if table.gradients is None:
-            table.gradients = table.rows.new_zeros(self.places, table.rows.size(1))
-        elif table.zeroed != self.passes:
-            table.gradients.zero_()
+    def gradients(self, table: SiteTable, *, stale: bool = False) -> Tensor:
+        """The gradients of this epoch: at first zeros, or what was left for it."""
+        if table.zeroed != self.passes:
+            if stale and table.due is not None and table.due_in == self.epoch:
+                table.gradients, table.due, table.left = table.due, table.gradients, -1
+            else:
+                table.gradients = self._zeros(table, table.gradients)
         table.zeroed = self.passes
+        assert table.gradients is not None
         return table.gradients
+
+    def due(self, table: SiteTable) -> Tensor:
+        """What this pass leaves to the next epoch: zeros at first. After :meth:`gradients`."""
+        if table.left != self.passes:
+            table.due = self._zeros(table, table.due)
+        table.left, table.due_in = self.passes, self.epoch + 1
+        assert table.due is not None
+        return table.due
+
+    def _zeros(self, table: SiteTable, known: Tensor | None) -> Tensor:
+        if known is None:
+            return table.rows.new_zeros(self.places, table.rows.size(1))
+        return known.zero_()
 
     def keep(self) -> None:
         """The rows of this epoch become the last known ones."""

@@ -6,20 +6,20 @@ Where it sits: ``pipeline`` makes one; it holds all that depends on ``cross_chun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
-from kagome.graph.chunks import Chunks, alone, cut_part, order_of, plan_steps
+from kagome.graph.chunks import Chunks, Step, alone, cut_part, order_of, plan_steps
 from kagome.graph.partition import Partition
 from kagome.graph.together import at_once, together
 from kagome.model.exact import HANDLERS
 from kagome.neighbors.bounded import Bound
 from kagome.neighbors.crossing import Crossing
-from kagome.neighbors.history import Exact, History
+from kagome.neighbors.history import Exact, History, Left
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.rows import Carrier
 from kagome.neighbors.tables import ChunkChannel, ChunkRows, Tables
@@ -50,6 +50,7 @@ class Chunking:
     crossing: Crossing
     settings: Parallel
     seed: int
+    _planned: dict[tuple[int, bool, bool], tuple[Step, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def count(self) -> int:
@@ -70,30 +71,52 @@ class Chunking:
         shuffle = self.settings.shuffle_chunks
         return order_of(self.count, seed=self.seed, epoch=epoch, part=part, shuffle=shuffle)
 
-    def history(self, epoch: int, *, refresh: bool) -> History:
-        """What answers reads in an epoch with history."""
-        tables, settings = self.tables, self.settings
-        assert tables is not None
-        parts = tables.channel.size
-        orders = [self.order(epoch, part) for part in range(parts)]
-        steps = plan_steps(
-            tables.chunks,
-            orders[tables.channel.rank],
-            orders,
-            tables.halo_chunk,
-            tables.sent_read_by,
-            scale=1.0 if settings.stale_gradients else settings.cross_chunk_scale,
-            # Stale gradients of a halo row go to its owner also where all its readers came before.
-            refresh=refresh or settings.stale_gradients,
-        )
-        if self.together:
-            steps = (at_once(steps),)
-        return History(tables, steps, stale=settings.stale_gradients)
+    def history(self, epoch: int, *, refresh: bool, stale: bool) -> History:
+        """What answers reads in an epoch with history.
 
-    def exact(self) -> Exact:
-        """What answers reads where all chunks go in lockstep."""
+        Args:
+            epoch: Which.
+            refresh: Whether its rows are kept.
+            stale: Whether historical rows pass on the gradients of the epoch before.
+        """
         assert self.tables is not None
-        return Exact(self.tables, stale=self.settings.stale_gradients)
+        # Stale gradients of a halo row go to its owner also where all its readers came before.
+        steps = self._steps(epoch, refresh=refresh or stale, scaled=not stale)
+        return History(self.tables, steps, self._left(epoch) if stale else None)
+
+    def exact(self, epoch: int, *, stale: bool) -> Exact:
+        """What answers reads where all chunks go in lockstep.
+
+        Args:
+            epoch: Which.
+            stale: Whether the next epoch may take gradients of this one.
+        """
+        assert self.tables is not None
+        return Exact(self.tables, self._left(epoch) if stale else None)
+
+    def _left(self, epoch: int) -> Left:
+        assert self.tables is not None
+        return Left(self.tables, self._steps(epoch + 1, refresh=True, scaled=False))
+
+    def _steps(self, epoch: int, *, refresh: bool, scaled: bool) -> tuple[Step, ...]:
+        """What each step of an epoch takes from where; an epoch's are asked for by the one before too."""
+        tables, key = self.tables, (epoch, refresh, scaled)
+        assert tables is not None
+        if key not in self._planned:
+            for old in [other for other in self._planned if other[0] < epoch - 1]:
+                del self._planned[old]
+            orders = [self.order(epoch, part) for part in range(tables.channel.size)]
+            steps = plan_steps(
+                tables.chunks,
+                orders[tables.channel.rank],
+                orders,
+                tables.halo_chunk,
+                tables.sent_read_by,
+                scale=self.settings.cross_chunk_scale if scaled else 1.0,
+                refresh=refresh,
+            )
+            self._planned[key] = (at_once(steps),) if self.together else steps
+        return self._planned[key]
 
     def joined(self, rows: Sequence[Tensor]) -> Tensor:
         """Rows of all chunks, by number, as the part has them."""

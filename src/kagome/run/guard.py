@@ -7,7 +7,13 @@ its gradient twice, with history and exactly, at the same weights and with the s
 ::
 
     exact | h | probe | h h | probe | h h h h | probe | ...     while gradients agree, the span doubles
-    probe: they do not | exact x 2 | probe | exact x 4 | ...     else exact epochs, ever more of them
+    probe: they do not quite | careful: c | probe | c c | ...    rows and gradients of the epoch before
+    probe: nor so | exact x 2 | probe | exact x 4 | ...          else exact epochs, ever more of them
+
+Careful epochs differ from others in two ways. No row is older than one epoch: frozen ones have one draw of
+dropout for all that time, and on the mean over draws alone are they right. And what later chunks will add to
+an earlier one's gradient, too late in this epoch's backward, is what they added in the epoch before, in place
+of counting twice what comes in time.
 
 Source: none; GNNPipe has no such guard, and plain deep models fail there (papers.md, section 1.5).
 """
@@ -19,10 +25,10 @@ from typing import Final, Literal
 
 Epoch = Literal["history", "refresh", "exact", "probe"]
 
-GOOD: Final = 0.9
-"""Cosine of the two gradients from which on the next probe may come later."""
-FAIR: Final = 0.75
-"""Below it history is not trusted."""
+GOOD: Final = 0.95
+"""Cosine of the two gradients from which on the next probe may come later; below it epochs are careful."""
+FAIR: Final = 0.85
+"""Below it careful epochs are not trusted."""
 SPANS: Final = 4
 """A probe comes after so many periods of frozen history at the latest."""
 
@@ -64,6 +70,8 @@ class Guard:
     def __init__(self, period: int, *, watch: bool = True) -> None:
         self.period, self.watch = period, watch
         self.found: list[Measured] = []
+        self.careful = False
+        """Whether no row is older than an epoch, and gradients of the epoch before pass on."""
         self.exact_epochs = 0
         """How many epochs were exact because history was not trusted."""
         self.oldest = 0
@@ -82,7 +90,7 @@ class Guard:
             return "exact"
         if self.watch and self._since_probe >= self._span:
             return "probe"
-        return "refresh" if self._age + 1 >= self.period else "history"
+        return "refresh" if self.careful or self._age + 1 >= self.period else "history"
 
     @property
     def age(self) -> int:
@@ -109,8 +117,15 @@ class Guard:
         Returns:
             What to say, or nothing.
         """
-        before, self._span = self._trusted, self._spanned(found.cosine)
+        before = self._trusted
         self.found.append(found)
+        if found.cosine < GOOD and not self.careful:
+            self.careful, self._span = True, 1
+            return (
+                f"epoch {found.epoch}: from here on rows of other chunks are one epoch old, and gradients of "
+                f"that epoch pass on ({found.text()})"
+            )
+        self._span = self._spanned(found.cosine)
         if found.cosine >= FAIR:
             self._rest = 1
             if not before:

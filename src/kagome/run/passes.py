@@ -64,21 +64,16 @@ class Passes:
         program = programs[self.mesh.stage]
         messages = self._messages(jobs, epoch, self.codec)
         messages.post(arrivals(programs, self.mesh.stage))
-        begun = False
         # Chunks that know nothing of each other note their own statistics, as micro-batches do.
         alike = history is not None
 
         def compute(action: Action) -> None:
-            nonlocal begun
             job = jobs[action.stage, action.chunk]
             if action.kind is Kind.F:
                 with self._noting(action.chunk == first or not alike):
                     job.forward()
                 self.lose(job)
                 return
-            if not begun and history is not None:
-                history.begin_backward()
-            begun = True
             job.backward()
 
         first = next(action.chunk for action in program if action.kind is Kind.F)
@@ -86,12 +81,15 @@ class Passes:
         messages.end()
         return jobs
 
-    def in_lockstep(self, epoch: int, *, training: bool, checked: bool = False) -> Jobs:
-        """All chunks piece by piece: a program that ends where the model has no more reads."""
+    def in_lockstep(self, epoch: int, *, training: bool, checked: bool = False, stale: bool = False) -> Jobs:
+        """All chunks piece by piece: a program that ends where the model has no more reads.
+
+        ``stale``: the next epoch may take gradients of this one.
+        """
         tables = self.chunks.tables
         assert tables is not None
         jobs = self._jobs(self.chunks.scopes, epoch, training=training, checked=checked)
-        supplier = self.chunks.exact()
+        supplier = self.chunks.exact(epoch, stale=stale)
         tables.begin(epoch, supplier)
         messages = self._messages(jobs, epoch, self.codec if training else None)
         passes = (True, False) if training else (True,)

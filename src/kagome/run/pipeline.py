@@ -307,10 +307,13 @@ class Pipeline:
         tables = self.chunks.tables
         if tables is None or self.parallel.cross_chunk == "drop":
             return self.passes.one_by_one(epoch, None, checked=not self._checked)
+        guard, stale = self.guard, self.parallel.stale_gradients
         if kind == "exact":
-            jobs = self.passes.in_lockstep(epoch, training=True, checked=not self._checked)
+            leaves = guard is not None and (stale or guard.watch)
+            jobs = self.passes.in_lockstep(epoch, training=True, checked=not self._checked, stale=leaves)
         else:
-            supplier = self.chunks.history(epoch, refresh=kind == "refresh")
+            stale = stale or (guard is not None and guard.careful)
+            supplier = self.chunks.history(epoch, refresh=kind == "refresh", stale=stale)
             tables.begin(epoch, supplier)
             jobs = self.passes.one_by_one(epoch, supplier, checked=not self._checked)
             with self.phases.phase("history", epoch):

@@ -15,9 +15,9 @@ Where it sits: pure functions; ``run`` asks for one by name, ``planner`` tries t
     exact                                              all chunks pass a piece of the layers before any
       0: 0.0 1.0 0.1 1.1 ...                           passes the next: every neighbour's row is fresh
 
-    fill-drain, 4 stages dealt to 2 ranks              so many chunks as there are ranks pass a rank's first
-      0: stage 0: 0 1  stage 2: 0 1  stage 0: 2 3      stage, then its next one: it fills in the time of a
-      1:    stage 1: 0 1  stage 3: 0 1  stage 1: 2     stage of a few layers
+    fill-drain, 4 stages dealt to 2 ranks              all chunks pass a rank's first stage, then its next
+      0: stage 0: 0 1 2  stage 2: 0 1 2                one: it fills in the time of a stage of few layers;
+      1:    stage 1: 0 1 2  stage 3: 0 1 2             chunks beyond the ranks give messages time to travel
 """
 
 from __future__ import annotations
@@ -86,10 +86,9 @@ class Shape:
 
     def turns(self, rank: int) -> Iterator[tuple[int, int]]:
         """Stage and chunk of all that a rank computes forward, in order."""
-        for first in range(0, len(self.order), self.homes):
-            for stage in self.held(rank):
-                for chunk in self.order[first : first + self.homes]:
-                    yield stage, chunk
+        for stage in self.held(rank):
+            for chunk in self.order:
+                yield stage, chunk
 
     def sources(self, stage: int) -> list[int]:
         """The stages whose output a stage reads."""
