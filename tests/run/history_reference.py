@@ -12,6 +12,7 @@ lists or exchanges is used, only which chunk a vertex is in and the order of an 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -179,6 +180,7 @@ def reference(
     scale: float = 2.0,
     stale: bool = False,
     fast: bool = False,
+    exact: Collection[int] = (1,),
 ) -> list[float]:
     """Train in place with SGD; the losses.
 
@@ -186,7 +188,7 @@ def reference(
         mine: The model, without dropout.
         data: The whole graph.
         chunks: The original ids of each chunk of each part.
-        epochs: The first is exact.
+        epochs: How many.
         seed: Of the run: orders of chunks go by it.
         rate: Of SGD.
         history_epochs: Epochs of history between two that are kept.
@@ -194,6 +196,7 @@ def reference(
         scale: Of gradients that pass to an earlier chunk.
         stale: Reuse gradients of the epoch before where this one's come too late.
         fast: As Kagome's fast paths do it.
+        exact: Epochs whose reads are all fresh; the first is one.
     """
     part, chunk = (torch.full((data.num_nodes,), -1) for _ in range(2))
     for number, pieces in enumerate(chunks):
@@ -205,12 +208,11 @@ def reference(
     optimizer = torch.optim.SGD(mine.parameters(), lr=rate)
     since, losses = 0, []
     for epoch in range(1, epochs + 1):
-        exact = epoch == 1
         orders = [
             order_of(len(pieces), seed=seed, epoch=epoch, part=number, shuffle=shuffle)
             for number, pieces in enumerate(chunks)
         ]
-        reads.begin(None if exact else orders)
+        reads.begin(None if epoch in exact else orders)
         mine.train()
         optimizer.zero_grad()
         out = mine(data.x, data.edge_index)
@@ -218,7 +220,7 @@ def reference(
         torch.stack([loss, *reads.passed_on]).sum().backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-        since = 0 if exact else since + 1
-        if exact or since >= history_epochs:
+        since = 0 if epoch in exact else since + 1
+        if epoch in exact or since >= history_epochs:
             reads.kept, since = dict(reads.rows), 0
     return losses

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from history_reference import reference
 from pipelines import MODELS, SEED, data, model, rotated, trained, trained_plainly
+
+from kagome.run import guard
 
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 HISTORY = {"cross_chunk": "history", "guard": False}
@@ -77,6 +80,27 @@ def test_stale_gradients_are_those_of_the_epoch_before(ranks, pipe, graph, histo
     """GNNPipe without its third technique: readers that come too late in backward left theirs before."""
     parallel = mesh(pipe, graph, 3, stale_gradients=True, history_epochs=history_epochs)
     compare(ranks, "gcn", parallel, 4, 1e-9, stale=True, history_epochs=history_epochs)
+
+
+def careful(channel: Any, parallel: dict[str, Any], epochs: int) -> Any:
+    """Every probe finds history not quite right."""
+    with mock.patch.object(guard, "GOOD", 2.0), mock.patch.object(guard, "FAIR", -2.0):
+        return trained_plainly(channel, "gcn", parallel, epochs)
+
+
+@pytest.mark.parametrize(("pipe", "graph"), MESHES)
+def test_careful_epochs_take_rows_and_gradients_of_the_epoch_before(ranks, pipe, graph):
+    """Epochs 1 and 2, 4, 6 are exact, of which 2, 4, 6 are probes: others take what those have left."""
+    parallel = {**mesh(pipe, graph, 3), "guard": True}
+    found = ranks(pipe * graph, careful, parallel, 7)
+    plain = model("gcn")
+    chunks = [rank["chunks"] for rank in found[:graph]]
+    how: dict[str, Any] = {"stale": True, "history_epochs": 1, "exact": (1, 2, 4, 6)}
+    expected = reference(plain, data(), chunks, 7, seed=SEED, **how)
+    for rank in found:
+        torch.testing.assert_close(rank["losses"], expected, rtol=0, atol=1e-9)
+        torch.testing.assert_close(rank["weights"], dict(plain.state_dict()), rtol=0, atol=1e-9)
+        assert any("one epoch old" in note for note in rank["notes"])
 
 
 def test_history_is_no_exact_training(ranks):
