@@ -218,6 +218,12 @@ class Parallel:
         clashes.check_mesh(fitted, world_size)
         return fitted
 
+    @property
+    def pattern(self) -> Schedule:
+        """The schedule, with ``auto`` resolved."""
+        alone = self.cross_chunk == "drop" and self.stages_per_rank == 1
+        return ("1f1b" if alone else "fill-drain") if self.schedule == "auto" else self.schedule
+
     def cutter(self, ranks: int) -> str:
         """The partitioner of the vertices of so many ranks, those of one stage.
 

@@ -456,6 +456,34 @@ def test_no_cut_is_better(case: tuple[LayerGraph, Survey, dict[str, float]], cou
     assert stage_bytes(stages, found, 1, 1) == best[1]
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=9),
+    st.integers(2, 4),
+)
+def test_of_two_passes_the_slowest_stages_together_are_least(each, count):
+    """All chunks go forward before any comes back: no cut of a chain has a smaller sum."""
+    count = min(count, len(each))
+    names = [f"s{place}" for place in range(len(each))]
+    steps = tuple(
+        Step(name, "module", name, parameters=(name,), layer=True, reads=(before,))
+        for name, before in zip(names, ["x", *names], strict=False)
+    )
+    found = Survey({name: Value("rows", (2,), torch.float32, True) for name in names}, {})
+    forward, backward = (dict(zip(names, way, strict=True)) for way in zip(*each, strict=True))
+
+    def slowest(ends: Sequence[int]) -> float:
+        pieces = [names[a:b] for a, b in itertools.pairwise(ends)]
+        return sum(max(sum(way[name] for name in piece) for piece in pieces) for way in (forward, backward))
+
+    every = itertools.combinations(range(1, len(names)), count - 1)
+    best = min(slowest((0, *inner, len(names))) for inner in every)
+    graph = LayerGraph(steps, ("x",), names[-1], tuple(names))
+    stages = cut(graph, found, count, forward, backward=backward)
+    ends = list(itertools.accumulate((len(stage.steps) for stage in stages), initial=0))
+    assert slowest(ends) == best
+
+
 def test_a_deep_model_is_cut_at_once():
     """600 steps, 64 stages, each layer read by the next and by one far away."""
     steps, values = [], {}
@@ -469,6 +497,11 @@ def test_a_deep_model_is_cut_at_once():
         values[name] = Value("rows", (8,), torch.float32, True)
     graph = LayerGraph(tuple(steps), ("x",), "s599", ())
     begun = time.process_time()
-    stages = cut(graph, Survey(values, {}), 64, {step.name: 1.0 for step in steps})
+    seconds = {step.name: 1.0 for step in steps}
+    stages = cut(graph, Survey(values, {}), 64, seconds)
     assert time.process_time() - begun < 1
+    begun = time.process_time()
+    apart = cut(graph, Survey(values, {}), 64, seconds, backward=seconds)
+    assert time.process_time() - begun < 5
+    assert max(len(stage.steps) for stage in apart) == 10
     assert max(len(stage.steps) for stage in stages) == 10

@@ -1,17 +1,25 @@
 """Balance: a row of weighted steps cut into pieces whose heaviest is as light as can be.
 
+A step may have a weight in each of two passes. Where all goes one way before anything comes back, a pass
+takes as long as its heaviest piece, which need not be the other one's.
+
 Where it sits: ``stages`` says what each piece would weigh and send.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDING = 1e-9
-"""Sums of seconds that differ by no more are equal."""
+"""Sums of seconds that differ by no more, as a share of all, are equal."""
+BOUNDS: Final = 64
+"""Bounds of a first pass that are tried at most."""
+WORK: Final = 200_000_000
+"""Numbers looked at for them, about."""
 
 Floats = NDArray[np.float64]
 
@@ -44,11 +52,13 @@ def most_pieces(allowed: NDArray[np.bool_], limit: int) -> int:
     return limit
 
 
-def best_cuts(seconds: Sequence[float], allowed: NDArray[np.bool_], cost: Floats, pieces: int) -> list[int]:
+def best_cuts(
+    passes: Sequence[Sequence[float]], allowed: NDArray[np.bool_], cost: Floats, pieces: int
+) -> list[int]:
     """Where the pieces begin and the last one ends: the heaviest is as light as can be, then the cost least.
 
     Args:
-        seconds: Of each of n steps.
+        passes: Seconds of each of n steps, in one pass or in two: of two the heaviest pieces' sum counts.
         allowed: Which pieces there may be.
         cost: Of each piece.
         pieces: How many; no more than there can be.
@@ -57,25 +67,63 @@ def best_cuts(seconds: Sequence[float], allowed: NDArray[np.bool_], cost: Floats
         allowed, cost: ``[n + 1, n + 1]``.
 
     Cost:
-        ``pieces * n * n`` time, ``n * n`` numbers.
+        ``pieces * n * n`` time, with two passes up to :data:`BOUNDS` times that; ``n * n`` numbers.
     """
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(seconds, dtype=np.float64))])
-    weight = np.where(allowed, sums[None, :] - sums[:, None], np.inf)
-    start = np.full(len(sums), np.inf)
-    start[0] = 0.0
-    heaviest = start
-    for _ in range(pieces):
-        heaviest = np.maximum(heaviest[:, None], weight).min(axis=0)
-    assert np.isfinite(heaviest[-1]), "fewer pieces are possible"
-    light = weight <= heaviest[-1] + _ROUNDING * max(float(sums[-1]), 0.0)
+    weights = [_weights(seconds, allowed) for seconds in passes]
+    assert np.isfinite(_lightest(weights[0], pieces)), "fewer pieces are possible"
+    one, *others = weights
+    bounds = _together(one, others[0], pieces) if others else (_lightest(one, pieces),)
+    light = np.full(allowed.shape, fill_value=True)
+    for weight, bound in zip(weights, bounds, strict=True):
+        light &= weight <= bound + _rounding(weight)
     cost = np.where(light, cost, np.inf)
+    start = _start(len(allowed))
     least, came = start, []
     for _ in range(pieces):
         sent = least[:, None] + cost
         # Of equal ones the latest begin: what follows a layer stays with it.
         came.append(len(sent) - 1 - sent[::-1].argmin(axis=0))
         least = sent.min(axis=0)
-    cuts = [len(sums) - 1]
+    cuts = [len(allowed) - 1]
     for back in reversed(came):
         cuts.append(int(back[cuts[-1]]))
     return cuts[::-1]
+
+
+def _weights(seconds: Sequence[float], allowed: NDArray[np.bool_]) -> Floats:
+    """Of each piece; infinite where there may be none."""
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(seconds, dtype=np.float64))])
+    return np.where(allowed, sums[None, :] - sums[:, None], np.inf)
+
+
+def _rounding(weight: Floats) -> float:
+    return _ROUNDING * max(float(weight[0, -1]), 0.0) if np.isfinite(weight[0, -1]) else 0.0
+
+
+def _start(ends: int) -> Floats:
+    start = np.full(ends, np.inf)
+    start[0] = 0.0
+    return start
+
+
+def _lightest(weight: Floats, pieces: int) -> float:
+    """The least that the heaviest of so many pieces can weigh; infinite where there cannot be so many."""
+    heaviest = _start(len(weight))
+    for _ in range(pieces):
+        heaviest = np.maximum(heaviest[:, None], weight).min(axis=0)
+    return float(heaviest[-1])
+
+
+def _together(one: Floats, other: Floats, pieces: int) -> tuple[float, float]:
+    """Of two passes the heaviest pieces' weights whose sum is least, among the bounds that are tried."""
+    least = _lightest(one, pieces)
+    # Beyond what the first pass weighs where the second is as light as can be, nothing is gained.
+    free = np.where(other <= _lightest(other, pieces) + _rounding(other), one, np.inf)
+    known = np.unique(one[np.isfinite(one) & (one >= least) & (one <= _lightest(free, pieces))])
+    most = int(np.clip(WORK // (pieces * len(one) ** 2), 4, BOUNDS))
+    tried = known[np.unique(np.linspace(0, len(known) - 1, most).round().astype(int))]
+
+    def beside(bound: float) -> float:
+        return _lightest(np.where(one <= bound + _rounding(one), other, np.inf), pieces)
+
+    return min(((bound, beside(bound)) for bound in map(float, tried)), key=lambda pair: (sum(pair), pair))

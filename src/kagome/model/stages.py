@@ -52,6 +52,7 @@ def cut(
     stages: int,
     seconds: Mapping[str, float],
     *,
+    backward: Mapping[str, float] | None = None,
     vertices: int = 1,
     edges: int = 1,
     ranks: int | None = None,
@@ -63,6 +64,8 @@ def cut(
         survey: Of the graph.
         stages: How many.
         seconds: Of each step; 0 where it has none. What is computed in several stages counts in the first.
+        backward: Of each step's backward, if ``seconds`` are of its forward: where all chunks pass forward
+            before any comes back, the slowest stage of each pass counts.
         vertices: Rows of a value with a row a vertex, where bytes are compared.
         edges: Rows of a value with a row an edge.
         ranks: Among how many the stages are dealt, round and round; by default each has its own.
@@ -88,7 +91,8 @@ def cut(
     most = most_pieces(allowed, stages)
     if most < stages:
         _refuse(flow, stages, most)
-    cuts = best_cuts(flow.seconds(seconds), allowed, flow.bytes(survey, vertices, edges), stages)
+    passes = [flow.seconds(each) for each in (seconds, backward) if each is not None]
+    cuts = best_cuts(passes, allowed, flow.bytes(survey, vertices, edges), stages)
     return _built(graph, flow, cuts, stages if ranks is None else ranks)
 
 

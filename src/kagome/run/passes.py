@@ -125,14 +125,10 @@ class Passes:
         settings = self.chunks.settings
         order = self.chunks.program_order(epoch, self.mesh.part)
         shape = Shape(len(self.stages), order, links(self.stages), settings.pipe)
-        name = settings.schedule
-        if name == "auto":
-            alone = settings.cross_chunk == "drop" and settings.stages_per_rank == 1
-            name = "1f1b" if alone else "fill-drain"
-        if name == "fill-drain":
+        if settings.pattern == "fill-drain":
             found = fill_drain(shape)
         else:
-            found = k_forward_k_backward(shape, 1 if name == "1f1b" else settings.pipe)
+            found = k_forward_k_backward(shape, 1 if settings.pattern == "1f1b" else settings.pipe)
         return tuple(map(self._needed, found))
 
     def forward(self, epoch: int) -> Jobs:

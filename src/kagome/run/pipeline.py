@@ -99,17 +99,10 @@ class Pipeline:
         self.guard: Guard | None = None
         if parallel.cross_chunk == "history" and self.chunks.tables is not None:
             self.guard = Guard(parallel.history_epochs, watch=parallel.guard)
-        self.ways = Ways(
-            self.chunks.crossing, mesh, parallel, seed=settings.seed, guarded=self.guard is not None
-        )
+        guarded = self.guard is not None
+        self.ways = Ways(self.chunks.crossing, mesh, parallel, seed=settings.seed, guarded=guarded)
         self.passes = Passes(
-            self.codes,
-            mesh,
-            self.chunks,
-            self.staging.stages,
-            phases,
-            self.owners.buffers,
-            self._lose,
+            *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.buffers, self._lose),
             self.ways.stages,
         )
         self._checked = False

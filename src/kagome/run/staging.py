@@ -84,9 +84,19 @@ def stage_model(
     found = world.gather_objects(found, "look at the model's steps")[0]
     if isinstance(found, ModelError):
         raise found
-    seen, seconds = found
-    stages = parallel.pipe * parallel.stages_per_rank
-    return Staging(graph, seen, cut(graph, seen, stages, seconds, ranks=parallel.pipe), seconds)
+    seen, (forward, backward) = found
+    seconds = {name: forward[name] + backward[name] for name in forward}
+    # By 1F1B a chunk's forward waits for another one's backward, else all chunks go forward first.
+    apart = parallel.pattern == "fill-drain"
+    stages = cut(
+        graph,
+        seen,
+        parallel.pipe * parallel.stages_per_rank,
+        forward if apart else seconds,
+        backward=backward if apart else None,
+        ranks=parallel.pipe,
+    )
+    return Staging(graph, seen, stages, seconds)
 
 
 def _sample_scope(part: Partition, vertices: int, train: Train, device: torch.device) -> Interception:
@@ -151,8 +161,8 @@ def _timed(
     parallel: Parallel,
     train: Train,
     device: torch.device,
-) -> dict[str, float]:
-    """Seconds that each step takes for all chunks of a part, forward and backward.
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds that each step takes for all chunks of a part: forward, and backward.
 
     A step takes what its rows take, and something for each call: a sample of most rows and one of few tell
     them apart. Steps that are alike take alike: one that the machine held up says nothing of its layer.
@@ -161,12 +171,17 @@ def _timed(
     least, few = _fastest(model, graph, part, SAMPLE, train, device)
     chunks, rows = parallel.chunks or 1, part.own.numel()
     kinds = {step.name: _alike(step, model, seen) for step in graph.steps}
-    groups: dict[Hashable, list[float]] = {}
-    for name, kind in kinds.items():
-        # A graph of no more than the few is in both samples, which differ by noise alone.
-        by_row = max(most[name] - least[name], 0.0) / (many - few) if many > few else 0.0
-        groups.setdefault(kind, []).append(chunks * least[name] + rows * by_row)
-    return {name: median(groups[kind]) for name, kind in kinds.items()}
+
+    def told(way: int) -> dict[str, float]:
+        groups: dict[Hashable, list[float]] = {}
+        for name, kind in kinds.items():
+            # A graph of no more than the few is in both samples, which differ by noise alone.
+            more = max(most[name][way] - least[name][way], 0.0)
+            by_row = more / (many - few) if many > few else 0.0
+            groups.setdefault(kind, []).append(chunks * least[name][way] + rows * by_row)
+        return {name: median(groups[kind]) for name, kind in kinds.items()}
+
+    return told(0), told(1)
 
 
 def _alike(step: Step, model: nn.Module, seen: Survey) -> Hashable:
@@ -186,24 +201,31 @@ def _alike(step: Step, model: nn.Module, seen: Survey) -> Hashable:
 
 def _fastest(
     model: nn.Module, graph: LayerGraph, part: Partition, vertices: int, train: Train, device: torch.device
-) -> tuple[dict[str, float], int]:
-    """Seconds of each step on a sample, the least of :data:`RUNS` after a first; the sample's vertices."""
+) -> tuple[dict[str, tuple[float, float]], int]:
+    """Seconds of each step on a sample, each way the least of :data:`RUNS` after a first; its vertices."""
     scope = _sample_scope(part, vertices, train, device)
     scope.fast = True
-    seconds: dict[str, list[float]] = {step.name: [] for step in graph.steps}
+    seconds: dict[str, list[tuple[float, float]]] = {step.name: [] for step in graph.steps}
     for _ in range(1 + RUNS):
         with _On(model, scope, train):
             values: dict[str, Any] = dict(scope.inputs)
             for step in graph.steps:
                 seconds[step.name].append(_one(step, model, values, scope))
-    return {name: min(each[1:]) for name, each in seconds.items()}, scope.own
+    fastest = {}
+    for name, each in seconds.items():
+        forward, backward = zip(*each[1:], strict=True)
+        fastest[name] = min(forward), min(backward)
+    return fastest, scope.own
 
 
-def _one(step: Step, model: nn.Module, values: dict[str, Any], scope: Interception) -> float:
+def _one(step: Step, model: nn.Module, values: dict[str, Any], scope: Interception) -> tuple[float, float]:
+    """Run a step forward and backward; the seconds of each."""
     _wait(scope.device)
     begun = time.perf_counter()
     out = step.call(model, values, training=True)
     plain = algebra.computed(out) if isinstance(out, Tensor) else out
+    _wait(scope.device)
+    turned = time.perf_counter()
     if isinstance(plain, Tensor) and plain.requires_grad and plain.is_floating_point():
         torch.autograd.backward([plain], [torch.ones_like(plain)])
         leaf = plain.detach().requires_grad_()
@@ -213,7 +235,7 @@ def _one(step: Step, model: nn.Module, values: dict[str, Any], scope: Intercepti
     values[step.name] = plain
     for parameter in model.parameters():
         parameter.grad = None
-    return time.perf_counter() - begun
+    return turned - begun, time.perf_counter() - turned
 
 
 def _wait(device: torch.device) -> None:
