@@ -109,7 +109,7 @@ def counted(channel: Channel, name: str, parallel: dict[str, Any]) -> Any:
     seen: list[Any] = []
     real = staging.cut
 
-    def cut(graph: Any, survey: Any, stages: int, *_: Any, ranks: int) -> Any:
+    def cut(graph: Any, survey: Any, stages: int, *_: Any, ranks: int, **__: Any) -> Any:
         seconds = {step.name: float(step.layer) for step in graph.steps}
         seen.append((real(graph, survey, stages, seconds, ranks=ranks), survey))
         return seen[-1][0]
