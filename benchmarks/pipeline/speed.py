@@ -50,13 +50,13 @@ NAMES = {
     "pipe": "pipe={pipe}",
     "pipe-8": "pipe={pipe}, 8 chunks",
     "dealt-8": "pipe={pipe}, 8 chunks, 2 stages a rank",
-    "dealt-4": "pipe={pipe}, 4 chunks, 4 stages a rank",
+    "dealt-6": "pipe={pipe}, 6 chunks, 3 stages a rank",
     "hybrid": "pipe={pipe} x graph={graph}",
 }
 CUTS = {
     "pipe-8": ["--parallel.chunks", "8"],
     "dealt-8": ["--parallel.chunks", "8", "--parallel.stages-per-rank", "2"],
-    "dealt-4": ["--parallel.chunks", "4", "--parallel.stages-per-rank", "4"],
+    "dealt-6": ["--parallel.chunks", "6", "--parallel.stages-per-rank", "3"],
 }
 """Meshes that are not cut into a stage a rank and four chunks a stage."""
 TRAIN = ["--model.dropout", "0.5", "--train.lr", "0.001", "--train.weight-decay", "0"]
@@ -74,7 +74,7 @@ class Options:
     models: list[str] = field(default_factory=lambda: ["gcn", "sage", "gcn2", "resgcn+"])
     """Models, by the names that kagome train knows."""
     meshes: list[str] = field(default_factory=lambda: list(NAMES))
-    """How ranks share the work: graph, pipe (16 chunks), pipe-8 (8 chunks), dealt-8 and dealt-4 (several
+    """How ranks share the work: graph, pipe (16 chunks), pipe-8 (8 chunks), dealt-8 and dealt-6 (several
     stages a rank), hybrid (two stages)."""
     rates: list[float] = field(default_factory=lambda: [100.0, 250.0, 500.0, 1000.0])
     """Mbit/s of each host's link, each way."""

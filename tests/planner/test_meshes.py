@@ -38,18 +38,20 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 SBM = "sbm:vertices=300,degree=8,features=10,classes=4,communities=4"
 
 
-def model_of(name: str, data: Data, hidden: int = 8) -> torch.nn.Module:
+def model_of(name: str, data: Data, hidden: int = 8, layers: int = 3) -> torch.nn.Module:
     torch.manual_seed(0)
-    settings = Model(name=name, layers=3, hidden=hidden, heads=2, dropout=0.2)
+    settings = Model(name=name, layers=layers, hidden=hidden, heads=2, dropout=0.2)
     return build_model(settings, in_channels=10, out_channels=4, num_nodes=int(data.num_nodes or 0))
 
 
-def run(channel: Channel, name: str, mesh: dict[str, Any], hidden: int = 8) -> dict[str, int]:
+def run(
+    channel: Channel, name: str, mesh: dict[str, Any], hidden: int = 8, layers: int = 3
+) -> dict[str, int]:
     """Bytes by kind of an epoch after the first."""
     data = kagome.load(SBM)
     train, report = Train(epochs=3, check=False), Report(page=False, trace=False, progress=False)
     cut = Parallel(partitioner="metis", reuse=False, **mesh)
-    model = model_of(name, data, hidden)
+    model = model_of(name, data, hidden, layers)
     with kagome.Trainer(model, data, parallel=cut, train=train, report=report) as trainer:
         trainer.fit()
         return dict(trainer.records[-1].bytes)
@@ -112,6 +114,24 @@ def test_bytes_of_stages_are_those_of_a_run(ranks: Callable[..., list], mesh: di
     told = ranks(size, run, "gcn", mesh)[0]
     assert predicted["stage"] == told["stage"]
     assert predicted.get("transpose", 0) == pytest.approx(told.get("transpose", 0), rel=0.02)
+
+
+def test_few_chunks_pass_dealt_stages(ranks: Callable[..., list]) -> None:
+    """On a graph where chunks cost more than rows; the usual chunks and a stage a rank stay beside it."""
+    data = kagome.load(SBM)
+    part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
+    graph = Graph(300, int(data.edge_index.size(1)), data)
+    study = Study.of(model_of("gcn", data, layers=8), None, part, graph)
+    found = {one.name: one for one in study.plans(here(2, 1e9), ("history",)).fitting}
+    history = sorted(name for name, one in found.items() if "pipe" in name and not one.exact)
+    assert len(history) == 2
+    usual, best = history
+    assert usual == "pipe=2"
+    assert found[best].epoch_seconds < found[usual].epoch_seconds
+    assert found[best].settings["stages_per_rank"] in (2, 3, 4)
+    assert Parallel(**found[best].settings).fit(2).chunks in (3, 4)
+    told = ranks(2, run, "gcn", dict(found[best].settings), 8, 8)[0]
+    assert found[best].bytes_per_epoch["stage"] == told["stage"]
 
 
 def test_bytes_of_weights_in_many_messages(ranks: Callable[..., list]) -> None:
@@ -279,6 +299,14 @@ def test_stages_wait_for_each_other() -> None:
     both = pipes(cut, 2, LOADS, RATES, ONE, 0.0, chunks=8)
     assert both.name == "pipe=2 graph=2"
     assert both.bytes_per_epoch["halo"] == 50 * 64 + round(50 * 64 * 2 / 3)
+    dealt = Cut((0.25,) * 4, 3 * 8e3, (1,) * 4, dealt=2)
+    found = pipes(dealt, 1, [whole], rates, fast, 0.0, chunks=8)
+    assert found.name == "pipe=2 stages_per_rank=2"
+    # Each rank does half of everything; the second begins a sixteenth of its time later, not an eighth.
+    busy = history.compute_seconds + 8 * CHUNK
+    assert found.compute_seconds == pytest.approx(busy)
+    assert found.epoch_seconds == pytest.approx(busy * 17 / 16, rel=1e-3)
+    assert found.memory_bytes == 2e6 + 3 * 64 * 110 / 2
     thin = pipes(
         cut,
         1,

@@ -25,15 +25,27 @@ class Cut:
         shares: Of the computing, by stage.
         crossing: Bytes of all messages between stages of an epoch, of the whole graph.
         reads: Of neighbours, by stage.
+        dealt: Stages of each rank, dealt round.
     """
 
     shares: tuple[float, ...]
     crossing: float
     reads: tuple[int, ...]
+    dealt: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Those that the stages are dealt to."""
+        return len(self.shares) // self.dealt
+
+    def of(self, rank: int) -> tuple[float, int]:
+        """A rank's share of the computing, and its reads of neighbours."""
+        return sum(self.shares[rank :: self.ranks]), sum(self.reads[rank :: self.ranks])
 
 
-CHUNK = 2.3e-3
-"""Seconds that Python takes for a chunk and a read of neighbours, both ways (benchmarks/pipeline)."""
+CHUNK = 6e-4
+"""Seconds that a core takes for a chunk and a read of neighbours, both ways, beyond its rows: 0.55 to 0.65 ms
+of three models (benchmarks/pipeline/chunk.py)."""
 TABLES = 3
 """Rows that a stage with chunks keeps for each of a part and each read: of this epoch, of one before, and of
 gradients."""
@@ -67,8 +79,8 @@ def pipes(
         exact: Layer by layer over all chunks, with nothing old.
         sliced: How features are sliced within a part.
     """
-    stages, tensor = len(cut.shares), 1 if sliced is None else sliced.count
-    size = stages * number * tensor
+    stages, ranks, tensor = len(cut.shares), cut.ranks, 1 if sliced is None else sliced.count
+    size = ranks * number * tensor
     old = chunks > 1 and not exact
     pace = cluster.pace(size)
     most, halo = halos(replace(rates, backward=rates.backward * FRESH) if old else rates, loads, number)
@@ -91,18 +103,18 @@ def pipes(
         busy = cut.shares[action.stage] * compute / chunks / pieces + python * reads / pieces
         return busy * (1 if action.kind is Kind.F else 2) / 3
 
-    shape = Shape(stages, tuple(range(chunks)))
+    shape = Shape(stages, tuple(range(chunks)), ranks=ranks)
     programs = exact_program(shape, [max(reads, 1) for reads in cut.reads]) if exact else fill_drain(shape)
     run = simulate(programs, seconds, transfer=lambda action: message)
-    sums = summed(number * tensor, rates.weights, stages)
+    sums = summed(number * tensor, rates.weights, ranks)
     # Stages wait for each other's messages too where there is one chunk.
-    waits = most / tensor / (1 if chunks == 1 else stages) / link + sums / link
+    waits = most / tensor / (1 if chunks == 1 else ranks) / link + sums / link
     sent["weights"] = round(sums * size)
     if sliced is not None:
         waits += sliced.sent / number / tensor / cluster.bandwidth(tensor)
-    busy = max(map(run.busy, range(stages)))
-    settings = settings_of(False, pipe=stages, graph=number, tensor=tensor)
-    settings |= {"chunks": chunks} if chunks != default_chunks(stages, tensor) else {}
+    busy = max(map(run.busy, range(ranks)))
+    settings = settings_of(False, pipe=ranks, stages_per_rank=cut.dealt, graph=number, tensor=tensor)
+    settings |= {"chunks": chunks} if chunks != default_chunks(ranks, tensor) else {}
     settings |= {"cross_chunk": "exact"} if exact else {}
     return Candidate(
         settings,
@@ -120,13 +132,13 @@ def pipes(
                 else TABLES * rates.forward * (load.rows + load.halo) * reads / sum(cut.reads)
             )
             for load in loads
-            for share, reads in zip(cut.shares, cut.reads, strict=True)
+            for share, reads in map(cut.of, range(ranks))
         ),
         uncertain if number > 1 else 0.0,
         run=run,
     )
 
 
-def default_chunks(stages: int, tensor: int) -> int:
+def default_chunks(ranks: int, tensor: int) -> int:
     """Chunks of a part where nothing is said."""
-    return 4 * stages if stages > 1 and tensor == 1 else 1
+    return 4 * ranks if ranks > 1 and tensor == 1 else 1

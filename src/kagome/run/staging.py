@@ -6,7 +6,7 @@ Where it sits: ``pipeline`` asks for it once; rank 0 looks and times, all ranks 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -55,6 +55,55 @@ class Staging:
     seconds: Mapping[str, float]
 
 
+Passes = tuple[float, float]
+"""Seconds forward, and backward."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A model's steps, looked at and timed.
+
+    Args:
+        graph: The steps.
+        survey: What each one's value looks like.
+        calls: Seconds of a call of each, forward and backward.
+        rows: Seconds of each row in it, besides.
+    """
+
+    graph: LayerGraph
+    survey: Survey
+    calls: Mapping[str, Passes]
+    rows: Mapping[str, Passes]
+
+    def staging(self, parallel: Parallel, rows: int) -> Staging:
+        """Cut them.
+
+        Args:
+            parallel: How many stages, ranks and chunks.
+            rows: Of a part.
+
+        Raises:
+            ModelError: If there cannot be so many stages.
+        """
+        chunks = parallel.chunks or 1
+        forward, backward = (
+            {name: chunks * call[way] + rows * self.rows[name][way] for name, call in self.calls.items()}
+            for way in (0, 1)
+        )
+        seconds = {name: forward[name] + backward[name] for name in forward}
+        # By 1F1B a chunk's forward waits for another one's backward, else all chunks go forward first.
+        apart = parallel.pattern == "fill-drain"
+        stages = cut(
+            self.graph,
+            self.survey,
+            parallel.pipe * parallel.stages_per_rank,
+            forward if apart else seconds,
+            backward=backward if apart else None,
+            ranks=parallel.pipe,
+        )
+        return Staging(self.graph, self.survey, stages, seconds)
+
+
 def stage_model(
     model: nn.Module, part: Partition, world: Channel, parallel: Parallel, train: Train, device: torch.device
 ) -> Staging:
@@ -72,31 +121,47 @@ def stage_model(
         ModelError: If the model cannot be traced, or not be cut into so many stages.
 
     Cost:
+        As :func:`steps_of`.
+    """
+    steps = steps_of(model, part, world, parallel.layers, train, device)
+    return steps.staging(parallel, part.own.numel())
+
+
+def steps_of(
+    model: nn.Module,
+    part: Partition,
+    world: Channel,
+    layers: Sequence[str],
+    train: Train,
+    device: torch.device,
+) -> Steps:
+    """Trace, look, time. All ranks call it.
+
+    Args:
+        model: The user's module, as it was given.
+        part: This rank's part.
+        world: All ranks.
+        layers: Names of layers that follow each other, if the user gave them.
+        train: Seed and mixed precision.
+        device: Where the model runs.
+
+    Raises:
+        ModelError: If the model cannot be traced.
+
+    Cost:
         On rank 0 some forwards and backwards of a sample of at most :data:`TIMED` vertices.
     """
     names = ["edge_index", *part.nodes, *part.edges]
-    graph = chain(model, parallel.layers, names) if parallel.layers else trace(model, names)
+    graph = chain(model, layers, names) if layers else trace(model, names)
     found: Any = None
     if world.rank == 0:
         found = _looked_at(model, graph, part, train, device)
         if isinstance(found, tuple):
-            found = (*found, _timed(model, graph, found[0], part, parallel, train, device))
+            found = (*found, *_timed(model, graph, found[0], part, train, device))
     found = world.gather_objects(found, "look at the model's steps")[0]
     if isinstance(found, ModelError):
         raise found
-    seen, (forward, backward) = found
-    seconds = {name: forward[name] + backward[name] for name in forward}
-    # By 1F1B a chunk's forward waits for another one's backward, else all chunks go forward first.
-    apart = parallel.pattern == "fill-drain"
-    stages = cut(
-        graph,
-        seen,
-        parallel.pipe * parallel.stages_per_rank,
-        forward if apart else seconds,
-        backward=backward if apart else None,
-        ranks=parallel.pipe,
-    )
-    return Staging(graph, seen, stages, seconds)
+    return Steps(graph, *found)
 
 
 def _sample_scope(part: Partition, vertices: int, train: Train, device: torch.device) -> Interception:
@@ -158,30 +223,33 @@ def _timed(
     graph: LayerGraph,
     seen: Survey,
     part: Partition,
-    parallel: Parallel,
     train: Train,
     device: torch.device,
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds that each step takes for all chunks of a part: forward, and backward.
+) -> tuple[dict[str, Passes], dict[str, Passes]]:
+    """Seconds of a call of each step, and of each row in it.
 
-    A step takes what its rows take, and something for each call: a sample of most rows and one of few tell
-    them apart. Steps that are alike take alike: one that the machine held up says nothing of its layer.
+    A sample of most rows and one of few tell them apart. Steps that are alike take alike: one that the
+    machine held up says nothing of its layer.
     """
     most, many = _fastest(model, graph, part, TIMED, train, device)
     least, few = _fastest(model, graph, part, SAMPLE, train, device)
-    chunks, rows = parallel.chunks or 1, part.own.numel()
-    kinds = {step.name: _alike(step, model, seen) for step in graph.steps}
+    kinds: dict[Hashable, list[str]] = {}
+    for step in graph.steps:
+        kinds.setdefault(_alike(step, model, seen), []).append(step.name)
 
-    def told(way: int) -> dict[str, float]:
-        groups: dict[Hashable, list[float]] = {}
-        for name, kind in kinds.items():
-            # A graph of no more than the few is in both samples, which differ by noise alone.
-            more = max(most[name][way] - least[name][way], 0.0)
-            by_row = more / (many - few) if many > few else 0.0
-            groups.setdefault(kind, []).append(chunks * least[name][way] + rows * by_row)
-        return {name: median(groups[kind]) for name, kind in kinds.items()}
+    def by_row(name: str, way: int) -> float:
+        # A graph of no more than the few is in both samples, which differ by noise alone.
+        more = max(most[name][way] - least[name][way], 0.0)
+        return more / (many - few) if many > few else 0.0
 
-    return told(0), told(1)
+    calls: dict[str, Passes] = {}
+    rows: dict[str, Passes] = {}
+    for alike in kinds.values():
+        call = median(least[name][0] for name in alike), median(least[name][1] for name in alike)
+        row = median(by_row(name, 0) for name in alike), median(by_row(name, 1) for name in alike)
+        calls |= dict.fromkeys(alike, call)
+        rows |= dict.fromkeys(alike, row)
+    return calls, rows
 
 
 def _alike(step: Step, model: nn.Module, seen: Survey) -> Hashable:
@@ -201,11 +269,11 @@ def _alike(step: Step, model: nn.Module, seen: Survey) -> Hashable:
 
 def _fastest(
     model: nn.Module, graph: LayerGraph, part: Partition, vertices: int, train: Train, device: torch.device
-) -> tuple[dict[str, tuple[float, float]], int]:
+) -> tuple[dict[str, Passes], int]:
     """Seconds of each step on a sample, each way the least of :data:`RUNS` after a first; its vertices."""
     scope = _sample_scope(part, vertices, train, device)
     scope.fast = True
-    seconds: dict[str, list[tuple[float, float]]] = {step.name: [] for step in graph.steps}
+    seconds: dict[str, list[Passes]] = {step.name: [] for step in graph.steps}
     for _ in range(1 + RUNS):
         with _On(model, scope, train):
             values: dict[str, Any] = dict(scope.inputs)
@@ -218,7 +286,7 @@ def _fastest(
     return fastest, scope.own
 
 
-def _one(step: Step, model: nn.Module, values: dict[str, Any], scope: Interception) -> tuple[float, float]:
+def _one(step: Step, model: nn.Module, values: dict[str, Any], scope: Interception) -> Passes:
     """Run a step forward and backward; the seconds of each."""
     # A thread's own time does not count what the machine gives to others meanwhile.
     alone = scope.device.type == "cpu" and torch.get_num_threads() == 1

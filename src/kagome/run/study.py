@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import cached_property
 from itertools import product
+from math import ceil
 from typing import Any
 
 import torch
@@ -37,12 +39,14 @@ from kagome.run.forecast import Way, rates_of
 from kagome.run.graphs import Graph, cuts_of, samples_of
 from kagome.run.kept import Kept
 from kagome.run.rates import alone, coded, coding, crossing, shares_of, timed, transposes
-from kagome.run.staging import stage_model
+from kagome.run.staging import Steps, steps_of
 
 SLICED = 2_000_000
 """Edges of the largest graph on which feature slices are timed."""
 MOST_SLICES = 64
 """More are not planned: columns run out, and what they take was told from two and four."""
+DEALT = ((1, 4.0), (1, 2.0), (2, 2.0), (2, 1.5), (3, 1.5), (4, 1.5))
+"""Stages a rank, and chunks for each rank of a pipeline, that are tried where history may be read."""
 WAY = Way(several=True)
 """How a model is run if nothing else is said."""
 
@@ -169,15 +173,22 @@ class Study:
         (there, back), seconds = self.kept.value("coded", self.facts[place], measure)
         return replace(one.rates, coded=(there, back), coding=seconds)
 
-    def stages(self, number: int) -> Cut | None:
-        """The user's model over so many stages; None where it cannot be cut so."""
+    @cached_property
+    def steps(self) -> Steps | None:
+        """The user's model, for cuts into stages; None where there are none."""
+        return _steps(self.models[0].model, self.part, self.way)
+
+    def stages(self, ranks: int, dealt: int, chunks: int) -> Cut | None:
+        """The user's model over so many ranks with so many stages each; None where it cannot be cut so."""
 
         def measure() -> list[Any]:
-            cut = _cut(self.models[0].model, self.part, self.graph, number, self.way)
+            parallel = Parallel(pipe=ranks, stages_per_rank=dealt, chunks=chunks)
+            model = self.models[0].model
+            cut = None if self.steps is None else _cut(model, self.steps, self.part, self.graph, parallel)
             return [] if cut is None else [list(cut.shares), cut.crossing, list(cut.reads)]
 
-        found = self.kept.value("stages", [self.facts[0], number], measure)
-        return Cut(tuple(found[0]), found[1], tuple(found[2])) if found else None
+        found = self.kept.value("stages", [self.facts[0], ranks, dealt, chunks], measure)
+        return Cut(tuple(found[0]), found[1], tuple(found[2]), dealt) if found else None
 
     def plans(self, cluster: Cluster, allow: Collection[Allowed] = ()) -> Plans:
         """Rank the cuts for a cluster.
@@ -206,8 +217,8 @@ class Study:
             if each.transposed is not None:
                 some = [number for number in numbers[:-1] if size // number <= MOST_SLICES]
                 found += [self._slices(each, number, cluster) for number in some]
-        for stages in numbers[1:]:
-            cut = self.stages(stages)
+        for ranks in numbers[1:]:
+            cut = self.stages(ranks, 1, default_chunks(ranks, 1))
             if cut is None:
                 break  # nor into more
             found += self._pipes(cut, cluster, "history" in allow)
@@ -216,8 +227,8 @@ class Study:
 
     def _pipes(self, cut: Cut, cluster: Cluster, history: bool) -> list[Candidate]:
         """Stages, each with parts, or with parts in feature slices, of the user's model."""
-        own, stages, found = self.models[0], len(cut.shares), []
-        size = cluster.size // stages
+        own, found = self.models[0], []
+        size = cluster.size // cut.ranks
         for tensor in (number for number in range(1, size + 1) if size % number == 0):
             if tensor > MOST_SLICES or (tensor > 1 and own.transposed is None):
                 continue
@@ -230,13 +241,25 @@ class Study:
                 )
                 continue
             loads = [_load(count, own.held.at(count)) for count in counts]
-            usual = default_chunks(stages, 1)
-            ways = [(1, False), (usual, True), *([(usual, False)] if history else [])]
             found += [
-                pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=chunks, exact=exact)
-                for chunks, exact in ways
+                pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=chunks, exact=chunks > 1)
+                for chunks in (1, default_chunks(cut.ranks, 1))
             ]
+            if history:
+                dealt = [
+                    pipes(each, groups, loads, own.rates, cluster, uncertain, chunks=chunks)
+                    for each, chunks in self._dealt(cut.ranks)
+                ]
+                # They are alike but for time; that of a stage a rank and the usual chunks stays beside it.
+                best = min(dealt, key=lambda one: one.epoch_seconds)
+                found += dealt[:1] if best is dealt[0] else [dealt[0], best]
         return found
+
+    def _dealt(self, ranks: int) -> list[tuple[Cut, int]]:
+        """Cuts into a stage a rank and into several, with the chunks that are to pass them."""
+        ways = [(dealt, ceil(chunks * ranks)) for dealt, chunks in DEALT]
+        cuts = [(self.stages(ranks, dealt, chunks), chunks) for dealt, chunks in ways]
+        return [(cut, chunks) for cut, chunks in cuts if cut is not None]
 
     def _sliced(
         self, each: Measured, counts: Sequence[Counts], groups: int, size: int
@@ -309,14 +332,21 @@ def _held(record: dict[str, Any]) -> Held:
     return Held(**{**record, "gradients": tuple(record["gradients"]), **known})
 
 
-def _cut(model: nn.Module, part: Partition, graph: Graph, stages: int, way: Way) -> Cut | None:
-    """A model's layers over stages; None where it cannot be cut into so many, or stages cannot run it so."""
+def _steps(model: nn.Module, part: Partition, way: Way) -> Steps | None:
+    """A model's steps; None where they cannot be found, or stages cannot run it so."""
     if way.recompute:
         return None
     device, train = torch.device("cpu"), Train(seed=way.seed, amp="bf16" if way.amp else "none")
     try:
-        settings = Parallel(pipe=stages, chunks=4 * stages)
-        staging = stage_model(model, part, Channel(None, "cpu"), settings, train, device)
+        return steps_of(model, part, Channel(None, "cpu"), (), train, device)
+    except KagomeError:
+        return None
+
+
+def _cut(model: nn.Module, steps: Steps, part: Partition, graph: Graph, parallel: Parallel) -> Cut | None:
+    """A model's layers over stages; None where it cannot be cut into so many."""
+    try:
+        staging = steps.staging(parallel, part.own.numel())
     except KagomeError:
         return None
     spent = [sum(staging.seconds.get(step.name, 0.0) for step in stage.steps) for stage in staging.stages]
