@@ -99,6 +99,41 @@ def test_so_it_is_in_other_ways_of_running(ranks, world: int) -> None:
         assert less[0]["measured"]["activations"] < more[0]["measured"]["activations"] / 2
 
 
+def in_pipelines(channel: Channel, cuts: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    data = kagome.load("sbm:vertices=600,degree=8,features=16,classes=4,communities=8")
+    found = []
+    for name in ("gcn", "gcn2", "gat"):
+        torch.manual_seed(0)
+        chosen = config.Model(name=name, layers=8, hidden=16, heads=4, dropout=0.5)
+        mine = build_model(chosen, in_channels=16, out_channels=4, num_nodes=600)
+        found += [held(mine, data, parallel=config.Parallel(reuse=False, **cut)) for cut in cuts]
+    return found
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("world", "cut"),
+    [
+        (2, {"pipe": 2}),
+        (2, {"pipe": 2, "chunks": 1}),
+        (2, {"pipe": 2, "chunks": 4, "stages_per_rank": 2, "guard": False}),
+        (2, {"pipe": 2, "cross_chunk": "exact"}),
+        (2, {"pipe": 2, "cross_chunk": "drop"}),
+        (4, {"pipe": 2, "graph": 2, "chunks": 3}),
+    ],
+)
+def test_stages_hold_what_was_foretold(ranks, world: int, cut: dict[str, Any]) -> None:
+    """Of tables roughly: how wide each layer's reads are is not known by stage."""
+    for memory in ranks(world, in_pipelines, [cut])[0]:
+        assert len(memory) == world
+        for one in memory:
+            predicted, measured = one["predicted"], one["measured"]
+            for kind in ("weights", "gradients", "optimizer", "features", "edges"):
+                assert predicted[kind] == measured[kind], kind
+            assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.1)
+            assert predicted["halo"] == pytest.approx(measured["halo"], rel=0.35)
+
+
 def test_counts_of_a_cut_are_those_of_its_parts() -> None:
     data = graph()
     data.edge_index = torch.cat([data.edge_index[:, 5:], torch.tensor([[3, 9], [3, 9]])], dim=1)

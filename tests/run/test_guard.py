@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kagome.run.guard import FAIR, GOOD, SPANS, Guard, Measured
+from kagome.run.guard import AGAIN, FAIR, GOOD, OFTEN, Guard, Measured
 
 
 def course(guard: Guard, cosines, epochs: int) -> list[str]:
@@ -27,11 +27,11 @@ def test_trusted_history_is_probed_ever_less():
     assert found[:2] == ["exact", "probe"]
     probes = [place for place, kind in enumerate(found) if kind == "probe"]
     gaps = [b - a - 1 for a, b in pairwise(probes)]
-    assert gaps[:6] == [2, 4, 8, 16, 32, 64]
-    assert set(gaps[6:]) <= {SPANS * 20}
-    # Between probes rows are taken anew each period.
+    assert gaps[:4] == [2, 4, 8, 16]
+    assert set(gaps[4:]) == {20}
+    # A probe takes rows anew as well.
     last = found[probes[-2] + 1 : probes[-1]]
-    assert [place for place, kind in enumerate(last) if kind == "refresh"] == [19, 39, 59, 79]
+    assert [place for place, kind in enumerate(last) if kind == "refresh"] == [19]
     assert found.count("exact") == 1
 
 
@@ -54,14 +54,33 @@ def test_history_that_is_not_quite_right_is_used_with_care():
     assert before == ["exact", "probe", *["history"] * 2, "probe", *["history"] * 4, "probe"]
     assert guard.careful
     assert set(after) == {"refresh", "probe"}
-    assert [place for place, kind in enumerate(after) if kind == "probe"] == [1, 4, 9, 18]
+    assert [place for place, kind in enumerate(after) if kind == "probe"][:6] == [1, 4, 9, 14, 19, 24]
+    assert OFTEN == 4
+
+
+def test_where_errors_grow_careful_epochs_are_fewer():
+    """A probe after three careful epochs or more finds a bad gradient: after a while two are the most."""
+    guard, epochs, runs = Guard(20), [], 0
+    for epoch in range(1, 200):
+        kind = guard.next()
+        epochs.append(kind)
+        if kind == "probe":
+            guard.see(Measured(epoch, 0.9 if epoch < 4 else 0.2 if runs > 2 else 0.99, 1.0, 0.0, guard.age))
+        guard.done(kind)
+        runs = runs + 1 if kind == "refresh" else 0
+    text = "".join(kind[0] for kind in epochs)
+    assert guard.careful
+    bad = text.count("ee")
+    # Four again after as many good probes as are wanted, and each time it is found out at once.
+    assert 0 < bad <= 199 / (AGAIN * 3)
+    assert text.count("rrp") > 4 * bad
 
 
 def test_careful_history_is_taken_up_again():
     found = course(Guard(20), [0.1, 0.1, 0.1, 0.95, 0.95], 30)
     assert found[:14] == [
         "exact", "probe", "refresh", "probe", "exact", "exact", "probe", *["exact"] * 4, "probe", "refresh",
-        "refresh",
+        "probe",
     ]  # fmt: skip
 
 

@@ -31,7 +31,9 @@ from kagome.run.engine import Engine
 from kagome.run.forecast import Rates, Way, rates_of
 from kagome.run.holdings import measure
 from kagome.run.pipeline import Pipeline
+from kagome.run.rates import crossing
 from kagome.run.ready import materialise
+from kagome.run.stage_forecast import Share, held_by_stages, share_of
 
 MANY = 8
 """Slices; what more of them hold is told from two and four."""
@@ -47,6 +49,10 @@ class Offer(NamedTuple):
     rates: Rates | None
     outside: int
     """Rows that it reads of ranks that do not slice features with it."""
+    share: Share | None = None
+    """What it has of its part's model, in a pipeline."""
+    crossing: tuple[float, float] | None = None
+    """Bytes of a row at all reads of neighbours, and of its gradients, in a pipeline."""
 
 
 @dataclass
@@ -73,38 +79,50 @@ class Accounts:
         Cost:
             On rank 0 that of :func:`kagome.run.forecast.rates_of`; some numbers from every rank.
         """
-        train, engine = self.settings.train, self.engine
-        if isinstance(engine, Pipeline):
-            return ()  # a stage's share is not known from the whole model's rates
-        rates = None
+        train, engine, parallel = self.settings.train, self.engine, self.settings.parallel
+        scope, share, recomputes = (
+            (engine.chunks.scopes[0], share_of(engine, self.optimizer), False)
+            if isinstance(engine, Pipeline)
+            else (engine.scope, None, engine.recompute)
+        )
+        tensor, rates, crosses = parallel.tensor, None, None
         if channel.rank == 0:
             way = Way(
-                several=channel.size > 1,
-                fast=engine.scope.fast,
-                recompute=engine.recompute,
+                several=channel.size > 1 or (parallel.chunks or 1) > 1,
+                fast=scope.fast,
+                recompute=recomputes,
                 amp=train.amp == "bf16",
                 seed=train.seed,
             )
-            tensor = self.settings.parallel.tensor
             slices = () if tensor == 1 else (tensor,) if tensor <= MANY else (2, 4)
             rates = rates_of(engine.model, self.optimizer, part, way, slices=slices)
+            if share is not None and not rates.fault:
+                crosses = crossing(engine.model, part, way, settled=False)
         validates = "val_mask" in part.nodes and bool(part.nodes["val_mask"].any())
-        tensor = self.settings.parallel.tensor
         outside = sum(
             count for rank, count in enumerate(part.recv_counts) if rank // tensor != part.part // tensor
         )
-        offer = Offer(counts_of(part), *_place(channel.device), validates, rates, outside)
+        offer = Offer(counts_of(part), *_place(channel.device), validates, rates, outside, share, crosses)
         found: list[Any] = channel.gather_objects(offer, "foresee memory")
         offers: list[Offer] = found
         rates = offers[0].rates
         assert rates is not None
         keeps_best = any(offer.validates for offer in offers)
+        size = len(offers) // parallel.pipe  # ranks of a stage
+        stages = [offers[first : first + size] for first in range(0, len(offers), size)]
+        teams = [team for stage in stages for team in _teams(stage, tensor)]
         held = [
             rates.at(one.counts, keeps_best=keeps_best, team=team)
-            for one, team in zip(offers, _teams(offers, tensor), strict=True)
+            if one.share is None
+            else held_by_stages(
+                *(rates, offers[0].crossing, one.counts, one.share, parallel),
+                keeps_best=keeps_best,
+                team=team,
+            )
+            for one, team in zip(offers, teams, strict=True)
         ]
         self.predicted = held[channel.rank]
-        return (_said(held, rates), *_too_much(held, offers, recomputes=engine.recompute))
+        return (_said(held, rates), *_too_much(held, offers, recomputes=recomputes or share is not None))
 
     def told(self, best: Mapping[str, Tensor] | None, memory: Memory) -> tuple[int, dict[str, Any]]:
         """Its measured peak; what it holds now, with what the first forward kept, beside what was predicted.
@@ -116,7 +134,7 @@ class Accounts:
         engine, device = self.engine, self.engine.channel.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.peak()
         if isinstance(engine, Pipeline):
-            return peak, side_by_side(None, engine.held(self.optimizer).beside(peak))
+            return peak, side_by_side(self.predicted, engine.held(self.optimizer, best).beside(peak))
         held = measure(
             engine.scope,
             engine.model,

@@ -6,14 +6,17 @@ its gradient twice, with history and exactly, at the same weights and with the s
 
 ::
 
-    exact | h | probe | h h | probe | h h h h | probe | ...     while gradients agree, the span doubles
-    probe: they do not quite | careful: c | probe | c c | ...    rows and gradients of the epoch before
-    probe: nor so | exact x 2 | probe | exact x 4 | ...          else exact epochs, ever more of them
+    exact | h | probe | h h | probe | h h h h | probe | ...      while gradients agree, the span doubles
+    probe: they do not quite | careful: c | probe | c c | ...    rows and gradients of the epoch before,
+                                                                 a probe after four epochs at the latest
+    probe: nor so | exact x 2 | probe | exact x 4 | ...          exact epochs, ever more of them, and then
+                                                                 a probe after half as many epochs
 
 Careful epochs differ from others in two ways. No row is older than one epoch: frozen ones have one draw of
 dropout for all that time, and on the mean over draws alone are they right. And what later chunks will add to
 an earlier one's gradient, too late in this epoch's backward, is what they added in the epoch before, in place
-of counting twice what comes in time.
+of counting twice what comes in time. Rows that came of old rows are older than they look: in a deep model the
+error grows from one careful epoch to the next, and a probe, which is exact, ends that.
 
 Source: none; GNNPipe has no such guard, and plain deep models fail there (papers.md, section 1.5).
 """
@@ -29,8 +32,10 @@ GOOD: Final = 0.95
 """Cosine of the two gradients from which on the next probe may come later; below it epochs are careful."""
 FAIR: Final = 0.85
 """Below it careful epochs are not trusted."""
-SPANS: Final = 4
-"""A probe comes after so many periods of frozen history at the latest."""
+OFTEN: Final = 4
+"""A probe comes after so many careful epochs at the latest; while history is good, after one period of it."""
+AGAIN: Final = 4
+"""So many good probes, one after the other, are wanted before one comes later than a bad one did."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Guard:
         """How many epochs were exact because history was not trusted."""
         self.oldest = 0
         """Age of the oldest rows that an epoch has read."""
-        self._span, self._rest = 1, 1
+        self._span, self._rest, self._most, self._good = 1, 1, period, 0
         self._exact_left = 1  # the first epoch fills the tables
         self._since_probe = self._age = 0
 
@@ -120,12 +125,12 @@ class Guard:
         before = self._trusted
         self.found.append(found)
         if found.cosine < GOOD and not self.careful:
-            self.careful, self._span = True, 1
+            self.careful, self._span, self._most = True, 1, min(OFTEN, self.period)
             return (
                 f"epoch {found.epoch}: from here on rows of other chunks are one epoch old, and gradients of "
                 f"that epoch pass on ({found.text()})"
             )
-        self._span = self._spanned(found.cosine)
+        self._respan(found.cosine)
         if found.cosine >= FAIR:
             self._rest = 1
             if not before:
@@ -140,7 +145,13 @@ class Guard:
     def _trusted(self) -> bool:
         return not self.found or self.found[-1].cosine >= FAIR
 
-    def _spanned(self, cosine: float) -> int:
-        if cosine >= GOOD:
-            return min(2 * self._span, SPANS * self.period)
-        return self._span if cosine >= FAIR else max(self._span // 2, 1)
+    def _respan(self, cosine: float) -> None:
+        """After how many epochs the next probe comes."""
+        if cosine < FAIR:
+            self._span = self._most = max(self._span // 2, 1)
+            self._good = 0
+        elif cosine >= GOOD:
+            self._good += 1
+            if self._good % AGAIN == 0:
+                self._most = min(2 * self._most, OFTEN if self.careful else self.period)
+            self._span = min(2 * self._span, self._most)

@@ -93,7 +93,7 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from (item for item in value if isinstance(item, Tensor))
 
 
-class _Kept:
+class Kept:
     """What autograd holds on to: gone as soon as autograd lets go."""
 
     __slots__ = ("__weakref__", "tensor", "version")
@@ -105,7 +105,12 @@ class _Kept:
             self.tensor, self.version = tensor.detach(), tensor._version
 
 
-def _back(kept: _Kept) -> Tensor:
+def restored(kept: Kept) -> Tensor:
+    """What was kept.
+
+    Raises:
+        RuntimeError: If it was written to meanwhile.
+    """
     if kept.tensor._version != kept.version:  # with hooks torch leaves this check to them
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
@@ -134,8 +139,8 @@ class Saved:
         self.bytes: Mapping[str, int] | None = None
 
     def __enter__(self) -> Saved:
-        self._found: list[weakref.ref[_Kept]] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _back)
+        self._found: list[weakref.ref[Kept]] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, restored)
         self._hooks.__enter__()
         self.scope.channel.tapes = []
         return self
@@ -154,8 +159,8 @@ class Saved:
             self.bytes = {kind: ledger.bytes[kind] for kind in ("activations", "halo")}
         self._found = []
 
-    def _pack(self, tensor: Tensor) -> _Kept:
-        kept = _Kept(tensor)
+    def _pack(self, tensor: Tensor) -> Kept:
+        kept = Kept(tensor)
         self._found.append(weakref.ref(kept))
         return kept
 
@@ -196,22 +201,53 @@ def measure(
     )
 
 
-def held_by_chunks(chunks: Chunking, model: nn.Module, optimizer: Optimizer) -> Holdings:
-    """What a rank with chunks holds between epochs: all chunks together, and the tables between them."""
-    found: dict[str, int] = defaultdict(int)
-    for scope in dict.fromkeys((*chunks.scopes, *chunks.apart)):
-        for kind, count in ledger_of(scope, nn.Module()).bytes.items():
-            found[kind] += count
-    tables = () if chunks.tables is None else chunks.tables.sites.values()
-    halo = sum(t.rows.nbytes + (0 if t.gradients is None else t.gradients.nbytes) for t in tables)
-    state = [t for values in optimizer.state.values() for t in _tensors(values.values())]
+def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor] = ()) -> Ledger:
+    """The same for a rank with chunks: all of them together, and the tables between them.
+
+    Args:
+        chunks: Of its part.
+        model: The user's module.
+        copies: Further weights: the best epoch's.
+    """
+    scopes = tuple(dict.fromkeys((*chunks.scopes, *chunks.apart)))
+    ledger = Ledger(0, 0, scopes[0].device)
+    ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
+    sites = () if chunks.tables is None else chunks.tables.sites.values()
+    known = (each for site in sites for each in (site.rows, site.gradients, site.due))
+    ledger.add("halo", (each for each in known if each is not None))
+    for scope in scopes:
+        for kind, tensor in holding(scope):
+            ledger.add("tables" if kind in ("kept", "send") else kind, [tensor])
+    return ledger
+
+
+def held_by_chunks(
+    chunks: Chunking,
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: int | None,
+    best: Mapping[str, Tensor] | None = None,
+) -> Holdings:
+    """What a rank with chunks holds between epochs, and in ``saved`` what is kept of them within one.
+
+    Args:
+        chunks: Of its part.
+        model: The user's module.
+        optimizer: Over its parameters.
+        saved: Bytes that autograd keeps; None if nobody looked.
+        best: The best epoch's weights.
+    """
+    ledger = ledger_of_chunks(chunks, model, (best or {}).values())
+    ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))
+    ledger.add("optimizer", (t for state in optimizer.state.values() for t in _tensors(state.values())))
+    found = ledger.bytes
     return Holdings(
-        weights=sum(t.nbytes for t in (*model.parameters(), *model.buffers())),
-        gradients=sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
-        optimizer=sum(t.nbytes for t in state),
+        weights=found["weights"],
+        gradients=found["gradients"],
+        optimizer=found["optimizer"],
         features=found["features"],
         edges=found["edges"],
-        tables=found["tables"] + found["send"],
-        activations=None,
-        halo=found["halo"] + halo,
+        tables=found["tables"],
+        activations=saved,
+        halo=found["halo"],
     )

@@ -39,6 +39,7 @@ from kagome.run.ladder import EXACT, Probe, Rung
 from kagome.run.offload import Offload
 from kagome.run.owners import Owners
 from kagome.run.passes import Jobs, Passes
+from kagome.run.saving import Saving
 from kagome.run.staging import stage_model
 from kagome.run.tally import Found
 from kagome.run.task import Loss, check_finite, check_rows, checked_loss, columns, draws_of, row_sum
@@ -83,10 +84,11 @@ class Pipeline:
         self.chunks = chunked(part, mesh.graph, parallel, device=device, seed=settings.seed, fast=fast)
         self.current = Current([*self.chunks.scopes, *self.chunks.apart])
         self.offload = Offload(parallel, device, lambda tensor: self.current.get().lasting(tensor))
+        self.saving = Saving(self.offload, self.chunks, model)
         self.codes = {
             stage.number: StageCode(
                 *(model, self.staging.graph, self.staging.survey, stage, self.current, self._cast),
-                self.offload.saving,
+                self.saving.saving,
             )
             for stage in self.mine
         }
@@ -99,8 +101,7 @@ class Pipeline:
         self.guard: Guard | None = None
         if parallel.cross_chunk == "history" and self.chunks.tables is not None:
             self.guard = Guard(parallel.history_epochs, watch=parallel.guard)
-        guarded = self.guard is not None
-        self.ways = Ways(self.chunks.crossing, mesh, parallel, seed=settings.seed, guarded=guarded)
+        self.ways = Ways(self.chunks.crossing, mesh, parallel, seed=settings.seed, guarded=bool(self.guard))
         self.passes = Passes(
             *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.buffers, self._lose),
             self.ways.stages,
@@ -215,9 +216,9 @@ class Pipeline:
         taken, self._notes = tuple(self._notes), []
         return taken
 
-    def held(self, optimizer: Optimizer) -> Holdings:
-        """What this rank holds between epochs; what autograd keeps of an epoch is not known."""
-        return held_by_chunks(self.chunks, self.model, optimizer)
+    def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Holdings:
+        """What this rank holds between epochs, and what autograd keeps within one."""
+        return held_by_chunks(self.chunks, self.model, optimizer, self.saving.most, best)
 
     # Epochs --------------------------------------------------------------------------------------
 
@@ -250,6 +251,7 @@ class Pipeline:
         else:
             lost = self._gradient(epoch, kind, self.ways.rung(exact=kind == "exact"))
         self.ways.ladder.done()
+        self.saving.done()
         if self.guard is not None:
             self.guard.done(kind)
         self._checked = True
@@ -337,6 +339,7 @@ class Pipeline:
 
     def _lose(self, job: Job) -> None:
         """At the end of a job's forward: its loss, where its stage gives the output."""
+        self.saving.look()
         out = self._out(job)
         if out is None:
             return

@@ -28,6 +28,7 @@ from kagome.neighbors import algebra
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.marks import Kind
+from kagome.run.holdings import ledger_of
 from kagome.run.sample import take_sample
 
 SAMPLE: Final = 48
@@ -47,12 +48,19 @@ class Staging:
         survey: What each step's value looks like.
         stages: The stages, in order.
         seconds: What each step takes for all chunks of a part, forward and backward, told from samples.
+        kept: Bytes that autograd keeps of each step, on a sample.
     """
 
     graph: LayerGraph
     survey: Survey
     stages: tuple[Stage, ...]
     seconds: Mapping[str, float]
+    kept: Mapping[str, int]
+
+    def kept_by(self, rank: int) -> float:
+        """The share of what autograd keeps of a forward that the stages of a pipeline's rank keep."""
+        mine = {step.name for stage in self.stages if stage.rank == rank for step in stage.steps}
+        return sum(self.kept[name] for name in mine) / max(sum(self.kept.values()), 1)
 
 
 Passes = tuple[float, float]
@@ -68,12 +76,14 @@ class Steps:
         survey: What each one's value looks like.
         calls: Seconds of a call of each, forward and backward.
         rows: Seconds of each row in it, besides.
+        kept: Bytes that autograd keeps of each, on a sample.
     """
 
     graph: LayerGraph
     survey: Survey
     calls: Mapping[str, Passes]
     rows: Mapping[str, Passes]
+    kept: Mapping[str, int]
 
     def staging(self, parallel: Parallel, rows: int) -> Staging:
         """Cut them.
@@ -101,7 +111,7 @@ class Steps:
             backward=backward if apart else None,
             ranks=parallel.pipe,
         )
-        return Staging(self.graph, self.survey, stages, seconds)
+        return Staging(self.graph, self.survey, stages, seconds, self.kept)
 
 
 def stage_model(
@@ -157,7 +167,8 @@ def steps_of(
     if world.rank == 0:
         found = _looked_at(model, graph, part, train, device)
         if isinstance(found, tuple):
-            found = (*found, *_timed(model, graph, found[0], part, train, device))
+            timed = _timed(model, graph, found[0], part, train, device)
+            found = (*found, *timed, _kept(model, graph, part, train, device))
     found = world.gather_objects(found, "look at the model's steps")[0]
     if isinstance(found, ModelError):
         raise found
@@ -284,6 +295,32 @@ def _fastest(
         forward, backward = zip(*each[1:], strict=True)
         fastest[name] = min(forward), min(backward)
     return fastest, scope.own
+
+
+def _kept(
+    model: nn.Module, graph: LayerGraph, part: Partition, train: Train, device: torch.device
+) -> dict[str, int]:
+    """Bytes that autograd keeps of each step; of what several keep the first one's."""
+    scope = _sample_scope(part, SAMPLE, train, device)
+    scope.fast = True
+    found: dict[str, int] = {}
+    with _On(model, scope, train):
+        values: dict[str, Any] = dict(scope.inputs)
+        ledger = ledger_of(scope, model)
+        alive: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            if not scope.lasting(tensor):
+                alive.append(tensor.detach())
+            return tensor
+
+        for step in graph.steps:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                values[step.name] = step.call(model, values, training=True)
+            before = ledger.bytes["activations"]
+            ledger.add("activations", alive)
+            found[step.name] = ledger.bytes["activations"] - before
+    return found
 
 
 def _one(step: Step, model: nn.Module, values: dict[str, Any], scope: Interception) -> Passes:

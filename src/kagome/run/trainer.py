@@ -216,7 +216,7 @@ class Trainer:
             with self.spans.phase("check"), self.engine.taken_off():
                 if self.train.check:
                     self._say_all(check_on_first(self.model, self.part, self.channel, self.settings))
-                self._say_all(self.accounts.foresee(self.part, self.channel))
+                self._say_all(self.accounts.foresee(self.part, self.world))
             self._say_all(self.engine.take_notes())
         self._was_checked = True
         set_up = time.perf_counter() - self._begun

@@ -1,0 +1,125 @@
+"""Stage forecast: what a rank of a pipeline will hold, its stages' share of what the whole model would.
+
+Where it sits: ``accounts`` asks for it before the first epoch; ``forecast`` has told what a model keeps of a
+row, ``staging`` which share of it a rank's stages keep.
+
+::
+
+    there already       weights, features, edges
+    of its stages       gradients, the optimizer's state
+    whole x share       what autograd keeps: of all chunks in flight
+    tables              of each read: rows of this epoch and of one before, and gradients
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch.optim import Optimizer
+
+from kagome.config import Parallel
+from kagome.report.holdings import Holdings
+from kagome.run.counts import UNITS, Counts, Team
+from kagome.run.forecast import NOTES, Rates, optimizer_bytes
+from kagome.run.gradients import message_bytes
+from kagome.run.pipeline import Pipeline
+from kagome.schedule.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of its part's model.
+
+    Args:
+        now: What it holds before the first epoch.
+        kept: Of what autograd keeps of a forward, the share of its stages.
+        flight: Of its chunks, the most that are on their way at once.
+        gradients: Bytes of its stages' weights.
+        optimizer: Bytes of the optimizer's state for them; None where that is not known.
+        reads: Rows that its chunks read elsewhere in training, all together.
+        edges: Edges of its chunks in training: fewer than its part's where some are dropped.
+    """
+
+    now: Holdings
+    kept: float
+    flight: float
+    gradients: int
+    optimizer: int | None
+    reads: int
+    edges: int
+
+
+def share_of(pipeline: Pipeline, optimizer: Optimizer) -> Share:
+    """A rank's, before its first epoch.
+
+    Args:
+        pipeline: Of this rank.
+        optimizer: Over the model's parameters.
+    """
+    rank, chunks, learning = pipeline.mesh.stage, pipeline.chunks, pipeline.owners.parameters
+    flight = 1.0
+    if chunks.count > 1 and pipeline.parallel.cross_chunk == "drop":
+        programs = pipeline.passes.programs(1)
+        flight = simulate(programs, lambda _: 1.0).held[rank] / (chunks.count * len(pipeline.mine))
+    own = sum(p.nbytes for p in learning)
+    several = pipeline.mesh.weights.size > 1
+    return Share(
+        pipeline.held(optimizer, None),
+        pipeline.staging.kept_by(rank),
+        flight,
+        sum(message_bytes(learning, NOTES)) if several else own,
+        optimizer_bytes(optimizer, learning),
+        sum(scope.views[0].rows.halo for scope in chunks.apart) if chunks.count > 1 else 0,
+        sum(scope.views[0].edge_index.size(1) for scope in chunks.apart),
+    )
+
+
+def held_by_stages(
+    rates: Rates,
+    crossing: tuple[float, float] | None,
+    counts: Counts,
+    share: Share,
+    parallel: Parallel,
+    *,
+    keeps_best: bool = True,
+    team: Team | None = None,
+) -> Holdings:
+    """What a rank will hold.
+
+    Args:
+        rates: Of the whole model.
+        crossing: Bytes of a row at all reads of neighbours, and of its gradients; None if not known.
+        counts: Of the part.
+        share: Of the model.
+        parallel: How it is split.
+        keeps_best: Whether a copy of the best epoch's weights is kept.
+        team: The ranks that slice features with it; None where none do.
+    """
+    whole = rates.at(counts, team=team)
+    kept: float | None = whole.activations
+    halo: float | None = whole.halo
+    if parallel.chunks != 1:
+        # Rows that chunks read elsewhere lie in the tables; a layer that gathers them keeps them besides.
+        whole = rates.at(replace(counts, halo=0, cut=0, edges=share.edges))
+        gathered = rates.by_unit.get("halo", (0.0,) * len(UNITS))[UNITS.index("halo")]
+        drops = parallel.cross_chunk == "drop"
+        kept = None
+        if whole.activations is not None:
+            kept = whole.activations + gathered * share.reads
+        halo = None
+        if crossing is not None:
+            forward, backward = crossing
+            # Gradients of one epoch; with a guard, those that the next one may take too.
+            own = parallel.cross_chunk == "history" and (parallel.guard or parallel.stale_gradients)
+            each = 2 * forward + (0 if drops else backward * (2 if own else 1))
+            halo = each * (counts.rows + counts.halo)
+    return Holdings(
+        weights=share.now.weights + rates.best * keeps_best,
+        gradients=share.gradients,
+        optimizer=share.optimizer,
+        features=share.now.features,
+        edges=share.now.edges,
+        tables=max(share.now.tables, whole.tables),
+        activations=None if kept is None else round(kept * share.kept * share.flight),
+        halo=None if halo is None else round(halo * share.kept),
+    )
