@@ -25,12 +25,14 @@ class Cut:
         shares: Of the computing, by stage.
         crossing: Bytes of all messages between stages of an epoch, of the whole graph.
         reads: Of neighbours, by stage.
+        kept: Of what autograd keeps of a forward, by stage.
         dealt: Stages of each rank, dealt round.
     """
 
     shares: tuple[float, ...]
     crossing: float
     reads: tuple[int, ...]
+    kept: tuple[float, ...]
     dealt: int = 1
 
     @property
@@ -38,17 +40,17 @@ class Cut:
         """Those that the stages are dealt to."""
         return len(self.shares) // self.dealt
 
-    def of(self, rank: int) -> tuple[float, int]:
-        """A rank's share of the computing, and its reads of neighbours."""
-        return sum(self.shares[rank :: self.ranks]), sum(self.reads[rank :: self.ranks])
+    def kept_by(self, rank: int) -> float:
+        """A rank's share of what autograd keeps."""
+        return sum(self.kept[rank :: self.ranks])
 
 
 CHUNK = 6e-4
 """Seconds that a core takes for a chunk and a read of neighbours, both ways, beyond its rows: 0.55 to 0.65 ms
 of three models (benchmarks/pipeline/chunk.py)."""
-TABLES = 3
-"""Rows that a stage with chunks keeps for each of a part and each read: of this epoch, of one before, and of
-gradients."""
+HALVES = 2
+"""Rows that a stage with chunks keeps for each of a part and each read: of this epoch and of one before. With
+history as many of gradients, else one."""
 FRESH = 2 / 3
 """Of the rows that cross between parts in chunks with history, those whose gradients go back: a row is fresh
 for a chunk that comes after its own, so ``1 - 1 / (r + 1)`` of those that r chunks read; two on average."""
@@ -113,6 +115,7 @@ def pipes(
     if sliced is not None:
         waits += sliced.sent / number / tensor / cluster.bandwidth(tensor)
     busy = max(map(run.busy, range(ranks)))
+    tables = HALVES * rates.forward + (HALVES if old else 1) * rates.backward if chunks > 1 else 0.0
     settings = settings_of(False, pipe=ranks, stages_per_rank=cut.dealt, graph=number, tensor=tensor)
     settings |= {"chunks": chunks} if chunks != default_chunks(ranks, tensor) else {}
     settings |= {"cross_chunk": "exact"} if exact else {}
@@ -124,15 +127,9 @@ def pipes(
         run.seconds + waits - busy,
         sent,
         max(
-            load.whole
-            + (load.memory - load.whole) * share
-            + (
-                0
-                if chunks == 1
-                else TABLES * rates.forward * (load.rows + load.halo) * reads / sum(cut.reads)
-            )
+            load.whole + (load.memory - load.whole + tables * (load.rows + load.halo)) * cut.kept_by(rank)
             for load in loads
-            for share, reads in map(cut.of, range(ranks))
+            for rank in range(ranks)
         ),
         uncertain if number > 1 else 0.0,
         run=run,

@@ -59,8 +59,11 @@ class Staging:
 
     def kept_by(self, rank: int) -> float:
         """The share of what autograd keeps of a forward that the stages of a pipeline's rank keep."""
-        mine = {step.name for stage in self.stages if stage.rank == rank for step in stage.steps}
-        return sum(self.kept[name] for name in mine) / max(sum(self.kept.values()), 1)
+        return sum(self.kept_of(stage) for stage in self.stages if stage.rank == rank)
+
+    def kept_of(self, stage: Stage) -> float:
+        """The share of one of the stages."""
+        return sum(self.kept[step.name] for step in stage.steps) / max(sum(self.kept.values()), 1)
 
 
 Passes = tuple[float, float]

@@ -185,10 +185,13 @@ class Study:
             parallel = Parallel(pipe=ranks, stages_per_rank=dealt, chunks=chunks)
             model = self.models[0].model
             cut = None if self.steps is None else _cut(model, self.steps, self.part, self.graph, parallel)
-            return [] if cut is None else [list(cut.shares), cut.crossing, list(cut.reads)]
+            return [] if cut is None else [list(cut.shares), cut.crossing, list(cut.reads), list(cut.kept)]
 
         found = self.kept.value("stages", [self.facts[0], ranks, dealt, chunks], measure)
-        return Cut(tuple(found[0]), found[1], tuple(found[2]), dealt) if found else None
+        if not found:
+            return None
+        shares, sent, reads, kept = found
+        return Cut(tuple(shares), sent, tuple(reads), tuple(kept), dealt)
 
     def plans(self, cluster: Cluster, allow: Collection[Allowed] = ()) -> Plans:
         """Rank the cuts for a cluster.
@@ -356,6 +359,8 @@ def _cut(model: nn.Module, steps: Steps, part: Partition, graph: Graph, parallel
         tuple(each / total for each in spent),
         float(stage_bytes(staging.stages, staging.survey, graph.vertices, graph.edges)),
         tuple(max(1, round(reads * each / total)) for each in spent),
+        tuple(map(staging.kept_of, staging.stages)),
+        parallel.stages_per_rank,
     )
 
 
