@@ -9,8 +9,7 @@ its gradient twice, with history and exactly, at the same weights and with the s
     exact | h | probe | h h | probe | h h h h | probe | ...      while gradients agree, the span doubles
     probe: they do not quite | careful: c | probe | c c | ...    rows and gradients of the epoch before,
                                                                  a probe after four epochs at the latest
-    probe: nor so | exact x 2 | probe | exact x 4 | ...          exact epochs, ever more of them, and then
-                                                                 a probe after half as many epochs
+    probe: nor so | exact x 2 | probe | exact x 4 | ...          else exact epochs, ever more of them
 
 Careful epochs differ from others in two ways. No row is older than one epoch: frozen ones have one draw of
 dropout for all that time, and on the mean over draws alone are they right. And what later chunks will add to
@@ -34,8 +33,6 @@ FAIR: Final = 0.85
 """Below it careful epochs are not trusted."""
 OFTEN: Final = 4
 """A probe comes after so many careful epochs at the latest; while history is good, after one period of it."""
-AGAIN: Final = 4
-"""So many good probes, one after the other, are wanted before one comes later than a bad one did."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class Guard:
         """How many epochs were exact because history was not trusted."""
         self.oldest = 0
         """Age of the oldest rows that an epoch has read."""
-        self._span, self._rest, self._most, self._good = 1, 1, period, 0
+        self._span, self._rest = 1, 1
         self._exact_left = 1  # the first epoch fills the tables
         self._since_probe = self._age = 0
 
@@ -125,12 +122,12 @@ class Guard:
         before = self._trusted
         self.found.append(found)
         if found.cosine < GOOD and not self.careful:
-            self.careful, self._span, self._most = True, 1, min(OFTEN, self.period)
+            self.careful, self._span = True, 1
             return (
                 f"epoch {found.epoch}: from here on rows of other chunks are one epoch old, and gradients of "
                 f"that epoch pass on ({found.text()})"
             )
-        self._respan(found.cosine)
+        self._span = self._spanned(found.cosine)
         if found.cosine >= FAIR:
             self._rest = 1
             if not before:
@@ -145,13 +142,8 @@ class Guard:
     def _trusted(self) -> bool:
         return not self.found or self.found[-1].cosine >= FAIR
 
-    def _respan(self, cosine: float) -> None:
+    def _spanned(self, cosine: float) -> int:
         """After how many epochs the next probe comes."""
-        if cosine < FAIR:
-            self._span = self._most = max(self._span // 2, 1)
-            self._good = 0
-        elif cosine >= GOOD:
-            self._good += 1
-            if self._good % AGAIN == 0:
-                self._most = min(2 * self._most, OFTEN if self.careful else self.period)
-            self._span = min(2 * self._span, self._most)
+        if cosine >= GOOD:
+            return min(2 * self._span, OFTEN if self.careful else self.period)
+        return self._span if cosine >= FAIR else max(self._span // 2, 1)

@@ -57,6 +57,13 @@ class Ledger:
             self.bytes["halo"] += away
             self.bytes[kind] += size - away
 
+    def beside(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of what has not been counted; it is not from here on either."""
+        other = Ledger(self.own, self.halo, self.device)
+        other._seen = set(self._seen)
+        other.add("beside", tensors)
+        return other.bytes["beside"]
+
     def _away(self, tensor: Tensor, size: int) -> int:
         """Bytes of the halo rows in a tensor of own and halo rows, or of halo rows alone."""
         if not self.halo or self.own in tensor.shape:
@@ -209,16 +216,25 @@ def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor
         model: The user's module.
         copies: Further weights: the best epoch's.
     """
-    scopes = tuple(dict.fromkeys((*chunks.scopes, *chunks.apart)))
-    ledger = Ledger(0, 0, scopes[0].device)
+    ledger = Ledger(0, 0, chunks.scopes[0].device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
+    add_tables(ledger, chunks)
+    for scope in dict.fromkeys((*chunks.scopes, *chunks.apart)):
+        add_scope(ledger, scope)
+    return ledger
+
+
+def add_tables(ledger: Ledger, chunks: Chunking) -> None:
+    """Count the rows that chunks read of each other."""
     sites = () if chunks.tables is None else chunks.tables.sites.values()
     known = (each for site in sites for each in (site.rows, site.gradients, site.due))
     ledger.add("halo", (each for each in known if each is not None))
-    for scope in scopes:
-        for kind, tensor in holding(scope):
-            ledger.add("tables" if kind in ("kept", "send") else kind, [tensor])
-    return ledger
+
+
+def add_scope(ledger: Ledger, scope: Interception) -> None:
+    """Count what one chunk keeps from one forward to the next."""
+    for kind, tensor in holding(scope):
+        ledger.add("tables" if kind in ("kept", "send") else kind, [tensor])
 
 
 def held_by_chunks(

@@ -339,7 +339,7 @@ class Pipeline:
 
     def _lose(self, job: Job) -> None:
         """At the end of a job's forward: its loss, where its stage gives the output."""
-        self.saving.look()
+        self.saving.look(job.scope)
         out = self._out(job)
         if out is None:
             return

@@ -13,8 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from kagome.neighbors.intercept import Interception
 from kagome.run.chunking import Chunking
-from kagome.run.holdings import Kept, ledger_of_chunks, restored
+from kagome.run.holdings import Kept, Ledger, add_scope, add_tables, restored
 from kagome.run.offload import Offload
 
 WATCHED: Final = 2
@@ -35,11 +36,13 @@ class Saving:
     """
 
     def __init__(self, offload: Offload, chunks: Chunking, model: nn.Module) -> None:
-        self.offload, self.chunks, self.model = offload, chunks, model
+        self.offload, self.chunks = offload, chunks
         self.most: int | None = None
         """Bytes kept at once, at most; None where nothing was watched."""
         self._left = 0 if offload.moves else WATCHED
         self._found: list[weakref.ref[Kept]] = []
+        self._anyhow = Ledger(0, 0, chunks.scopes[0].device)
+        self._anyhow.add("weights", (*model.parameters(), *model.buffers()))
 
     def saving(self) -> AbstractContextManager[None]:
         """Around a forward of training."""
@@ -47,15 +50,15 @@ class Saving:
             return self.offload.saving()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, restored)
 
-    def look(self) -> None:
-        """A chunk's forward has ended: count what is kept of it and of those before."""
+    def look(self, scope: Interception) -> None:
+        """A chunk's forward has ended: count what is kept of it and of those before, and not anyhow."""
         if not self._left:
             return
         alive = [(reference, kept.tensor) for reference in self._found if (kept := reference()) is not None]
         self._found = [reference for reference, _ in alive]
-        ledger = ledger_of_chunks(self.chunks, self.model)
-        ledger.add("activations", (tensor for _, tensor in alive))
-        self.most = max(self.most or 0, ledger.bytes["activations"])
+        add_tables(self._anyhow, self.chunks)
+        add_scope(self._anyhow, scope)
+        self.most = max(self.most or 0, self._anyhow.beside(tensor for _, tensor in alive))
 
     def done(self) -> None:
         """An epoch has ended."""
