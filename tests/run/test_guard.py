@@ -58,11 +58,25 @@ def test_history_that_is_not_quite_right_is_used_with_care():
     assert OFTEN == 4
 
 
+def test_where_errors_grow_careful_epochs_are_fewer():
+    """Of a gradient that is bad after three careful epochs there are two at a time from then on."""
+    guard, kinds, run = Guard(20), [], 0
+    for epoch in range(1, 200):
+        kind = guard.next()
+        kinds.append(kind[0])
+        if kind == "probe":
+            guard.see(Measured(epoch, 0.9 if epoch < 4 else 0.2 if run > 2 else 0.99, 1.0, 0.0, guard.age))
+        guard.done(kind)
+        run = run + 1 if kind == "refresh" else 0
+    text = "".join(kinds)
+    assert text.startswith("eprprrprrrrpeep" + "rrp" * 60)
+
+
 def test_careful_history_is_taken_up_again():
     found = course(Guard(20), [0.1, 0.1, 0.1, 0.95, 0.95], 30)
     assert found[:14] == [
         "exact", "probe", "refresh", "probe", "exact", "exact", "probe", *["exact"] * 4, "probe", "refresh",
-        "refresh",
+        "probe",
     ]  # fmt: skip
 
 
@@ -77,6 +91,18 @@ def test_what_is_said():
     assert "one epoch old" in guard.see(Measured(3, 0.9, 1.0, 0.1, 1))
     assert "exact epochs come next" in guard.see(Measured(5, 0.2, 0.4, 0.5, 3))
     assert "history is used again" in guard.see(Measured(9, 0.95, 1.0, 0.1, 1))
+
+
+def test_the_summary_has_every_probe():
+    guard = Guard(20)
+    assert guard.facts() == {}
+    assert guard.sum_up() == ()
+    course(guard, [0.99, 0.9, 0.2], 20)
+    told = guard.facts()["history"]
+    assert [probe["cosine"] for probe in told["probes"]][:3] == [0.99, 0.9, 0.2]
+    assert told["careful_from"] == told["probes"][1]["epoch"] == 5
+    assert told["exact_epochs"] == 2
+    assert "lowest cosine 0.20 in epoch 7" in guard.sum_up()[0]
 
 
 def test_unwatched_history_is_only_refreshed():

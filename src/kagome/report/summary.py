@@ -50,6 +50,7 @@ def summary(
     crossing: Mapping[str, Any] | None = None,
     working_memory_bytes: int | None = None,
     activations_moved_bytes: int | None = None,
+    history: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Build what ``summary.json`` holds.
 
@@ -76,6 +77,7 @@ def summary(
         crossing: Codecs by kind, errors by site, ``oldest_age`` and probes; None where all crosses exactly.
         working_memory_bytes: The most that a sum over feature slices took, where that has a bound.
         activations_moved_bytes: The most that a rank moved off its device, or to disk, in one forward.
+        history: What rows of other chunks cost: ``probes``, ``careful_from`` and ``exact_epochs``.
 
     Returns:
         Plain values in the order of the file.
@@ -114,6 +116,7 @@ def summary(
         "crossing": None if crossing is None else crossings.crossing_summary(crossing, costly),
         "working_memory_bytes": working_memory_bytes,
         "activations_moved_bytes": activations_moved_bytes,
+        "history": None if history is None else dict(history),
         "partition": None if partition is None else dict(partition),
     }
     return result | {key: value for key, value in extra.items() if value not in (None, [], {})}

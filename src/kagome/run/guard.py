@@ -9,7 +9,8 @@ its gradient twice, with history and exactly, at the same weights and with the s
     exact | h | probe | h h | probe | h h h h | probe | ...      while gradients agree, the span doubles
     probe: they do not quite | careful: c | probe | c c | ...    rows and gradients of the epoch before,
                                                                  a probe after four epochs at the latest
-    probe: nor so | exact x 2 | probe | exact x 4 | ...          else exact epochs, ever more of them
+    probe: nor so | exact x 2 | probe | exact x 4 | ...          exact epochs, ever more of them, and from
+                                                                 then on a probe after half as many
 
 Careful epochs differ from others in two ways. No row is older than one epoch: frozen ones have one draw of
 dropout for all that time, and on the mean over draws alone are they right. And what later chunks will add to
@@ -22,8 +23,8 @@ Source: none; GNNPipe has no such guard, and plain deep models fail there (paper
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
 
 Epoch = Literal["history", "refresh", "exact", "probe"]
 
@@ -32,7 +33,8 @@ GOOD: Final = 0.95
 FAIR: Final = 0.85
 """Below it careful epochs are not trusted."""
 OFTEN: Final = 4
-"""A probe comes after so many careful epochs at the latest; while history is good, after one period of it."""
+"""A probe comes after so many careful epochs at the latest, and where one is bad after half as many from then
+on; while history is good, after one period of it."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +74,24 @@ class Guard:
     def __init__(self, period: int, *, watch: bool = True) -> None:
         self.period, self.watch = period, watch
         self.found: list[Measured] = []
-        self.careful = False
-        """Whether no row is older than an epoch, and gradients of the epoch before pass on."""
+        self.careful_from: int | None = None
+        """The epoch since which no row is older than one, and gradients of the epoch before pass on."""
         self.exact_epochs = 0
         """How many epochs were exact because history was not trusted."""
         self.oldest = 0
         """Age of the oldest rows that an epoch has read."""
-        self._span, self._rest = 1, 1
+        self._span, self._rest, self._most = 1, 1, OFTEN
         self._exact_left = 1  # the first epoch fills the tables
         self._since_probe = self._age = 0
 
     def begin_anew(self) -> None:
         """Nothing is known of other chunks' rows: a run begins, or goes on from a checkpoint."""
         self._exact_left = max(self._exact_left, 1)
+
+    @property
+    def careful(self) -> bool:
+        """Whether no row is older than an epoch, and gradients of the epoch before pass on."""
+        return self.careful_from is not None
 
     def next(self) -> Epoch:
         """How the coming epoch is to run."""
@@ -122,7 +129,7 @@ class Guard:
         before = self._trusted
         self.found.append(found)
         if found.cosine < GOOD and not self.careful:
-            self.careful, self._span = True, 1
+            self.careful_from, self._span = found.epoch, 1
             return (
                 f"epoch {found.epoch}: from here on rows of other chunks are one epoch old, and gradients of "
                 f"that epoch pass on ({found.text()})"
@@ -138,12 +145,31 @@ class Guard:
         self.exact_epochs += self._rest
         return f"epoch {found.epoch}: {self._rest} exact epochs come next ({found.text()})"
 
+    def facts(self) -> dict[str, Any]:
+        """What the summary is told: every probe, since when epochs are careful, and how many were exact."""
+        known = {"probes": [asdict(found) for found in self.found], "exact_epochs": self.exact_epochs}
+        return {"history": {**known, "careful_from": self.careful_from}} if self.found else {}
+
+    def sum_up(self) -> tuple[str, ...]:
+        """What there is to say at the end of a run."""
+        if not self.found:
+            return ()
+        least = min(self.found, key=lambda found: found.cosine)
+        return (
+            f"history: {len(self.found)} probes, {self.exact_epochs} exact epochs for want of trust; "
+            f"the last, epoch {self.found[-1].epoch}: {self.found[-1].text()}; "
+            f"lowest cosine {least.cosine:.2f} in epoch {least.epoch}",
+        )
+
     @property
     def _trusted(self) -> bool:
         return not self.found or self.found[-1].cosine >= FAIR
 
     def _spanned(self, cosine: float) -> int:
         """After how many epochs the next probe comes."""
+        if cosine < FAIR:
+            self._most = max(self._span // 2, 1)
+            return self._most
         if cosine >= GOOD:
-            return min(2 * self._span, OFTEN if self.careful else self.period)
-        return self._span if cosine >= FAIR else max(self._span // 2, 1)
+            return min(2 * self._span, self._most if self.careful else self.period)
+        return self._span

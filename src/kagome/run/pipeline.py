@@ -120,7 +120,7 @@ class Pipeline:
         return replace(part, nodes=nodes, edges=edges)
 
     def _said(self) -> str:
-        """What is said before the first epoch: the cut, and what it gives up."""
+        """What is said before the first epoch."""
         slices = f", {self.parallel.tensor} feature slices in each" if self.parallel.tensor > 1 else ""
         words = f"pipeline: {len(self.staging.stages)} stages x {self.chunks.count} chunks{slices}"
         if self.chunks.count > 1:
@@ -156,21 +156,14 @@ class Pipeline:
         oldest, bound = 0 if self.guard is None else self.guard.oldest, self.chunks.scopes[0].bound
         facts = self.ways.tally.facts(self._found, self.ways.ladder, oldest=oldest)
         used = {} if bound is None else bound.used(self.mesh.world)
+        used |= {} if self.guard is None else self.guard.facts()
         return {**facts, **used, **self.offload.facts(self.mesh.world)}
 
     def sum_up(self) -> tuple[str, ...]:
         """What there is to say at the end: what history, codecs and late rows were found to cost."""
         guard, ladder = self.guard, self.ways.ladder
         crossed = self.ways.tally.sentence(ladder.found if guard is None else None, ladder)
-        if guard is None or not guard.found:
-            return crossed
-        least = min(guard.found, key=lambda found: found.cosine)
-        return (
-            f"history: {len(guard.found)} probes, {guard.exact_epochs} exact epochs for want of trust; "
-            f"the last, epoch {guard.found[-1].epoch}: {guard.found[-1].text()}; "
-            f"lowest cosine {least.cosine:.2f} in epoch {least.epoch}",
-            *crossed,
-        )
+        return (*(() if guard is None else guard.sum_up()), *crossed)
 
     def _put_on(self) -> None:
         self._unrule = apply_rules(self.model, self.current.scope)
