@@ -97,7 +97,7 @@ class Accounts:
             slices = () if tensor == 1 else (tensor,) if tensor <= MANY else (2, 4)
             rates = rates_of(engine.model, self.optimizer, part, way, slices=slices)
             if share is not None and not rates.fault:
-                crosses = crossing(engine.model, part, way, settled=False)
+                crosses = _crossing(engine.model, part, way)
         validates = "val_mask" in part.nodes and bool(part.nodes["val_mask"].any())
         outside = sum(
             count for rank, count in enumerate(part.recv_counts) if rank // tensor != part.part // tensor
@@ -144,6 +144,13 @@ class Accounts:
             beside=[engine.train_rows],
         )
         return peak, side_by_side(self.predicted, held.beside(peak))
+
+
+def _crossing(model: nn.Module, part: Partition, way: Way) -> tuple[float, float] | None:
+    try:
+        return crossing(model, part, way, settled=False)
+    except Exception:  # a forecast never ends a run
+        return None
 
 
 def _teams(offers: Sequence[Offer], tensor: int) -> list[Team | None]:
