@@ -33,6 +33,7 @@ def test_trusted_history_is_probed_ever_less():
     last = found[probes[-2] + 1 : probes[-1]]
     assert [place for place, kind in enumerate(last) if kind == "refresh"] == [19]
     assert found.count("exact") == 1
+    assert course(Guard(1), [], 40)[-10:] == [*["refresh"] * 4, "probe"] * 2
 
 
 def test_bad_history_is_left():

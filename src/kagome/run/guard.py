@@ -34,7 +34,7 @@ FAIR: Final = 0.85
 """Below it careful epochs are not trusted."""
 OFTEN: Final = 4
 """A probe comes after so many careful epochs at the latest, and where one is bad after half as many from then
-on; while history is good, after one period of it."""
+on; while history is good, after one period of it, but no earlier."""
 
 
 @dataclass(frozen=True)
@@ -171,5 +171,5 @@ class Guard:
             self._most = max(self._span // 2, 1)
             return self._most
         if cosine >= GOOD:
-            return min(2 * self._span, self._most if self.careful else self.period)
+            return min(2 * self._span, self._most if self.careful else max(self.period, OFTEN))
         return self._span
