@@ -99,10 +99,12 @@ def test_bytes_of_sliced_parts_are_those_of_a_run(ranks: Callable[..., list], na
     assert predicted["transpose"] == pytest.approx(told["transpose"], rel=0.02)  # uneven parts and columns
 
 
-@pytest.mark.parametrize("mesh", [{"pipe": 2, "chunks": 1}, {"pipe": 2}, {"pipe": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "mesh", [{"pipe": 2, "chunks": 1}, {"pipe": 2}, {"pipe": 2, "tensor": 2}, {"pipe": 2, "graph": 2}]
+)
 def test_bytes_of_stages_are_those_of_a_run(ranks: Callable[..., list], mesh: dict[str, int]) -> None:
     data = kagome.load(SBM)
-    model, size = model_of("gcn", data), 2 * mesh.get("tensor", 1)
+    model, size = model_of("gcn", data), 2 * mesh.get("tensor", 1) * mesh.get("graph", 1)
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
     graph = Graph(300, int(data.edge_index.size(1)), data)
     optimizer = torch.optim.Adam(model.parameters())
@@ -113,6 +115,7 @@ def test_bytes_of_stages_are_those_of_a_run(ranks: Callable[..., list], mesh: di
     (predicted,) = (one.bytes_per_epoch for one in found.fitting if one.name == name)
     told = ranks(size, run, "gcn", mesh)[0]
     assert predicted["stage"] == told["stage"]
+    assert predicted["weights"] == pytest.approx(told["weights"], rel=0.1)
     assert predicted.get("transpose", 0) == pytest.approx(told.get("transpose", 0), rel=0.02)
 
 
@@ -286,7 +289,7 @@ def test_stages_wait_for_each_other() -> None:
     assert one.name == "pipe=2 chunks=1"
     assert one.epoch_seconds == pytest.approx(2 * (busy - 7 * CHUNK), rel=1e-3)
     assert one.memory_bytes < history.memory_bytes
-    assert history.bytes_per_epoch == {"stage": 8_000, "halo": 0, "weights": 0}
+    assert history.bytes_per_epoch == {"stage": 8_000, "halo": 0, "weights": 32}  # of the loss
     whole = replace(alone[0], whole=1e6)
     assert one.memory_bytes == 1.5e6
     found = pipes(cut, 1, [whole], rates, fast, 0.0, chunks=1)

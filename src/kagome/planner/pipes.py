@@ -48,6 +48,8 @@ class Cut:
 CHUNK = 6e-4
 """Seconds that a core takes for a chunk and a read of neighbours, both ways, beyond its rows: 0.55 to 0.65 ms
 of three models (benchmarks/pipeline/chunk.py)."""
+LOSS = 16.0
+"""Bytes of the sum of the loss, and of who was asked to stop; elsewhere they go along with gradients."""
 HALVES = 2
 """Rows that a stage with chunks keeps for each of a part and each read: of this epoch and of one before. With
 history as many of gradients, else one."""
@@ -111,7 +113,7 @@ def pipes(
     sums = summed(number * tensor, rates.weights, ranks)
     # Stages wait for each other's messages too where there is one chunk.
     waits = most / tensor / (1 if chunks == 1 else ranks) / link + sums / link
-    sent["weights"] = round(sums * size)
+    sent["weights"] = round((sums + summed(size, (LOSS,))) * size)
     if sliced is not None:
         waits += sliced.sent / number / tensor / cluster.bandwidth(tensor)
     busy = max(map(run.busy, range(ranks)))
