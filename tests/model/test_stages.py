@@ -505,3 +505,18 @@ def test_a_deep_model_is_cut_at_once():
     assert time.process_time() - begun < 5
     assert max(len(stage.steps) for stage in apart) == 10
     assert max(len(stage.steps) for stage in stages) == 10
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "asked", "advice"),
+    [
+        (4, None, "pipe=4 cuts", "--parallel.pipe 2"),
+        (8, 2, "pipe=2 with stages_per_rank=4 cuts", "--parallel.stages-per-rank 1"),
+        (6, 3, "pipe=3 with stages_per_rank=2 cuts", "--parallel.pipe 2"),
+    ],
+)
+def test_the_setting_that_asks_for_too_many_stages_is_named(stages, ranks, asked, advice):
+    graph, seen = surveyed(built(lambda: pyg.GCN(F_IN, 8, 2, 3)))
+    with pytest.raises(ModelError, match=asked) as refused:
+        cut(graph, seen, stages, {}, ranks=ranks)
+    assert advice in str(refused.value)

@@ -110,7 +110,7 @@ def in_pipelines(channel: Channel, cuts: list[dict[str, Any]]) -> list[list[dict
     return found
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("world", "cut"),
     [
@@ -120,6 +120,7 @@ def in_pipelines(channel: Channel, cuts: list[dict[str, Any]]) -> list[list[dict
         (2, {"pipe": 2, "cross_chunk": "exact"}),
         (2, {"pipe": 2, "cross_chunk": "drop"}),
         (4, {"pipe": 2, "graph": 2, "chunks": 3}),
+        (4, {"pipe": 2, "tensor": 2}),
     ],
 )
 def test_stages_hold_what_was_foretold(ranks, world: int, cut: dict[str, Any]) -> None:

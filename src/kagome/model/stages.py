@@ -90,7 +90,7 @@ def cut(
     allowed = allowed_pieces([_is_layer(step) for step in flow.body], flow.barred())
     most = most_pieces(allowed, stages)
     if most < stages:
-        _refuse(flow, stages, most)
+        _refuse(flow, stages, most, stages if ranks is None else ranks)
     passes = [flow.seconds(each) for each in (seconds, backward) if each is not None]
     cuts = best_cuts(passes, allowed, flow.bytes(survey, vertices, edges), stages)
     return _built(graph, flow, cuts, stages if ranks is None else ranks)
@@ -159,7 +159,7 @@ def _is_layer(step: Step) -> bool:
     return step.layer or (step.kind != "attribute" and bool(step.parameters))
 
 
-def _refuse(flow: Flow, stages: int, most: int) -> None:
+def _refuse(flow: Flow, stages: int, most: int, ranks: int) -> None:
     layers = sum(_is_layer(step) for step in flow.body)
     why = f"it has {layers} step{'s' * (layers != 1)} with weights or messages"
     blocked = flow.blocked()
@@ -169,9 +169,12 @@ def _refuse(flow: Flow, stages: int, most: int) -> None:
         maker = next(step for step in flow.body if step.name == name)
         why += f", and there is no cut between {name} and {reader.name}, as {name} {reason}"
         where = maker.line
-    advice = f"--parallel.pipe {most}" if most > 1 else "no --parallel.pipe"
+    asked, advice = f"pipe={ranks}", f"--parallel.pipe {most}" if most > 1 else "no --parallel.pipe"
+    if stages > ranks:
+        asked += f" with stages_per_rank={stages // ranks}"
+        advice = f"--parallel.stages-per-rank {most // ranks}" if most >= ranks else advice
     raise ModelError(
-        f"pipe={stages} cuts the model into {stages} stages",
+        f"{asked} cuts the model into {stages} stages",
         f"it can be cut into {most} at most: {why}",
         where=where,
         hint=advice + (", or return tensors with a row a vertex between layers" if where else ""),

@@ -79,7 +79,8 @@ class Accounts:
         Cost:
             On rank 0 that of :func:`kagome.run.forecast.rates_of`; some numbers from every rank.
         """
-        train, engine, parallel = self.settings.train, self.engine, self.settings.parallel
+        train, engine = self.settings.train, self.engine
+        parallel = self.settings.parallel.fit(channel.size)
         scope, share, recomputes = (
             (engine.chunks.scopes[0], share_of(engine, self.optimizer), False)
             if isinstance(engine, Pipeline)

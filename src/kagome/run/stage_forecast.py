@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from kagome.config import Parallel
 from kagome.report.holdings import Holdings
 from kagome.run.counts import UNITS, Counts, Team
-from kagome.run.forecast import NOTES, Rates, optimizer_bytes
+from kagome.run.forecast import Rates, optimizer_bytes
 from kagome.run.gradients import message_bytes
 from kagome.run.pipeline import Pipeline
 from kagome.schedule.simulate import simulate
@@ -67,7 +67,7 @@ def share_of(pipeline: Pipeline, optimizer: Optimizer) -> Share:
         pipeline.held(optimizer, None),
         pipeline.staging.kept_by(rank),
         flight,
-        sum(message_bytes(learning, NOTES)) if several else own,
+        sum(message_bytes(learning, 0)) if several else own,
         optimizer_bytes(optimizer, learning),
         sum(scope.views[0].rows.halo for scope in chunks.apart) if chunks.count > 1 else 0,
         sum(scope.views[0].edge_index.size(1) for scope in chunks.apart),

@@ -66,7 +66,7 @@ class Staging:
         return sum(self.kept[step.name] for step in stage.steps) / max(sum(self.kept.values()), 1)
 
 
-Passes = tuple[float, float]
+Seconds = tuple[float, float]
 """Seconds forward, and backward."""
 
 
@@ -84,8 +84,8 @@ class Steps:
 
     graph: LayerGraph
     survey: Survey
-    calls: Mapping[str, Passes]
-    rows: Mapping[str, Passes]
+    calls: Mapping[str, Seconds]
+    rows: Mapping[str, Seconds]
     kept: Mapping[str, int]
 
     def staging(self, parallel: Parallel, rows: int) -> Staging:
@@ -239,7 +239,7 @@ def _timed(
     part: Partition,
     train: Train,
     device: torch.device,
-) -> tuple[dict[str, Passes], dict[str, Passes]]:
+) -> tuple[dict[str, Seconds], dict[str, Seconds]]:
     """Seconds of a call of each step, and of each row in it.
 
     A sample of most rows and one of few tell them apart. Steps that are alike take alike: one that the
@@ -256,8 +256,8 @@ def _timed(
         more = max(most[name][way] - least[name][way], 0.0)
         return more / (many - few) if many > few else 0.0
 
-    calls: dict[str, Passes] = {}
-    rows: dict[str, Passes] = {}
+    calls: dict[str, Seconds] = {}
+    rows: dict[str, Seconds] = {}
     for alike in kinds.values():
         call = median(least[name][0] for name in alike), median(least[name][1] for name in alike)
         row = median(by_row(name, 0) for name in alike), median(by_row(name, 1) for name in alike)
@@ -283,11 +283,11 @@ def _alike(step: Step, model: nn.Module, seen: Survey) -> Hashable:
 
 def _fastest(
     model: nn.Module, graph: LayerGraph, part: Partition, vertices: int, train: Train, device: torch.device
-) -> tuple[dict[str, Passes], int]:
+) -> tuple[dict[str, Seconds], int]:
     """Seconds of each step on a sample, each way the least of :data:`RUNS` after a first; its vertices."""
     scope = _sample_scope(part, vertices, train, device)
     scope.fast = True
-    seconds: dict[str, list[Passes]] = {step.name: [] for step in graph.steps}
+    seconds: dict[str, list[Seconds]] = {step.name: [] for step in graph.steps}
     for _ in range(1 + RUNS):
         with _On(model, scope, train):
             values: dict[str, Any] = dict(scope.inputs)
@@ -326,7 +326,7 @@ def _kept(
     return found
 
 
-def _one(step: Step, model: nn.Module, values: dict[str, Any], scope: Interception) -> Passes:
+def _one(step: Step, model: nn.Module, values: dict[str, Any], scope: Interception) -> Seconds:
     """Run a step forward and backward; the seconds of each."""
     # A thread's own time does not count what the machine gives to others meanwhile.
     alone = scope.device.type == "cpu" and torch.get_num_threads() == 1
