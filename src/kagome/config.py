@@ -263,6 +263,8 @@ class Train:
     """Before training, compare split with whole on a small sample of the graph."""
     save_every: int | None = None
     """Write a checkpoint each so many epochs (always one at the end and at SIGTERM)."""
+    save_rows: bool = True
+    """Checkpoints hold what history and late rows have of the last epoch: the same ranks go on to the bit."""
     timeout: float = 300.0
     """Seconds that a rank waits for another before it gives up and says for whom."""
 
@@ -275,9 +277,8 @@ class Train:
         if self.amp not in ("none", "bf16"):
             raise ConfigError("train.amp takes none or bf16", f"it is {self.amp!r}")
         if self.metric not in get_args(Metric):
-            raise ConfigError(
-                f"train.metric takes one of {', '.join(get_args(Metric))}", f"it is {self.metric!r}"
-            )
+            known = ", ".join(get_args(Metric))
+            raise ConfigError(f"train.metric takes one of {known}", f"it is {self.metric!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,9 +368,8 @@ def from_dict(table: dict[str, Any], *, where: str = "") -> Run:
         for key, value in values.items():
             name = key.replace("-", "_")  # as the flags are written
             if name not in hints:
-                raise ConfigError(
-                    f"a setting of [{section}]: {', '.join(hints)}", f"found {key!r}", where=where
-                )
+                known = ", ".join(hints)
+                raise ConfigError(f"a setting of [{section}]: {known}", f"found {key!r}", where=where)
             given[name] = _typed(f"{section}.{name}", value, hints[name], where)
         parts[section] = kind(**given)
     return Run(**parts)

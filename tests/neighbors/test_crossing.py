@@ -44,7 +44,7 @@ def as_it_is(channel: Channel) -> None:
             assert torch.equal(found, other)
             assert torch.equal(found, case.plain(channel.rank))
             assert sent == also == case.bytes(channel.rank, "none")
-    assert not way.lines
+    assert not way.known.lines
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -68,7 +68,7 @@ def exact_beside(channel: Channel) -> None:
         assert torch.equal(way.exchange(rows, sends, comes, action="a"), case.plain(rank))
         assert torch.equal(way.start_exchange(rows, sends, comes, action="a").wait(), case.plain(rank))
         assert way.all_reduce(torch.ones(1), action="b") == channel.size
-    assert not way.lines
+    assert not way.known.lines
     assert way.take_counts().plain == 0
 
 
@@ -231,17 +231,17 @@ def late(channel: Channel, name: CodecName, direction: int) -> None:
         with begun.lent() as rows:
             came.append(rows.clone())
         assert torch.equal(begun.wait(), came[-1])
-        assert way.oldest == min(epoch - 1, 1)
+        assert way.known.oldest == min(epoch - 1, 1)
     for epoch, rows in enumerate(came, start=1):
         of = Case(size, direction=direction, epoch=max(epoch - 1, 1))
         assert torch.equal(rows, of.plain(rank) if name == "none" else of.by_hand(rank, name))
-    drift = way.drift
+    drift = way.known.drift
     way.settle()
     last, before = (Case(size, direction=direction, epoch=epoch) for epoch in (5, 4))
     if name == "none" and last.plain(rank).numel():
         new, old = last.plain(rank).mean(0), before.plain(rank).mean(0)
-        assert way.drift == pytest.approx(float((new - old).norm() / new.norm()))
-        assert way.drift != drift
+        assert way.known.drift == pytest.approx(float((new - old).norm() / new.norm()))
+        assert way.known.drift != drift
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -258,7 +258,7 @@ def sites_apart(channel: Channel) -> None:
             case = Case(channel.size, pattern, site=(site, 1), direction=direction, epoch=epoch)
             of = replace(case, epoch=max(epoch - 1, 1))
             assert torch.equal(case.begin(way).wait(), of.plain(rank))
-    assert len(way.lines) == len(cases)
+    assert len(way.known.lines) == len(cases)
     way.settle()
 
 
@@ -292,10 +292,10 @@ def modes(channel: Channel) -> None:
     with way.using("bf16", "bf16", waits=True):
         assert torch.equal(come(8), coded_in(8, "bf16"))
     assert torch.equal(come(9), coded_in(7))  # two epochs old: the line knows nothing of epoch 8
-    assert way.oldest == 2
-    way.synchronous = True
+    assert way.known.oldest == 2
+    way.known.synchronous = True
     assert torch.equal(come(10), coded_in(10))
-    way.synchronous = False
+    way.known.synchronous = False
     assert torch.equal(come(11), coded_in(10))
     way.forget()
     assert torch.equal(come(3), coded_in(3))
@@ -333,7 +333,7 @@ def many_messages(channel: Channel) -> None:
         for epoch in range(3, 150):
             case = Case(channel.size, site="a", epoch=epoch)
             assert torch.equal(case.begin(way).wait(), case.plain(rank))
-    assert all(line.coming is None for line in way.lines.values())
+    assert all(line.coming is None for line in way.known.lines.values())
 
 
 def test_rows_that_nobody_reads_any_more_hold_up_nothing(ranks):

@@ -59,7 +59,7 @@ def crossed(
         )
         heard.append(begun.wait().clone())
         sent.append(channel.take_bytes()["halo"])
-    for line in crossing.lines.values():
+    for line in crossing.known.lines.values():
         line.settle()
     return heard, sent
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 from hypothesis import given
@@ -111,7 +112,28 @@ def test_unwatched_history_is_only_refreshed():
     assert found == ["exact", *["history", "history", "refresh"] * 3]
 
 
-def test_a_resumed_run_begins_exactly():
+@given(st.lists(st.floats(0.7, 1), max_size=40), st.integers(1, 60), st.integers(1, 20))
+def test_a_guard_goes_on_from_what_another_knew(cosines, at, period):
+    """At any epoch, by way of a checkpoint's plain values."""
+    whole, before = Guard(period), Guard(period)
+    expected = course(whole, cosines, at + 40)
+    assert course(before, cosines, at) == expected[:at]
+    after = Guard(period, state=json.loads(json.dumps(before.state_dict())))
+    assert course(after, cosines[len(before.found) :], 40) == expected[at:]
+    assert [found.cosine for found in after.found] == [found.cosine for found in whole.found]
+    assert after.exact_epochs == whole.exact_epochs
+    assert after.careful is whole.careful
+
+
+def test_a_guard_that_does_not_watch_is_not_careful_for_ever():
+    before = Guard(20)
+    course(before, [0.9, 0.5], 9)
+    assert before.careful
+    after = Guard(5, watch=False, state=before.state_dict())
+    assert set(course(after, [], 20)[1:]) == {"history", "refresh"}
+
+
+def test_a_run_that_goes_on_with_other_chunks_begins_exactly():
     guard = Guard(20)
     course(guard, [], 7)
     guard.begin_anew()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -9,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from pipelines import SEED, data, model
 from test_late import Noted, told
 from training import QUIET, settings
@@ -36,6 +39,20 @@ def course(found: Ladder, cosines: Any, epochs: int) -> tuple[list[int], list[Ru
             said.append(found.see(Probe(epoch, found.rung, next(left, 1.0), 1.0)))
         found.done()
     return probed, rungs, [line for line in said if line]
+
+
+@given(st.lists(st.floats(-1, 1), max_size=40), st.integers(1, 60))
+def test_a_ladder_goes_on_from_what_another_knew(cosines, at):
+    settings_of = Parallel(codec="int2", codec_backward="int4", max_age=1)
+    whole, before = Ladder(settings_of), Ladder(settings_of)
+    expected = course(whole, cosines, at + 40)[1]
+    assert course(before, cosines, at)[1] == expected[:at]
+    state = json.loads(json.dumps(before.state_dict()))
+    after = Ladder(settings_of, state)
+    assert course(after, cosines[len(before.found) :], 40)[1] == expected[at:]
+    assert [probe.rung for probe in after.found] == [probe.rung for probe in whole.found]
+    other = Ladder(Parallel(codec="int8"), state)
+    assert (other.level, other.found) == (0, []), "its rungs are others"
 
 
 # Rungs ------------------------------------------------------------------------------------------------

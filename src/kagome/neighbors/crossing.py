@@ -25,8 +25,10 @@ from kagome.comm.codec import Codec, lost_share
 from kagome.comm.trip import Trip
 from kagome.config import CodecName, Parallel
 from kagome.neighbors import blocks
+from kagome.neighbors.known import Known
 from kagome.neighbors.letter import Coming, Way, Writer, plain, read
 from kagome.neighbors.lines import Line
+from kagome.neighbors.recall import NOTHING, Recall
 from kagome.neighbors.rows import UnderWay
 from kagome.neighbors.selection import Fit, Plan, Sample, Selection, Skip
 
@@ -91,14 +93,10 @@ class Crossing:
         self.codec_backward = Codec(settings.codec_backward or settings.codec)
         self.waits = settings.max_age == 0
         """Whether no row is late; lines know nothing of such an epoch."""
-        self.synchronous = False
-        """Whether the rows of this epoch are waited for, where they might be late."""
         self.chooses = settings.halo_sample < 1 or settings.skip_drift > 0 or settings.adaptive_bits
         """Whether only some rows cross, or not all alike."""
-        self.lines: dict[Hashable, Line] = {}
-        self.selections: dict[Hashable, Selection] = {}
+        self.known = Known()
         self.crossed = Crossed()
-        self._residuals: dict[Hashable, Tensor] = {}
         self._measured: set[str] = set()
         self._epoch = 0
 
@@ -119,24 +117,13 @@ class Crossing:
         return self.size == 1 or (codecs and self.waits and not self.chooses)
 
     @property
-    def oldest(self) -> int:
-        """Age of the oldest row that was read, in epochs."""
-        skipped = [each.oldest for each in self.selections.values() if isinstance(each, Skip)]
-        return max((*skipped, *(line.oldest for line in self.lines.values())), default=0)
-
-    @property
-    def drift(self) -> float:
-        """How far rows that came last moved within an epoch: the most of any site."""
-        return max((line.drift for line in self.lines.values() if line.drift is not None), default=0.0)
-
-    @property
     def drifts(self) -> tuple[float, ...]:
-        """Where all ranks want to know it, the :attr:`drift` here."""
-        return (self.drift,) if self.settings.sync_every == "auto" else ()
+        """Where all ranks want to know it, how far rows moved here."""
+        return (self.known.drift,) if self.settings.sync_every == "auto" else ()
 
     def moved(self, drift: float) -> None:
         """How far rows moved in the last epoch, as all ranks know it: with ``auto`` the next one may wait."""
-        self.synchronous = drift > DRIFTED
+        self.known.synchronous = drift > DRIFTED
 
     @contextmanager
     def using(
@@ -153,15 +140,15 @@ class Crossing:
 
     def settle(self) -> None:
         """Take what is still under way. Rows are the same before and after."""
-        for line in self.lines.values():
-            line.settle()
+        self.known.settle()
 
-    def forget(self) -> None:
-        """Let no epoch read what came before it: weights were changed from outside. All ranks call it."""
-        for line in self.lines.values():
-            line.forget()
-        self._residuals.clear()
-        self.selections.clear()
+    def forget(self, recall: Recall = NOTHING) -> None:
+        """Let no epoch read what came before it: weights were changed from outside. All ranks call it.
+
+        Args:
+            recall: What the next epoch may read all the same.
+        """
+        self.known.forget(recall)
 
     def take_counts(self) -> Crossed:
         """What crossed since the last call."""
@@ -222,7 +209,7 @@ class Crossing:
         line = None if self.waits else self._line(trip, sum(recv_counts), rows)
         self._settle(trip)
         every = self.settings.sync_every
-        synchronous = self.synchronous or (isinstance(every, int) and trip.epoch % every == 0)
+        synchronous = self.known.synchronous or (isinstance(every, int) and trip.epoch % every == 0)
         selection = self._selection(trip, codec, send_counts, recv_counts)
         way = self.channel if line is None else self._late
         begun: UnderWay
@@ -235,9 +222,10 @@ class Crossing:
                 line.settle()  # it says which rows come
             if selection is not None or self.settings.error_feedback:
                 rows, pick = rows if pick is None else rows.index_select(0, pick), None
-            residual = self._residuals.get((trip.site, trip.direction))
-            if self.settings.error_feedback and residual is not None and residual.shape == rows.shape:
-                rows = rows + residual
+            if self.settings.error_feedback:
+                residual = self.known.residual((trip.site, trip.direction), trip.epoch)
+                if residual is not None and residual.shape == rows.shape:
+                    rows = rows + residual
             plan = Plan(plain(codec, send_counts), plain(codec, recv_counts))
             if selection is not None:
                 whole = synchronous and line is not None
@@ -276,21 +264,19 @@ class Crossing:
         self, trip: Trip, codec: Codec, sends: Sequence[int], comes: Sequence[int]
     ) -> Selection | None:
         """What chooses among a site's rows; None where all go alike."""
-        settings, key = self.settings, (trip.site, trip.direction)
-        if not self.chooses:
-            return None
-        found = self.selections.get(key)
-        if found is None:
+        settings = self.settings
+
+        def make() -> Selection | None:
             if settings.halo_sample < 1:
-                found = Sample(settings.halo_sample, self.seed, self.rank, codec)
-            elif settings.skip_drift > 0 and not trip.backward:
-                found = Skip(settings.skip_drift, settings.max_age, codec)
-            elif settings.adaptive_bits and codec.bits is not None:
-                found = Fit(codec, self._reads(trip, sends, comes))
-            else:
-                return None
-            self.selections[key] = found
-        return found
+                return Sample(settings.halo_sample, self.seed, self.rank, codec)
+            if settings.skip_drift > 0 and not trip.backward:
+                return Skip(settings.skip_drift, settings.max_age, codec)
+            if settings.adaptive_bits and codec.bits is not None:
+                return Fit(codec, self._reads(trip, sends, comes))
+            return None
+
+        key = trip.site, trip.direction
+        return self.known.selection(key, trip.epoch, make) if self.chooses else None
 
     def _reads(self, trip: Trip, sends: Sequence[int], comes: Sequence[int]) -> Tensor:
         """How many edges read each row that is sent: its readers know; of a gradient's row, once."""
@@ -306,24 +292,23 @@ class Crossing:
     def _settle(self, trip: Trip) -> None:
         """Take what will not be read: a message that nobody takes holds up those that come long after it."""
         if self.waits:
-            line = self.lines.get((trip.site, trip.direction))
+            line = self.known.lines.get((trip.site, trip.direction))
             if line is not None:
                 line.settle()
         if trip.epoch != self._epoch:
             self._epoch = trip.epoch
-            for line in self.lines.values():
+            for line in self.known.lines.values():
                 if line.coming is not None and line.coming[1] < trip.epoch - 1:
                     line.settle()
 
     def _line(self, trip: Trip, count: int, rows: Tensor) -> Line:
-        key = trip.site, trip.direction
-        found = self.lines.get(key)
-        if found is not None and not found.fits(count, rows.size(1), rows):
-            found.forget()
-        if found is None:
+        def make() -> Line:
             name = f"{_site_name(trip.site)}, {'backward' if trip.backward else 'forward'}"
-            found = Line(name, self.settings.max_age, self.settings.smoothing)
-            self.lines[key] = found
+            return Line(name, self.settings.max_age, self.settings.smoothing)
+
+        found = self.known.line((trip.site, trip.direction), trip.epoch, make)
+        if not found.fits(count, rows.size(1), rows):
+            found.forget()
         return found
 
     def _sent(
@@ -364,7 +349,7 @@ class Crossing:
             lost = rows - restored
             # With few bits a draw may lose more than the row: added up, that would grow without end.
             keep = lost.norm(dim=1, keepdim=True) < rows.norm(dim=1, keepdim=True)
-            self._residuals[trip.site, trip.direction] = torch.where(keep, lost, 0.0)
+            self.known.residuals[trip.site, trip.direction] = torch.where(keep, lost, 0.0)
         count = sum(plan.come.counts)
         room = rows.new_zeros(count, width) if plan.ground is None else plan.ground.clone()
         told = None if selection is None else partial(selection.arrived, epoch=trip.epoch)

@@ -86,6 +86,13 @@ class History:
         """Write own rows, exchange this step's; fresh and historical ones lie in the table then."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.table(site, rows)
+        if not table.kept:
+            raise ModelError(
+                "rows of later chunks are those of an earlier epoch",
+                "no earlier epoch has read neighbours here",
+                where=site.action(words),
+                hint="a forward that does the same in every epoch, or cross_chunk='exact'",
+            )
         current = tables.current(table)
         current.narrow(0, chunk.first, chunk.own).copy_(rows)
         coming = self._exchange(current, step.send, step.send_counts, step.recv_counts, site, words, 0)
@@ -126,7 +133,7 @@ class History:
         key = tables.call(chunk, key)
         before = tables.gathered.get(key)
         tables.gathered[key] = op, part.clone() if before is None else _join(op, before[1], part)
-        known = tables.statistics.get(key)
+        known = tables.statistic(key)
         if known is None:
             raise ModelError(
                 "under chunks a sum over all vertices is the last epoch's",

@@ -13,10 +13,12 @@ Source: PipeGCN's one epoch of staleness, its smoothing with a bias correction; 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from kagome.errors import CommError
+from kagome.neighbors.recall import State
 from kagome.neighbors.rows import UnderWay
 
 SAMPLE = 512
@@ -82,6 +84,17 @@ class Line:
         if self._mean is None or age == 0:
             return self.rows
         return self._mean / self._weight
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known; what is under way has been taken."""
+        self.settle()
+        state = {"rows": self.rows, "epoch": self.epoch, "drift": self.drift, "oldest": self.oldest}
+        return {**state, "mean": self._mean, "weight": self._weight}
+
+    def load_state_dict(self, state: State) -> None:
+        """Know what another one knew."""
+        self.rows, self.epoch, self.drift = state["rows"], state["epoch"], state["drift"]
+        self.oldest, self._mean, self._weight = state["oldest"], state["mean"], state["weight"]
 
     def fits(self, count: int, width: int, like: Tensor) -> bool:
         """Whether what is known has the shape of what is to come."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from kagome.comm.trip import Trip
 from kagome.config import CodecName
 from kagome.errors import CommError
 from kagome.neighbors.letter import Letters, Piece, plain
+from kagome.neighbors.recall import State
 
 FIT_EVERY: Final = 50
 """Epochs for which bits stay with their rows."""
@@ -63,6 +64,12 @@ class Selection(Protocol):
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
         """What there is now, and the notes that came with it."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the next epoch goes by."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on as another one would have."""
+
 
 class Sample:
     """A share of the rows that each pair of ranks shares.
@@ -94,6 +101,13 @@ class Sample:
         return Plan(letters(sends, owned=to_readers), letters(comes, owned=not to_readers))
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
+        """Nothing is kept."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: draws follow from the epoch."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
         """Nothing is kept."""
 
     def _piece(self, epoch: int, pair: tuple[int, int], count: int) -> Piece:
@@ -169,6 +183,18 @@ class Skip:
         self._comes = torch.cat([_unpacked(note, count) for note, count in zip(notes, counts, strict=True)])
         self._table = rows
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was sent and what came, when, and what will."""
+        state = {"sent": self._sent, "when": self._when, "epochs": self._epochs, "goes": self._goes}
+        state |= {"table": self._table, "comes": self._comes}
+        return {**state, "counts": self._counts, "last": self._last, "oldest": self.oldest}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on as another one would have."""
+        self._sent, self._when, self._epochs = state["sent"], state["when"], state["epochs"]
+        self._goes, self._table, self._comes = state["goes"], state["table"], state["comes"]
+        self._counts, self._last, self.oldest = state["counts"], state["last"], state["oldest"]
+
     def _letters(self, chosen: Tensor | None, counts: Sequence[int]) -> Letters:
         noted = [-(-count // 8) for count in counts]
         if chosen is None:
@@ -210,6 +236,14 @@ class Fit:
         """Which bits will come."""
         if epoch % FIT_EVERY == ANNOUNCED:
             self._comes = torch.cat([note.cpu().long() for note in notes])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The bits of each row."""
+        return {"goes": self._goes, "comes": self._comes}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on with the bits of another one."""
+        self._goes, self._comes = state["goes"], state["comes"]
 
     def _letters(self, chosen: Tensor | None, counts: Sequence[int], *, announces: bool) -> Letters:
         noted = list(counts) if announces else [0] * len(counts)

@@ -26,6 +26,7 @@ from kagome.errors import ModelError
 from kagome.graph.chunks import Chunk, Chunks
 from kagome.neighbors.by_identity import ByIdentity
 from kagome.neighbors.lying import Whereabouts
+from kagome.neighbors.recall import NOTHING, Entry, Recall
 from kagome.neighbors.rows import Carrier, NeighborRows, UnderWay
 from kagome.neighbors.turn import Site, SiteKey
 
@@ -39,6 +40,8 @@ class SiteTable:
         gradients: What readers sent back in this epoch.
         due: What this epoch's readers leave to the next one, in which they will come too late.
         due_in: The epoch in which that is taken.
+        once: Whether all forwards share what is read here.
+        kept: Whether rows of an earlier epoch are known.
 
     Shapes:
         ``rows [2 T, W]``, ``gradients [T, W]``, ``due [T, W]`` with T own and halo rows of the part.
@@ -52,6 +55,8 @@ class SiteTable:
     zeroed: int = -1
     written: int = -1
     known: bool = False
+    once: bool = False
+    kept: bool = False
 
 
 @dataclass
@@ -110,6 +115,7 @@ class Tables:
         """Which half of a site's rows is this epoch's."""
         self.epoch = self.passes = 0
         self.supplier: Supplier | None = None
+        self.recall: Recall = NOTHING
         self._calls: dict[int, Counter[Hashable]] = {}
         self.send, self.ids = chunks.send.to(device), chunks.ids.to(device)
         self.reads = [piece.reads.to(device) for piece in pieces]
@@ -145,11 +151,48 @@ class Tables:
         """The table of a site whose rows look like these."""
         found = self.sites.get(site.key)
         if found is None or found.rows.shape[1] != rows.size(1) or found.rows.dtype != rows.dtype:
-            found = SiteTable(rows.new_zeros(2 * self.places, rows.size(1)))
+            found = SiteTable(rows.new_zeros(2 * self.places, rows.size(1)), once=site.once)
             self.sites[site.key] = found
+            self._recall(site.key, found)
         found.known = found.known or found.written not in (-1, self.passes)
         found.written = self.passes
         return found
+
+    def _recall(self, key: SiteKey, table: SiteTable) -> None:
+        """Rows last known, and gradients left for this epoch, as an earlier run had them."""
+        state, last = self.recall.take("table", key, self.epoch), self.last(table)
+        if state is None or state["rows"].shape != last.shape or state["rows"].dtype != last.dtype:
+            return
+        last.copy_(state["rows"])
+        table.written = 0  # in a pass before all of this run's
+        table.kept = True
+        if state["due"] is not None:
+            table.due, table.due_in = state["due"], state["due_in"]
+
+    def carried(self, epoch: int) -> Iterator[Entry]:
+        """What the epoch after this one may read of it."""
+        for key, table in self.sites.items():
+            due = table.due if table.due_in == epoch + 1 else None
+            if table.kept and not table.once:
+                yield "table", key, {"rows": self.last(table), "due": due, "due_in": table.due_in}
+        for call, value in self.statistics.items():
+            yield "statistic", call, {"value": value}
+
+    def forget(self, recall: Recall) -> None:
+        """Let the next epoch read nothing of those before, but what is recalled."""
+        self.sites, self.statistics, self.recall = {}, {}, recall
+
+    @property
+    def whole(self) -> bool:
+        """Whether all sites that were come to have rows of an earlier epoch."""
+        return all(table.kept or table.once for table in self.sites.values())
+
+    def statistic(self, call: Hashable) -> Tensor | None:
+        """What a sum over all vertices was in the last epoch."""
+        if call not in self.statistics:
+            state = self.recall.take("statistic", call, self.epoch)
+            return None if state is None else state["value"]
+        return self.statistics[call]
 
     def current(self, table: SiteTable) -> Tensor:
         """The half of this epoch."""
@@ -186,9 +229,14 @@ class Tables:
     def keep(self) -> None:
         """The rows of this epoch become the last known ones."""
         self.now = 1 - self.now
+        for table in self.sites.values():
+            table.kept = table.kept or table.written == self.passes
 
-    def drifts(self) -> list[float]:
-        """After an exact pass that was kept: how far each site's rows moved from those known before."""
+    def drift(self, world: Carrier) -> float:
+        """After an exact pass that was kept: how far rows have moved since, on the mean of sites.
+
+        All ranks call it.
+        """
         found = []
         for table in self.sites.values():
             if table.written == self.passes and table.known:
@@ -196,7 +244,9 @@ class Tables:
                 length = float(new.norm())
                 if length > 0:
                     found.append(float((new - old).norm()) / length)
-        return found
+        mine = torch.tensor([sum(found), float(len(found))], dtype=torch.float64, device=self.device)
+        moved, sites = world.all_reduce(mine, action="drift", kind="statistics").tolist()
+        return float(moved / max(sites, 1))
 
     def call(self, chunk: Chunk, key: Hashable) -> Hashable:
         """A key of this call: a chunk may come to the same key several times."""

@@ -81,8 +81,8 @@ class Turn:
         name = f"{site} (kept)" if self.aside else site
         self._named[name] += 1
         key = (name, self._named[name])
-        trains = self.grad and not self.aside
-        return Site(site, self.collectives, self.epoch, self.checked, grad and self.follows(), key, trains)
+        trains, grad = self.grad and not self.aside, grad and self.follows()
+        return Site(site, self.collectives, self.epoch, self.checked, grad, key, trains, self.aside)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -114,7 +114,8 @@ class Site:
     """One collective of one forward: its name, its number, and whether peers compare headers.
 
     ``key`` is the same in every forward of every chunk: what lasts longer than a forward goes by it.
-    ``trains``: it belongs to an epoch of training, and comes again in the next one.
+    ``trains``: it belongs to an epoch of training, and comes again in the next one. ``once``: all forwards
+    share what is read, so that it does not come again.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Site:
     grad: bool
     key: SiteKey
     trains: bool = False
+    once: bool = False
 
     def action(self, direction: str) -> str:
         """What a rank that waits here says it does."""

@@ -1,7 +1,7 @@
 """Checkpoints: weights, optimizer, the run's place; in torch's distributed format, replaced only when whole.
 
-Where it sits: ``trainer`` saves and loads; nothing in a checkpoint depends on the number of ranks. Draws need
-no state of their own: they follow from the seed and the epoch.
+Where it sits: ``trainer`` saves and loads; nothing in a checkpoint depends on the number of ranks, but rows
+that the same ranks may read again. Draws need no state of their own: they follow from the seed and the epoch.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from torch.optim import Optimizer
 from kagome.comm.channel import Channel
 from kagome.errors import CheckpointError
 from kagome.report.files import write_json, write_text
+from kagome.run.carried import SECTION, Carried, Told
 
 KEEP = 2
 """Whole checkpoints that stay; older ones are removed."""
 
 REST = "rest.pt"
-"""What is no tensor of a checkpoint: the scheduler, the optimizer's groups."""
+"""What is no tensor of a checkpoint: the scheduler, the optimizer's groups, what guards know."""
 
 UNREADABLE = (
     *(OSError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError),
@@ -74,6 +75,7 @@ def save(
     optimizer: Optimizer,
     scheduler: Any = None,
     best: Mapping[str, Tensor] | None = None,
+    carried: Carried | None = None,
 ) -> Path:
     """Write a checkpoint beside the last one, then make it the latest. All ranks call it.
 
@@ -85,6 +87,7 @@ def save(
         optimizer: Its state.
         scheduler: A learning rate scheduler with ``state_dict``, or None.
         best: The weights of the best epoch, if they are not the current ones.
+        carried: What this rank's next epoch may read of the last one.
 
     Returns:
         The checkpoint's folder.
@@ -96,6 +99,9 @@ def save(
     name = f"epoch-{place.epoch:06d}"
     fresh, target = folder / f".{name}.new", folder / name
     state = _state(model, optimizer, best)
+    if carried is not None:
+        state[SECTION] = carried.tensors
+    kept = channel.gather_objects(None if carried is None else carried.plain(), "what epochs hand on")
     _agree(channel, _make_room(fresh) if channel.rank == 0 else "", target)
     fault = ""
     try:
@@ -106,6 +112,8 @@ def save(
             rest = {
                 "scheduler": None if scheduler is None else scheduler.state_dict(),
                 **_plain_of(optimizer),
+                "guards": {} if carried is None else carried.guards,
+                "carried": [rank for rank in kept if rank is not None],
             }
             torch.save(rest, fresh / REST)
             write_json(fresh / "place.json", {**asdict(place), "best_saved": best is not None})
@@ -179,7 +187,7 @@ def load(
     optimizer: Optimizer,
     scheduler: Any = None,
     seed: int | None = None,
-) -> tuple[Place, dict[str, Tensor] | None]:
+) -> tuple[Place, dict[str, Tensor] | None, Told]:
     """Read a checkpoint into a model and an optimizer, on any number of ranks. All ranks call it.
 
     Args:
@@ -190,7 +198,7 @@ def load(
         seed: The run's seed: draws follow from it; None takes any.
 
     Returns:
-        Where the run stood, and the weights of its best epoch.
+        Where the run stood, the weights of its best epoch, and what its last epoch handed on.
 
     Raises:
         CheckpointError: If it is damaged, of another model or of another seed.
@@ -223,7 +231,8 @@ def load(
             where=str(folder),
             hint=f"--train.seed {place.seed}",
         )
-    return place, dict(state["best"]) if has_best else None
+    told = Told(folder, place.epoch, kept.get("guards", {}), kept.get("carried", []))
+    return place, dict(state["best"]) if has_best else None, told
 
 
 def _state(

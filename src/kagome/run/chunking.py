@@ -62,6 +62,28 @@ class Chunking:
         """Whether all chunks are taken at once, as the one piece that the program knows."""
         return len(self.scopes) < self.count
 
+    def text(self) -> str:
+        """What becomes of the edges between chunks; nothing where there are none. All ranks call it."""
+        if self.count == 1:
+            return ""
+        old = f"up to {self.settings.history_epochs} epochs old"
+        words = {
+            "history": f"rows of later chunks are {old} and pass no gradient on; sums over all vertices are "
+            "the last epoch's",
+            "drop": "they are dropped in training",
+            "exact": "all chunks pass a layer before any passes the next",
+        }
+        return f"; {self.cut_share():.0%} of the edges lie between chunks: {words[self.settings.cross_chunk]}"
+
+    def cut_share(self) -> float:
+        """The share of edges that begin in another chunk or part. All ranks of a graph group call it."""
+        sources = [(scope.views[0].edge_index[0], scope.own) for scope in self.scopes]
+        cut = sum(int((source >= own).sum()) for source, own in sources)
+        device = self.scopes[0].device
+        found = torch.tensor([cut, sum(source.numel() for source, _ in sources)], device=device)
+        among, edges = self.crossing.all_reduce(found, action="count cut edges", kind="other").tolist()
+        return float(among / max(edges, 1))
+
     def program_order(self, epoch: int, part: int) -> tuple[int, ...]:
         """What the program of an epoch takes after one another."""
         return (0,) if self.together else self.order(epoch, part)

@@ -26,8 +26,10 @@ from kagome.neighbors.crossing import Crossing
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
+from kagome.neighbors.recall import NOTHING
 from kagome.neighbors.recompute import recompute
 from kagome.run.ahead import Ahead, Forward
+from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.gradients import Gradients
 from kagome.run.holdings import Saved
 from kagome.run.ladder import EXACT, Ladder, Probe, Rung
@@ -110,8 +112,10 @@ class Engine:
         self.train_rows = part.nodes["train_mask"].nonzero().view(-1).to(channel.device)
         count = torch.tensor([self.train_rows.numel()], dtype=torch.int64, device=channel.device)
         self.train_count = int(channel.all_reduce(count, action="count training vertices", kind="other"))
+        self.layout = Layout.of(parallel, part.fingerprint, part.own, part=channel.rank)
         self.gradients = Gradients([p for p in model.parameters() if p.requires_grad], weights)
-        self.ladder = Ladder(parallel if channel.size > 1 else Parallel())
+        self._watched = parallel if channel.size > 1 else Parallel()
+        self.ladder = Ladder(self._watched)
         self.tally = Tally(channel, self.crossing)
         self.ahead = Ahead(model)
         if not self.crossing.exact:
@@ -133,9 +137,20 @@ class Engine:
         """Weights, the optimizer's state and the best weights whole, for a block: they are."""
         yield
 
-    def resumed(self, optimizer: Optimizer) -> None:
-        """Weights and the optimizer's state were read from a checkpoint: late rows are of other weights."""
-        self.crossing.forget()
+    def carried(self, epoch: int) -> Carried:
+        """What the epoch after this one may read of it, and what the ladder knows."""
+        return Carried.of(self.layout, {"ladder": self.ladder.state_dict()}, self.crossing.known.carried())
+
+    def resumed(self, optimizer: Optimizer, told: Told) -> str:
+        """Weights and the optimizer's state were read from a checkpoint. All ranks call it.
+
+        Returns:
+            How it goes on with late rows.
+        """
+        self.ladder = Ladder(self._watched, told.guards.get("ladder"))
+        recall = told.recall(self.layout, self.channel, self.channel.device)
+        self.crossing.forget(recall or NOTHING)
+        return said_of(recall, late=not self.crossing.waits)
 
     def _put_on(self) -> None:
         self._unrule = apply_rules(self.model, self.scope)  # refuses before it touches the model

@@ -23,6 +23,7 @@ Source: none; GNNPipe has no such guard, and plain deep models fail there (paper
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
@@ -35,6 +36,12 @@ FAIR: Final = 0.85
 OFTEN: Final = 4
 """A probe comes after so many careful epochs at the latest, and where one is bad after half as many from then
 on; while history is good, after one period of it, but no earlier."""
+
+STATE: Final = (
+    *("careful_from", "exact_epochs", "oldest"),
+    *("_span", "_rest", "_most", "_exact_left", "_since_probe", "_age"),
+)
+"""What a guard goes by, besides what probes found."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,10 @@ class Guard:
     Args:
         period: Epochs for which history may be frozen.
         watch: Whether to measure; else rows are taken anew each period, and never computed exactly.
+        state: Of an earlier one: what it measured, and what followed from it.
     """
 
-    def __init__(self, period: int, *, watch: bool = True) -> None:
+    def __init__(self, period: int, *, watch: bool = True, state: Mapping[str, Any] | None = None) -> None:
         self.period, self.watch = period, watch
         self.found: list[Measured] = []
         self.careful_from: int | None = None
@@ -83,10 +91,24 @@ class Guard:
         self._span, self._rest, self._most = 1, 1, OFTEN
         self._exact_left = 1  # the first epoch fills the tables
         self._since_probe = self._age = 0
+        if state:
+            self._go_on(state)
 
     def begin_anew(self) -> None:
-        """Nothing is known of other chunks' rows: a run begins, or goes on from a checkpoint."""
+        """Nothing is known of other chunks' rows: a run goes on where they were others."""
         self._exact_left = max(self._exact_left, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured, and what followed from it."""
+        plain = {name: getattr(self, name) for name in STATE}
+        return {**plain, "found": [asdict(found) for found in self.found]}
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        for name in STATE:
+            setattr(self, name, state[name])
+        self.found = [Measured(**found) for found in state["found"]]
+        if not self.watch:
+            self.careful_from, self._exact_left = None, min(self._exact_left, 1)
 
     @property
     def careful(self) -> bool:

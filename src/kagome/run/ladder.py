@@ -15,8 +15,9 @@ Source: none. Sylvie's own logs show where it is wanted: a 4-layer GAT fell to 5
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 from kagome.comm.codec import FINER
 from kagome.config import CodecName, Parallel
@@ -106,9 +107,10 @@ class Ladder:
 
     Args:
         parallel: The settings.
+        state: Of an earlier one: what it measured, and what followed from it.
     """
 
-    def __init__(self, parallel: Parallel) -> None:
+    def __init__(self, parallel: Parallel, state: Mapping[str, Any] | None = None) -> None:
         self.rungs = rungs_of(parallel)
         self.watch = parallel.guard and not self.rungs[0].exact
         self.level = 0
@@ -116,6 +118,8 @@ class Ladder:
         self.climbed: list[Probe] = []
         """The probes after which rows crossed more carefully."""
         self._span, self._since = 1, 0
+        if state and self.watch and state["rungs"] == [asdict(rung) for rung in self.rungs]:
+            self._go_on(state)
 
     @property
     def rung(self) -> Rung:
@@ -129,6 +133,19 @@ class Ladder:
     def done(self) -> None:
         """An epoch has run."""
         self._since += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured, and what followed from it."""
+        found, climbed = ([asdict(probe) for probe in probes] for probes in (self.found, self.climbed))
+        place = {"level": self.level, "span": self._span, "since": self._since}
+        return {**place, "rungs": [asdict(rung) for rung in self.rungs], "found": found, "climbed": climbed}
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        self.level, self._span, self._since = state["level"], state["span"], state["since"]
+        self.found, self.climbed = (
+            [Probe(**{**probe, "rung": Rung(**probe["rung"])}) for probe in state[name]]
+            for name in ("found", "climbed")
+        )
 
     def see(self, found: Probe) -> str:
         """Take what a probe measured.

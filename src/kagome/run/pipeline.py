@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +26,10 @@ from kagome.model.rules import apply_rules
 from kagome.model.stages import describe
 from kagome.neighbors.current import Current
 from kagome.neighbors.install import install
+from kagome.neighbors.recall import NOTHING, Recall
 from kagome.report.holdings import Holdings
 from kagome.run.ahead import Ahead
+from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.chunking import chunked
 from kagome.run.engine import Phases
 from kagome.run.gradients import Gradients
@@ -40,7 +41,7 @@ from kagome.run.offload import Offload
 from kagome.run.owners import Owners
 from kagome.run.passes import Jobs, Passes
 from kagome.run.saving import Saving
-from kagome.run.staging import stage_model
+from kagome.run.staging import needed, stage_model
 from kagome.run.tally import Found
 from kagome.run.task import Loss, check_finite, check_rows, checked_loss, columns, draws_of, row_sum
 from kagome.run.ways import Ways
@@ -80,7 +81,7 @@ class Pipeline:
         device = mesh.device
         self.staging = stage_model(model, part, mesh.world, parallel, settings, device)
         self.mine = [stage for stage in self.staging.stages if stage.rank == mesh.stage]
-        part = self._needed(part)
+        part = needed(self.mine, part)
         self.chunks = chunked(part, mesh.graph, parallel, device=device, seed=settings.seed, fast=fast)
         self.current = Current([*self.chunks.scopes, *self.chunks.apart])
         self.offload = Offload(parallel, device, lambda tensor: self.current.get().lasting(tensor))
@@ -98,9 +99,7 @@ class Pipeline:
         self.gradients.overlaps = False  # they are whole after the last chunk
         found = torch.tensor([int(self.inputs["train_mask"].sum())], device=device)
         self.train_count = int(mesh.graph.all_reduce(found, action="count training vertices", kind="other"))
-        self.guard: Guard | None = None
-        if parallel.cross_chunk == "history" and self.chunks.tables is not None:
-            self.guard = Guard(parallel.history_epochs, watch=parallel.guard)
+        self.guard = self._guard(None)
         self.ways = Ways(self.chunks.crossing, mesh, parallel, seed=settings.seed, guarded=bool(self.guard))
         self.passes = Passes(
             *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.buffers, self._lose),
@@ -108,39 +107,19 @@ class Pipeline:
         )
         self._checked = False
         self.ahead = Ahead(model)
+        ids = part.own if self.chunks.tables is None else self.chunks.tables.ids
+        names = [step.name for stage in self.mine for step in stage.steps]
+        where = {"part": mesh.part, "stage": mesh.stage}
+        self.layout = Layout.of(parallel, part.fingerprint, ids, steps=names, **where)
         self._notes = [self._said()]
         self._put_on()
-
-    def _needed(self, part: Partition) -> Partition:
-        """What these stages and the loss read of the part: features lie with the stages that use them."""
-        names = {name for stage in self.mine for name in stage.inputs} | {"y"}
-        names |= {name for name in part.nodes if name.endswith("_mask")}
-        nodes = {name: value for name, value in part.nodes.items() if name in names}
-        edges = {name: value for name, value in part.edges.items() if name in names}
-        return replace(part, nodes=nodes, edges=edges)
 
     def _said(self) -> str:
         """What is said before the first epoch."""
         slices = f", {self.parallel.tensor} feature slices in each" if self.parallel.tensor > 1 else ""
         words = f"pipeline: {len(self.staging.stages)} stages x {self.chunks.count} chunks{slices}"
-        if self.chunks.count > 1:
-            share = f"{self._cut_share():.0%} of the edges lie between chunks"
-            words += {
-                "history": f"; {share}: rows of later chunks are up to {self.parallel.history_epochs} epochs "
-                "old and pass no gradient on; sums over all vertices are the last epoch's",
-                "drop": f"; {share}: they are dropped in training",
-                "exact": f"; {share}: all chunks pass a layer before any passes the next",
-            }[self.parallel.cross_chunk]
+        words += self.chunks.text()
         return f"{words}\n{describe(self.staging.stages, self.staging.survey, self.staging.seconds)}".rstrip()
-
-    def _cut_share(self) -> float:
-        """The share of edges that begin in another chunk or part."""
-        scopes = self.chunks.scopes
-        sources = [(scope.views[0].edge_index[0], scope.own) for scope in scopes]
-        cut = sum(int((source >= own).sum()) for source, own in sources)
-        found = torch.tensor([cut, sum(source.numel() for source, _ in sources)], device=self.mesh.device)
-        among, edges = self.mesh.graph.all_reduce(found, action="count cut edges", kind="other").tolist()
-        return float(among / max(edges, 1))
 
     @property
     def _found(self) -> Sequence[Found]:
@@ -161,9 +140,8 @@ class Pipeline:
 
     def sum_up(self) -> tuple[str, ...]:
         """What there is to say at the end: what history, codecs and late rows were found to cost."""
-        guard, ladder = self.guard, self.ways.ladder
-        crossed = self.ways.tally.sentence(ladder.found if guard is None else None, ladder)
-        return (*(() if guard is None else guard.sum_up()), *crossed)
+        said, ladder = () if self.guard is None else self.guard.sum_up(), self.ways.ladder
+        return (*said, *self.ways.tally.sentence(None if self.guard else ladder.found, ladder))
 
     def _put_on(self) -> None:
         self._unrule = apply_rules(self.model, self.current.scope)
@@ -197,12 +175,46 @@ class Pipeline:
         yield
         self.owners.forget_others(optimizer)
 
-    def resumed(self, optimizer: Optimizer) -> None:
-        """Weights and the optimizer's state were read: rows are to be computed anew."""
+    def _guard(self, state: Mapping[str, Any] | None) -> Guard | None:
+        """What watches history, where there is any; it may know what an earlier run's guard knew."""
+        if self.parallel.cross_chunk != "history" or self.chunks.tables is None:
+            return None
+        return Guard(self.parallel.history_epochs, watch=self.parallel.guard, state=state)
+
+    def carried(self, epoch: int) -> Carried:
+        """What the epoch after this one may read of it: other chunks' rows, and what guards know."""
+        known, tables = self.ways.crossing.known, self.chunks.tables
+        guards, entries = {"ladder": self.ways.ladder.state_dict()}, [*known.carried()]
+        if self.guard is not None and tables is not None:
+            guards["history"] = self.guard.state_dict()
+            entries += tables.carried(epoch)
+        return Carried.of(self.layout, guards, entries)
+
+    def resumed(self, optimizer: Optimizer, told: Told) -> str:
+        """Weights and the optimizer's state were read from a checkpoint. All ranks call it.
+
+        Returns:
+            How it goes on with history and late rows.
+        """
         self.owners.forget_others(optimizer)
-        self.ways.crossing.forget()
-        if self.guard is not None:
+        self.ways.go_on(told.guards.get("ladder"))
+        self.guard = self._guard(told.guards.get("history"))
+        recall, tables = told.recall(self.layout, self.mesh.world, self.mesh.device), self.chunks.tables
+        self._forget(recall or NOTHING)
+        if recall is not None and self.guard is not None and tables is not None:
+            self.evaluate(told.epoch)  # all sites are come to; what all forwards share is read exactly
+            if not all(self.mesh.world.gather_objects(tables.whole, "rows of all sites")):
+                recall = None
+                self._forget(NOTHING)
+        if self.guard is not None and recall is None:
             self.guard.begin_anew()
+        return said_of(recall, late=not self.ways.crossing.waits, history=self.guard is not None)
+
+    def _forget(self, recall: Recall) -> None:
+        """Let the next epoch read nothing of those before, but what is recalled."""
+        self.ways.crossing.forget(recall)
+        if self.chunks.tables is not None:
+            self.chunks.tables.forget(recall)
 
     def take_notes(self) -> tuple[str, ...]:
         """What there is to say since the last call."""
@@ -230,7 +242,9 @@ class Pipeline:
             ModelError: If the loss is not finite.
         """
         self.model.train(True)
-        kind = self._kind()
+        kind: Epoch = "exact" if self.parallel.cross_chunk == "exact" else "history"
+        if self.guard is not None:
+            kind = self.guard.next()
         if kind == "probe":
             guess = self._guess(epoch, "history")
             with self.ways.tally.aside():
@@ -259,12 +273,6 @@ class Pipeline:
                 self.owners.clip(self.gradients.parameters, self.settings.clip)
             optimizer.step()
         return value, stops > 0
-
-    def _kind(self) -> Epoch:
-        """How an epoch runs."""
-        if self.guard is not None:
-            return self.guard.next()
-        return "exact" if self.parallel.cross_chunk == "exact" else "history"
 
     def _guess(self, epoch: int, kind: Epoch) -> list[Tensor | None]:
         """The gradient of an epoch as it would have been; buffers stay."""
@@ -321,14 +329,10 @@ class Pipeline:
 
     def _measure(self, epoch: int, guess: Sequence[Tensor | None]) -> None:
         """Compare the gradient with history with the exact one, and rows with those last known."""
-        tables, guard = self.chunks.tables, self.guard
-        assert tables is not None
-        assert guard is not None
-        cosine, ratio = self._compared(guess)
-        drifts = tables.drifts()
-        mine = torch.tensor([sum(drifts), float(len(drifts))], dtype=torch.float64, device=self.mesh.device)
-        drift, sites = self.mesh.world.all_reduce(mine, action="drift", kind="statistics").tolist()
-        self._say(guard.see(Measured(epoch, cosine, ratio, drift / max(sites, 1), guard.age)))
+        assert self.chunks.tables is not None
+        assert self.guard is not None
+        drift = self.chunks.tables.drift(self.mesh.world)
+        self._say(self.guard.see(Measured(epoch, *self._compared(guess), drift, self.guard.age)))
 
     def _lose(self, job: Job) -> None:
         """At the end of a job's forward: its loss, where its stage gives the output."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Final
 
@@ -64,6 +64,15 @@ class Staging:
     def kept_of(self, stage: Stage) -> float:
         """The share of one of the stages."""
         return sum(self.kept[step.name] for step in stage.steps) / max(sum(self.kept.values()), 1)
+
+
+def needed(stages: Sequence[Stage], part: Partition) -> Partition:
+    """What some stages and the loss read of a part: features lie with the stages that use them."""
+    names = {name for stage in stages for name in stage.inputs} | {"y"}
+    names |= {name for name in part.nodes if name.endswith("_mask")}
+    nodes = {name: value for name, value in part.nodes.items() if name in names}
+    edges = {name: value for name, value in part.edges.items() if name in names}
+    return replace(part, nodes=nodes, edges=edges)
 
 
 Seconds = tuple[float, float]

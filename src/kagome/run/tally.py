@@ -102,7 +102,7 @@ class Tally:
         """
         if self.exact:
             return {"max_age": oldest, "crossing": None}
-        told: Any = self.world.gather_objects((self.crossing.oldest, self._errors), "what crossed")
+        told: Any = self.world.gather_objects((self.crossing.known.oldest, self._errors), "what crossed")
         ages, errors = zip(*told, strict=True)
         by_site: defaultdict[str, list[float]] = defaultdict(list)
         for of_rank in errors:

@@ -336,11 +336,12 @@ class Trainer:
                 optimizer=self.optimizer,
                 scheduler=self.scheduler,
                 best=self._best.weights,
+                carried=self.engine.carried(self.epoch) if self.train.save_rows else None,
             )
 
     def _resume(self, where: str | Path) -> None:
         folder = checkpoint.latest(where)
-        place, best = checkpoint.load(
+        place, best, told = checkpoint.load(
             folder,
             model=self.model,
             optimizer=self.optimizer,
@@ -349,9 +350,11 @@ class Trainer:
         )
         if self._default_optimizer:
             set_rates(self.optimizer, self.train)
-        self.engine.resumed(self.optimizer)
+        said = self.engine.resumed(self.optimizer, told)
         self.epoch, self._best = place.epoch, Best.at(place, best)
-        self._say(f"resumed after epoch {place.epoch}, written by {place.world_size} ranks, in {folder}")
+        self._say(
+            f"resumed after epoch {place.epoch}, written by {place.world_size} ranks, in {folder}{said}"
+        )
 
     def _open_files(self) -> None:
         """Begin ``metrics.jsonl`` or go on with it; all ranks know the epochs before a resume."""
@@ -394,7 +397,7 @@ class Trainer:
     def _say(self, note: str) -> None:
         self.notes.append(note)
         if self.mesh.rank == 0 and self.settings.report.progress:
-            print(f"kagome: {note}", file=sys.stderr, flush=True)
+            self._warn(note)
 
     def _warn(self, line: str) -> None:
         print(f"kagome: {line}", file=sys.stderr, flush=True)

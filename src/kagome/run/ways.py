@@ -6,9 +6,10 @@ makes its epochs differ from exact ones. Elsewhere a ladder does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from kagome.comm.mesh import Mesh
 from kagome.config import Parallel
@@ -39,7 +40,12 @@ class Ways:
         self._stage, self._halo = self.stages.codec.name, not crossing.exact
         """Whether rungs are about the halo; else they are about what goes from stage to stage."""
         watched = parallel if self._halo else Parallel(codec=self._stage, guard=parallel.guard)
-        self.ladder = Ladder(replace(watched, guard=watched.guard and not guarded))
+        self._watched = replace(watched, guard=watched.guard and not guarded)
+        self.ladder = Ladder(self._watched)
+
+    def go_on(self, state: Mapping[str, Any] | None) -> None:
+        """Know what an earlier run's ladder knew."""
+        self.ladder = Ladder(self._watched, state)
 
     def rung(self, *, exact: bool) -> Rung:
         """Of the coming epoch; one that is exact for want of trust in history is exact in all."""

@@ -1,0 +1,95 @@
+"""Known: what a crossing has of earlier epochs - late rows, what codecs lost, which rows are to go.
+
+Where it sits: ``crossing`` has one, and makes its lines and selections; a checkpoint keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+
+from torch import Tensor
+
+from kagome.neighbors.lines import Line
+from kagome.neighbors.recall import NOTHING, Entry, Recall
+from kagome.neighbors.selection import Selection, Skip
+
+Key = tuple[Hashable, int]
+"""A site and a direction."""
+
+
+class Known:
+    """One rank's.
+
+    Attributes:
+        synchronous: Whether the rows of this epoch are waited for, where they might be late.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[Key, Line] = {}
+        self.selections: dict[Key, Selection] = {}
+        self.residuals: dict[Key, Tensor] = {}
+        self.recall: Recall = NOTHING
+        self.synchronous = False
+
+    @property
+    def oldest(self) -> int:
+        """Age of the oldest row that was read, in epochs."""
+        skipped = [each.oldest for each in self.selections.values() if isinstance(each, Skip)]
+        return max((*skipped, *(line.oldest for line in self.lines.values())), default=0)
+
+    @property
+    def drift(self) -> float:
+        """How far rows that came last moved within an epoch: the most of any site."""
+        return max((line.drift for line in self.lines.values() if line.drift is not None), default=0.0)
+
+    def line(self, key: Key, epoch: int, make: Callable[[], Line]) -> Line:
+        """A site's line; the first time, a new one that knows what is recalled."""
+        found = self.lines.get(key)
+        if found is None:
+            found = self.lines[key] = make()
+            state = self.recall.take("line", key, epoch)
+            if state is not None:
+                found.load_state_dict(state)
+        return found
+
+    def selection(self, key: Key, epoch: int, make: Callable[[], Selection | None]) -> Selection | None:
+        """A site's selection, if it has one; the first time, one that goes on as is recalled."""
+        found = self.selections.get(key)
+        if found is None:
+            found = make()
+            if found is None:
+                return None
+            self.selections[key] = found
+            state = self.recall.take("selection", key, epoch)
+            if state is not None:
+                found.load_state_dict(state)
+        return found
+
+    def residual(self, key: Key, epoch: int) -> Tensor | None:
+        """What the codec lost of a site's rows in the last epoch."""
+        if key not in self.residuals:
+            state = self.recall.take("residual", key, epoch)
+            return None if state is None else state["rows"]
+        return self.residuals[key]
+
+    def settle(self) -> None:
+        """Take what is still under way. Rows are the same before and after."""
+        for line in self.lines.values():
+            line.settle()
+
+    def forget(self, recall: Recall) -> None:
+        """Let no epoch read what came before it, but what is recalled. All ranks call it."""
+        self.settle()  # nothing is to lie in the way of what comes
+        self.lines, self.selections, self.residuals = {}, {}, {}
+        state = recall.take("crossing", "", recall.epoch)
+        self.recall, self.synchronous = recall, state is not None and bool(state["synchronous"])
+
+    def carried(self) -> Iterator[Entry]:
+        """What the next epoch may read of this one."""
+        yield "crossing", "", {"synchronous": self.synchronous}
+        for key, line in self.lines.items():
+            yield "line", key, line.state_dict()
+        for key, selection in self.selections.items():
+            yield "selection", key, selection.state_dict()
+        for key, rows in self.residuals.items():
+            yield "residual", key, {"rows": rows}

@@ -1,0 +1,254 @@
+"""Carried: what epochs hand on besides weights - rows of other chunks and parts, what guards know.
+
+Where it sits: ``engine`` and ``pipeline`` say what they carry; ``checkpoint`` keeps it, and gives it back to
+a run that goes on.
+
+::
+
+    guards     the same on all ranks          any run that goes on
+    entries    a site's rows, each rank's     a run of the same ranks, chunks and settings: to the bit; others
+                                              compute their first epoch exactly
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+
+from kagome.comm.channel import Channel
+from kagome.config import Parallel
+from kagome.neighbors.recall import Entry, Recall, State
+from kagome.neighbors.turn import SiteKey
+
+SECTION: Final = "carried"
+"""Of a checkpoint."""
+
+DECIDES: Final = (
+    *("pipe", "graph", "tensor", "chunks", "cross_chunk", "stale_gradients", "cross_chunk_scale"),
+    *("max_age", "smoothing", "error_feedback", "halo_sample", "skip_drift", "adaptive_bits"),
+    *("codec", "codec_backward"),
+)
+"""Settings that say what rows are kept of an epoch."""
+
+AT: Final[Mapping[str, Callable[[Any], SiteKey]]] = {
+    "table": lambda key: key,
+    "statistic": lambda key: key[0][0],
+    **dict.fromkeys(("line", "selection", "residual"), lambda key: key[0]),
+}
+"""An entry's site by its key, where it has one."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides which rows a rank keeps, and in which order.
+
+    Args:
+        stage: Of the rank, among those that hold its part.
+        part: Of the rank.
+        steps: Of the model that this rank runs.
+        rest: What must be alike for rows to be of use.
+    """
+
+    stage: int
+    part: int
+    steps: tuple[str, ...]
+    rest: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        settings: Parallel,
+        fingerprint: str,
+        ids: Tensor,
+        *,
+        part: int,
+        stage: int = 0,
+        steps: Iterable[str] = (),
+    ) -> Layout:
+        """A rank's.
+
+        Args:
+            settings: How the run is split, with nothing left open.
+            fingerprint: Of the graph and its cut.
+            ids: Original ids of the rows in the order in which they are kept.
+            part: Of the rank.
+            stage: Of the rank, among those that hold its part.
+            steps: Of the model that this rank runs.
+        """
+        rest: dict[str, Any] = {name: getattr(settings, name) for name in DECIDES}
+        rows = blake2b(ids.cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+        return cls(stage, part, tuple(steps), {**rest, "fingerprint": fingerprint, "rows": rows})
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a rank's epochs hand on.
+
+    Args:
+        layout: Of its rows.
+        guards: What guards know: plain values, the same on all ranks.
+        entries: By kind and site.
+    """
+
+    layout: Layout
+    guards: Mapping[str, Any]
+    entries: Mapping[tuple[str, Hashable], State]
+
+    @classmethod
+    def of(cls, layout: Layout, guards: Mapping[str, Any], entries: Iterable[Entry]) -> Carried:
+        """A rank's."""
+        return cls(layout, guards, {(kind, key): state for kind, key, state in entries})
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors, by names that no other rank has."""
+        return {
+            self._path(place, name): value
+            for place, state in enumerate(self.entries.values())
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        }
+
+    def plain(self) -> dict[str, Any]:
+        """All the rest, with names in place of tensors."""
+        entries = [
+            (*key, {name: self._named(place, name, value) for name, value in state.items()})
+            for place, (key, state) in enumerate(self.entries.items())
+        ]
+        return {**asdict(self.layout), "entries": entries}
+
+    def _path(self, place: int, name: str) -> str:
+        return f"{self.layout.part}/{self.layout.stage}/{place}/{name}"
+
+    def _named(self, place: int, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        accelerated = value.device.type != "cpu"
+        return Named(self._path(place, name), tuple(value.shape), str(value.dtype), accelerated)
+
+
+@dataclass(frozen=True)
+class Named:
+    """Where a tensor lies in a checkpoint.
+
+    Args:
+        path: Its name there.
+        shape: Its shape.
+        dtype: Its type.
+        accelerated: Whether it lay on the accelerator.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    accelerated: bool
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """What a checkpoint has for one rank: read from it site by site, when it is asked for.
+
+    Args:
+        folder: The checkpoint.
+        epoch: The one that may read it.
+        device: Where the model runs.
+        entries: By kind and site.
+    """
+
+    folder: Path
+    epoch: int
+    device: torch.device
+    entries: Mapping[tuple[str, Hashable], State] = field(repr=False)
+
+    def take(self, kind: str, key: Hashable, epoch: int) -> State | None:
+        """An entry, in the epoch that may read it and in evaluations before; None where there is none."""
+        state = self.entries.get((kind, key))
+        if state is None or not self.epoch - 1 <= epoch <= self.epoch:
+            return None
+        named = {name: value for name, value in state.items() if isinstance(value, Named)}
+        rows = {each.path: torch.empty(each.shape, dtype=_dtype(each.dtype)) for each in named.values()}
+        if rows:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                load_state({SECTION: rows}, checkpoint_id=self.folder, no_dist=True)
+        for each in named.values():
+            if each.accelerated:
+                rows[each.path] = rows[each.path].to(self.device)
+        return {**state, **{name: rows[each.path] for name, each in named.items()}}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a checkpoint says of what its run's epochs handed on.
+
+    Args:
+        folder: The checkpoint.
+        epoch: After which it was written.
+        guards: What guards knew.
+        ranks: What each rank kept, without the tensors.
+    """
+
+    folder: Path
+    epoch: int
+    guards: Mapping[str, Any]
+    ranks: Sequence[Mapping[str, Any]]
+
+    def recall(self, layout: Layout, world: Channel, device: torch.device) -> Recalled | None:
+        """What this rank may read again, if all ranks may. All ranks call it.
+
+        Args:
+            layout: Of this rank's rows.
+            world: All ranks.
+            device: Where the model runs.
+        """
+        entries = self.entries(layout)
+        whole = len(self.ranks) == world.size
+        if not all(world.gather_objects(whole and entries is not None, "rows of the last epoch")):
+            return None
+        assert entries is not None
+        return Recalled(self.folder, self.epoch + 1, device, entries)
+
+    def entries(self, layout: Layout) -> dict[tuple[str, Hashable], State] | None:
+        """Those of this rank's part; None where they do not fit.
+
+        Stages are cut by what steps are timed to take, so that a run may have its steps on other ranks than
+        the one before: sites go by their names then, if each name is of one site alone.
+        """
+        ranks = [rank for rank in self.ranks if rank["part"] == layout.part]
+        if not ranks or any(rank["rest"] != layout.rest for rank in ranks):
+            return None
+        same = [rank for rank in ranks if (rank["stage"], rank["steps"]) == (layout.stage, layout.steps)]
+        found = [(kind, key, state) for rank in same or ranks for kind, key, state in rank["entries"]]
+        if not same and _ambiguous(found):
+            return None
+        return {(kind, key): state for kind, key, state in found}
+
+
+def said_of(recall: Recall | None, *, late: bool, history: bool = False) -> str:
+    """How a run goes on, in words: with late rows, with history."""
+    if not (late or history):
+        return ""
+    if recall is not None:
+        return "; rows of its last epoch are read again"
+    begins = "computes all rows" if history else "waits for its rows"
+    return f"; no rows of its last epoch are of these ranks, chunks and settings: the next one {begins}"
+
+
+def _ambiguous(entries: Sequence[tuple[str, Any, State]]) -> bool:
+    """Whether sites have a name in common: which is which depends on where a rank's stages begin."""
+    keys = [(kind, key) for kind, key, _ in entries if kind in AT]
+    return len(set(keys)) < len(keys) or any(AT[kind](key)[1] > 1 for kind, key in keys)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(found, torch.dtype)
+    return found
