@@ -1,10 +1,13 @@
 """Is a pipeline that drops no edge faster than torch's own that drops them? 8 GCN layers on a made graph.
 
-Run: python benchmarks/pipeline/made.py    (two sides in turns, one thread a rank)
+Run: python benchmarks/pipeline/made.py    (all sides in turns, one thread a rank)
 
-Kagome: ``Trainer(model, data, parallel=Parallel(pipe=S, chunks=K))`` with history, no edge dropped.
+kagome: ``Trainer(model, data, parallel=Parallel(pipe=S, chunks=K))`` with history, no edge dropped.
 torch: ``torch.distributed.pipelining.ScheduleGPipe`` over PyG's GCNConv with a normalised CSR adjacency a
 micro-batch, the fastest way that PyG has; vertices in the same METIS order, edges between micro-batches lost.
+torchgpipe: ``torchgpipe.GPipe`` over the same layers and micro-batches, where it is installed
+(``pip install --no-deps torchgpipe==0.0.7``). It is one process with a thread a device, and the CPU is one:
+stages run one after the other, with as many threads for computing as the others have ranks.
 """
 
 from __future__ import annotations
@@ -34,12 +37,14 @@ LAYERS, HIDDEN = 8, 128
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Time both sides."""
+    """Time all sides."""
 
+    sides: list[str] = field(default_factory=lambda: ["torch", "kagome", "torchgpipe"])
+    """Which."""
     cuts: list[str] = field(default_factory=lambda: ["2x4", "4x8"])
     """Stages x chunks."""
     turns: int = 2
-    """Turns of both sides."""
+    """Turns of all sides."""
     epochs: int = 24
     """Epochs a turn; the first three are left out."""
     graph: str = GRAPH
@@ -107,40 +112,70 @@ class Piece(nn.Module):
         return out
 
 
+@dataclass(frozen=True)
+class Dropped:
+    """The graph in micro-batches of one size, without the edges between them.
+
+    Args:
+        x: Features, micro-batch after micro-batch.
+        y: Labels.
+        weights: Of each vertex in the mean loss over training vertices.
+        adjacencies: Normalised, CSR, of each micro-batch.
+        kept: Share of the edges.
+    """
+
+    x: Tensor
+    y: Tensor
+    weights: Tensor
+    adjacencies: list[Tensor]
+    kept: float
+
+    @classmethod
+    def of(cls, data: Any, chunks: int) -> Dropped:
+        """Vertices in METIS order; those that are left over are left out."""
+        from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
+        from kagome.graph.partitioners import assign
+
+        count = data.num_nodes
+        owner = assign("metis", data.edge_index, count, chunks, 0)
+        order = torch.argsort(owner, stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(count)
+        size = count // chunks  # torch wants micro-batches of one shape
+        edge_index, order = place[data.edge_index], order[: size * chunks]
+        adjacencies, kept = [], 0
+        for chunk in range(chunks):
+            low, high = chunk * size, (chunk + 1) * size
+            inside = ((edge_index >= low) & (edge_index < high)).all(0)
+            kept += int(inside.sum())
+            ends, weight = gcn_norm(edge_index[:, inside] - low, None, size)
+            adjacency = torch.sparse_coo_tensor(ends.flip(0), weight, (size, size)).coalesce()
+            adjacencies.append(adjacency.to_sparse_csr())
+        train = data.train_mask[order].float()
+        share = kept / data.edge_index.size(1)
+        return cls(data.x[order], data.y[order], train / train.sum(), adjacencies, share)
+
+    @property
+    def widths(self) -> list[int]:
+        """Of the rows before, between and after the layers."""
+        return [self.x.size(1), *[HIDDEN] * (LAYERS - 1), int(self.y.max()) + 1]
+
+
 def torch_side(options: Options, stages: int, chunks: int, data: Any) -> dict[str, Any]:
     """torch.distributed.pipelining's epochs."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-    from torch_geometric.nn.conv.gcn_conv import gcn_norm
-
-    from kagome.graph.partitioners import assign
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, count = dist.get_rank(), data.num_nodes
-    owner = assign("metis", data.edge_index, count, chunks, 0)
-    order = torch.argsort(owner, stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(count)
-    size = count // chunks  # torch wants micro-batches of one shape
-    edge_index, x, y = place[data.edge_index], data.x[order][: size * chunks], data.y[order][: size * chunks]
-    train = data.train_mask[order][: size * chunks]
-    adjacencies, kept = [], 0
-    for chunk in range(chunks):
-        low, high = chunk * size, (chunk + 1) * size
-        inside = ((edge_index >= low) & (edge_index < high)).all(0)
-        kept += int(inside.sum())
-        ends, weight = gcn_norm(edge_index[:, inside] - low, None, size)
-        adjacency = torch.sparse_coo_tensor(ends.flip(0), weight, (size, size)).coalesce().to_sparse_csr()
-        adjacencies.append(adjacency)
+    rank, given = dist.get_rank(), Dropped.of(data, chunks)
     torch.manual_seed(0)
-    widths = [x.size(1), *[HIDDEN] * (LAYERS - 1), int(y.max()) + 1]
-    per = LAYERS // stages
+    widths, per = given.widths, LAYERS // stages
     mine = Layers(widths[rank * per : (rank + 1) * per + 1], last=rank == stages - 1)
     for conv in mine.convs:
         conv.normalize = False
-    stage = PipelineStage(Piece(mine, adjacencies), rank, stages, torch.device("cpu"))
-    weights = train.float() * chunks / train.sum()
+    stage = PipelineStage(Piece(mine, given.adjacencies), rank, stages, torch.device("cpu"))
 
     def loss(out: Tensor, target: Tensor) -> Tensor:
         rows = nn.functional.cross_entropy(out, target[:, 0].long(), reduction="none")
@@ -148,7 +183,7 @@ def torch_side(options: Options, stages: int, chunks: int, data: Any) -> dict[st
 
     schedule = ScheduleGPipe(stage, chunks, loss_fn=loss)
     optimizer = torch.optim.Adam(mine.parameters(), lr=0.01, weight_decay=5e-4)
-    target = torch.stack([y.float(), weights], 1)
+    target = torch.stack([given.y.float(), given.weights * chunks], 1)
     seconds, all_losses = [], []
     for _ in range(options.epochs):
         dist.barrier()
@@ -156,7 +191,7 @@ def torch_side(options: Options, stages: int, chunks: int, data: Any) -> dict[st
         optimizer.zero_grad()
         losses: list[Tensor] = []
         if rank == 0:
-            schedule.step(x)
+            schedule.step(given.x)
         elif rank == stages - 1:
             schedule.step(target=target, losses=losses)
         else:
@@ -166,7 +201,47 @@ def torch_side(options: Options, stages: int, chunks: int, data: Any) -> dict[st
         seconds.append(time.perf_counter() - begun)
         all_losses.append(float(torch.stack(losses).mean().detach()) if losses else None)
     dist.destroy_process_group()
-    return {"seconds": seconds, "losses": all_losses, "edges kept": kept / data.edge_index.size(1)}
+    return {"seconds": seconds, "losses": all_losses, "edges kept": given.kept}
+
+
+class Numbered(nn.Module):
+    """A layer of torchgpipe's: each row has its micro-batch's number with it."""
+
+    def __init__(self, inner: GCNConv, adjacencies: list[Tensor], last: bool) -> None:
+        super().__init__()
+        self.inner, self.adjacencies, self.last = inner, adjacencies, last
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Run the layer on a micro-batch."""
+        x, number = given
+        out = self.inner(x, self.adjacencies[int(number[0])])
+        return (out if self.last else out.relu()), number
+
+
+def torchgpipe_side(options: Options, stages: int, chunks: int, data: Any) -> dict[str, Any]:
+    """Epochs of torchgpipe."""
+    from torchgpipe import GPipe
+
+    torch.set_num_threads(stages)
+    given = Dropped.of(data, chunks)
+    torch.manual_seed(0)
+    convs = [GCNConv(a, b, normalize=False) for a, b in pairwise(given.widths)]
+    layers = [Numbered(conv, given.adjacencies, conv is convs[-1]) for conv in convs]
+    balance, devices = [LAYERS // stages] * stages, ["cpu"] * stages
+    model = GPipe(nn.Sequential(*layers), balance, devices=devices, chunks=chunks, checkpoint="never")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
+    number = torch.arange(chunks).repeat_interleave(given.x.size(0) // chunks).float()
+    seconds, losses = [], []
+    for _ in range(options.epochs):
+        begun = time.perf_counter()
+        optimizer.zero_grad()
+        out, _ = model((given.x, number))
+        loss = (nn.functional.cross_entropy(out, given.y, reduction="none") * given.weights).sum()
+        loss.backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begun)
+        losses.append(float(loss.detach()))
+    return {"seconds": seconds, "losses": losses, "edges kept": given.kept}
 
 
 def rank_main(options: Options) -> None:
@@ -175,14 +250,14 @@ def rank_main(options: Options) -> None:
 
     data = graphs.load(options.graph, None, HERE / "runs" / "graphs")
     stages, chunks = map(int, options.cut.split("x"))
-    side = kagome_side if options.side == "kagome" else torch_side
-    found = side(options, stages, chunks, data)
+    sides = {"kagome": kagome_side, "torch": torch_side, "torchgpipe": torchgpipe_side}
+    found = sides[options.side](options, stages, chunks, data)
     if os.environ.get("RANK", "0") == "0":
         print("FOUND " + json.dumps(found))
 
 
 def main(options: Options) -> None:
-    """Time both sides in turns and write the table."""
+    """Time all sides in turns and write the table."""
     if options.side:
         rank_main(options)
         return
@@ -193,8 +268,9 @@ def main(options: Options) -> None:
     facts: dict[str, Any] = {}
     for cut in options.cuts:
         for turn in range(options.turns):
-            for side in ("torch", "kagome"):
-                command = ["torchrun", "--nproc-per-node", cut.split("x")[0], __file__, "--side", side]
+            for side in options.sides:
+                ranks = "1" if side == "torchgpipe" else cut.split("x")[0]
+                command = ["torchrun", "--nproc-per-node", ranks, __file__, "--side", side]
                 command += ["--cut", cut, "--epochs", str(options.epochs), "--graph", options.graph]
                 env = {**os.environ, "OMP_NUM_THREADS": "1"}
                 out = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -208,15 +284,17 @@ def main(options: Options) -> None:
                 print(cut, side, f"turn {turn}:", f"{1000 * rows[cut][side][-1]:,.0f} ms", flush=True)
     results = {"machine": platform.processor(), "torch": torch.__version__, "rows": rows, "facts": facts}
     (HERE / "results_made.json").write_text(json.dumps(results, indent=1) + "\n")
-    head = "| stages x chunks | torch, edges dropped | Kagome, none | times faster | mean of all epochs |"
-    lines = [head, "|---|---|---|---|---|"]
+    others = [side for side in options.sides if side != "kagome"]
+    head = [f"{side}, edges dropped" for side in others]
+    head = ["stages x chunks", *head, "kagome, none", *(f"less time than {side}" for side in others)]
+    lines = [f"| {' | '.join([*head, 'mean of all epochs'])} |", "|---" * (len(head) + 1) + "|"]
     for cut, sides in rows.items():
-        ratios = sorted(a / b for a, b in zip(sides["torch"], sides["kagome"], strict=True))
+        cells = [cut, *(f"{1000 * median(sides[side]):,.0f} ms" for side in [*others, "kagome"])]
+        for side in others:
+            ratios = sorted(a / b for a, b in zip(sides[side], sides["kagome"], strict=True))
+            cells.append(f"{median(ratios):.2f} times ({ratios[0]:.2f} to {ratios[-1]:.2f})")
         means = [facts[f"{cut} kagome turn {turn}"]["mean"] for turn in range(options.turns)]
-        lines.append(
-            f"| {cut} | {1000 * median(sides['torch']):,.0f} ms | {1000 * median(sides['kagome']):,.0f} ms "
-            f"| {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {1000 * median(means):,.0f} ms |"
-        )
+        lines.append(f"| {' | '.join([*cells, f'{1000 * median(means):,.0f} ms'])} |")
     (HERE / "results_made.md").write_text("\n".join(lines) + "\n")
 
 
