@@ -71,6 +71,20 @@ def test_rows_count_once_and_calls_once_a_chunk(monkeypatch, vertices, chunks):
     assert found.seconds["convs_3"] == pytest.approx(expected)
 
 
+def test_timing_holds_what_is_still_to_be_read(monkeypatch):
+    """A deep model's rows, all of them on one rank, are what a pipeline is there to avoid."""
+    one, held = staging._one, []
+
+    def counted(step: Any, model: Any, values: Any, scope: Any) -> tuple[float, float]:
+        held.append(sum(isinstance(value, Tensor) and value.is_floating_point() for value in values.values()))
+        return one(step, model, values, scope)
+
+    monkeypatch.setattr(staging, "_one", counted)
+    staged(200, 4)
+    assert len(held) > 16
+    assert max(held) <= 2
+
+
 def test_a_graph_of_a_few_vertices_is_timed_by_calls(monkeypatch):
     times = iter(range(10_000, 0, -1))  # the larger sample, timed first, seems slower
     timed(monkeypatch, lambda *_: next(times))

@@ -160,10 +160,10 @@ class LayerGraph:
             The values of ``keep`` by name.
         """
         steps = self.steps if steps is None else steps
-        last = {name: place for place, step in enumerate(steps) for name in (*step.reads, step.name)}
-        kept = set(keep)
-        held = {name: value for name, value in values.items() if name in last or name in kept}
-        for place, step in enumerate(steps):
+        over, kept = over_after(steps), set(keep)
+        read = {name for step in steps for name in step.reads}
+        held = {name: value for name, value in values.items() if name in read or name in kept}
+        for step, done in zip(steps, over, strict=True):
             if before is not None:
                 before(step)
             value = step.call(model, held, training=training)
@@ -171,10 +171,18 @@ class LayerGraph:
                 after(step, value)
             held[step.name] = value
             del value
-            for name in (*step.reads, step.name):
-                if last[name] == place and name not in kept:
-                    held.pop(name, None)
+            for name in done - kept:
+                del held[name]
         return {name: held[name] for name in keep}
+
+
+def over_after(steps: Sequence[Step]) -> list[set[str]]:
+    """The values that no step reads after each one."""
+    last = {name: place for place, step in enumerate(steps) for name in (*step.reads, step.name)}
+    over: list[set[str]] = [set() for _ in steps]
+    for name, place in last.items():
+        over[place].add(name)
+    return over
 
 
 def _module(model: nn.Module, path: str) -> nn.Module:
