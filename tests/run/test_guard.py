@@ -98,13 +98,17 @@ def test_what_is_said():
 def test_the_summary_has_every_probe():
     guard = Guard(20)
     assert guard.facts() == {}
-    assert guard.sum_up() == ()
+    assert guard.sum_up(stages=True) == ()
     course(guard, [0.99, 0.9, 0.2], 20)
     told = guard.facts()["history"]
     assert [probe["cosine"] for probe in told["probes"]][:3] == [0.99, 0.9, 0.2]
     assert told["careful_from"] == told["probes"][1]["epoch"] == 5
     assert told["exact_epochs"] == 2
-    assert "lowest cosine 0.20 in epoch 7" in guard.sum_up()[0]
+    assert "lowest cosine 0.20 in epoch 7" in guard.sum_up(stages=True)[0]
+    assert "--parallel.graph" not in guard.sum_up(stages=True)[0]
+    course(guard, [0.2] * 20, 80)
+    assert "most of 100 epochs: parts of the graph (--parallel.graph)" in guard.sum_up(stages=True)[0]
+    assert "--parallel.graph" not in guard.sum_up(stages=False)[0]
 
 
 def test_unwatched_history_is_only_refreshed():

@@ -38,7 +38,7 @@ OFTEN: Final = 4
 on; while history is good, after one period of it, but no earlier."""
 
 STATE: Final = (
-    *("careful_from", "exact_epochs", "oldest"),
+    *("careful_from", "exact_epochs", "oldest", "epochs"),
     *("_span", "_rest", "_most", "_exact_left", "_since_probe", "_age"),
 )
 """What a guard goes by, besides what probes found."""
@@ -86,8 +86,8 @@ class Guard:
         """The epoch since which no row is older than one, and gradients of the epoch before pass on."""
         self.exact_epochs = 0
         """How many epochs were exact because history was not trusted."""
-        self.oldest = 0
-        """Age of the oldest rows that an epoch has read."""
+        self.oldest = self.epochs = 0
+        """Age of the oldest rows that an epoch has read; epochs that have run."""
         self._span, self._rest, self._most = 1, 1, OFTEN
         self._exact_left = 1  # the first epoch fills the tables
         self._since_probe = self._age = 0
@@ -130,6 +130,7 @@ class Guard:
 
     def done(self, kind: Epoch) -> None:
         """An epoch has run so."""
+        self.epochs += 1
         if kind == "exact":
             self._exact_left -= 1
         else:
@@ -172,15 +173,20 @@ class Guard:
         known = {"probes": [asdict(found) for found in self.found], "exact_epochs": self.exact_epochs}
         return {"history": {**known, "careful_from": self.careful_from}} if self.found else {}
 
-    def sum_up(self) -> tuple[str, ...]:
-        """What there is to say at the end of a run."""
+    def sum_up(self, *, stages: bool) -> tuple[str, ...]:
+        """What there is to say at the end; ``stages``: whether there are some, which exact epochs hold up."""
         if not self.found:
             return ()
         least = min(self.found, key=lambda found: found.cosine)
+        advice = (
+            f"; stages wait for each other in those, and they are most of {self.epochs} epochs: parts of the "
+            "graph (--parallel.graph) need no history"
+        )
         return (
             f"history: {len(self.found)} probes, {self.exact_epochs} exact epochs for want of trust; "
             f"the last, epoch {self.found[-1].epoch}: {self.found[-1].text()}; "
-            f"lowest cosine {least.cosine:.2f} in epoch {least.epoch}",
+            f"lowest cosine {least.cosine:.2f} in epoch {least.epoch}"
+            + (advice if stages and 2 * self.exact_epochs > self.epochs else ""),
         )
 
     @property

@@ -140,7 +140,10 @@ class Pipeline:
 
     def sum_up(self) -> tuple[str, ...]:
         """What there is to say at the end: what history, codecs and late rows were found to cost."""
-        said, ladder = () if self.guard is None else self.guard.sum_up(), self.ways.ladder
+        said, ladder = (
+            () if self.guard is None else self.guard.sum_up(stages=self.parallel.pipe > 1),
+            self.ways.ladder,
+        )
         return (*said, *self.ways.tally.sentence(None if self.guard else ladder.found, ladder))
 
     def _put_on(self) -> None:
