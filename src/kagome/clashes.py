@@ -141,12 +141,6 @@ def check_mesh(cut: Parallel, world_size: int) -> None:
             f"there are {world_size}",
             hint=f"start {need} ranks (--nproc {need}), or leave --parallel.graph out",
         )
-    if cut.sync_every == "auto" and cut.pipe > 1:
-        raise ConfigError(
-            "sync_every='auto' measures how far rows move, on the whole model",
-            f"pipe={cut.pipe} stages hold some layers each",
-            hint="a number of epochs",
-        )
     whole = {"max_age": 0, "error_feedback": False, "halo_sample": 1.0, "adaptive_bits": False}
     for name, without in whole.items():
         if cut.chunks > 1 and getattr(cut, name) != without:

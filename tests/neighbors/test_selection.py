@@ -213,8 +213,3 @@ def test_a_row_that_is_too_old_is_never_read() -> None:
 def test_settings_that_clash_are_refused(given: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Parallel(**given)
-
-
-def test_stages_do_not_know_how_far_all_rows_moved() -> None:
-    with pytest.raises(ConfigError, match="hold some layers each"):
-        Parallel(pipe=2, chunks=1, max_age=1, sync_every="auto").fit(4)

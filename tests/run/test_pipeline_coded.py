@@ -229,11 +229,11 @@ def test_without_history_the_ladder_probes_with_the_exact_gradient(ranks, mesh):
 # Late rows -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("guard", [True, False])
-def test_late_rows_through_stages_are_late_rows(ranks, guard):
+@pytest.mark.some(2)
+@pytest.mark.parametrize(("guard", "every"), [(True, None), (False, None), (False, "auto"), (False, 3)])
+def test_late_rows_through_stages_are_late_rows(ranks, guard, every):
     """A stage's sites are as late as they are in a model that is whole."""
-    late = {"graph": 2, "max_age": 1, "codec": "int8", "guard": guard}
+    late = {"graph": 2, "max_age": 1, "codec": "int8", "guard": guard, "sync_every": every}
     whole = ranks(2, trained, "gcn", late, 6, 0.0, True)[0]
     assert whole["engine"] == "Engine"
     for rank in ranks(4, trained, "gcn", {**late, "pipe": 2, "chunks": 1}, 6, 0.0, True):

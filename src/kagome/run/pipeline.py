@@ -108,9 +108,8 @@ class Pipeline:
         self._checked = False
         self.ahead = Ahead(model)
         ids = part.own if self.chunks.tables is None else self.chunks.tables.ids
-        names = [step.name for stage in self.mine for step in stage.steps]
-        where = {"part": mesh.part, "stage": mesh.stage}
-        self.layout = Layout.of(parallel, part.fingerprint, ids, steps=names, **where)
+        steps, where = [step.name for stage in self.mine for step in stage.steps], mesh.stage
+        self.layout = Layout.of(parallel, part.fingerprint, ids, part=mesh.part, stage=where, steps=steps)
         self._notes = [self._said()]
         self._put_on()
 
@@ -266,10 +265,10 @@ class Pipeline:
             self.guard.done(kind)
         self._checked = True
         with self.phases.phase("weights", epoch):
-            mine = torch.tensor([lost, float(stop)], dtype=torch.float64, device=self.mesh.device)
-            value, stops = self.mesh.world.all_reduce(
-                mine, action=f"loss, epoch {epoch}", kind="weights"
-            ).tolist()
+            mine = torch.tensor([lost, float(stop), *self.ways.moved(epoch)], dtype=torch.float64)
+            mine, action = mine.to(self.mesh.device), f"loss, epoch {epoch}"
+            value, stops, *moved = self.mesh.world.all_reduce(mine, action=action, kind="weights").tolist()
+        self.ways.crossing.moved(sum(moved) / self.mesh.size)
         check_finite(value, epoch)
         with self.phases.phase("optimizer", epoch):
             if self.settings.clip is not None:
@@ -340,6 +339,7 @@ class Pipeline:
     def _lose(self, job: Job) -> None:
         """At the end of a job's forward: its loss, where its stage gives the output."""
         self.saving.look(job.scope)
+        self.ways.look()
         out = self._out(job)
         if out is None:
             return

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from kagome.comm.mesh import Mesh
 from kagome.config import Parallel
 from kagome.neighbors.crossing import Crossing
@@ -33,10 +35,11 @@ class Ways:
     def __init__(
         self, crossing: Crossing, mesh: Mesh, parallel: Parallel, *, seed: int, guarded: bool
     ) -> None:
-        self.crossing = crossing
+        self.crossing, self.mesh = crossing, mesh
         self.stages = StageCodec(parallel.codec_stage, seed, mesh.stage)
         self.tally = Tally(mesh.world, crossing, self.stages if parallel.pipe > 1 else None)
         self.guarded = guarded
+        self._drifts: tuple[float, ...] = ()
         self._stage, self._halo = self.stages.codec.name, not crossing.exact
         """Whether rungs are about the halo; else they are about what goes from stage to stage."""
         watched = parallel if self._halo else Parallel(codec=self._stage, guard=parallel.guard)
@@ -46,6 +49,18 @@ class Ways:
     def go_on(self, state: Mapping[str, Any] | None) -> None:
         """Know what an earlier run's ladder knew."""
         self.ladder = Ladder(self._watched, state)
+
+    def look(self) -> None:
+        """At the end of a forward, before gradients come: how far rows that may be late have moved."""
+        self._drifts = self.crossing.drifts
+
+    def moved(self, epoch: int) -> list[float]:
+        """How far rows of this part moved, where all want to know it: the most of all its stages."""
+        if not self._drifts:
+            return []
+        mine = torch.tensor(self._drifts, device=self.mesh.device)
+        found: list[float] = self.mesh.pipe.all_reduce(mine, "max", action=f"drift, epoch {epoch}").tolist()
+        return found
 
     def rung(self, *, exact: bool) -> Rung:
         """Of the coming epoch; one that is exact for want of trust in history is exact in all."""
