@@ -39,6 +39,7 @@ from kagome.run.check import check_on_first
 from kagome.run.costs import Costs
 from kagome.run.engines import engine_for
 from kagome.run.folder import RunWriter
+from kagome.run.heap import set_aside
 from kagome.run.learning import loss_of, optimizer_of, scheduler_of, set_rates, step_scheduler
 from kagome.run.outcome import original_order, outcome
 from kagome.run.ready import ready
@@ -221,14 +222,10 @@ class Trainer:
         self._was_checked = True
         set_up = time.perf_counter() - self._begun
         self._open_files()
-        progress = Progress(
-            epochs,
-            done=self.epoch,
-            metric_name=self.metric_name,
-            enabled=self.settings.report.progress and self.mesh.rank == 0,
-        )
+        shown = self.settings.report.progress and self.mesh.rank == 0
+        progress = Progress(epochs, done=self.epoch, metric_name=self.metric_name, enabled=shown)
         noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
-        with asked_to_stop(self.writer is not None) as asked, progress:
+        with asked_to_stop(self.writer is not None) as asked, progress, set_aside():
             while self.epoch < epochs:
                 stop, every = self._one_epoch(epochs, bool(asked)), self.train.save_every
                 saves = stop or bool(every and self.epoch % every == 0)

@@ -1,0 +1,67 @@
+"""The garbage collector, while epochs run, leaves alone what was there before them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipelines import data, model
+from torch import Tensor
+from training import QUIET, settings
+
+from kagome import Trainer
+from kagome.run.heap import set_aside
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+def test_full_collections_go_through_what_epochs_made():
+    seen: list[int] = []
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        seen.append(len(gc.get_objects(generation=2)))
+        return F.cross_entropy(out, y, reduction="none")
+
+    before = len(gc.get_objects())
+    with Trainer(model("gcn"), data(), loss=loss, train=settings(), report=QUIET) as trainer:
+        trainer.fit(3)
+    assert before > 100_000
+    assert max(seen[-3:]) < before / 10
+    assert gc.get_freeze_count() == 0
+
+
+@set_aside()
+def fail() -> None:
+    assert gc.get_freeze_count() > 0
+    raise ZeroDivisionError
+
+
+def test_it_ends_with_an_error():
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert gc.get_freeze_count() == 0
+
+
+def test_who_has_set_objects_aside_keeps_them_there():
+    gc.freeze()
+    with set_aside():
+        pass
+    assert gc.get_freeze_count() > 0
+
+
+def test_cycles_of_epochs_are_still_collected():
+    class Held:
+        def __init__(self) -> None:
+            self.me, self.rows = self, torch.zeros(2)
+
+    with set_aside():
+        Held()
+        assert gc.collect() > 0
