@@ -61,8 +61,10 @@ class Options:
     """Models."""
     codecs: tuple[str, ...] = CODECS
     """Codecs."""
-    late: tuple[str, ...] = ("waits", "late")
+    late: tuple[str, ...] = tuple(LATE)
     """How late: waits, late, E2, E5, E10, E20, auto."""
+    all_pairs: bool = False
+    """Every codec with every lateness; else those of which one is ``waits``, ``none`` or ``onebit``."""
     seeds: int = 10
     """Seeds of each row."""
     epochs: int = 200
@@ -108,6 +110,8 @@ def cases(options: Options) -> Iterator[Case]:
             for model in options.models:
                 for codec in options.codecs:
                     for late in options.late:
+                        if not (options.all_pairs or late == "waits" or codec in ("none", "onebit")):
+                            continue
                         guard = options.guard or (codec == "none" and late == "waits")
                         yield Case(graph, model, codec, late, guard, seed)
 
