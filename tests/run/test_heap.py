@@ -8,12 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from pipelines import data, model
+from pipelines import HIDDEN, Gcnii, data, model
 from torch import Tensor
 from training import QUIET, settings
 
-from kagome import Trainer
+from kagome import Parallel, Trainer
 from kagome.run.heap import set_aside
+from kagome.run.staging import SAMPLE
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +66,19 @@ def test_cycles_of_epochs_are_still_collected():
     with set_aside():
         Held()
         assert gc.collect() > 0
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_features_lie_once_beside_the_user_s(chunks):
+    """A part, its chunks, all of them together: each has held a copy of its own."""
+    given, width = data(), 37
+    given.x = torch.randn(given.num_nodes, width, dtype=torch.float64)
+    net = Gcnii()
+    net.first = torch.nn.Linear(width, HIDDEN)
+    cut = Parallel(chunks=chunks)
+    with Trainer(net.double(), given, parallel=cut, train=settings(), report=QUIET) as trainer:
+        trainer.fit(1)
+        gc.collect()
+        found = [each for each in gc.get_objects() if type(each) is Tensor and each.shape[1:] == (width,)]
+        rows = {each.untyped_storage().data_ptr(): each.size(0) for each in found if each.size(0) > HIDDEN}
+        assert 2 * given.num_nodes <= sum(rows.values()) <= 2 * given.num_nodes + SAMPLE

@@ -51,6 +51,12 @@ def together(chunks: Chunks) -> Chunk:
     return Chunk(0, part, 0, torch.cat([piece.reads for piece in pieces]))
 
 
+def bare(chunks: Chunks) -> Chunks:
+    """The chunks without attributes: all of them together have these."""
+    pieces = [replace(piece, part=replace(piece.part, nodes={}, edges={})) for piece in chunks.pieces]
+    return replace(chunks, pieces=tuple(pieces))
+
+
 def at_once(steps: Sequence[Step]) -> Step:
     """All steps of an epoch as one, of all chunks :func:`together`.
 

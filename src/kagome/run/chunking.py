@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
-from kagome.graph.chunks import Chunks, Step, alone, cut_part, order_of, plan_steps
+from kagome.graph.chunks import Chunk, Chunks, Step, alone, cut_part, order_of, plan_steps
 from kagome.graph.partition import Partition
-from kagome.graph.together import at_once, together
+from kagome.graph.together import at_once, bare, together
 from kagome.model.exact import HANDLERS
 from kagome.neighbors.bounded import Bound
 from kagome.neighbors.crossing import Crossing
@@ -199,7 +199,9 @@ def chunked(
     chunks: Chunks = cut_part(part, count, method=method, seed=seed)
     # Where no stage follows none waits for a chunk, so all go at once: the same numbers for less time.
     single = settings.pipe == 1 and settings.cross_chunk == "history"
-    pieces = (together(chunks),) if single else chunks.pieces
+    pieces: tuple[Chunk, ...] = chunks.pieces
+    if single:
+        pieces, chunks = (together(chunks),), bare(chunks)
     tables = Tables(chunks, pieces, crossing, device)
     scopes = []
     for piece in pieces:

@@ -93,7 +93,7 @@ class Pipeline:
             )
             for stage in self.mine
         }
-        self.inputs = {name: value.to(device) for name, value in part.nodes.items()}
+        self.inputs = {k: v.to(device) for k, v in part.nodes.items() if k == "y" or k.endswith("_mask")}
         self.owners = Owners(model, self.staging.stages, mesh.pipe)
         self.gradients = Gradients(self.owners.parameters, mesh.weights)
         self.gradients.overlaps = False  # they are whole after the last chunk

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -219,11 +219,12 @@ class Trainer:
                     self._say_all(check_on_first(self.model, self.part, self.channel, self.settings))
                 self._say_all(self.accounts.foresee(self.part, self.world))
             self._say_all(self.engine.take_notes())
-        self._was_checked = True
+            self.part = replace(self.part, nodes={}, edges={})  # the engine has what it needs
+            self._was_checked = True
         set_up = time.perf_counter() - self._begun
         self._open_files()
-        shown = self.settings.report.progress and self.mesh.rank == 0
-        progress = Progress(epochs, done=self.epoch, metric_name=self.metric_name, enabled=shown)
+        name, shown = self.metric_name, self.settings.report.progress and self.mesh.rank == 0
+        progress = Progress(epochs, done=self.epoch, metric_name=name, enabled=shown)
         noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
         with asked_to_stop(self.writer is not None) as asked, progress, set_aside():
             while self.epoch < epochs:
@@ -287,8 +288,7 @@ class Trainer:
     # Epochs --------------------------------------------------------------------------------------
 
     def _one_epoch(self, epochs: int, stop: bool) -> bool:
-        self.epoch += 1
-        epoch = self.epoch
+        epoch = self.epoch = self.epoch + 1
         self.mesh.doing(f"epoch {epoch}")
         with self.costs.training():
             loss, stopped = self.engine.train(epoch, self.optimizer, stop=stop)
