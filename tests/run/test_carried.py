@@ -10,10 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
-from pipelines import data, model, told
+from pipelines import SEED, data, model, told
+from training import QUIET, settings
 
+from kagome import Trainer
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
+from kagome.errors import CheckpointError
 from kagome.model import stages
 from kagome.model.balance import best_cuts
 from kagome.run.carried import Carried, Layout, Told, said_of
@@ -94,6 +97,36 @@ def test_it_is_another_run_where_rows_were_not_kept(ranks, tmp_path, name):
     assert found["losses"][:6] == pytest.approx(expected["losses"][:6], abs=1e-11)
     assert abs(found["losses"][6] - expected["losses"][6]) > 1e-6
     assert any("no rows of its last epoch" in note for note in found["notes"])
+
+
+def test_rows_that_cannot_be_read_end_the_run_with_words(ranks, tmp_path):
+    """A file that was cut short once the weights had been read."""
+    kind, parallel = CASES["late"]
+    folder = tmp_path / "run"
+    ranks(2, run, kind, parallel, 3, str(folder))
+
+    with pytest.raises(CheckpointError, match=r"rows of epoch 3(.|\n)*cannot be read(.|\n)*an earlier"):
+        ranks(2, without_rows, kind, parallel, str(folder))
+
+
+def without_rows(channel: Channel, kind: str, parallel: dict[str, Any], folder: str) -> None:
+    with Trainer(
+        model(kind, 0.4),
+        data(validated=True),
+        parallel=Parallel(**parallel),
+        train=settings(seed=SEED),
+        report=QUIET,
+    ) as trainer:
+        resumed = trainer.engine.resumed
+
+        def spoiled(*given: Any) -> str:
+            said = resumed(*given)
+            for file in Path(folder).glob("checkpoints/*/*.distcp"):
+                file.write_bytes(b"")
+            return said
+
+        with mock.patch.object(trainer.engine, "resumed", spoiled):
+            trainer.fit(5, resume=folder)
 
 
 # Stages that are cut otherwise ---------------------------------------------------------------------------

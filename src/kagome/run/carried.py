@@ -12,6 +12,7 @@ a run that goes on.
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,18 +22,27 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
+from kagome.errors import CheckpointError
 from kagome.neighbors.recall import Entry, Recall, State
 from kagome.neighbors.turn import SiteKey
+
+UNREADABLE: Final = (
+    *(OSError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError),
+    *(pickle.UnpicklingError, CheckpointException),
+)
+"""What reading a damaged checkpoint may raise."""
 
 SECTION: Final = "carried"
 """Of a checkpoint."""
 
 DECIDES: Final = (
-    *("pipe", "graph", "tensor", "chunks", "cross_chunk", "stale_gradients", "cross_chunk_scale"),
+    *("pipe", "graph", "tensor", "chunks", "shuffle_chunks"),
+    *("cross_chunk", "stale_gradients", "cross_chunk_scale"),
     *("max_age", "smoothing", "error_feedback", "halo_sample", "skip_drift", "adaptive_bits"),
     *("codec", "codec_backward"),
 )
@@ -169,16 +179,28 @@ class Recalled:
     entries: Mapping[tuple[str, Hashable], State] = field(repr=False)
 
     def take(self, kind: str, key: Hashable, epoch: int) -> State | None:
-        """An entry, in the epoch that may read it and in evaluations before; None where there is none."""
+        """An entry, in the epoch that may read it and in evaluations before; None where there is none.
+
+        Raises:
+            CheckpointError: If its rows cannot be read.
+        """
         state = self.entries.get((kind, key))
         if state is None or not self.epoch - 1 <= epoch <= self.epoch:
             return None
         named = {name: value for name, value in state.items() if isinstance(value, Named)}
         rows = {each.path: torch.empty(each.shape, dtype=_dtype(each.dtype)) for each in named.values()}
         if rows:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                load_state({SECTION: rows}, checkpoint_id=self.folder, no_dist=True)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    load_state({SECTION: rows}, checkpoint_id=self.folder, no_dist=True)
+            except UNREADABLE as error:
+                raise CheckpointError(
+                    f"rows of epoch {self.epoch - 1} were expected in {self.folder}",
+                    f"they cannot be read: {reason(error)}",
+                    where=f"{kind} {key}",
+                    hint="an earlier checkpoint of the run",
+                ) from None
         for each in named.values():
             if each.accelerated:
                 rows[each.path] = rows[each.path].to(self.device)
@@ -240,6 +262,14 @@ def said_of(recall: Recall | None, *, late: bool, history: bool = False) -> str:
         return "; rows of its last epoch are read again"
     begins = "computes all rows" if history else "waits for its rows"
     return f"; no rows of its last epoch are of these ranks, chunks and settings: the next one {begins}"
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what happened, on the first rank that it happened to."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _ambiguous(entries: Sequence[tuple[str, Any, State]]) -> bool:

@@ -7,7 +7,6 @@ that the same ranks may read again. Draws need no state of their own: they follo
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -28,19 +27,13 @@ from torch.optim import Optimizer
 from kagome.comm.channel import Channel
 from kagome.errors import CheckpointError
 from kagome.report.files import write_json, write_text
-from kagome.run.carried import SECTION, Carried, Told
+from kagome.run.carried import SECTION, UNREADABLE, Carried, Told, reason
 
 KEEP = 2
 """Whole checkpoints that stay; older ones are removed."""
 
 REST = "rest.pt"
 """What is no tensor of a checkpoint: the scheduler, the optimizer's groups, what guards know."""
-
-UNREADABLE = (
-    *(OSError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError),
-    *(pickle.UnpicklingError, CheckpointException),
-)
-"""What reading a damaged checkpoint may raise."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +115,7 @@ def save(
             write_text(folder / "latest", name + "\n")
             _remove_others(folder, name)
     except (OSError, CheckpointException) as error:
-        fault = f"it cannot be: {_reason(error)}"
+        fault = f"it cannot be: {reason(error)}"
     _agree(channel, fault, target)
     return target
 
@@ -221,7 +214,7 @@ def load(
     except UNREADABLE as error:
         raise CheckpointError(
             f"a checkpoint of this model was expected in {folder}",
-            f"it cannot be read: {_reason(error)}",
+            f"it cannot be read: {reason(error)}",
             hint="the same --model settings as the run that wrote it",
         ) from None
     if seed not in (None, place.seed):
@@ -281,11 +274,3 @@ def _give_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], kept: M
         index, _, key = name.partition("/")
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": kept["groups"]})
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of what happened, on the first rank that it happened to."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
