@@ -261,7 +261,7 @@ def said_of(recall: Recall | None, *, late: bool, history: bool = False) -> str:
     if recall is not None:
         return "; rows of its last epoch are read again"
     begins = "computes all rows" if history else "waits for its rows"
-    return f"; no rows of its last epoch are of these ranks, chunks and settings: the next one {begins}"
+    return f"; it has no rows of its last epoch for these ranks, chunks and settings: the next one {begins}"
 
 
 def reason(error: BaseException) -> str:
