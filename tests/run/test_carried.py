@@ -196,3 +196,10 @@ def test_what_is_said_of_it():
     assert said_of(None, late=False) == ""
     assert "waits for its rows" in said_of(None, late=True)
     assert "computes all rows" in said_of(None, late=True, history=True)
+
+
+def test_one_rank_that_has_no_late_rows_says_nothing_of_them(ranks, tmp_path):
+    folder = str(tmp_path / "run")
+    ranks(2, run, "gcn", {"graph": 2, "max_age": 1}, 2, folder)
+    notes = ranks(1, run, "gcn", {"max_age": 1}, 3, folder, folder)[0]["notes"]
+    assert next(note for note in notes if note.startswith("resumed")).endswith("epoch-000002")

@@ -117,6 +117,11 @@ class Crossing:
         return self.size == 1 or (codecs and self.waits and not self.chooses)
 
     @property
+    def late(self) -> bool:
+        """Whether rows may be those of an earlier epoch."""
+        return self.size > 1 and not self.waits
+
+    @property
     def drifts(self) -> tuple[float, ...]:
         """Where all ranks want to know it, how far rows moved here."""
         return (self.known.drift,) if self.settings.sync_every == "auto" else ()

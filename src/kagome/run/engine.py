@@ -150,7 +150,7 @@ class Engine:
         self.ladder = Ladder(self._watched, told.guards.get("ladder"))
         recall = told.recall(self.layout, self.channel, self.channel.device)
         self.crossing.forget(recall or NOTHING)
-        return said_of(recall, late=not self.crossing.waits)
+        return said_of(recall, late=self.crossing.late)
 
     def _put_on(self) -> None:
         self._unrule = apply_rules(self.model, self.scope)  # refuses before it touches the model

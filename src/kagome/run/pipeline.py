@@ -210,7 +210,7 @@ class Pipeline:
                 self._forget(NOTHING)
         if self.guard is not None and recall is None:
             self.guard.begin_anew()
-        return said_of(recall, late=not self.ways.crossing.waits, history=self.guard is not None)
+        return said_of(recall, late=self.ways.crossing.late, history=self.guard is not None)
 
     def _forget(self, recall: Recall) -> None:
         """Let the next epoch read nothing of those before, but what is recalled."""
