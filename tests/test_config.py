@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kagome import config
+from kagome import config, written
 from kagome.errors import ConfigError
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -66,11 +66,11 @@ RUNS = st.builds(
 @given(RUNS)
 def test_every_setting_goes_to_toml_and_back(run):
     """Control characters in a text were written as they are, which TOML forbids."""
-    assert config.from_dict(tomllib.loads(config.to_toml(run))) == run
+    assert written.from_dict(tomllib.loads(written.to_toml(run))) == run
 
 
 def test_the_round_trip_leaves_out_no_field(tmp_path):
-    written = {
+    fields = {
         section.name: {field.name for field in dataclasses.fields(getattr(config.Run(), section.name))}
         for section in dataclasses.fields(config.Run)
     }
@@ -88,19 +88,19 @@ def test_the_round_trip_leaves_out_no_field(tmp_path):
         ),
         train=config.Train(patience=1, clip=1.0, save_every=2),
     )
-    assert {section: set(values) for section, values in config.as_dict(full).items()} == written
+    assert {section: set(values) for section, values in written.as_dict(full).items()} == fields
     path = tmp_path / "run.toml"
-    path.write_text(config.to_toml(full), encoding="utf-8")
-    assert config.from_toml(path) == full
+    path.write_text(written.to_toml(full), encoding="utf-8")
+    assert written.from_toml(path) == full
 
 
 def test_what_is_left_out_keeps_its_default():
-    assert config.from_dict({}) == config.Run()
-    assert config.from_dict({"train": {"epochs": 3}}).train == config.Train(epochs=3)
+    assert written.from_dict({}) == config.Run()
+    assert written.from_dict({"train": {"epochs": 3}}).train == config.Train(epochs=3)
 
 
 def test_names_as_the_flags_have_them_and_whole_numbers_for_any_number():
-    train = config.from_dict({"train": {"weight-decay": 0, "lr": 1, "eval-every": 2}}).train
+    train = written.from_dict({"train": {"weight-decay": 0, "lr": 1, "eval-every": 2}}).train
     assert train == config.Train(weight_decay=0.0, lr=1.0, eval_every=2)
     assert isinstance(train.lr, float)
 
@@ -125,7 +125,7 @@ def test_names_as_the_flags_have_them_and_whole_numbers_for_any_number():
 )
 def test_a_wrong_table_is_told_with_the_file(table, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        config.from_dict(table, where="run.toml")
+        written.from_dict(table, where="run.toml")
     if "amp" not in words or "text" in words:
         assert "(run.toml)" in str(caught.value)
 
@@ -168,13 +168,13 @@ def test_values_out_of_range(kind: Any, values, words):
 def test_files_that_cannot_be_read(tmp_path):
     path = tmp_path / "run.toml"
     with pytest.raises(ConfigError, match="cannot be read"):
-        config.from_toml(path)
+        written.from_toml(path)
     path.write_bytes(b"\xff\xfe[train]")
     with pytest.raises(ConfigError, match="cannot be read"):
-        config.from_toml(path)
+        written.from_toml(path)
     path.write_text("[train]\nepochs = ")
     with pytest.raises(ConfigError, match="must be TOML"):
-        config.from_toml(path)
+        written.from_toml(path)
 
 
 def test_a_cut_fits_the_ranks_there_are():

@@ -25,6 +25,7 @@ ANYWHERE = {
     "commands",
     "compiled",
     "planfile",
+    "written",
 }
 """Leaves without torch that every folder may import."""
 
@@ -32,6 +33,7 @@ MAY = {
     "errors": set(),
     "config": {"errors", "clashes", "planfile"},
     "planfile": {"errors"},
+    "written": {"errors", "config"},
     "commands": {"config"},
     "clashes": {"errors", "config"},
     "ranks": {"errors"},

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from kagome import config
+from kagome import config, written
 from kagome.commands import (
     COMMANDS,
     CheckCommand,
@@ -167,7 +167,7 @@ def parse_train(args: list[str]) -> TrainCommand:
     """
     default = TrainCommand()
     if args and not args[0].startswith("-"):
-        default = _over(default, config.from_toml(args[0]))
+        default = _over(default, written.from_toml(args[0]))
         args = args[1:]
     for place, word in enumerate(args):
         folder = (
@@ -176,7 +176,7 @@ def parse_train(args: list[str]) -> TrainCommand:
             else word.partition("--resume=")[2]
         )
         if folder and (_run_folder(folder) / "config.toml").exists():
-            default = _over(default, config.from_toml(_run_folder(folder) / "config.toml"))
+            default = _over(default, written.from_toml(_run_folder(folder) / "config.toml"))
             # How it was split is no part of what it learns: the ranks there are now decide.
             default = replace(default, parallel=replace(default.parallel, graph=None))
     command: TrainCommand = _parse(TrainCommand, args, "train", default)

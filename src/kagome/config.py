@@ -6,13 +6,9 @@ Where it sits: frozen dataclasses without torch; ``cli`` turns them into flags, 
 from __future__ import annotations
 
 import dataclasses
-import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args
 
 from kagome import clashes, planfile
 from kagome.errors import ConfigError
@@ -21,6 +17,7 @@ Partitioner = Literal["auto", "metis", "streaming", "contiguous", "random"]
 CrossChunk = Literal["history", "drop", "exact"]
 Activations = Literal["auto", "device", "host", "disk"]
 Schedule = Literal["auto", "fill-drain", "1f1b", "kfkb"]
+SumCodec = Literal["none", "fp32", "bf16"]
 CodecName = Literal["none", "fp32", "bf16", "fp16", "int8", "int4", "int2", "onebit"]
 Allowed = Literal["decoupled", "history", "onebit", "stale"]
 Metric = Literal["auto", "accuracy", "roc_auc", "f1_micro"]
@@ -120,6 +117,8 @@ class Parallel:
     """The same for gradients; by default as ``codec``."""
     codec_stage: CodecName | None = None
     """The same for what goes from stage to stage; by default as it is."""
+    codec_weights: SumCodec = "none"
+    """The same for gradients of weights while parts sum them: ``bf16`` has the range of float32."""
     error_feedback: bool = False
     """Add what a codec lost of a row to the row that is sent next."""
     max_age: int = 0
@@ -173,6 +172,7 @@ class Parallel:
             ("codec", CodecName),
             ("codec_backward", CodecName),
             ("codec_stage", CodecName),
+            ("codec_weights", SumCodec),
             ("activations", Activations),
         ):
             if getattr(self, name) not in (*get_args(kinds), None):
@@ -308,88 +308,6 @@ class Run:
     def cut(self, ranks: int) -> tuple[str, int, bool]:
         """How the vertices of so many ranks are cut: partitioner, seed, and whether a kept cut will do."""
         return self.parallel.cutter(ranks), self.train.seed, self.parallel.reuse
-
-
-def as_dict(run: Run) -> dict[str, dict[str, Any]]:
-    """The run as nested plain values; fields that are None are left out, as TOML knows no null."""
-    return {
-        section: {key: value for key, value in values.items() if value is not None}
-        for section, values in dataclasses.asdict(run).items()
-    }
-
-
-def to_toml(run: Run) -> str:
-    """The run as TOML text that :func:`from_toml` reads back."""
-    lines: list[str] = []
-    for section, values in as_dict(run).items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # JSON's escapes are TOML's, but for one character that only TOML forbids.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
-    return repr(list(value) if isinstance(value, tuple) else value)
-
-
-def from_toml(path: str | Path) -> Run:
-    """Read a run from a TOML file.
-
-    Raises:
-        ConfigError: If the file is missing, is no TOML, or names an unknown section or setting.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the settings file {path} was asked for", f"it cannot be read: {error}") from None
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the settings file {path} must be TOML", str(error)) from None
-    return from_dict(table, where=str(path))
-
-
-def from_dict(table: dict[str, Any], *, where: str = "") -> Run:
-    """Build a run from nested plain values; what is left out keeps its default."""
-    sections = {f.name: f.default_factory for f in dataclasses.fields(Run)}
-    parts: dict[str, Any] = {}
-    for section, values in table.items():
-        if section not in sections:
-            raise ConfigError(f"a section of {', '.join(sections)}", f"found [{section}]", where=where)
-        kind: Any = sections[section]
-        if not isinstance(values, dict):
-            raise ConfigError(f"[{section}] is a section of settings", f"it is {values!r}", where=where)
-        hints, given = get_type_hints(kind), {}
-        for key, value in values.items():
-            name = key.replace("-", "_")  # as the flags are written
-            if name not in hints:
-                known = ", ".join(hints)
-                raise ConfigError(f"a setting of [{section}]: {known}", f"found {key!r}", where=where)
-            given[name] = _typed(f"{section}.{name}", value, hints[name], where)
-        parts[section] = kind(**given)
-    return Run(**parts)
-
-
-def _typed(name: str, value: Any, hint: Any, where: str) -> Any:
-    """The value, if it is of the field's type; a whole number serves where any number does."""
-    if get_origin(hint) is tuple:
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise ConfigError(f"{name} takes a list of texts", f"it is {value!r}", where=where)
-        return tuple(value)
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    kinds = tuple(type(get_args(kind)[0]) if get_origin(kind) is Literal else kind for kind in kinds)
-    if float in kinds and type(value) is int:
-        return float(value)
-    if type(value) not in kinds:
-        words = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
-        takes = " or ".join(words[kind] for kind in kinds if kind is not NoneType)
-        raise ConfigError(f"{name} takes {takes}", f"it is {value!r}", where=where)
-    return value
 
 
 def _at_least(section: str, settings: object, **lows: float) -> None:

@@ -18,13 +18,14 @@ import kagome
 from kagome import cli
 from kagome.cli import _builder
 from kagome.comm.channel import Channel
+from kagome.comm.summing import ONE_ROUND_BYTES
 from kagome.commands import PlanCommand
 from kagome.config import Data as Source
 from kagome.config import Model, Parallel, Report, Run, Train
 from kagome.errors import ConfigError, PlanError
 from kagome.model.zoo import build_model
 from kagome.planner.cluster import READY, Cluster
-from kagome.planner.costs import Load, Rates, Sliced, summed
+from kagome.planner.costs import ONE_ROUND, Load, Rates, Sliced, summed
 from kagome.planner.meshes import HIDES, Candidate, parts, ranked, slices
 from kagome.planner.pipes import CHUNK, Cut, pipes
 from kagome.report.plan_page import plans_html
@@ -252,9 +253,10 @@ def test_fewer_bits_and_late_rows_wait_less_and_are_not_exact() -> None:
 
 
 def test_each_message_of_gradients_is_summed_in_one_round_or_two() -> None:
+    assert ONE_ROUND == ONE_ROUND_BYTES
     assert summed(2, (3e6, 10.0)) == 3e6 + 10
-    assert summed(4, (3e6, 1e5)) == 2 * 3 / 4 * 3e6 + 3 * 1e5
-    assert summed(4, (3e6, 1e5), stages=20) == 3 * (3e6 + 1e5) / 20
+    assert summed(4, (3e6, 6e4)) == 2 * 3 / 4 * 3e6 + 3 * 6e4
+    assert summed(4, (3e6, 1e5), stages=100) == 3 * (3e6 + 1e5) / 100
 
 
 def test_ranks_that_crowd_a_machine_are_slower() -> None:

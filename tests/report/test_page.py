@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from kagome.config import Data, Run, to_toml
+from kagome.config import Data, Run
 from kagome.errors import ConfigError
 from kagome.report.meters import EpochRecord, JsonLines
 from kagome.report.page import write_page
 from kagome.report.spans import Span
 from kagome.report.summary import summary, write_summary
 from kagome.report.timeline import write_trace
+from kagome.written import to_toml
 
 SECTIONS = (
     "Bottleneck", "Learning", "Time", "One epoch", "Data sent", "Memory", "Partition", "Notes", "Settings",

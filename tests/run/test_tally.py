@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from training import QUIET, graph, model, settings
+from training import QUIET, graph, losses, model, settings
 
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
@@ -25,7 +25,9 @@ def run(channel: Channel, parallel: dict[str, Any], epochs: int = 12, out: str |
             "summary": summary,
             "bytes": [dict(record.bytes) for record in trainer.records],
             "uncoded": [dict(record.uncoded) for record in trainer.records],
+            "losses": losses(trainer),
             "notes": trainer.notes,
+            "weights": {key: value.numpy().tobytes() for key, value in trainer.model.state_dict().items()},
         }
 
 
@@ -67,6 +69,30 @@ def test_codecs_bytes_errors_and_probes(ranks):
             f"crossing: halo onebit, halo backward bf16; {probes['count']} probes, the last"
         )
         assert f"lowest cosine {probes['lowest_cosine']:.2f} in epoch {probes['lowest_epoch']}" in said
+
+
+@pytest.mark.parametrize("more", [{}, {"codec": "onebit"}, {"pipe": 2, "graph": 2, "chunks": 1}])
+def test_sums_of_gradients_cross_in_fewer_bytes(ranks, more):
+    """float32 gradients as bf16: counts, losses and notes stay, weights are the same on all ranks."""
+    exact, found = (ranks(4, run, {**more, **codec}) for codec in ({}, {"codec_weights": "bf16"}))
+    for rank in found:
+        told = rank["summary"]["crossing"]
+        assert told["codecs"]["weights"] == "bf16"
+        sent, uncoded = (rank["summary"]["bytes_per_epoch"], told["bytes_uncoded_per_epoch"])
+        before = exact[0]["summary"]["bytes_per_epoch"]["weights"]
+        assert sent["weights"] < 0.6 * before
+        assert uncoded["weights"] <= before
+        if not more:
+            # No epoch was a probe: exactly what was sent before.
+            assert uncoded["weights"] == before
+            assert rank["notes"][-1] == "crossing: halo none, halo backward none, weights bf16"
+            assert rank["losses"] == pytest.approx(exact[0]["losses"], rel=0.02)
+        assert rank["weights"] == found[0]["weights"] or more.get("pipe")
+
+
+def test_one_rank_sums_nothing(ranks):
+    (found,) = ranks(1, run, {"codec_weights": "bf16"}, 3)
+    assert "crossing" not in found["summary"]
 
 
 def test_unwatched_late_rows(ranks):

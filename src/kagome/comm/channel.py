@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kagome.comm import letters
+from kagome.comm import letters, summing
 from kagome.comm.end import End
-from kagome.comm.pending import Pending, PendingSum, Sending, start_sum
+from kagome.comm.pending import Pending, Sending
+from kagome.comm.summing import PendingSum
 from kagome.comm.traffic import KINDS, Kind
 from kagome.comm.trip import Trip
 from kagome.comm.wire import Wire
@@ -275,21 +276,7 @@ class Channel(End):
         work = self._group.allreduce([values], reduce, timedelta(seconds=self.timeout))
         return Pending(values, self, action, kind, [(None, work)])
 
-    def start_all_reduce(self, tensor: Tensor, *, action: str, kind: Kind = "weights") -> PendingSum:
-        """Begin a sum over the ranks; see :class:`PendingSum` for its bits.
-
-        Nobody is waited for here, and no peer's limit begins before this rank waits.
-
-        Args:
-            tensor: This rank's values; not to be changed before the wait ends.
-            action: What this is, for errors.
-            kind: What its bytes and its time count as.
-
-        Shapes: [n] -> [n].
-
-        Cost: size - 1 times the tensor's bytes in one round, 2 (size - 1) / size times in two.
-        """
-        return start_sum(self, tensor.detach().contiguous(), action, kind)
+    start_all_reduce = summing.start_all_reduce
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, action: str, kind: Kind = "other") -> Tensor:
         """The tensor of rank ``src`` of this group, as a new tensor; elsewhere only type and shape count.

@@ -1,4 +1,4 @@
-"""Pending: what was begun on a channel and will be waited for - rows that come or go, a sum over all ranks.
+"""Pending: what was begun on a channel and will be waited for - rows that come or go.
 
 Where it sits: ``channel`` makes them; who began one computes something else before it waits.
 """
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from kagome.comm.wire import Coming, Work
 
 if TYPE_CHECKING:
     from kagome.comm.channel import Channel
-
-ONE_ROUND_BYTES: Final = 2**20
-"""A sum of more than two ranks goes in one round up to so many bytes of all ranks together."""
 
 
 @dataclass
@@ -137,69 +134,3 @@ class Sending:
             CommError: If the peer was late or lost.
         """
         self.pending.wait()
-
-
-@dataclass
-class PendingSum:
-    """A sum over all ranks under way; ``wait`` gives it.
-
-    Each rank adds the ranks' values one after the other in the order of ranks, so the bits depend neither on
-    timing nor on what else is summed in the same message. In one round every rank gets every other's values
-    and adds them; in two rounds each adds a piece and sends it to the others: fewer bytes, but the second
-    round begins only in ``advance`` or ``wait``.
-
-    Args:
-        first: The values of all ranks, or of this rank's piece; with ``summed``, their sum already.
-        pieces: How the values are cut for two rounds; none for one round.
-        summed: Whether what comes is the sum itself (one rank, nccl).
-    """
-
-    first: Pending
-    pieces: tuple[int, ...] = ()
-    summed: bool = False
-    second: Pending | None = None
-
-    def advance(self) -> None:
-        """Begin the second round, if any, once the first has ended: of several sums, before any wait."""
-        if self.pieces and self.second is None:
-            first, piece = self.first, self._added(self.first.wait())
-            same = [piece] * first.channel.size
-            self.second = first.channel.start_parts(same, self.pieces, first.action, first.kind)
-
-    def wait(self) -> Tensor:
-        """Wait for the sum.
-
-        Returns:
-            A tensor of the same shape, the same bits on every rank; with one rank what was given.
-
-        Raises:
-            CommError: If a peer was late or lost.
-        """
-        self.advance()
-        if self.second is not None:
-            return self.second.wait()
-        values = self.first.wait()
-        return values if self.summed else self._added(values)
-
-    def _added(self, values: Tensor) -> Tensor:
-        size = self.first.channel.size
-        rows = values.view(size, values.numel() // size)
-        total = rows[0] + rows[1]
-        for row in rows[2:]:
-            total += row
-        return total
-
-
-def start_sum(channel: Channel, flat: Tensor, action: str, kind: Kind) -> PendingSum:
-    """Begin what :meth:`Channel.start_all_reduce` describes."""
-    size = channel.size
-    if size == 1:
-        return PendingSum(Pending(flat, channel, action, kind), summed=True)
-    if not channel.lanes:
-        return PendingSum(channel.begin_all_reduce(flat.clone(), "sum", action, kind), summed=True)
-    flat = flat.to(channel.wire)
-    if size == 2 or size * flat.nbytes <= ONE_ROUND_BYTES:
-        return PendingSum(channel.start_parts([flat] * size, [flat.size(0)] * size, action, kind))
-    parts = list(torch.tensor_split(flat, size))
-    first = channel.start_parts(parts, [parts[channel.rank].size(0)] * size, action, kind)
-    return PendingSum(first, pieces=tuple(part.size(0) for part in parts))

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ONE_ROUND = 2**20
-"""A sum goes in one round up to so many bytes of all ranks together: see ``comm.pending``."""
+ONE_ROUND = 2**18
+"""A sum goes in one round up to so many bytes of all ranks together: see ``comm.summing``."""
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
 
 from kagome.comm.channel import Channel
-from kagome.comm.pending import PendingSum
+from kagome.comm.summing import PendingSum
 from kagome.comm.traffic import KINDS, Traffic
+from kagome.errors import CommError, ModelError
 from kagome.report.meters import EpochRecord
 
 
@@ -93,6 +94,17 @@ class Costs:
         """Put metrics into the record of the epoch that has ended."""
         last = self._begun[-1]
         last.record = replace(last.record, train_metric=train, val_metric=val)
+
+    @contextmanager
+    def ending(self, noting: Sequence[Callable[[EpochRecord], None]]) -> Iterator[None]:
+        """Around epochs: at their end, also where a model fails, those are told of that are left."""
+        try:
+            yield
+        except ModelError:
+            with suppress(CommError):  # a peer that has failed as well may be gone
+                self.tell(noting)
+            raise
+        self.tell(noting)
 
     def tell(self, noting: Sequence[Callable[[EpochRecord], None]], *, keep: bool = False) -> None:
         """Tell of the epochs that have ended, in order. All ranks call it alike.

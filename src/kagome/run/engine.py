@@ -113,10 +113,11 @@ class Engine:
         count = torch.tensor([self.train_rows.numel()], dtype=torch.int64, device=channel.device)
         self.train_count = int(channel.all_reduce(count, action="count training vertices", kind="other"))
         self.layout = Layout.of(parallel, part.fingerprint, part.own, part=channel.rank)
-        self.gradients = Gradients([p for p in model.parameters() if p.requires_grad], weights)
+        learning = [p for p in model.parameters() if p.requires_grad]
+        self.gradients = Gradients(learning, weights, codec=parallel.codec_weights)
         self._watched = parallel if channel.size > 1 else Parallel()
         self.ladder = Ladder(self._watched)
-        self.tally = Tally(channel, self.crossing)
+        self.tally = Tally(channel, self.crossing, self.gradients)
         self.ahead = Ahead(model)
         if not self.crossing.exact:
             self.ahead.allowed = False  # what training computes is not what evaluation would
@@ -217,7 +218,7 @@ class Engine:
         """
         optimizer.zero_grad(set_to_none=True)
         value, stops = self._probed(epoch, stop) if self.ladder.probes() else self._gradient(epoch, stop)
-        self.ladder.done()
+        self._say(self.ladder.done(epoch))
         check_finite(value, epoch)
         with self.phases.phase("optimizer", epoch):
             if self.settings.clip is not None:
@@ -248,10 +249,12 @@ class Engine:
         # Two gradients of no length agree.
         cosine = 1.0 if exact == other == 0 else both / max((exact * other) ** 0.5, 1e-300)
         ratio = 1.0 if exact == other == 0 else (other / max(exact, 1e-300)) ** 0.5
-        said = self.ladder.see(Probe(epoch, rung, cosine, ratio))
+        self._say(self.ladder.see(Probe(epoch, rung, cosine, ratio)))
+        return found
+
+    def _say(self, said: str) -> None:
         if said:
             self._notes.append(said)
-        return found
 
     def _gradient(self, epoch: int, stop: bool, rung: Rung | None = None) -> tuple[float, float]:
         """Forward, backward and the sum of gradients: the loss, and how many ranks were asked to stop."""

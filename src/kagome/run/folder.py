@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
-from kagome import config
+from kagome import config, written
 from kagome.errors import ConfigError
 from kagome.report.files import write_text
 from kagome.report.meters import EpochRecord, JsonLines, read_records
@@ -43,7 +43,7 @@ class RunWriter:
         if self.writes:
             try:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
-                write_text(self.folder / "config.toml", config.to_toml(settings))
+                write_text(self.folder / "config.toml", written.to_toml(settings))
             except OSError as error:
                 raise ConfigError(
                     f"the run's files go to {self.folder}",

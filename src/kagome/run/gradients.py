@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
-from kagome.comm.pending import PendingSum
+from kagome.comm.codec import CASTS
+from kagome.comm.summing import PendingSum
+from kagome.config import SumCodec
 from kagome.errors import ModelError
 
 BUCKET_BYTES: Final = 128 * 1024
@@ -86,12 +88,20 @@ class Gradients:
         parameters: Those that need a gradient, the same on all ranks.
         channel: The mesh's lane for weights. With one rank nothing is done to a gradient.
         size: Bytes of a bucket; by default what suits the parameters.
+        codec: What gradients look like on the wire; counts and notes go as they are.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], channel: Channel, *, size: int | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        channel: Channel,
+        *,
+        size: int | None = None,
+        codec: SumCodec = "none",
     ) -> None:
-        self.parameters, self.channel = list(parameters), channel
+        self.parameters, self.channel, self.codec = list(parameters), channel, codec
+        self.uncoded = 0
+        """Bytes that this rank would have sent without a codec, not taken yet."""
         self.size = _suited(self.parameters) if size is None else size
         # On nccl all collectives are in one order on all ranks, and gradients come in different orders where
         # a rank has no training vertex: two communicators would only make a deadlock of it.
@@ -175,6 +185,11 @@ class Gradients:
             self._cut(frozenset(late))
         return notes[:-1]
 
+    def take_uncoded(self) -> int:
+        """Bytes that this rank would have sent without a codec since the last call."""
+        taken, self.uncoded = self.uncoded, 0
+        return taken
+
     def _hook(self, place: int) -> object:
         def arrived(_: Tensor) -> None:
             number = self._home[place]
@@ -214,4 +229,7 @@ class Gradients:
             for p in held
         ]
         values = torch.cat([row, *flat])
-        self._under_way.append(self.channel.start_all_reduce(values, action=self._action, kind="weights"))
+        cast = CASTS.get(self.codec)
+        begun = self.channel.start_all_reduce(values, action=self._action, cast=cast, exact=row.numel())
+        self.uncoded += begun.uncast
+        self._under_way.append(begun)

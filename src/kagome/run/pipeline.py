@@ -95,18 +95,18 @@ class Pipeline:
         }
         self.inputs = {k: v.to(device) for k, v in part.nodes.items() if k == "y" or k.endswith("_mask")}
         self.owners = Owners(model, self.staging.stages, mesh.pipe)
-        self.gradients = Gradients(self.owners.parameters, mesh.weights)
+        self.gradients = Gradients(self.owners.parameters, mesh.weights, codec=parallel.codec_weights)
         self.gradients.overlaps = False  # they are whole after the last chunk
         found = torch.tensor([int(self.inputs["train_mask"].sum())], device=device)
         self.train_count = int(mesh.graph.all_reduce(found, action="count training vertices", kind="other"))
         self.guard = self._guard(None)
-        self.ways = Ways(self.chunks.crossing, mesh, parallel, seed=settings.seed, guarded=bool(self.guard))
+        ways = (self.chunks.crossing, mesh, parallel, self.gradients)
+        self.ways = Ways(*ways, seed=settings.seed, guarded=self.guard is not None)
         self.passes = Passes(
             *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.buffers, self._lose),
             self.ways.stages,
         )
-        self._checked = False
-        self.ahead = Ahead(model)
+        self._checked, self.ahead = False, Ahead(model)
         ids = part.own if self.chunks.tables is None else self.chunks.tables.ids
         steps, where = [step.name for stage in self.mine for step in stage.steps], mesh.stage
         self.layout = Layout.of(parallel, part.fingerprint, ids, part=mesh.part, stage=where, steps=steps)
@@ -259,7 +259,7 @@ class Pipeline:
             self._say(self.ways.ladder.see(Probe(epoch, rung, *self._compared(guess))))
         else:
             lost = self._gradient(epoch, kind, self.ways.rung(exact=kind == "exact"))
-        self.ways.ladder.done()
+        self._say(self.ways.ladder.done(epoch))
         self.saving.done()
         if self.guard is not None:
             self.guard.done(kind)

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
 from kagome.neighbors.crossing import Crossing
+from kagome.run.gradients import Gradients
 from kagome.run.ladder import Ladder
 from kagome.run.stage_codec import StageCodec
 
@@ -46,11 +47,14 @@ class Tally:
     Args:
         world: All ranks.
         crossing: The way to the other parts, as the settings say.
+        gradients: Whose sums it tells of.
         stages: The way to the other stages, as the settings say; None where there is one stage.
     """
 
-    def __init__(self, world: Channel, crossing: Crossing, stages: StageCodec | None = None) -> None:
-        self.world, self.crossing, self.stages = world, crossing, stages
+    def __init__(
+        self, world: Channel, crossing: Crossing, gradients: Gradients, stages: StageCodec | None = None
+    ) -> None:
+        self.world, self.crossing, self.gradients, self.stages = world, crossing, gradients, stages
         self.codecs: dict[str, str] = {}
         """By kind of what crosses, also of what crosses as it is."""
         if crossing.size > 1:
@@ -60,7 +64,11 @@ class Tally:
                 self.codecs[f"{kind} backward"] = crossing.codec_backward.name
         if stages is not None:
             self.codecs["stage"] = stages.codec.name
-        self.exact = crossing.exact and (stages is None or stages.exact)
+        summed = gradients.codec if gradients.channel.size > 1 else "none"
+        if summed != "none":
+            self.codecs["weights"] = summed
+        self._rows = not crossing.exact or (stages is not None and not stages.exact)
+        self.exact = not self._rows and summed == "none"
         """Whether all crosses as it is, and nothing is late."""
         self._errors: dict[str, float] = {}
 
@@ -68,26 +76,28 @@ class Tally:
     def aside(self) -> Iterator[None]:
         """Around what a probe sends beside: without codecs nobody would."""
         crossing, stages = self.crossing, self.stages
-        kept = crossing.take_counts()
+        kept, summed = crossing.take_counts(), self.gradients.take_uncoded()
         before = None if stages is None else stages.take_counts()
         try:
             yield
         finally:
             crossing.crossed = kept
+            self.gradients.uncoded = summed
             if stages is not None and before is not None:
                 stages.crossed = before
 
     def take(self) -> dict[str, int]:
         """Bytes that this rank would have sent without codecs since the last call, by kind."""
         crossed = self.crossing.take_counts()
-        taken = {"halo": crossed}
+        taken, summed = {"halo": crossed}, self.gradients.take_uncoded()
         if self.stages is not None:
             taken["stage"] = self.stages.take_counts()
         for each in taken.values():
             self._errors.update(each.errors)
         if self.exact:
             return {}
-        return {**{kind: each.plain for kind, each in taken.items()}, "transpose": crossed.sliced}
+        plain = {kind: each.plain for kind, each in taken.items()} | {"transpose": crossed.sliced}
+        return plain | {"weights": summed} if "weights" in self.codecs else plain
 
     def facts(self, found: Sequence[Found], ladder: Ladder, *, oldest: int = 0) -> dict[str, Any]:
         """What the summary is told: ``max_age`` and ``crossing``. All ranks call it.
@@ -135,7 +145,7 @@ class Tally:
         settings, plain = self.crossing.settings, Parallel()
         others = [name for name in OTHERS if getattr(settings, name) != getattr(plain, name)]
         said += "".join(f", {name}={getattr(settings, name)}" for name in others)
-        if found is None:
+        if found is None or not self._rows:
             return (said,)
         if not found:
             return (f"{said}; no probe compared its gradient with the exact one",)

@@ -16,6 +16,7 @@ import torch
 from kagome.comm.mesh import Mesh
 from kagome.config import Parallel
 from kagome.neighbors.crossing import Crossing
+from kagome.run.gradients import Gradients
 from kagome.run.ladder import EXACT, Ladder, Rung
 from kagome.run.stage_codec import StageCodec
 from kagome.run.tally import Tally
@@ -28,16 +29,24 @@ class Ways:
         crossing: The way to the other parts.
         mesh: All ranks.
         parallel: The settings.
+        gradients: Whose sums it tells of.
         seed: Of the draws.
         guarded: Whether history is watched.
     """
 
     def __init__(
-        self, crossing: Crossing, mesh: Mesh, parallel: Parallel, *, seed: int, guarded: bool
+        self,
+        crossing: Crossing,
+        mesh: Mesh,
+        parallel: Parallel,
+        gradients: Gradients,
+        *,
+        seed: int,
+        guarded: bool,
     ) -> None:
         self.crossing, self.mesh = crossing, mesh
         self.stages = StageCodec(parallel.codec_stage, seed, mesh.stage)
-        self.tally = Tally(mesh.world, crossing, self.stages if parallel.pipe > 1 else None)
+        self.tally = Tally(mesh.world, crossing, gradients, self.stages if parallel.pipe > 1 else None)
         self.guarded = guarded
         self._drifts: tuple[float, ...] = ()
         self._stage, self._halo = self.stages.codec.name, not crossing.exact
