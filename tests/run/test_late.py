@@ -18,6 +18,7 @@ from training import QUIET, losses, settings
 
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
+from kagome.errors import ModelError
 from kagome.neighbors.crossing import Crossing
 
 RATE = 0.5
@@ -315,3 +316,34 @@ def test_counts_travel_with_the_next_epoch_and_none_is_lost(ranks: Any, tmp_path
     assert epochs == lines == [1, 2, 3, 4, 5]
     assert saved == [2, 4, 5]
     assert begun == [0, 0, 2, 2, 4], "the last record is still on its way"
+
+
+def failing(channel: Channel, out: Path) -> tuple[list[int], str]:
+    """Epochs in the records of a run whose weights are spoilt after its third epoch, and what is said."""
+    del channel
+    cut = Parallel(graph=2, **LATE)
+    with Trainer(model("gcn"), data(), parallel=cut, train=settings(), report=QUIET, out=out) as trainer:
+        one_epoch = trainer._one_epoch
+
+        def spoilt(epochs: int, stop: bool) -> bool:
+            ended = one_epoch(epochs, stop)
+            if trainer.epoch == 3:
+                with torch.no_grad():
+                    next(trainer.model.parameters()).fill_(float("inf"))
+            return ended
+
+        with mock.patch.object(trainer, "_one_epoch", spoilt), pytest.raises(ModelError) as caught:
+            trainer.fit(5)
+        return [record.epoch for record in trainer.records], str(caught.value)
+
+
+def test_a_run_that_fails_tells_of_all_epochs_that_ended(ranks: Any, tmp_path: Path) -> None:
+    """The record of the epoch before was on its way, and was lost."""
+    told = ranks(2, failing, tmp_path / "run")
+    lines = [
+        json.loads(line)["epoch"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    for epochs, said in told:
+        assert epochs == lines
+        assert len(epochs) >= 3
+        assert f"the loss is nan (epoch {len(epochs) + 1})" in said

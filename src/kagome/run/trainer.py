@@ -226,7 +226,8 @@ class Trainer:
         name, shown = self.metric_name, self.settings.report.progress and self.mesh.rank == 0
         progress = Progress(epochs, done=self.epoch, metric_name=name, enabled=shown)
         noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
-        with asked_to_stop(self.writer is not None) as asked, progress, set_aside():
+        ending = self.costs.ending(noting)
+        with asked_to_stop(self.writer is not None) as asked, progress, set_aside(), ending:
             while self.epoch < epochs:
                 stop, every = self._one_epoch(epochs, bool(asked)), self.train.save_every
                 saves = stop or bool(every and self.epoch % every == 0)
@@ -238,7 +239,6 @@ class Trainer:
                     raise SystemExit(128 + signal.SIGTERM)
                 if self.train.patience and self._best.waited >= self.train.patience:
                     break
-            self.costs.tell(noting)
         self.engine.ahead.drop()
         self.costs.drop()
         if self.writer is not None and self.epoch:
