@@ -165,12 +165,17 @@ def test_gains_are_set_beside_their_bound_and_drawn(tmp_path: Path) -> None:
     rows = {
         f"made/8/{rate}/{setting}": row(seconds, bytes_)
         for rate in (100, 200)
-        for setting, seconds, bytes_ in [("fp32", 1.0, 50), ("fp32 late", 0.8, 50), ("onebit late", 0.5, 5)]
+        for setting, seconds, bytes_ in [
+            ("fp32", 1.0, 50),
+            ("fp32 late", 0.8, 50),
+            ("onebit late", 0.5, 5),
+            ("onebit late bf16", 0.4, 5),
+        ]
     }
     one = throughput.points(rows)[0]
     assert (one.rate, one.fewer, one.bound) == (100, 10, pytest.approx(2.5))
     assert one.hides == pytest.approx(0.5)
     told = throughput.table(rows)
-    assert "| made | 8 | 100 | 1.000 | 1.25x |  | 2.00x | 10.0 | 2.50x | 80% | 50% |" in told
+    assert "| made | 8 | 100 | 1.000 | 1.25x |  | 2.00x | 2.50x | 10.0 | 2.50x | 80% | 50% |" in told
     throughput.draw(rows, tmp_path / "drawn.svg")
     assert "made, hidden 8" in (tmp_path / "drawn.svg").read_text()

@@ -31,9 +31,17 @@ SETTINGS: Mapping[str, str] = {
     "fp32 late": "--parallel.max-age 1 --parallel.no-guard",
     "onebit": "--parallel.codec onebit --parallel.no-guard",
     "onebit late": "--parallel.codec onebit --parallel.max-age 1 --parallel.no-guard",
+    "onebit late bf16": (
+        "--parallel.codec onebit --parallel.max-age 1 --parallel.codec-weights bf16 --parallel.no-guard"
+    ),
 }
 
-GAINS: Mapping[str, str] = {"fp32 late": "late rows", "onebit": "one bit", "onebit late": "both"}
+GAINS: Mapping[str, str] = {
+    "fp32 late": "late rows",
+    "onebit": "one bit",
+    "onebit late": "both",
+    "onebit late bf16": "both, bf16 sums",
+}
 """What is set beside exact rows."""
 
 
@@ -48,7 +56,7 @@ class Options:
     rates: list[float] = field(default_factory=lambda: [50.0, 100.0, 200.0, 500.0, 1000.0])
     """Mbit/s of each host's link, each way."""
     settings: list[str] = field(default_factory=lambda: list(SETTINGS))
-    """fp32, fp32 late, onebit, onebit late."""
+    """fp32, fp32 late, onebit, onebit late, onebit late bf16 (of which the last is about sums of weights)."""
     hosts: int = 4
     """Emulated hosts, one rank each."""
     layers: int = 3
@@ -184,9 +192,9 @@ def points(rows: Mapping[str, Any]) -> list[Point]:
 def table(rows: Mapping[str, Any]) -> str:
     """Seconds an epoch by setting, what both together gain, and the bound."""
     lines = [
-        "| graph | hidden | Mbit/s | fp32 s | late | one bit | both | fewer halo bytes | bound | of it | "
-        "late hides |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| graph | hidden | Mbit/s | fp32 s | late | one bit | both | both, bf16 sums | fewer halo bytes | "
+        "bound | of it | late hides |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in points(rows):
         gains = [f"{one.gains[name]:.2f}x" if name in one.gains else "" for name in GAINS]
