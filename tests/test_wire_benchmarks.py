@@ -6,6 +6,9 @@ import json
 import platform
 from pathlib import Path
 
+import pytest
+import torch
+
 import warm
 
 WIRE = Path(__file__).parents[1] / "benchmarks" / "wire"
@@ -28,3 +31,29 @@ def test_coding_is_timed_beside_plain_and_a_copy(tmp_path: Path) -> None:
     table = (tmp_path / "results_coding.md").read_text()
     assert all(f"| {what} |" in table for what in (*rows, "encode, 1 bits and decode, 1 bits"))
     assert platform.node() not in table
+
+
+def test_a_delay_is_measured_where_nothing_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a delay steps are those of Adam given each gradient one step later, and the first twice."""
+    monkeypatch.syspath_prepend(str(WIRE))
+    import delay
+
+    def walked(kind: type[torch.optim.Optimizer], *gradients: float) -> list[float]:
+        weight = torch.nn.Parameter(torch.tensor([1.0]))
+        optimizer, places = kind([weight], lr=0.5), []
+        for gradient in gradients:
+            weight.grad = torch.tensor([gradient])
+            optimizer.step()
+            places.append(weight.item())
+        return places
+
+    assert walked(delay.Delayed, 1.0, -4.0, 9.0) == walked(torch.optim.Adam, 1.0, 1.0, -4.0)
+    assert walked(delay.Delayed, 1.0, -4.0, 9.0) != walked(torch.optim.Adam, 1.0, -4.0, 9.0)
+    kept = {
+        f"made/gcn/0.01/{kind}/{seed}": {"test": test + 0.01 * seed, "loss": loss}
+        for kind, test, loss in (("own", 0.5, 1.0), ("delayed", 0.4, 1.5))
+        for seed in range(3)
+    }
+    assert "| made | gcn | 0.01 | 3 | 51.00 | **-10.00 (-10.00 to -10.00)** | 1.000 | 1.500 |" in delay.table(
+        kept
+    )
