@@ -12,8 +12,8 @@ from pathlib import Path
 from kagome.errors import ConfigError
 
 KINDS: Mapping[str, type | tuple[type, ...]] = {
-    "graph": int, "pipe": int, "tensor": int, "chunks": int, "decouple": bool, "cross_chunk": str,
-    "codec": str, "max_age": int,
+    "graph": int, "pipe": int, "stages_per_rank": int, "tensor": int, "chunks": int, "decouple": bool,
+    "cross_chunk": str, "codec": str, "codec_weights": str, "max_age": int,
 }  # fmt: skip
 """Settings that a plan may have."""
 

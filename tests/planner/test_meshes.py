@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN
 
 import kagome
-from kagome import cli
+from kagome import cli, planfile
 from kagome.cli import _builder
 from kagome.comm.channel import Channel
 from kagome.comm.summing import ONE_ROUND_BYTES
 from kagome.commands import PlanCommand
+from kagome.config import Allowed, Model, Parallel, Report, Run, Train
 from kagome.config import Data as Source
-from kagome.config import Model, Parallel, Report, Run, Train
 from kagome.errors import ConfigError, PlanError
 from kagome.model.zoo import build_model
 from kagome.planner.cluster import READY, Cluster
@@ -78,6 +78,11 @@ def test_bytes_are_those_of_a_run(ranks: Callable[..., list], name: str, size: i
     coded = ranks(size, run, name, {"graph": size, "guard": False, **few})[0]
     assert told.bytes_per_epoch["halo"] == pytest.approx(coded["halo"], rel=0.03)  # 8 rows share bytes
     assert told.bytes_per_epoch["weights"] == coded["weights"]
+    few["codec_weights"] = "bf16"
+    told = by_name[f"graph={size} codec=onebit codec_weights=bf16 max_age=1"]
+    coded = ranks(size, run, name, {"graph": size, "guard": False, **few})[0]
+    noted = 64 * size  # what stays exact: the loss and counts
+    assert told.bytes_per_epoch["weights"] == pytest.approx(coded["weights"], abs=noted)
     sliced = by_name.get(f"tensor={size}")
     if sliced is not None and 300 % size == 0 and name in ("gcn", "sage"):
         told = ranks(size, run, name, {"tensor": size})[0]["transpose"]
@@ -250,6 +255,10 @@ def test_fewer_bits_and_late_rows_wait_less_and_are_not_exact() -> None:
     assert late.exposed_seconds == pytest.approx(plain.exposed_seconds - hidden)
     assert both.name == "graph=2 codec=onebit max_age=1"
     assert both.epoch_seconds < min(few.epoch_seconds, late.epoch_seconds)
+    half = parts(2, LOADS, rates, ONE, 0.0, onebit=True, halved=True)
+    assert half.name == "graph=2 codec=onebit codec_weights=bf16"
+    assert half.bytes_per_epoch == {"halo": 400, "weights": 10_000}
+    assert half.epoch_seconds == pytest.approx(few.epoch_seconds - 5_000 / 1e6)
 
 
 def test_each_message_of_gradients_is_summed_in_one_round_or_two() -> None:
@@ -457,6 +466,23 @@ def test_a_plan_s_file_is_the_mesh(tmp_path: Path) -> None:
         Parallel(plan=str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match="3 ranks are there already"):
         Parallel(plan="auto").fit(3)
+
+
+def test_any_plan_s_file_can_be_trained_by(tmp_path: Path) -> None:
+    """A file whose first plan had several stages a rank was refused."""
+    data = kagome.load(SBM)
+    model, file = model_of("gcn", data, layers=8), tmp_path / "plan.json"
+    part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
+    study = Study.of(
+        model, torch.optim.Adam(model.parameters()), part, Graph(300, int(data.edge_index.size(1)), data)
+    )
+    found = study.plans(here(4, 1e9), get_args(Allowed))
+    for each in found.fitting:
+        file.write_text(replace(found, fitting=(each,)).to_json())
+        cut = Parallel(plan=str(file))
+        assert {name: getattr(cut, name) for name in each.settings} == each.settings
+        assert cut.fit(each.ranks).pipe == each.settings.get("pipe", 1)
+    assert {name for each in found.fitting for name in each.settings} == set(planfile.KINDS) - {"decouple"}
 
 
 def test_auto_takes_the_best_cut_for_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:

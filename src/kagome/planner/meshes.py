@@ -117,6 +117,7 @@ def parts(
     *,
     decoupled: bool = False,
     onebit: bool = False,
+    halved: bool = False,
     late: bool = False,
 ) -> Candidate:
     """Graph parallelism on so many ranks.
@@ -129,12 +130,14 @@ def parts(
         uncertain: By which share the halo may be off.
         decoupled: Whether maps come first.
         onebit: Whether rows of other parts have one bit a number.
+        halved: Whether gradients of weights are summed in bf16.
         late: Whether they are those of the epoch before, and travel meanwhile.
     """
     coding = rates.coding * (rates.forward + rates.backward) / 2 if onebit else 0.0
     pace = cluster.pace(parts) * (rates.alone if parts == 1 else 1.0)
     coded = replace(rates, forward=rates.coded[0], backward=rates.coded[1]) if onebit else rates
-    sums, link = summed(parts, rates.weights), cluster.bandwidth(parts)
+    messages = [size / 2 for size in rates.weights] if halved else rates.weights
+    sums, link = summed(parts, messages), cluster.bandwidth(parts)
     busy = tuple(
         (computing(rates, load.rows, load.edges, load.sent + load.halo) + coding * (load.sent + load.halo))
         / pace
@@ -147,10 +150,11 @@ def parts(
     waits += cluster.latency * (parts - 1) * (rates.meetings + ROUNDS * len(rates.weights))
     settings = settings_of(decoupled, graph=parts)
     settings |= {"codec": "onebit"} if onebit else {}
+    settings |= {"codec_weights": "bf16"} if halved else {}
     settings |= {"max_age": 1} if late else {}
     return Candidate(
         settings,
-        not (decoupled or onebit or late),
+        not (decoupled or onebit or halved or late),
         compute + waits,
         compute,
         waits,

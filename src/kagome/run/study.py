@@ -214,8 +214,8 @@ class Study:
             for number in numbers:
                 counts, uncertain = self.parts(number)
                 loads = [_load(count, each.held.at(count)) for count in counts]
-                for onebit, late in _ways(allow if number > 1 else ()):
-                    more = {"decoupled": each.decoupled, "onebit": onebit, "late": late}
+                for way in _ways(allow if number > 1 else ()):
+                    more = {"decoupled": each.decoupled, **way}
                     found.append(parts(number, loads, rates, cluster, uncertain, **more))
             if each.transposed is not None:
                 some = [number for number in numbers[:-1] if size // number <= MOST_SLICES]
@@ -364,11 +364,12 @@ def _cut(model: nn.Module, steps: Steps, part: Partition, graph: Graph, parallel
     )
 
 
-def _ways(allow: Collection[Allowed]) -> list[tuple[bool, bool]]:
-    """Rows of other parts with one bit or as they are, late or not."""
-    bits = (False, True) if "onebit" in allow else (False,)
+def _ways(allow: Collection[Allowed]) -> list[dict[str, bool]]:
+    """Rows of other parts as they are, or with one bit, then with gradients in bf16 or not; late or not."""
+    halved = (False, True) if "onebit" in allow else ()
+    few = [{"onebit": True, "halved": each} for each in halved]
     late = (False, True) if "stale" in allow else (False,)
-    return list(product(bits, late))
+    return [{**bits, "late": old} for bits, old in product([{}, *few], late)]
 
 
 def _load(counts: Counts, held: Holdings) -> Load:
