@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from kagome.run.guard import FAIR, GOOD, OFTEN, Guard, Measured
 
 
-def course(guard: Guard, cosines, epochs: int) -> list[str]:
+def course(guard: Guard, cosines, epochs: int, loss=lambda epoch: 1 / epoch, said=None) -> list[str]:
     """The kinds of a run's epochs, each probe finding the next cosine."""
     found, left = [], iter(cosines)
     for epoch in range(1, epochs + 1):
         kind = guard.next()
         if kind == "probe":
             guard.see(Measured(epoch, next(left, 1.0), 1.0, 0.0, guard.age))
-        guard.done(kind)
+        told = guard.done(kind, loss(guard.epochs + 1))
         found.append(kind)
+        if told and said is not None:
+            said.append(told)
     return found
 
 
@@ -68,7 +70,7 @@ def test_where_errors_grow_careful_epochs_are_fewer():
         kinds.append(kind[0])
         if kind == "probe":
             guard.see(Measured(epoch, 0.9 if epoch < 4 else 0.2 if run > 2 else 0.99, 1.0, 0.0, guard.age))
-        guard.done(kind)
+        guard.done(kind, 1 / epoch)
         run = run + 1 if kind == "refresh" else 0
     text = "".join(kinds)
     assert text.startswith("eprprrprrrrpeep" + "rrp" * 60)
@@ -129,6 +131,57 @@ def test_a_guard_goes_on_from_what_another_knew(cosines, at, period):
     assert after.careful is whole.careful
 
 
+def test_a_model_that_has_learned_nothing_has_exact_epochs():
+    """On a first plateau gradients are those of a constant: probes agree, and history holds a model there."""
+    guard, said = Guard(20), []
+    found = course(guard, [], 60, lambda epoch: 1.946 - 1e-3 * (epoch % 3) if epoch < 35 else 1.7, said)
+    assert found[:20] == course(Guard(20), [], 20)
+    assert set(found[20:35]) == {"exact"}
+    assert found[35] == "probe"
+    assert "exact" not in found[35:]
+    assert guard.plateau_epochs == 15
+    assert guard.exact_epochs == 0
+    assert said[0].startswith(
+        "epoch 20: exact epochs until the loss falls, 100 at most (it is 1.944 after 1.945"
+    )
+    assert said[1] == "epoch 35: history is tried again (the loss is 1.7)"
+    assert guard.facts()["history"]["plateau_epochs"] == 15
+    assert "0 exact epochs for want of trust, 15 before the loss fell; " in guard.sum_up(stages=True)[0]
+
+
+def test_one_that_never_learns_has_exact_epochs_half_the_time():
+    guard = Guard(20)
+    found = course(guard, [], 420, lambda epoch: 1.946)
+    assert [set(found[at : at + 100]) == {"exact"} for at in (20, 120, 220, 320)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert guard.plateau_epochs == 200
+    assert guard.facts()["history"]["exact_epochs"] == 0
+    assert "most of 420" not in guard.sum_up(stages=True)[0]
+
+
+def test_what_a_guard_does_not_know_holds_nothing_up():
+    """Losses below 0, of which no share says anything; and where nobody is to watch."""
+    for guard, loss in ((Guard(20), -1.0), (Guard(20, watch=False), 1.0)):
+        assert course(guard, [], 60, lambda epoch, loss=loss: loss).count("exact") == 1
+
+
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_a_guard_on_a_plateau_goes_on_from_what_another_knew(at, learns):
+    def loss(epoch: int) -> float:
+        return 1.0 if epoch < learns else 0.5
+
+    whole, before = Guard(20), Guard(20)
+    expected = course(whole, [], at + 60, loss)
+    assert course(before, [], at, loss) == expected[:at]
+    after = Guard(20, state=json.loads(json.dumps(before.state_dict())))
+    assert course(after, [], 60, loss) == expected[at:]
+    assert after.state_dict() == whole.state_dict() | {"found": after.state_dict()["found"]}
+
+
 def test_a_guard_that_does_not_watch_is_not_careful_for_ever():
     before = Guard(20)
     course(before, [0.9, 0.5], 9)
@@ -153,4 +206,4 @@ def test_rows_are_never_older_than_a_period(cosines, period):
         kind = guard.next()
         if kind == "probe":
             guard.see(Measured(epoch, next(left, 1.0), 1.0, 0.0, guard.age))
-        guard.done(kind)
+        guard.done(kind, 1 / epoch)

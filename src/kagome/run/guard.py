@@ -18,6 +18,11 @@ an earlier one's gradient, too late in this epoch's backward, is what they added
 of counting twice what comes in time. Rows that came of old rows are older than they look: in a deep model the
 error grows from one careful epoch to the next, and a probe, which is exact, ends that.
 
+What a model has to learn first may be too faint for both: on the plateau where a deep one begins, gradients
+are those of a constant, and agree. GCN of 32 layers on Cora left it in epoch 28 on one device, and in two
+parts with history not at all, at cosines of 0.97 to 1.00. So a model whose loss has not fallen after 20 epochs
+has exact ones until it does.
+
 Source: none; GNNPipe has no such guard, and plain deep models fail there (papers.md, section 1.5).
 """
 
@@ -37,9 +42,17 @@ OFTEN: Final = 4
 """A probe comes after so many careful epochs at the latest, and where one is bad after half as many from then
 on; while history is good, after one period of it, but no earlier."""
 
+LEARNS: Final = 0.9
+"""Share of the first epoch's loss below which a model has begun to learn."""
+BEGINS: Final = 20
+"""Epochs that it has for that; then they are exact."""
+PATIENT: Final = 100
+"""Exact epochs at most; then as many have history."""
+
 STATE: Final = (
-    *("careful_from", "exact_epochs", "oldest", "epochs"),
+    *("careful_from", "exact_epochs", "plateau_epochs", "oldest", "epochs"),
     *("_span", "_rest", "_most", "_exact_left", "_since_probe", "_age"),
+    *("_first", "_learns", "_held", "_patient_until"),
 )
 """What a guard goes by, besides what probes found."""
 
@@ -86,11 +99,15 @@ class Guard:
         """The epoch since which no row is older than one, and gradients of the epoch before pass on."""
         self.exact_epochs = 0
         """How many epochs were exact because history was not trusted."""
+        self.plateau_epochs = 0
+        """How many were because nothing had been learned yet."""
         self.oldest = self.epochs = 0
         """Age of the oldest rows that an epoch has read; epochs that have run."""
         self._span, self._rest, self._most = 1, 1, OFTEN
         self._exact_left = 1  # the first epoch fills the tables
         self._since_probe = self._age = 0
+        self._first: float | None = None
+        self._learns, self._held, self._patient_until = not watch, False, BEGINS
         if state:
             self._go_on(state)
 
@@ -105,10 +122,11 @@ class Guard:
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         for name in STATE:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, getattr(self, name)))  # earlier checkpoints lack some
         self.found = [Measured(**found) for found in state["found"]]
         if not self.watch:
             self.careful_from, self._exact_left = None, min(self._exact_left, 1)
+            self._learns, self._held = True, False
 
     @property
     def careful(self) -> bool:
@@ -128,9 +146,18 @@ class Guard:
         """Epochs since the last known rows were taken, in the coming epoch."""
         return self._age + 1
 
-    def done(self, kind: Epoch) -> None:
-        """An epoch has run so."""
+    def done(self, kind: Epoch, loss: float) -> str:
+        """An epoch has run so.
+
+        Args:
+            kind: How.
+            loss: Of all ranks.
+
+        Returns:
+            What to say, or nothing.
+        """
         self.epochs += 1
+        self.plateau_epochs += self._held
         if kind == "exact":
             self._exact_left -= 1
         else:
@@ -142,6 +169,23 @@ class Guard:
             self._since_probe = self._span  # what is there now is to be tried first
         else:
             self._since_probe += 1
+        return "" if self._learns else self._heed(loss)
+
+    def _heed(self, loss: float) -> str:
+        """What the loss says of a model that has learned nothing yet."""
+        first = self._first = loss if self._first is None else self._first
+        self._learns = not first > 0 or loss < LEARNS * first  # of losses below 0 nothing is known
+        if self._held and (self._learns or not self._exact_left):
+            self._held, self._exact_left, self._since_probe = False, 0, self._span
+            self._patient_until = self.epochs + PATIENT
+            return f"epoch {self.epochs}: history is tried again (the loss is {loss:.4g})"
+        if not (self._learns or self._held or self._exact_left) and self.epochs >= self._patient_until:
+            self._held, self._exact_left = True, PATIENT
+            return (
+                f"epoch {self.epochs}: exact epochs until the loss falls, {self._exact_left} at most (it is "
+                f"{loss:.4g} after {first:.4g} in the first epoch: probes say nothing yet)"
+            )
+        return ""
 
     def see(self, found: Measured) -> str:
         """Take what a probe measured.
@@ -170,8 +214,9 @@ class Guard:
 
     def facts(self) -> dict[str, Any]:
         """What the summary is told: every probe, since when epochs are careful, and how many were exact."""
-        known = {"probes": [asdict(found) for found in self.found], "exact_epochs": self.exact_epochs}
-        return {"history": {**known, "careful_from": self.careful_from}} if self.found else {}
+        known = {"probes": [asdict(found) for found in self.found], "careful_from": self.careful_from}
+        counts = {"exact_epochs": self.exact_epochs, "plateau_epochs": self.plateau_epochs}
+        return {"history": {**known, **counts}} if self.found else {}
 
     def sum_up(self, *, stages: bool) -> tuple[str, ...]:
         """What there is to say at the end; ``stages``: whether there are some, which exact epochs hold up."""
@@ -182,11 +227,13 @@ class Guard:
             f"; stages wait for each other in those, and they are most of {self.epochs} epochs: parts of the "
             "graph (--parallel.graph) need no history"
         )
+        plateau = f", {self.plateau_epochs} before the loss fell" if self.plateau_epochs else ""
+        exact = self.exact_epochs + self.plateau_epochs
         return (
-            f"history: {len(self.found)} probes, {self.exact_epochs} exact epochs for want of trust; "
-            f"the last, epoch {self.found[-1].epoch}: {self.found[-1].text()}; "
+            f"history: {len(self.found)} probes, {self.exact_epochs} exact epochs for want of trust{plateau}"
+            f"; the last, epoch {self.found[-1].epoch}: {self.found[-1].text()}; "
             f"lowest cosine {least.cosine:.2f} in epoch {least.epoch}"
-            + (advice if stages and 2 * self.exact_epochs > self.epochs else ""),
+            + (advice if stages and 2 * exact > self.epochs else ""),
         )
 
     @property

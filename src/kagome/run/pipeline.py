@@ -261,8 +261,6 @@ class Pipeline:
             lost = self._gradient(epoch, kind, self.ways.rung(exact=kind == "exact"))
         self._say(self.ways.ladder.done(epoch))
         self.saving.done()
-        if self.guard is not None:
-            self.guard.done(kind)
         self._checked = True
         with self.phases.phase("weights", epoch):
             mine = torch.tensor([lost, float(stop), *self.ways.moved(epoch)], dtype=torch.float64)
@@ -270,6 +268,8 @@ class Pipeline:
             value, stops, *moved = self.mesh.world.all_reduce(mine, action=action, kind="weights").tolist()
         self.ways.crossing.moved(sum(moved) / self.mesh.size)
         check_finite(value, epoch)
+        if self.guard is not None:
+            self._say(self.guard.done(kind, value))
         with self.phases.phase("optimizer", epoch):
             if self.settings.clip is not None:
                 self.owners.clip(self.gradients.parameters, self.settings.clip)
