@@ -20,8 +20,8 @@ error grows from one careful epoch to the next, and a probe, which is exact, end
 
 What a model has to learn first may be too faint for both: on the plateau where a deep one begins, gradients
 are those of a constant, and agree. GCN of 32 layers on Cora left it in epoch 28 on one device, and in two
-parts with history not at all, at cosines of 0.97 to 1.00. So a model whose loss has not fallen after 20 epochs
-has exact ones until it does.
+parts with history not at all, at cosines of 0.97 to 1.00. So a model whose loss has not fallen after 20
+epochs has exact ones until it does.
 
 Source: none; GNNPipe has no such guard, and plain deep models fail there (papers.md, section 1.5).
 """
