@@ -14,7 +14,8 @@ weights and with the same draws, and what is too far off goes one rung up.
 
 What a codec loses is drawn anew each epoch: a gradient that is off by half is noise, right on the mean. What
 late rows lose lies along the last step: where the loss is steep, steps overshoot, and the loss stays where it
-is although each gradient points well. So late rows are judged by how far off they are, too.
+is although each gradient points well. So late rows are judged by how far off they are, too. One device that
+takes each step with the gradient of the step before loses as much (benchmarks/wire/delay.py).
 
 Source: none. Sylvie's own logs show where it is wanted: a 4-layer GAT fell to 5.8 % (papers.md, section 3).
 CLOSE is between what we measured with late rows and no guard in 120 epochs: medians of 0.4 to 0.6 for a GCN
