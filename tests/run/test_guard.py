@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -142,11 +143,38 @@ def test_a_model_that_has_learned_nothing_has_exact_epochs():
     assert guard.plateau_epochs == 15
     assert guard.exact_epochs == 0
     assert said[0].startswith(
-        "epoch 20: exact epochs until the loss falls, 100 at most (it is 1.944 after 1.945"
+        "epoch 20: exact epochs until the loss is below 1.751, 100 at most (it is 1.944,"
     )
     assert said[1] == "epoch 35: history is tried again (the loss is 1.7)"
     assert guard.facts()["history"]["plateau_epochs"] == 15
     assert "0 exact epochs for want of trust, 15 before the loss fell; " in guard.sum_up(stages=True)[0]
+
+
+def test_a_model_that_falls_back_has_exact_epochs_until_it_is_further():
+    """GCN on Cora had learned a little in exact epochs, and lost it in 15 of history."""
+
+    def loss(epoch: int) -> float:
+        return (
+            1.0 if epoch < 30 else 0.89 if epoch < 40 else 0.96 if epoch < 60 else 0.83 if epoch < 70 else 0.8
+        )
+
+    guard, said = Guard(20), []
+    found = course(guard, [], 120, loss, said)
+    exact = [place + 1 for place, kind in enumerate(found) if kind == "exact"]
+    assert exact == [1, *range(21, 31), *range(45, 71)]
+    assert [line.split(":")[0] for line in said] == ["epoch 20", "epoch 30", "epoch 44", "epoch 70"]
+    assert "below 0.81," in said[2]
+    assert guard.plateau_epochs == len(exact) - 1
+
+
+@pytest.mark.parametrize("share", [0.94, 0.85])
+def test_a_loss_that_sways_is_no_plateau(share):
+    """It is half the way back and more, but not five epochs in a row."""
+
+    def loss(epoch: int) -> float:
+        return 1.0 if epoch < 3 or epoch % 5 else 0.89 if epoch % 10 else share
+
+    assert course(Guard(20), [], 200, loss).count("exact") == 1
 
 
 def test_one_that_never_learns_has_exact_epochs_half_the_time():

@@ -20,8 +20,9 @@ error grows from one careful epoch to the next, and a probe, which is exact, end
 
 What a model has to learn first may be too faint for both: on the plateau where a deep one begins, gradients
 are those of a constant, and agree. GCN of 32 layers on Cora left it in epoch 28 on one device, and in two
-parts with history not at all, at cosines of 0.97 to 1.00. So a model whose loss has not fallen after 20
-epochs has exact ones until it does.
+parts with history not at all, at cosines of 0.97 to 1.00; another one fell back in 15 epochs of history. So a
+model whose loss has not fallen after 20 epochs has exact ones until it has, and until it is lower still where
+it rose again.
 
 Source: none; GNNPipe has no such guard, and plain deep models fail there (papers.md, section 1.5).
 """
@@ -43,16 +44,18 @@ OFTEN: Final = 4
 on; while history is good, after one period of it, but no earlier."""
 
 LEARNS: Final = 0.9
-"""Share of the first epoch's loss below which a model has begun to learn."""
+"""Share of the first epoch's loss below which a model has begun to learn; a share of that if it fell back."""
 BEGINS: Final = 20
 """Epochs that it has for that; then they are exact."""
+BACK: Final = 5
+"""Epochs in which the loss is half the way back, after which a model has fallen back."""
 PATIENT: Final = 100
 """Exact epochs at most; then as many have history."""
 
 STATE: Final = (
     *("careful_from", "exact_epochs", "plateau_epochs", "oldest", "epochs"),
     *("_span", "_rest", "_most", "_exact_left", "_since_probe", "_age"),
-    *("_first", "_learns", "_held", "_patient_until"),
+    *("_first", "_share", "_learned", "_above", "_held", "_patient_until"),
 )
 """What a guard goes by, besides what probes found."""
 
@@ -107,7 +110,8 @@ class Guard:
         self._exact_left = 1  # the first epoch fills the tables
         self._since_probe = self._age = 0
         self._first: float | None = None
-        self._learns, self._held, self._patient_until = not watch, False, BEGINS
+        self._share, self._learned, self._above = LEARNS, False, 0
+        self._held, self._patient_until = False, 0
         if state:
             self._go_on(state)
 
@@ -126,7 +130,7 @@ class Guard:
         self.found = [Measured(**found) for found in state["found"]]
         if not self.watch:
             self.careful_from, self._exact_left = None, min(self._exact_left, 1)
-            self._learns, self._held = True, False
+            self._held = False
 
     @property
     def careful(self) -> bool:
@@ -169,21 +173,27 @@ class Guard:
             self._since_probe = self._span  # what is there now is to be tried first
         else:
             self._since_probe += 1
-        return "" if self._learns else self._heed(loss)
+        return self._heed(loss) if self.watch else ""
 
     def _heed(self, loss: float) -> str:
-        """What the loss says of a model that has learned nothing yet."""
+        """What the loss says of a model that has learned nothing, or has lost it again."""
         first = self._first = loss if self._first is None else self._first
-        self._learns = not first > 0 or loss < LEARNS * first  # of losses below 0 nothing is known
-        if self._held and (self._learns or not self._exact_left):
-            self._held, self._exact_left, self._since_probe = False, 0, self._span
-            self._patient_until = self.epochs + PATIENT
+        goal = self._share * first
+        learns, lost = loss < goal, loss >= (goal + goal / LEARNS) / 2
+        self._learned |= learns
+        self._above = self._above + 1 if lost or not self._learned else 0
+        if self._held and (learns or not self._exact_left):
+            self._patient_until = self.epochs if learns else self.epochs + PATIENT
+            self._held, self._exact_left, self._above, self._since_probe = False, 0, 0, self._span
             return f"epoch {self.epochs}: history is tried again (the loss is {loss:.4g})"
-        if not (self._learns or self._held or self._exact_left) and self.epochs >= self._patient_until:
+        waited = self._above >= (BACK if self._learned else BEGINS) and self.epochs >= self._patient_until
+        if first > 0 and waited and not self._held and not self._exact_left:  # of others nothing is known
+            self._share *= LEARNS if self._learned else 1.0
             self._held, self._exact_left = True, PATIENT
             return (
-                f"epoch {self.epochs}: exact epochs until the loss falls, {self._exact_left} at most (it is "
-                f"{loss:.4g} after {first:.4g} in the first epoch: probes say nothing yet)"
+                f"epoch {self.epochs}: exact epochs until the loss is below {self._share * first:.4g}, "
+                f"{PATIENT} at most (it is {loss:.4g}, in the first epoch it was {first:.4g}; probes say "
+                "nothing there)"
             )
         return ""
 
