@@ -125,7 +125,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def told(mine: nn.Module, given: Data, epochs: int, parallel: dict[str, Any], **rest: Any) -> Any:
     """Train; what came out as plain values, or the error's leaf and text."""
     train = settings(**{"seed": SEED, **rest.pop("train", {})})
-    optimizer = sgd if rest.pop("plain_steps", False) else None
+    optimizer = sgd if rest.pop("plain_steps", False) else rest.pop("optimizer", None)
     resume = rest.pop("resume", None)
     try:
         with Trainer(

@@ -21,8 +21,8 @@ def course(guard: Guard, cosines, epochs: int, loss=lambda epoch: 1 / epoch, sai
             guard.see(Measured(epoch, next(left, 1.0), 1.0, 0.0, guard.age))
         told = guard.done(kind, loss(guard.epochs + 1))
         found.append(kind)
-        if told and said is not None:
-            said.append(told)
+        if told.text and said is not None:
+            said.append(told.text)
     return found
 
 
@@ -140,7 +140,7 @@ def test_a_model_that_has_learned_nothing_has_exact_epochs():
     assert set(found[20:35]) == {"exact"}
     assert found[35] == "probe"
     assert "exact" not in found[35:]
-    assert guard.plateau_epochs == 15
+    assert guard.plateau.held_epochs == 15
     assert guard.exact_epochs == 0
     assert said[0].startswith(
         "epoch 20: exact epochs until the loss is below 1.751, 100 at most (it is 1.944,"
@@ -164,7 +164,7 @@ def test_a_model_that_falls_back_has_exact_epochs_until_it_is_further():
     assert exact == [1, *range(21, 31), *range(45, 71)]
     assert [line.split(":")[0] for line in said] == ["epoch 20", "epoch 30", "epoch 44", "epoch 70"]
     assert "below 0.81," in said[2]
-    assert guard.plateau_epochs == len(exact) - 1
+    assert guard.plateau.held_epochs == len(exact) - 1
 
 
 @pytest.mark.parametrize("share", [0.94, 0.85])
@@ -186,7 +186,7 @@ def test_one_that_never_learns_has_exact_epochs_half_the_time():
         True,
         False,
     ]
-    assert guard.plateau_epochs == 200
+    assert guard.plateau.held_epochs == 200
     assert guard.facts()["history"]["exact_epochs"] == 0
     assert "most of 420" not in guard.sum_up(stages=True)[0]
 
@@ -221,7 +221,9 @@ def test_a_guard_that_does_not_watch_is_not_careful_for_ever():
 def test_a_run_that_goes_on_with_other_chunks_begins_exactly():
     guard = Guard(20)
     course(guard, [], 7)
-    guard.begin_anew()
+    guard.go_on(rows=True, kept=True)
+    assert guard.next() != "exact"
+    guard.go_on(rows=False, kept=True)
     assert guard.next() == "exact"
 
 

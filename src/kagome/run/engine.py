@@ -28,6 +28,7 @@ from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
 from kagome.neighbors.recall import NOTHING
 from kagome.neighbors.recompute import recompute
+from kagome.run.agreement import agreement, products
 from kagome.run.ahead import Ahead, Forward
 from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.gradients import Gradients
@@ -236,20 +237,8 @@ class Engine:
                 buffer.copy_(before)
         with self.tally.aside():
             found = self._gradient(epoch, stop, EXACT)
-        one = [p.grad for p in self.gradients.parameters]
-        pairs = [
-            (g.double(), h.double())
-            for g, h in zip(one, guess, strict=True)
-            if g is not None and h is not None
-        ]
-        both, exact, other = (
-            sum(float((a * b).sum()) for a, b in products)
-            for products in (pairs, [(g, g) for g, _ in pairs], [(h, h) for _, h in pairs])
-        )
-        # Two gradients of no length agree.
-        cosine = 1.0 if exact == other == 0 else both / max((exact * other) ** 0.5, 1e-300)
-        ratio = 1.0 if exact == other == 0 else (other / max(exact, 1e-300)) ** 0.5
-        self._say(self.ladder.see(Probe(epoch, rung, cosine, ratio)))
+        squares = products(zip(self.gradients.parameters, guess, strict=True)).tolist()
+        self._say(self.ladder.see(Probe(epoch, rung, *agreement(*squares))))
         return found
 
     def _say(self, said: str) -> None:

@@ -18,11 +18,7 @@ an earlier one's gradient, too late in this epoch's backward, is what they added
 of counting twice what comes in time. Rows that came of old rows are older than they look: in a deep model the
 error grows from one careful epoch to the next, and a probe, which is exact, ends that.
 
-What a model has to learn first may be too faint for both: on the plateau where a deep one begins, gradients
-are those of a constant, and agree. GCN of 32 layers on Cora left it in epoch 28 on one device, and in two
-parts with history not at all, at cosines of 0.97 to 1.00; another one fell back in 15 epochs of history. So a
-model whose loss has not fallen after 20 epochs has exact ones until it has, and until it is lower still where
-it rose again.
+A model that has learned nothing yet has exact epochs too, whatever probes say: see ``plateau``.
 
 Source: none; GNNPipe has no such guard, and plain deep models fail there (papers.md, section 1.5).
 """
@@ -32,6 +28,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
+
+from kagome.config import Parallel
+from kagome.run.plateau import Plateau, Turn
 
 Epoch = Literal["history", "refresh", "exact", "probe"]
 
@@ -43,19 +42,9 @@ OFTEN: Final = 4
 """A probe comes after so many careful epochs at the latest, and where one is bad after half as many from then
 on; while history is good, after one period of it, but no earlier."""
 
-LEARNS: Final = 0.9
-"""Share of the first epoch's loss below which a model has begun to learn; a share of that if it fell back."""
-BEGINS: Final = 20
-"""Epochs that it has for that; then they are exact."""
-BACK: Final = 5
-"""Epochs in which the loss is half the way back, after which a model has fallen back."""
-PATIENT: Final = 100
-"""Exact epochs at most; then as many have history."""
-
 STATE: Final = (
-    *("careful_from", "exact_epochs", "plateau_epochs", "oldest", "epochs"),
+    *("careful_from", "exact_epochs", "oldest", "epochs"),
     *("_span", "_rest", "_most", "_exact_left", "_since_probe", "_age"),
-    *("_first", "_share", "_learned", "_above", "_held", "_patient_until"),
 )
 """What a guard goes by, besides what probes found."""
 
@@ -102,35 +91,40 @@ class Guard:
         """The epoch since which no row is older than one, and gradients of the epoch before pass on."""
         self.exact_epochs = 0
         """How many epochs were exact because history was not trusted."""
-        self.plateau_epochs = 0
-        """How many were because nothing had been learned yet."""
+        self.plateau = Plateau()
         self.oldest = self.epochs = 0
         """Age of the oldest rows that an epoch has read; epochs that have run."""
         self._span, self._rest, self._most = 1, 1, OFTEN
         self._exact_left = 1  # the first epoch fills the tables
         self._since_probe = self._age = 0
-        self._first: float | None = None
-        self._share, self._learned, self._above = LEARNS, False, 0
-        self._held, self._patient_until = False, 0
         if state:
             self._go_on(state)
 
-    def begin_anew(self) -> None:
-        """Nothing is known of other chunks' rows: a run goes on where they were others."""
-        self._exact_left = max(self._exact_left, 1)
+    def go_on(self, *, rows: bool, kept: bool) -> None:
+        """A run goes on, maybe where other chunks' rows were others.
+
+        Args:
+            rows: Whether they are known.
+            kept: Whether weights are, that may be put back.
+        """
+        if not rows:
+            self._exact_left = max(self._exact_left, 1)
+        if not kept:
+            self.plateau.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """What was measured, and what followed from it."""
         plain = {name: getattr(self, name) for name in STATE}
-        return {**plain, "found": [asdict(found) for found in self.found]}
+        found = [asdict(found) for found in self.found]
+        return {**plain, "plateau": self.plateau.state_dict(), "found": found}
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         for name in STATE:
             setattr(self, name, state.get(name, getattr(self, name)))  # earlier checkpoints lack some
+        self.plateau = Plateau(state.get("plateau") if self.watch else None)
         self.found = [Measured(**found) for found in state["found"]]
         if not self.watch:
             self.careful_from, self._exact_left = None, min(self._exact_left, 1)
-            self._held = False
 
     @property
     def careful(self) -> bool:
@@ -139,7 +133,7 @@ class Guard:
 
     def next(self) -> Epoch:
         """How the coming epoch is to run."""
-        if self._exact_left:
+        if self._exact_left or self.plateau.held:
             return "exact"
         if self.watch and self._since_probe >= self._span:
             return "probe"
@@ -150,52 +144,33 @@ class Guard:
         """Epochs since the last known rows were taken, in the coming epoch."""
         return self._age + 1
 
-    def done(self, kind: Epoch, loss: float) -> str:
-        """An epoch has run so.
+    def done(self, kind: Epoch, loss: float) -> Turn:
+        """An epoch has run so, and its step is still to come.
 
         Args:
             kind: How.
             loss: Of all ranks.
 
         Returns:
-            What to say, or nothing.
+            What to say, and what becomes of the weights.
         """
         self.epochs += 1
-        self.plateau_epochs += self._held
-        if kind == "exact":
-            self._exact_left -= 1
-        else:
+        if kind != "exact":
             self.oldest = max(self.oldest, self.age)
+        elif self._exact_left:
+            self._exact_left -= 1
         self._age = self._age + 1 if kind == "history" else 0
+        held, turn = self.plateau.held, self.plateau.heed(self.epochs, loss) if self.watch else Turn()
+        if self.plateau.held and not held:  # what was to be exact for want of trust is so for this now
+            self.exact_epochs -= self._exact_left
+            self._exact_left = 0
         if kind == "probe":
             self._since_probe = 0
-        elif kind == "exact" and not self._exact_left:
+        elif turn.released or (kind == "exact" and not self._exact_left):
             self._since_probe = self._span  # what is there now is to be tried first
         else:
             self._since_probe += 1
-        return self._heed(loss) if self.watch else ""
-
-    def _heed(self, loss: float) -> str:
-        """What the loss says of a model that has learned nothing, or has lost it again."""
-        first = self._first = loss if self._first is None else self._first
-        goal = self._share * first
-        learns, lost = loss < goal, loss >= (goal + goal / LEARNS) / 2
-        self._learned |= learns
-        self._above = self._above + 1 if lost or not self._learned else 0
-        if self._held and (learns or not self._exact_left):
-            self._patient_until = self.epochs if learns else self.epochs + PATIENT
-            self._held, self._exact_left, self._above, self._since_probe = False, 0, 0, self._span
-            return f"epoch {self.epochs}: history is tried again (the loss is {loss:.4g})"
-        waited = self._above >= (BACK if self._learned else BEGINS) and self.epochs >= self._patient_until
-        if first > 0 and waited and not self._held and not self._exact_left:  # of others nothing is known
-            self._share *= LEARNS if self._learned else 1.0
-            self._held, self._exact_left = True, PATIENT
-            return (
-                f"epoch {self.epochs}: exact epochs until the loss is below {self._share * first:.4g}, "
-                f"{PATIENT} at most (it is {loss:.4g}, in the first epoch it was {first:.4g}; probes say "
-                "nothing there)"
-            )
-        return ""
+        return turn
 
     def see(self, found: Measured) -> str:
         """Take what a probe measured.
@@ -225,7 +200,7 @@ class Guard:
     def facts(self) -> dict[str, Any]:
         """What the summary is told: every probe, since when epochs are careful, and how many were exact."""
         known = {"probes": [asdict(found) for found in self.found], "careful_from": self.careful_from}
-        counts = {"exact_epochs": self.exact_epochs, "plateau_epochs": self.plateau_epochs}
+        counts = {"exact_epochs": self.exact_epochs, "plateau_epochs": self.plateau.held_epochs}
         return {"history": {**known, **counts}} if self.found else {}
 
     def sum_up(self, *, stages: bool) -> tuple[str, ...]:
@@ -237,8 +212,9 @@ class Guard:
             f"; stages wait for each other in those, and they are most of {self.epochs} epochs: parts of the "
             "graph (--parallel.graph) need no history"
         )
-        plateau = f", {self.plateau_epochs} before the loss fell" if self.plateau_epochs else ""
-        exact = self.exact_epochs + self.plateau_epochs
+        held = self.plateau.held_epochs
+        plateau = f", {held} before the loss fell" if held else ""
+        exact = self.exact_epochs + held
         return (
             f"history: {len(self.found)} probes, {self.exact_epochs} exact epochs for want of trust{plateau}"
             f"; the last, epoch {self.found[-1].epoch}: {self.found[-1].text()}; "
@@ -258,3 +234,15 @@ class Guard:
         if cosine >= GOOD:
             return min(2 * self._span, self._most if self.careful else max(self.period, OFTEN))
         return self._span
+
+
+def guard_of(parallel: Parallel, state: Mapping[str, Any] | None = None) -> Guard | None:
+    """What watches history, where chunks have any.
+
+    Args:
+        parallel: The settings.
+        state: What an earlier run's guard knew.
+    """
+    if parallel.cross_chunk != "history":
+        return None
+    return Guard(parallel.history_epochs, watch=parallel.guard, state=state)

@@ -242,7 +242,7 @@ def held_by_chunks(
     model: nn.Module,
     optimizer: Optimizer,
     saved: int | None,
-    best: Mapping[str, Tensor] | None = None,
+    copies: Iterable[Tensor] = (),
 ) -> Holdings:
     """What a rank with chunks holds between epochs, and in ``saved`` what is kept of them within one.
 
@@ -251,9 +251,9 @@ def held_by_chunks(
         model: The user's module.
         optimizer: Over its parameters.
         saved: Bytes that autograd keeps; None if nobody looked.
-        best: The best epoch's weights.
+        copies: Further weights: the best epoch's, and those that may be put back.
     """
-    ledger = ledger_of_chunks(chunks, model, (best or {}).values())
+    ledger = ledger_of_chunks(chunks, model, copies)
     ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))
     ledger.add("optimizer", (t for state in optimizer.state.values() for t in _tensors(state.values())))
     found = ledger.bytes

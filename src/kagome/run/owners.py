@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from kagome.comm.channel import Channel
 from kagome.model.stages import Stage, shared_parameters
+from kagome.run.agreement import products
 
 
 class Owners:
@@ -69,13 +70,8 @@ class Owners:
             others: Other gradients of them, one each; none count as zeros.
         """
         names = {id(p): name for name, p in self.model.named_parameters()}
-        found = torch.zeros(3, dtype=torch.float64)
-        for parameter, other in zip(parameters, others or [None] * len(parameters), strict=True):
-            if parameter.grad is None or self.of[names[id(parameter)]] != self.mine:
-                continue
-            mine = parameter.grad.double().view(-1)
-            its = torch.zeros_like(mine) if other is None else other.double().view(-1)
-            found += torch.stack([mine @ mine, its @ its, mine @ its]).cpu()
+        pairs = zip(parameters, others or [None] * len(parameters), strict=True)
+        found = products(pair for pair in pairs if self.of[names[id(pair[0])]] == self.mine)
         found = self.pipe.all_reduce(found.to(self.pipe.device), action="norm of gradients", kind="weights")
         one, other_, both = found.tolist()
         return one, other_, both

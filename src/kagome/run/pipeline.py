@@ -28,12 +28,13 @@ from kagome.neighbors.current import Current
 from kagome.neighbors.install import install
 from kagome.neighbors.recall import NOTHING, Recall
 from kagome.report.holdings import Holdings
+from kagome.run.agreement import agreement
 from kagome.run.ahead import Ahead
 from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.chunking import chunked
 from kagome.run.engine import Phases
 from kagome.run.gradients import Gradients
-from kagome.run.guard import Epoch, Guard, Measured
+from kagome.run.guard import Epoch, Measured, guard_of
 from kagome.run.holdings import held_by_chunks
 from kagome.run.job import Job, StageCode
 from kagome.run.ladder import EXACT, Probe, Rung
@@ -44,6 +45,7 @@ from kagome.run.saving import Saving
 from kagome.run.staging import needed, stage_model
 from kagome.run.tally import Found
 from kagome.run.task import Loss, check_finite, check_rows, checked_loss, columns, draws_of, row_sum
+from kagome.run.undo import Undo
 from kagome.run.ways import Ways
 
 
@@ -99,7 +101,8 @@ class Pipeline:
         self.gradients.overlaps = False  # they are whole after the last chunk
         found = torch.tensor([int(self.inputs["train_mask"].sum())], device=device)
         self.train_count = int(mesh.graph.all_reduce(found, action="count training vertices", kind="other"))
-        self.guard = self._guard(None)
+        self.guard = None if self.chunks.tables is None else guard_of(parallel)
+        self.undo = Undo(model, self.owners.parameters, self.owners.buffers)
         ways = (self.chunks.crossing, mesh, parallel, self.gradients)
         self.ways = Ways(*ways, seed=settings.seed, guarded=self.guard is not None)
         self.passes = Passes(
@@ -139,10 +142,8 @@ class Pipeline:
 
     def sum_up(self) -> tuple[str, ...]:
         """What there is to say at the end: what history, codecs and late rows were found to cost."""
-        said, ladder = (
-            () if self.guard is None else self.guard.sum_up(stages=self.parallel.pipe > 1),
-            self.ways.ladder,
-        )
+        ladder = self.ways.ladder
+        said = () if self.guard is None else self.guard.sum_up(stages=self.parallel.pipe > 1)
         return (*said, *self.ways.tally.sentence(None if self.guard else ladder.found, ladder))
 
     def _put_on(self) -> None:
@@ -177,19 +178,13 @@ class Pipeline:
         yield
         self.owners.forget_others(optimizer)
 
-    def _guard(self, state: Mapping[str, Any] | None) -> Guard | None:
-        """What watches history, where there is any; it may know what an earlier run's guard knew."""
-        if self.parallel.cross_chunk != "history" or self.chunks.tables is None:
-            return None
-        return Guard(self.parallel.history_epochs, watch=self.parallel.guard, state=state)
-
     def carried(self, epoch: int) -> Carried:
         """What the epoch after this one may read of it: other chunks' rows, and what guards know."""
         known, tables = self.ways.crossing.known, self.chunks.tables
         guards, entries = {"ladder": self.ways.ladder.state_dict()}, [*known.carried()]
         if self.guard is not None and tables is not None:
             guards["history"] = self.guard.state_dict()
-            entries += tables.carried(epoch)
+            entries += [*tables.carried(epoch), *self.undo.carried()]
         return Carried.of(self.layout, guards, entries)
 
     def resumed(self, optimizer: Optimizer, told: Told) -> str:
@@ -200,7 +195,7 @@ class Pipeline:
         """
         self.owners.forget_others(optimizer)
         self.ways.go_on(told.guards.get("ladder"))
-        self.guard = self._guard(told.guards.get("history"))
+        self.guard = self.guard and guard_of(self.parallel, told.guards.get("history"))
         recall, tables = told.recall(self.layout, self.mesh.world, self.mesh.device), self.chunks.tables
         self._forget(recall or NOTHING)
         if recall is not None and self.guard is not None and tables is not None:
@@ -208,8 +203,8 @@ class Pipeline:
             if not all(self.mesh.world.gather_objects(tables.whole, "rows of all sites")):
                 recall = None
                 self._forget(NOTHING)
-        if self.guard is not None and recall is None:
-            self.guard.begin_anew()
+        if self.guard is not None:
+            self.guard.go_on(rows=recall is not None, kept=self.undo.recall(recall or NOTHING, told.epoch))
         return said_of(recall, late=self.ways.crossing.late, history=self.guard is not None)
 
     def _forget(self, recall: Recall) -> None:
@@ -225,7 +220,8 @@ class Pipeline:
 
     def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Holdings:
         """What this rank holds between epochs, and what autograd keeps within one."""
-        return held_by_chunks(self.chunks, self.model, optimizer, self.saving.most, best)
+        copies = [*(best or {}).values(), *self.undo.tensors]
+        return held_by_chunks(self.chunks, self.model, optimizer, self.saving.most, copies)
 
     # Epochs --------------------------------------------------------------------------------------
 
@@ -269,7 +265,10 @@ class Pipeline:
         self.ways.crossing.moved(sum(moved) / self.mesh.size)
         check_finite(value, epoch)
         if self.guard is not None:
-            self._say(self.guard.done(kind, value))
+            turn = self.guard.done(kind, value)
+            self._say(turn.text)
+            if not self.undo.heed(turn.weights, optimizer):
+                return value, stops > 0
         with self.phases.phase("optimizer", epoch):
             if self.settings.clip is not None:
                 self.owners.clip(self.gradients.parameters, self.settings.clip)
@@ -322,8 +321,7 @@ class Pipeline:
 
     def _compared(self, guess: Sequence[Tensor | None]) -> tuple[float, float]:
         """The cosine of a gradient and the exact one, and its length over that one's."""
-        one, other, both = self.owners.products(self.gradients.parameters, guess)
-        return both / max((one * other) ** 0.5, 1e-300), (other / max(one, 1e-300)) ** 0.5
+        return agreement(*self.owners.products(self.gradients.parameters, guess))
 
     def _say(self, said: str) -> None:
         if said:
