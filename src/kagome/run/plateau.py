@@ -7,11 +7,12 @@ all, at cosines of 0.97 to 1.00; other runs fell back in 15 epochs of history, a
 
 ::
 
-    loss  1 ----------.
-                       `---. . . . . .  0.9: learns          fell back
-          epochs of history | exact    | history, from here on .--'
-                            20 epochs  |                       | these weights again, exact until 0.81
-                            above 0.9  `- these weights are kept
+    loss  1  ----------------.
+          0.98 . . . . . . . . `-.                  .----  fell back
+          0.9  . . . . . . . . . . `------------.--'    |
+                  20 epochs | exact |  history           | exact, from the weights kept
+                  of history        |                    | on, until 0.81
+                                    weights are kept
 
 Source: none.
 """
@@ -26,16 +27,21 @@ Weights = Literal["step", "keep", "undo"]
 """What is to become of the weights: a step, as always; the same after a copy; or what was kept, in place of a
 step."""
 
-LEARNS: Final = 0.9
-"""Share of the first epoch's loss below which a model has begun to learn; a share of that if it fell back."""
+BEGUN: Final = 0.98
+"""Share of the first epoch's loss below which a model has begun to learn."""
 BEGINS: Final = 20
 """Epochs that it has for that; then they are exact."""
+LEARNS: Final = 0.9
+"""Share of the first epoch's loss below which history is tried again; a share of that if it fell back."""
 BACK: Final = 5
 """Epochs in which the loss is half the way back, after which a model has fallen back."""
 PATIENT: Final = 100
 """Exact epochs at most; then as many have history."""
 
-STATE: Final = ("held_epochs", "first", "share", "learned", "above", "back", "left", "until", "kept", "last")
+STATE: Final = (
+    *("held_epochs", "first", "share", "learned", "above", "below", "back"),
+    *("left", "until", "kept", "last"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,8 @@ class Plateau:
         self.first: float | None = None
         """Loss of the first epoch."""
         self.share, self.learned = LEARNS, False
-        self.above = self.back = 0
-        """Epochs in a row that were above the goal, and half the way back from there."""
+        self.above = self.below = self.back = 0
+        """Epochs in a row that had not begun, or got no further; below the goal; half the way back."""
         self.left = self.until = 0
         """Exact epochs that are still to come at most; the epoch before which there are no more."""
         self.kept: float | None = None
@@ -101,8 +107,11 @@ class Plateau:
             return Turn()
         goal = self.share * first
         learns, half = loss < goal, goal * (1 + 1 / LEARNS) / 2
-        self.learned |= learns
-        self.above = 0 if learns else self.above + 1
+        self.below = self.below + 1 if learns else 0
+        self.learned |= self.below >= (1 if self.held else BACK)  # one epoch may be chance
+        # History that was tried again has to get on; before, a slow beginning is one too.
+        bar = goal if self.learned and self.kept is not None else BEGUN * first
+        self.above = self.above + 1 if loss >= bar else 0
         self.back = self.back + 1 if self.learned and loss >= half else 0
         self.last = [*self.last, loss][-BACK:]
         if self.held:
