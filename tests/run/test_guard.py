@@ -165,6 +165,8 @@ def test_a_model_that_falls_back_has_exact_epochs_until_it_is_further():
     assert [line.split(":")[0] for line in said] == ["epoch 20", "epoch 30", "epoch 44", "epoch 70"]
     assert "below 0.81," in said[2]
     assert guard.plateau.held_epochs == len(exact) - 1
+    assert guard.facts()["history"]["undone"] == 1
+    assert "before the loss fell, weights of before put back once; " in guard.sum_up(stages=True)[0]
 
 
 @pytest.mark.parametrize("share", [0.94, 0.85])

@@ -38,6 +38,7 @@ def test_weights_are_kept_where_history_is_tried_again_and_put_back_where_the_lo
     assert at(found, "keep") == [41, 62]
     assert at(found, "undo") == [50 + BACK]
     assert plateau.held_epochs == 28
+    assert plateau.undone == 1
 
 
 def test_one_that_stays_above_its_goal_has_its_weights_put_back():

@@ -77,8 +77,8 @@ def summary(
         crossing: Codecs by kind, errors by site, ``oldest_age`` and probes; None where all crosses exactly.
         working_memory_bytes: The most that a sum over feature slices took, where that has a bound.
         activations_moved_bytes: The most that a rank moved off its device, or to disk, in one forward.
-        history: What rows of other chunks cost: ``probes``, ``careful_from``, ``exact_epochs`` and
-            ``plateau_epochs``.
+        history: What rows of other chunks cost: ``probes``, ``careful_from``, ``exact_epochs``,
+            ``plateau_epochs``, and how often weights were put back (``undone``).
 
     Returns:
         Plain values in the order of the file.

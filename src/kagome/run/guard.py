@@ -200,8 +200,8 @@ class Guard:
     def facts(self) -> dict[str, Any]:
         """What the summary is told: every probe, since when epochs are careful, and how many were exact."""
         known = {"probes": [asdict(found) for found in self.found], "careful_from": self.careful_from}
-        counts = {"exact_epochs": self.exact_epochs, "plateau_epochs": self.plateau.held_epochs}
-        return {"history": {**known, **counts}} if self.found else {}
+        plateau = {"plateau_epochs": self.plateau.held_epochs, "undone": self.plateau.undone}
+        return {"history": {**known, "exact_epochs": self.exact_epochs, **plateau}} if self.found else {}
 
     def sum_up(self, *, stages: bool) -> tuple[str, ...]:
         """What there is to say at the end; ``stages``: whether there are some, which exact epochs hold up."""
@@ -212,8 +212,10 @@ class Guard:
             f"; stages wait for each other in those, and they are most of {self.epochs} epochs: parts of the "
             "graph (--parallel.graph) need no history"
         )
-        held = self.plateau.held_epochs
+        held, undone = self.plateau.held_epochs, self.plateau.undone
         plateau = f", {held} before the loss fell" if held else ""
+        if undone:
+            plateau += f", weights of before put back {'once' if undone == 1 else f'{undone} times'}"
         exact = self.exact_epochs + held
         return (
             f"history: {len(self.found)} probes, {self.exact_epochs} exact epochs for want of trust{plateau}"

@@ -39,7 +39,7 @@ PATIENT: Final = 100
 """Exact epochs at most; then as many have history."""
 
 STATE: Final = (
-    *("held_epochs", "first", "share", "learned", "above", "below", "back"),
+    *("held_epochs", "undone", "first", "share", "learned", "above", "below", "back"),
     *("left", "until", "kept", "last"),
 )
 
@@ -69,6 +69,8 @@ class Plateau:
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         self.held_epochs = 0
         """How many epochs were exact for that."""
+        self.undone = 0
+        """How often weights were put back."""
         self.first: float | None = None
         """Loss of the first epoch."""
         self.share, self.learned = LEARNS, False
@@ -132,6 +134,7 @@ class Plateau:
         self.share *= LEARNS if self.learned else 1.0
         self.left = PATIENT
         undo = self.kept is not None and min(self.last) > self.kept
+        self.undone += undo
         again = f"weights of a loss of {self.kept:.4g} again, and " if undo else ""
         text = (
             f"epoch {epoch}: {again}exact epochs until the loss is below {self.share * first:.4g}, {PATIENT} "
