@@ -146,10 +146,10 @@ def test_gpipe_on_a_graph_is_measured_and_drawn(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     assert "accuracy digits" not in done.stdout  # resumed from its file, not run again
     told = read(tmp_path / "results.json")
-    dropped = told["accuracy/digits/pipe2-drop2-contiguous/0"]
+    dropped = told["accuracy/digits/pipe1-drop2-contiguous/0"]
     assert dropped["test"] == dropped["test_plain"]  # evaluation by the pipeline is exact
     assert 0 < dropped["lost"] < 1
     assert dropped["by_chance"] == pytest.approx(0.5, abs=1e-3)
     assert all(told[f"time/digits/{name}/0"]["seconds"] > 0 for name in ("pyg", "rebuild-drop2-contiguous"))
-    assert "| Kagome, 2 stages | 2 |" in (tmp_path / "results.md").read_text()
+    assert "| Kagome, 1 stage | 2 |" in (tmp_path / "results.md").read_text()
     assert len(list(tmp_path.glob("figure*.svg"))) == 4

@@ -93,16 +93,16 @@ def _accuracy_lines(place: Any, kept: Kept, graph: str) -> None:
         label = ", ".join(("dropped" if cross == "drop" else cross, *(["METIS"] * (partitioner == "metis"))))
         for column in ("test", "test_dropped") if cross == "drop" else ("test",):
             points = {
-                chunks: accuracy(kept, graph, kagome(2, chunks, cross, partitioner), column)
+                chunks: accuracy(kept, graph, kagome(1, chunks, cross, partitioner), column)
                 for chunks in COUNTS[1:]
             }
-            whole = accuracy(kept, graph, kagome(2))
+            whole = accuracy(kept, graph, kagome(1))
             name = label if column == "test" else f"{label}, evaluated so too"
             _line(place, name, {at: v for at, v in {1: whole, **points}.items() if v}, 1.0)
     other = place.twinx()
     for partitioner, style in (("contiguous", ":"), ("metis", "-.")):
         shares = {
-            chunks: accuracy(kept, graph, kagome(2, chunks, "drop", partitioner), "lost")
+            chunks: accuracy(kept, graph, kagome(1, chunks, "drop", partitioner), "lost")
             for chunks in COUNTS[1:]
         }
         known = [(1, 0.0), *((at, share.value) for at, share in shares.items() if share)]

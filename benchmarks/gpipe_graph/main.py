@@ -7,12 +7,15 @@ Run: python benchmarks/gpipe_graph/main.py --data.root ../shared/data    (resume
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 
 import tyro
@@ -47,6 +50,8 @@ class Options:
     """Of a timed run; the first three are not counted."""
     turns: int = 3
     """Timed runs a setting."""
+    jobs: int = 1
+    """Accuracies at a time, a core each, or one a stage; times have the machine for themselves."""
     provisional: bool = False
     """Mark results as taken beside other work; a run without this takes them again."""
     hours: float | None = None
@@ -64,9 +69,9 @@ def main() -> None:
         os.environ[name] = "1"  # a rank is a device: one core
     store = Store(options.out / "results.json")
     if not options.smoke:
-        run(options, store, [graph for graph in options.graphs if there(graph, options)])
+        run(options, [graph for graph in options.graphs if there(graph, options)])
     else:
-        smoke(options, store)
+        smoke(options)
     import figures
     import tables
 
@@ -76,26 +81,37 @@ def main() -> None:
         print(path)
 
 
-def smoke(options: Options, store: Store) -> None:
+def smoke(options: Options) -> None:
     """Everything once, small."""
     tiny = replace(options, seeds=1, epochs=3, timed_epochs=5, turns=1)
-    run(replace(tiny, kinds=("time",), only=("pyg", "rebuild-drop2-contiguous")), store, ["digits"])
-    run(replace(tiny, kinds=("accuracy",), only=("pipe2-drop2-contiguous",)), store, ["digits"])
+    run(replace(tiny, kinds=("time",), only=("pyg", "rebuild-drop2-contiguous")), ["digits"])
+    run(replace(tiny, kinds=("accuracy",), jobs=2, only=("pipe1-drop2-", "pipe2")), ["digits"])
 
 
-def run(options: Options, store: Store, graphs: list[str]) -> None:
+def run(options: Options, graphs: list[str]) -> None:
     """All that is missing, until the hours are over."""
-    begun = time.monotonic()
-    for kind, graph, setting, numbers in grid(options, graphs):
-        kept = store.read()
-        missing = tuple(
-            n for n in numbers if lacks(kept.get(key(kind, graph, setting.name, n)), kind, options)
-        )
-        if options.hours is not None and time.monotonic() - begun > options.hours * 3600:
-            return
-        if missing:
-            print(f"{time.monotonic() - begun:6.0f} s  {kind} {graph} {setting.name} {missing}", flush=True)
-            start(options, store, kind, graph, setting, missing)
+    until = time.monotonic() + 3600 * (math.inf if options.hours is None else options.hours)
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        trained = []
+        for kind, graph, setting, numbers in grid(options, graphs):
+            if kind == "accuracy" and options.jobs > 1:
+                trained.append(pool.submit(complete, options, until, kind, graph, setting, numbers))
+            else:
+                complete(options, until, kind, graph, setting, numbers)
+        for each in trained:
+            each.result()
+
+
+def complete(
+    options: Options, until: float, kind: Kind, graph: str, setting: Setting, numbers: tuple[int, ...]
+) -> None:
+    """Those of these runs that are missing, if there is time."""
+    store = Store(options.out / "results.json")
+    kept = store.read()
+    missing = tuple(n for n in numbers if lacks(kept.get(key(kind, graph, setting.name, n)), kind, options))
+    if missing and time.monotonic() < until:
+        print(f"{time.strftime('%H:%M:%S')}  {kind} {graph} {setting.name} {missing}", flush=True)
+        start(options, store, kind, graph, setting, missing)
 
 
 def grid(options: Options, graphs: list[str]) -> Iterator[tuple[Kind, str, Setting, tuple[int, ...]]]:

@@ -5,6 +5,7 @@ Where it sits: ``main`` walks over them, ``worker`` runs one, ``tables`` and ``f
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from dataclasses import dataclass
@@ -69,8 +70,11 @@ LINES: tuple[tuple[CrossChunk, Partitioner], ...] = (
 
 
 def for_accuracy() -> list[Setting]:
-    """What is trained to the end: the cheapest answers first."""
-    return [*WHOLE, *(kagome(2, chunks, *line) for line in LINES for chunks in COUNTS[1:])]
+    """What is trained to the end: the cheapest answers first.
+
+    How many stages the layers are cut into changes no number, so micro-batches have one, a core a run.
+    """
+    return [*WHOLE, *(kagome(1, chunks, *line) for line in LINES for chunks in COUNTS[1:])]
 
 
 def for_time() -> list[Setting]:
@@ -93,13 +97,18 @@ class Store:
         return found
 
     def put(self, key: str, value: Any) -> None:
-        """Keep one result; stopped at any moment, the file is whole."""
-        kept = self.read() | {key: value}
+        """Keep one result; stopped at any moment, the file is whole. Several runs may do so at a time."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_suffix(".tmp")
-        rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(kept[name])}" for name in sorted(kept))
-        new.write_text(f"{{\n{rows}\n}}\n")
-        os.replace(new, self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            kept = self.read() | {key: value}
+            new = self.path.with_suffix(".tmp")
+            rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(kept[name])}" for name in sorted(kept))
+            new.write_text(f"{{\n{rows}\n}}\n")
+            os.replace(new, self.path)
+        finally:
+            os.close(folder)
 
 
 def key(kind: Kind, graph: str, name: str, number: int) -> str:
