@@ -69,7 +69,7 @@ def test_nothing_is_put_back_that_was_not_kept():
     assert at(course(Plateau(), [1.0] * 5 + [0.85] * 5 + [0.99] * 30), "undo") == []
     plateau = Plateau()
     course(plateau, [1.0] * 30 + [0.8])
-    plateau.forget()
+    plateau.go_on(kept=False)
     assert plateau.heed(32, 1.0) == Turn()
     found = [plateau.heed(epoch, 1.0) for epoch in range(33, 32 + BACK)]
     assert found[-1].text.startswith(f"epoch {31 + BACK}: exact epochs until the loss is below 0.81,")
@@ -88,6 +88,13 @@ def test_what_is_said():
         "epoch 35: weights of a loss of 0.8 again, and exact epochs until the loss is below 0.81, 100 at "
         "most (it is 1, in the first epoch it was 1; probes say nothing there)",
     ]
+
+
+def test_a_run_whose_beginning_nobody_saw_has_learned():
+    """From a checkpoint of parts of the graph, or of a run without a guard: its loss hardly falls."""
+    plateau = Plateau()
+    plateau.go_on(kept=False)
+    assert course(plateau, [0.5 + 1e-3 * (epoch % 3) for epoch in range(200)]) == [(False, "step")] * 200
 
 
 @pytest.mark.parametrize("loss", [0.0, -1.0])

@@ -85,6 +85,7 @@ def test_it_goes_by_way_of_a_checkpoint_whole_or_not_at_all():
     assert not other.recall(Remembered(entries), 4)
     assert not other.recall(NOTHING, 4)
     assert other.heed("undo", optimizer)
+    assert Undo(mine, [], []).recall(NOTHING, 4)  # a stage without weights: it must not speak for the others
 
 
 # Runs whose loss rises ---------------------------------------------------------------------------------

@@ -109,8 +109,7 @@ class Guard:
         """
         if not rows:
             self._exact_left = max(self._exact_left, 1)
-        if not kept:
-            self.plateau.forget()
+        self.plateau.go_on(kept=kept)
 
     def state_dict(self) -> dict[str, Any]:
         """What was measured, and what followed from it."""

@@ -204,7 +204,9 @@ class Pipeline:
                 recall = None
                 self._forget(NOTHING)
         if self.guard is not None:
-            self.guard.go_on(rows=recall is not None, kept=self.undo.recall(recall or NOTHING, told.epoch))
+            kept = self.undo.recall(recall or NOTHING, told.epoch)
+            every = all(self.mesh.world.gather_objects(kept, "weights that may be put back"))
+            self.guard.go_on(rows=recall is not None, kept=every)
         return said_of(recall, late=self.ways.crossing.late, history=self.guard is not None)
 
     def _forget(self, recall: Recall) -> None:

@@ -19,6 +19,7 @@ Source: none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -72,7 +73,7 @@ class Plateau:
         self.undone = 0
         """How often weights were put back."""
         self.first: float | None = None
-        """Loss of the first epoch."""
+        """Loss of the first epoch; infinite where nobody saw it."""
         self.share, self.learned = LEARNS, False
         self.above = self.below = self.back = 0
         """Epochs in a row that had not begun, or got no further; below the goal; half the way back."""
@@ -93,9 +94,15 @@ class Plateau:
         """Plain values."""
         return {name: getattr(self, name) for name in STATE}
 
-    def forget(self) -> None:
-        """No weights are kept any more."""
-        self.kept = None
+    def go_on(self, *, kept: bool) -> None:
+        """A run goes on: where its first loss is not known, its model is past the beginning.
+
+        Args:
+            kept: Whether weights are known that may be put back.
+        """
+        self.first = math.inf if self.first is None else self.first
+        if not kept:
+            self.kept = None
 
     def heed(self, epoch: int, loss: float) -> Turn:
         """Take an epoch's loss.

@@ -95,7 +95,7 @@ class Undo:
             epoch: After which it was written.
 
         Returns:
-            Whether it had all.
+            Whether it had all; a rank without weights lacks none.
         """
         found = {name: recall.take(KIND, name, epoch) for name in self._tensors}
         self._kept = {
@@ -103,6 +103,7 @@ class Undo:
             for name, state in found.items()
             if state is not None
         }
-        if len(self._kept) < len(self._tensors):
+        whole = len(self._kept) == len(self._tensors)
+        if not whole:
             self._kept = {}
-        return bool(self._kept)
+        return whole
