@@ -23,7 +23,7 @@ from kagome.neighbors.axes import attribute
 from kagome.neighbors.ends import each, joined, message_of, put_off, source_rows, with_rows
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.marks import Kind, Marks
-from kagome.neighbors.messages import Beside, EdgeSet, Linear, Message, Source
+from kagome.neighbors.messages import Beside, EdgeSet, Linear, Message, Source, Thins
 from kagome.neighbors.operands import binary
 from kagome.neighbors.reduce import Total, settled
 
@@ -189,13 +189,16 @@ def _linear(
         return NotImplemented
     expr = value.expr
     if isinstance(expr, Total):
-        return _narrowed(expr, weight, bias)
+        kept = expr.kept() if weight.dtype == value.dtype else None
+        if kept is None:
+            return _narrowed(expr, weight, bias)
+        return expr.message.edges.rows(dense.linear(kept, weight, bias))
     pieces = expr.messages if isinstance(expr, Beside) else (expr,)
     if not all(isinstance(m, Message) and m.form == "sum" and m.weight is None for m in pieces):
         return NotImplemented
     total: Message | None = None
     for m, part in zip(pieces, weight.split([m.shape[-1] for m in pieces], dim=1), strict=True):
-        mapped = each(m, partial(_mapped, part), narrows=part.size(0) < part.size(1))
+        mapped = each(m, partial(_mapped, m.edges.scope, part), narrows=part.size(0) < part.size(1))
         total = mapped if total is None else joined(total, mapped)
     assert total is not None
     if bias is not None and total.target is not None:
@@ -205,8 +208,8 @@ def _linear(
     return put_off(total)
 
 
-def _mapped(weight: Tensor, rows: Tensor) -> Tensor:
-    return dense.linear(rows, weight)
+def _mapped(scope: Thins, weight: Tensor, rows: Tensor) -> Tensor:
+    return dense.linear(scope.thinned(rows), weight)
 
 
 def _narrowed(total: Total, weight: Tensor, bias: Tensor | None) -> Any:

@@ -21,6 +21,7 @@ from kagome.neighbors.count import Count, NoneHere
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.marks import ALIGNED, IDS, Kind, Mark, Marks
 from kagome.neighbors.messages import Linear
+from kagome.neighbors.thin import Thin
 from kagome.neighbors.view import View
 
 
@@ -66,6 +67,15 @@ class Reader(Protocol):
 
     def put_off(self, base: Tensor, index: Tensor, mark: Mark) -> Tensor | None:
         """A gather by an end of the graph's edges, as a message."""
+
+    def thinned(self, rows: Tensor) -> Tensor | Thin:
+        """Rows that last and are nearly all zeros by what is not; others as they are."""
+
+    def axis(self, tensor: Any) -> int | None:
+        """The axis along which a tensor has a row a vertex or an edge."""
+
+    def like(self, out: Tensor, tensor: Tensor) -> Tensor:
+        """Give ``out`` the mark of ``tensor``."""
 
     def sums_late(self, x: Tensor, weight: Tensor) -> bool:
         """Whether a linear map of rows is put off."""
@@ -211,12 +221,32 @@ def _linear(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     if not args or not isinstance(weight, Tensor) or isinstance(args[0], Lazy):
         return NotImplemented
     if bias is None and scope.sums_late(args[0], weight):
-        return scope.marks.put(Lazy(Linear(args[0], weight)), Mark(Kind.ROWS))
-    mark = scope.marks.get(args[0])
-    known = mark is not None and mark.kind in ALIGNED and mark.axis == 0 and scope.marks.get(weight) is None
-    if not known or not scope.fast or torch.is_autocast_enabled("cpu") or not dense.suits(args[0], weight):
+        return scope.marks.put(Lazy(Linear(args[0], weight, scope)), Mark(Kind.ROWS))
+    rows = _factor(scope, args[0], weight)
+    if rows is None or not (isinstance(rows, Thin) or dense.suits(rows, weight)):
         return NotImplemented
-    return scope.marks.put(dense.linear(args[0], weight, bias), mark)
+    return scope.like(dense.linear(rows, weight, bias), args[0])
+
+
+def _matmul(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x @ w`` of rows that last and are nearly all zeros."""
+    weight = args[1] if len(args) == 2 and not kwargs else None
+    if not isinstance(args[0], Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return NotImplemented
+    rows = _factor(scope, args[0], weight)
+    if not isinstance(rows, Thin):
+        return NotImplemented
+    return scope.like(dense.linear(rows, weight.t()), args[0])
+
+
+def _factor(scope: Reader, x: Tensor, weight: Tensor) -> Tensor | Thin | None:
+    """Rows of vertices or edges, as a product takes them; None where it is not for :mod:`dense`."""
+    if not scope.fast or torch.is_autocast_enabled("cpu") or isinstance(x, Lazy) or isinstance(weight, Lazy):
+        return None
+    if scope.axis(x) != 0 or scope.marks.get(weight) is not None:
+        return None
+    rows = scope.thinned(x)
+    return x if isinstance(rows, Thin) and rows.dtype != weight.dtype else rows
 
 
 def _pooled_extreme(
@@ -342,6 +372,7 @@ def _differentiate(scope: Reader, name: str, func: Any, args: tuple[Any, ...], k
 HANDLERS: dict[str, Handler] = {
     "grad": _differentiate,
     "linear": _linear,
+    **dict.fromkeys(("matmul", "mm", "__matmul__"), _matmul),
     **dict.fromkeys(("div", "true_divide", "__rdiv__", "__rtruediv__", "mul", "__rmul__"), _scale),
     "size": _size,
     **dict.fromkeys(("numel", "nelement"), _numel),

@@ -27,6 +27,7 @@ from kagome.neighbors.marks import Kind, Mark, Marks
 from kagome.neighbors.roots import roots_of
 from kagome.neighbors.slicing import Places, Slicing, places_of, slicing_of
 from kagome.neighbors.tape import Taped
+from kagome.neighbors.thin import Thin, thin_of
 from kagome.neighbors.transpose import Cut
 from kagome.neighbors.turn import Turn
 from kagome.neighbors.view import View
@@ -92,6 +93,17 @@ class Late:
             return True
         with torch._C.DisableTorchFunction():  # asked many times a layer, of the tensor itself
             return self.constants.has(tensor)
+
+    def thinned(self, rows: Tensor) -> Tensor | Thin:
+        """Rows that last and are nearly all zeros by what is not; others as they are."""
+        if not self.fast or not self.lasting(rows):
+            return rows
+        with torch._C.DisableTorchFunction():  # it is not the user's computation
+            key = ("thin", address(rows), tuple(rows.shape))
+            found = self.kept(key)
+            if found is None:
+                found = self.keep(key, thin_of(rows) or ())
+        return found if isinstance(found, Thin) else rows
 
     def keep(self, key: Any, value: Any) -> Any:
         """Keep for all forwards what was computed from lasting tensors alone."""

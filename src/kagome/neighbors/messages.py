@@ -28,6 +28,7 @@ from kagome.neighbors.lazy import changed_in_place, now
 from kagome.neighbors.marks import Kind, Mark
 from kagome.neighbors.rows import NeighborRows
 from kagome.neighbors.slicing import Slicing
+from kagome.neighbors.thin import Thin
 from kagome.neighbors.transpose import Cut
 from kagome.neighbors.turn import Turn
 
@@ -35,7 +36,14 @@ Reduce = Literal["sum", "mean", "max", "min"]
 Form = Literal["sum", "product", "leaky"]
 
 
-class Scope(Protocol):
+class Thins(Protocol):
+    """Who knows which rows last."""
+
+    def thinned(self, rows: Tensor) -> Tensor | Thin:
+        """Rows that last and are nearly all zeros by what is not; others as they are."""
+
+
+class Scope(Thins, Protocol):
     """What messages ask of the running interception."""
 
     turn: Turn
@@ -133,10 +141,17 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """``x W^T`` of own rows, not computed: the sum over neighbours may come first."""
+    """``x W^T`` of own rows, not computed: the sum over neighbours may come first.
+
+    Args:
+        x: The rows.
+        weight: The weight.
+        scope: The interception.
+    """
 
     x: Tensor
     weight: Tensor
+    scope: Thins
 
     @property
     def shape(self) -> Sequence[int]:
@@ -150,7 +165,7 @@ class Linear:
 
     def compute(self) -> Tensor:
         """The tensor."""
-        return dense.linear(self.x, self.weight)
+        return dense.linear(self.scope.thinned(self.x), self.weight)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from kagome.kernels.address import address
 from kagome.neighbors import aggregate, attention, dense, shares, sliced
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.messages import EdgeSet, Linear, Message, Share, Shared, flat
+from kagome.neighbors.thin import Thin, is_thin, thin_of
 
 Reduce = Literal["sum", "mean", "max", "min"]
 NAMES: dict[str, Reduce] = {
@@ -44,6 +45,17 @@ class Total:
     def compute(self) -> Tensor:
         """The tensor."""
         return self.message.edges.rows(now(_linear_sum(self.message, self.how)))
+
+    def kept(self) -> Tensor | Thin | None:
+        """The sum to multiply by a weight, if it is the same in every forward; else None."""
+        source, scope = self.message.source, self.message.edges.scope
+        assert source is not None
+        self.message.check()
+        if isinstance(source.rows, Lazy) or not (
+            scope.lasting(source.rows) and scope.lasting(self.message.weight)
+        ):
+            return None
+        return _kept_sum(self.message, source.rows, self.how, multiplied=True)
 
 
 def settled(value: Any) -> Any:
@@ -108,7 +120,7 @@ def _total(message: Message, how: Reduce) -> Tensor:
     if target is None:
         assert message.source is not None
         rows = message.source.rows
-        if rows.dim() == 2 and not isinstance(rows, Lazy) and not edges.scope.lasting(rows):
+        if rows.dim() == 2 and not isinstance(rows, Lazy):
             return edges.rows(Lazy(Total(alone, how)))
         return edges.rows(_linear_sum(alone, how))
     degree = edges.structure.degree
@@ -129,18 +141,55 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
         linear: Linear = rows.expr
         narrow = linear.weight.size(1) < linear.weight.size(0)
         if narrow or (scope.lasting(linear.x) and scope.lasting(message.weight)):
-            first = replace(message, source=replace(source, rows=linear.x), roots=())
-            return dense.linear(now(_linear_sum(first, how)), linear.weight)
+            first = Total(replace(message, source=replace(source, rows=linear.x), roots=()), how)
+            kept = first.kept()
+            return dense.linear(now(_linear_sum(first.message, how)) if kept is None else kept, linear.weight)
     rows = rows if sliced.in_slices(rows) is not None else now(rows)
     if not (scope.lasting(rows) and scope.lasting(message.weight)):
         return _sum(message, rows, how)
+    found = _kept_sum(message, rows, how, multiplied=False)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | Thin:
+    """A sum of rows that last, computed once; where it is multiplied by a weight, by what in it is not zero.
+
+    All ranks come here in the same order, and each exchanges rows the first time: what each keeps is its own
+    affair, and gives both without another exchange.
+    """
+    scope = message.edges.scope
     key = ("sum", how, id(message.edges), _place(rows), _place(message.weight))
-    found: Tensor | None = scope.kept(key)
+    found: Tensor | Thin | None = scope.kept(key)
     if found is None:
         with scope.once():
-            found = now(_sum(message, rows, how))
-        scope.keep(key, found)
-    return found
+            found = scope.keep(key, _first_sum(message, rows, how, multiplied=multiplied))
+    if isinstance(found, Tensor):
+        return scope.thinned(found) if multiplied else found
+    if multiplied:
+        return found
+    whole: Tensor | None = scope.kept(("whole", key))
+    return scope.keep(("whole", key), found.whole()) if whole is None else whole
+
+
+def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | Thin:
+    """The sum of rows that last, with the exchange that it takes."""
+    source, weight, edges = message.source, message.weight, message.edges
+    assert source is not None
+    if not multiplied or sliced.slicing_for(message) is not None or not is_thin(rows):
+        return now(_sum(message, rows, how))
+    if not source.whole and edges.scope.size > 1:
+        whole = edges.scope.held(rows, edges.mark)
+        if whole is None:
+            halo = edges.plan.road(rows, edges.scope.turn, source.site).fetch(rows).wait()
+            whole = torch.cat([rows, halo])
+        rows = whole
+    scale = edges.structure.degree.clamp(min=1).to(rows.dtype).reciprocal() if how == "mean" else None
+    thin = thin_of(rows, edges.structure, weight, scale)
+    if thin is not None:
+        return thin
+    known = replace(message, source=replace(source, rows=rows, whole=True), roots=())
+    return now(_sum(known, rows, how))
 
 
 def _place(tensor: Tensor | None) -> Any:
