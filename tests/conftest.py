@@ -22,8 +22,12 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache folder of the tests' own; workers and child processes inherit it."""
-    folder = tmp_path_factory.mktemp("cache")
+    """A cache folder of the tests' own, one for all workers; child processes inherit it."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = tmp_path_factory.getbasetemp().parent / "cache"
+        folder.mkdir(exist_ok=True)
+    else:
+        folder = tmp_path_factory.mktemp("cache")
     before = os.environ.get("KAGOME_CACHE")
     os.environ["KAGOME_CACHE"] = str(folder)
     yield folder

@@ -23,6 +23,7 @@ from kagome.commands import PlanCommand
 from kagome.config import Allowed, Model, Parallel, Report, Run, Train
 from kagome.config import Data as Source
 from kagome.errors import ConfigError, PlanError
+from kagome.graph.partition import Partition
 from kagome.model.zoo import build_model
 from kagome.planner.cluster import READY, Cluster
 from kagome.planner.costs import ONE_ROUND, Load, Rates, Sliced, summed
@@ -31,6 +32,7 @@ from kagome.planner.pipes import CHUNK, Cut, pipes
 from kagome.report.plan_page import plans_html
 from kagome.run.contention import contention
 from kagome.run.graphs import Graph
+from kagome.run.kept import opened
 from kagome.run.planning import chosen, here, planned
 from kagome.run.source import from_data
 from kagome.run.study import Study
@@ -43,6 +45,17 @@ def model_of(name: str, data: Data, hidden: int = 8, layers: int = 3) -> torch.n
     torch.manual_seed(0)
     settings = Model(name=name, layers=layers, hidden=hidden, heads=2, dropout=0.2)
     return build_model(settings, in_channels=10, out_channels=4, num_nodes=int(data.num_nodes or 0))
+
+
+def studied(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, part: Partition, graph: Graph
+) -> Study:
+    """What tests of this session have measured is taken from the folder that they share."""
+    return Study.of(model, optimizer, part, graph, kept=opened(True))
+
+
+def hosts_here(ranks: int, rate: float) -> Cluster:
+    return here(ranks, rate, opened(True))
 
 
 def run(
@@ -58,7 +71,7 @@ def run(
         return dict(trainer.records[-1].bytes)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "size"), [("gcn", 2), ("gcn", 3), ("sage", 2), ("gat", 2), ("gcn2", 3)])
 def test_bytes_are_those_of_a_run(ranks: Callable[..., list], name: str, size: int) -> None:
     data = kagome.load(SBM)
@@ -66,7 +79,7 @@ def test_bytes_are_those_of_a_run(ranks: Callable[..., list], name: str, size: i
     part, _ = from_data(data, alone, method="contiguous", seed=0)
     graph = Graph(300, int(data.edge_index.size(1)), data)
     optimizer = torch.optim.Adam(model.parameters())
-    found = Study.of(model, optimizer, part, graph).plans(here(size, 1e9), ("onebit", "stale"))
+    found = studied(model, optimizer, part, graph).plans(hosts_here(size, 1e9), ("onebit", "stale"))
     by_name = {one.name: one for one in found.fitting}
     cut = ranks(size, run, name, {"graph": size})[0]
     predicted = by_name[f"graph={size}"].bytes_per_epoch
@@ -91,13 +104,14 @@ def test_bytes_are_those_of_a_run(ranks: Callable[..., list], name: str, size: i
         )  # uneven parts and columns
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["gcn", "sage"])
 def test_bytes_of_sliced_parts_are_those_of_a_run(ranks: Callable[..., list], name: str) -> None:
     data = kagome.load(SBM)
     model = model_of(name, data)
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
     graph = Graph(300, int(data.edge_index.size(1)), data)
-    found = Study.of(model, torch.optim.Adam(model.parameters()), part, graph).plans(here(4, 1e9))
+    found = studied(model, torch.optim.Adam(model.parameters()), part, graph).plans(hosts_here(4, 1e9))
     (predicted,) = (one.bytes_per_epoch for one in found.fitting if one.name == "graph=2 tensor=2")
     told = ranks(4, run, name, {"graph": 2, "tensor": 2})[0]
     assert predicted["weights"] == told["weights"]
@@ -105,6 +119,7 @@ def test_bytes_of_sliced_parts_are_those_of_a_run(ranks: Callable[..., list], na
     assert predicted["transpose"] == pytest.approx(told["transpose"], rel=0.02)  # uneven parts and columns
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "mesh", [{"pipe": 2, "chunks": 1}, {"pipe": 2}, {"pipe": 2, "tensor": 2}, {"pipe": 2, "graph": 2}]
 )
@@ -114,7 +129,7 @@ def test_bytes_of_stages_are_those_of_a_run(ranks: Callable[..., list], mesh: di
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
     graph = Graph(300, int(data.edge_index.size(1)), data)
     optimizer = torch.optim.Adam(model.parameters())
-    found = Study.of(model, optimizer, part, graph).plans(here(size, 1e9), ("history",))
+    found = studied(model, optimizer, part, graph).plans(hosts_here(size, 1e9), ("history",))
     name = " ".join(
         f"{key}={value}" for key, value in sorted(mesh.items(), key=lambda one: one[0] == "chunks")
     )
@@ -130,8 +145,8 @@ def test_few_chunks_pass_dealt_stages(ranks: Callable[..., list]) -> None:
     data = kagome.load(SBM)
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
     graph = Graph(300, int(data.edge_index.size(1)), data)
-    study = Study.of(model_of("gcn", data, layers=8), None, part, graph)
-    found = {one.name: one for one in study.plans(here(2, 1e9), ("history",)).fitting}
+    study = studied(model_of("gcn", data, layers=8), None, part, graph)
+    found = {one.name: one for one in study.plans(hosts_here(2, 1e9), ("history",)).fitting}
     history = sorted(name for name, one in found.items() if "pipe" in name and not one.exact)
     assert len(history) == 2
     usual, best = history
@@ -149,7 +164,7 @@ def test_bytes_of_weights_in_many_messages(ranks: Callable[..., list]) -> None:
     model = model_of("gcn", data, 300)
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
     graph = Graph(300, int(data.edge_index.size(1)), data)
-    found = Study.of(model, None, part, graph).plans(here(4, 1e9))
+    found = studied(model, None, part, graph).plans(hosts_here(4, 1e9))
     predicted = next(one for one in found.fitting if one.name == "graph=4").bytes_per_epoch
     told = ranks(4, run, "gcn", {"graph": 4}, 300)[0]
     assert predicted["weights"] == pytest.approx(told["weights"], rel=1e-4)
@@ -277,7 +292,7 @@ def test_ranks_that_crowd_a_machine_are_slower() -> None:
     assert 0 < contention(2) <= 1
     assert torch.equal(before[0], torch.get_rng_state())
     assert torch.get_num_threads() == before[1]
-    shared = here(64, 1e9)
+    shared = hosts_here(64, 1e9)
     assert shared.pace(64) == pytest.approx(shared.pace(32) / 2)
     assert shared.pace(64) <= shared.cores / 64
     assert replace(ONE, cores=2.0).pace(2) == ONE.pace(2) == 2 * replace(ONE, cores=2.0).pace(4)
@@ -476,7 +491,7 @@ def test_any_plan_s_file_can_be_trained_by(tmp_path: Path) -> None:
     study = Study.of(
         model, torch.optim.Adam(model.parameters()), part, Graph(300, int(data.edge_index.size(1)), data)
     )
-    found = study.plans(here(4, 1e9), get_args(Allowed))
+    found = study.plans(hosts_here(4, 1e9), get_args(Allowed))
     for each in found.fitting:
         file.write_text(replace(found, fitting=(each,)).to_json())
         cut = Parallel(plan=str(file))
@@ -541,7 +556,7 @@ def test_attributes_of_edges_come_along() -> None:
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
     model = GCN(10, 8, 2, 4)
     found = Study.of(model, torch.optim.Adam(model.parameters()), part, Graph(300, 1200, data)).plans(
-        here(2, 1e9)
+        hosts_here(2, 1e9)
     )
     assert {"one rank", "graph=2", "tensor=2"} <= {one.name for one in found.fitting}
 

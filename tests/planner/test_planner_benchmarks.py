@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import warm
 from hosts import need_cluster
 from kagome.cli import parse_train
@@ -119,6 +121,7 @@ def test_epochs_take_about_as_long_at_each_rate() -> None:
     assert main.epochs(plans, "graph=4", [100.0, 300.0, 1000.0]) == [main.FEWEST, 10, main.MOST]
 
 
+@pytest.mark.slow
 def test_small_runs_are_predicted_and_run(tmp_path: Path) -> None:
     """Everything at once, where hosts can be emulated."""
     need_cluster()

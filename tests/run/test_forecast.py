@@ -110,7 +110,7 @@ def in_pipelines(channel: Channel, cuts: list[dict[str, Any]]) -> list[list[dict
     return found
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("world", "cut"),
     [
@@ -165,6 +165,7 @@ def in_slices(channel: Channel, name: str, more: dict[str, Any]) -> list[list[di
     return [held(zoo(each, data), data, parallel=cut) for each in ("gcn", "sage", "gat")]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_slices_hold_what_is_foreseen(ranks, size: int) -> None:
     """The edges of all ranks, and some columns of all their rows: what the fullest rank has of them."""

@@ -128,6 +128,7 @@ def test_with_dropout_each_epoch_s_rows_are_those_that_were_drawn_then(ranks, wo
     compare(ranks(world, trained, name, LATE, 5, 0.4, SLOWLY), name, 5, 0.4)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("world", "name"), [(3, "gcn"), (2, "sage")])
 def test_the_same_with_fast_paths(ranks, world, name):
     compare(ranks(world, trained, name, LATE, 4, 0.4), name, 4, 0.4, fast=True)

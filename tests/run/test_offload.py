@@ -114,7 +114,7 @@ def run(channel: Channel, name: str, cut: dict[str, Any]) -> dict[str, Any]:
         return {"losses": losses(trainer), "moved": summary.get("activations_moved_bytes")}
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["gcn", "gat"])
 @pytest.mark.parametrize(
     "cut", [{}, {"graph": 2}, {"tensor": 2, "memory_gib": 0.01}, {"pipe": 2, "chunks": 2}]

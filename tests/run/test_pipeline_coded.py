@@ -39,7 +39,7 @@ def world(mesh: dict[str, Any]) -> int:
 # Bytes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("mesh", "name"), [({"pipe": 2, "chunks": 1}, "gcn"), ({**HYBRID, **HISTORY}, "gcnii")]
 )
@@ -149,7 +149,7 @@ def scores_of(name: str, weights: dict[str, Tensor]) -> Tensor:
     return scores
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

@@ -139,6 +139,7 @@ def test_a_value_that_a_rank_has_is_not_sent_to_it_again(ranks):
         assert [epoch["stage"] for epoch in rank["bytes"]] == [rank["expected"]] * 2
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("one", [dealt(1, 3, **EXACT), {}])
 def test_checkpoints_do_not_know_how_stages_are_dealt(ranks, one, tmp_path):
     other = {} if one else dealt(1, 3, **EXACT)

@@ -67,7 +67,7 @@ def runs(ranks, kind, tmp_path_factory) -> Any:
     return get
 
 
-@pytest.mark.some(7)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("kind", "wrote", "reads"),
     rotated(
@@ -103,7 +103,7 @@ def test_a_resume_on_another_mesh_goes_on_with_the_same_curve(
     assert [record.epoch for record in read_records(folder / "metrics.jsonl")] == list(range(1, EPOCHS + 1))
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["stages", "three", "hybrid"])
 def test_every_rank_ends_with_the_best_weights_and_rank_0_with_all_scores(ranks, name, tmp_path):
     found = ranks(world(name), saved, MESHES[name], EPOCHS, str(tmp_path / "run"))

@@ -216,6 +216,7 @@ def recomputed(channel: Channel, cut: dict[str, Any]) -> list[float | None]:
         return losses(trainer)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("bound", [{}, {"memory_gib": 4e-5}])
 def test_layers_that_run_again_send_nothing_again(
     ranks: Callable[..., list], bound: dict[str, float]
@@ -338,6 +339,7 @@ def again(channel: Channel, cut: dict[str, Any]) -> list[list[float | None]]:
     return found
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("cut", [{"tensor": 2}, {"tensor": 2, "graph": 2}])
 def test_layers_of_slices_run_again_without_asking(ranks: Callable[..., list], cut: dict[str, Any]) -> None:
     size = cut["tensor"] * cut.get("graph", 1)
