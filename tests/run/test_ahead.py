@@ -73,7 +73,7 @@ UNSHARED = {"batch norm", "counter", "buffer", "dropout", "mode"}
 GIVEN_UP = {"late buffer", "late dropout", "late noise"}
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("what", sorted(SHARED | UNSHARED | GIVEN_UP))
 def test_it_changes_nothing_but_the_number_of_forwards(ranks, world, what):

@@ -56,7 +56,7 @@ def trained(
     return ranks(size, run, name, cut, out, resume)[0]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", ["gcn", "gat"])
 def test_a_curve_does_not_know_how_many_slices(ranks: Callable[..., list], name: str, size: int) -> None:
@@ -280,7 +280,7 @@ def test_stages_of_slices(ranks: Callable[..., list], name: str, bound: dict[str
         assert 0 < many["summary"]["working_memory_bytes"] <= bound["memory_gib"] * 2**30
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["gcn", "gat", "plain"])
 @pytest.mark.parametrize("more", [{}, {"decouple": True}])
 def test_parts_whose_features_are_sliced(ranks: Callable[..., list], name: str, more: dict[str, Any]) -> None:
