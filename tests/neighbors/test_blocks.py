@@ -41,7 +41,6 @@ def all_turned(size: int, rows: Tensor, codec: CodecName, epoch: int = 1) -> lis
     return LocalGroup(size).run(lambda channel: turned(channel, rows, codec, epoch))
 
 
-@pytest.mark.some(3)
 @pytest.mark.parametrize("size", COUNTS)
 @pytest.mark.parametrize("codec", ["onebit", "int4", "int8"])
 def test_what_comes_is_right_on_the_mean(size: int, codec: CodecName) -> None:
@@ -125,7 +124,6 @@ def expected(counts: tuple[int, ...], cut: Cut, rank: int, codec: CodecName) -> 
     return 2 * (apart + together)
 
 
-@pytest.mark.some(3)
 @pytest.mark.parametrize("size", COUNTS)
 @pytest.mark.parametrize("codec", ["none", "onebit", "bf16"])
 def test_bytes_are_those_of_the_codec_s_blocks(

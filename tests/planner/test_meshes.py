@@ -489,9 +489,8 @@ def test_any_plan_s_file_can_be_trained_by(tmp_path: Path) -> None:
     data = kagome.load(SBM)
     model, file = model_of("gcn", data, layers=8), tmp_path / "plan.json"
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
-    study = Study.of(
-        model, torch.optim.Adam(model.parameters()), part, Graph(300, int(data.edge_index.size(1)), data)
-    )
+    graph = Graph(300, int(data.edge_index.size(1)), data)
+    study = studied(model, torch.optim.Adam(model.parameters()), part, graph)
     found = study.plans(hosts_here(4, 1e9), get_args(Allowed))
     for each in found.fitting:
         file.write_text(replace(found, fitting=(each,)).to_json())

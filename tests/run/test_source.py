@@ -222,8 +222,9 @@ def test_parts_are_cut_once_and_reused_until_the_file_or_the_seed_changes(ranks,
     assert all("reused from" in found[3][0] and entry[:14] in found[3][0] for found in again)
     edges_file(tmp_path / "g.npz", 3)
     assert ranks(2, reusing, data, str(folder), 0, True)[0][3] == []
+    assert ranks(2, reusing, data, str(folder), 1, True)[0][3] == []
     assert ranks(3, reusing, data, str(folder), 1, True)[0][3] == []
-    assert len(entries(folder)) == 3
+    assert len(entries(folder)) == 4
 
 
 @pytest.mark.slow
