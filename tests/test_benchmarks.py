@@ -153,3 +153,27 @@ def test_gpipe_on_a_graph_is_measured_and_drawn(tmp_path: Path) -> None:
     assert all(told[f"time/digits/{name}/0"]["seconds"] > 0 for name in ("pyg", "rebuild-drop2-contiguous"))
     assert "| Kagome, 1 stage | 2 |" in (tmp_path / "results.md").read_text()
     assert len(list(tmp_path.glob("figure*.svg"))) == 4
+
+
+def test_pipelines_beside_torchs_are_told_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "pipeline"))
+    import made
+
+    assert set(made.Options().sides) == set(made.SIDES)
+    rows = {"2x4": {"torch": [4.0, 8.0], "kagome": [2.0, 2.0], "unguarded": [1.0, 2.0]}}
+    means = {"kagome": (3.0, 5.0), "unguarded": (1.0, 2.0)}
+    facts = {
+        f"2x4 {side} turn {turn}": {"mean": mean} for side, two in means.items() for turn, mean in enumerate(two)
+    }
+    head, _, cells = made.table(rows, facts).splitlines()
+    told = dict(zip(head.strip("| ").split(" | "), cells.strip("| ").split(" | "), strict=True))
+    assert told == {
+        "stages x chunks": "2x4",
+        "torch, edges dropped": "6,000 ms",
+        "kagome, none": "2,000 ms",
+        "kagome without its guard, none": "1,500 ms",
+        "kagome: mean of all epochs": "4,000 ms",
+        "unguarded: mean of all epochs": "1,500 ms",
+        "kagome: less time than torch": "3.00 times (2.00 to 4.00)",
+        "unguarded: less time than torch": "4.00 times (4.00 to 4.00)",
+    }

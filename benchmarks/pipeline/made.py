@@ -21,7 +21,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -38,12 +38,6 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "single_device"))
 GRAPH = "sbm:vertices=100000,degree=21,features=128"
 LAYERS, HIDDEN = 8, 128
-SIDES = {
-    "torch": "torch, edges dropped",
-    "torchgpipe": "torchgpipe, edges dropped",
-    "kagome": "kagome, none",
-    "unguarded": "kagome without its guard, none",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,19 +251,38 @@ def torchgpipe_side(options: Options, stages: int, chunks: int, data: Any) -> di
     return {"seconds": seconds, "losses": losses, "edges kept": given.kept}
 
 
+@dataclass(frozen=True)
+class Side:
+    """What is timed.
+
+    Args:
+        label: Head of its column.
+        run: Its epochs, from the options, stages, chunks and the graph.
+        ours: Whether it is Kagome, set beside what is not.
+        one_process: Whether one process has all stages, in place of a rank each.
+    """
+
+    label: str
+    run: Callable[[Options, int, int, Any], dict[str, Any]]
+    ours: bool = False
+    one_process: bool = False
+
+
+SIDES = {
+    "torch": Side("torch, edges dropped", torch_side),
+    "torchgpipe": Side("torchgpipe, edges dropped", torchgpipe_side, one_process=True),
+    "kagome": Side("kagome, none", kagome_side, ours=True),
+    "unguarded": Side("kagome without its guard, none", partial(kagome_side, guard=False), ours=True),
+}
+
+
 def rank_main(options: Options) -> None:
     """One rank of one side; rank 0 prints what it found."""
     import graphs
 
     data = graphs.load(options.graph, None, HERE / "runs" / "graphs")
     stages, chunks = map(int, options.cut.split("x"))
-    sides = {
-        "torch": torch_side,
-        "torchgpipe": torchgpipe_side,
-        "kagome": kagome_side,
-        "unguarded": partial(kagome_side, guard=False),
-    }
-    found = sides[options.side](options, stages, chunks, data)
+    found = SIDES[options.side].run(options, stages, chunks, data)
     if os.environ.get("RANK", "0") == "0":
         print("FOUND " + json.dumps(found))
 
@@ -287,7 +300,7 @@ def main(options: Options) -> None:
     for cut in options.cuts:
         for turn in range(options.turns):
             for side in options.sides:
-                ranks = "1" if side == "torchgpipe" else cut.split("x")[0]
+                ranks = "1" if SIDES[side].one_process else cut.split("x")[0]
                 command = ["torchrun", "--nproc-per-node", ranks, __file__, "--side", side]
                 command += ["--cut", cut, "--epochs", str(options.epochs), "--graph", options.graph]
                 env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -302,25 +315,34 @@ def main(options: Options) -> None:
                 print(cut, side, f"turn {turn}:", f"{1000 * rows[cut][side][-1]:,.0f} ms", flush=True)
     results = {"machine": platform.processor(), "torch": torch.__version__, "rows": rows, "facts": facts}
     (HERE / "results_made.json").write_text(json.dumps(results, indent=1) + "\n")
-    (HERE / "results_made.md").write_text(table(options, rows, facts))
+    (HERE / "results_made.md").write_text(table(rows, facts))
 
 
-def table(options: Options, rows: Mapping[str, Mapping[str, list[float]]], facts: Mapping[str, Any]) -> str:
-    """Medians of an epoch, the mean of all epochs of Kagome, and its medians beside those of others."""
-    ours = [side for side in options.sides if side in ("kagome", "unguarded")]
-    others = [side for side in options.sides if side not in ours]
-    head = ["stages x chunks", *(SIDES[side] for side in options.sides)]
+def table(rows: Mapping[str, Mapping[str, list[float]]], facts: Mapping[str, Any]) -> str:
+    """Medians of an epoch, the mean of all epochs of Kagome, and its medians beside those of others.
+
+    Args:
+        rows: Seconds of the median epoch: by cut, by side, a turn each.
+        facts: What each turn found; of those of Kagome, the ``mean`` of its epochs.
+
+    Returns:
+        Markdown, a row a cut.
+    """
+    sides = list(dict.fromkeys(side for found in rows.values() for side in found))
+    ours = [side for side in sides if SIDES[side].ours]
+    others = [side for side in sides if not SIDES[side].ours]
+    head = ["stages x chunks", *(SIDES[side].label for side in sides)]
     head += [f"{side}: mean of all epochs" for side in ours]
     head += [f"{side}: less time than {other}" for side in ours for other in others]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for cut, sides in rows.items():
-        cells = [cut, *(f"{1000 * median(sides[side]):,.0f} ms" for side in options.sides)]
+    for cut, found in rows.items():
+        cells = [cut, *(f"{1000 * median(found[side]):,.0f} ms" for side in sides)]
         for side in ours:
-            means = [facts[f"{cut} {side} turn {turn}"]["mean"] for turn in range(options.turns)]
+            means = [facts[f"{cut} {side} turn {turn}"]["mean"] for turn in range(len(found[side]))]
             cells.append(f"{1000 * median(means):,.0f} ms")
         for side in ours:
             for other in others:
-                ratios = sorted(a / b for a, b in zip(sides[other], sides[side], strict=True))
+                ratios = sorted(a / b for a, b in zip(found[other], found[side], strict=True))
                 cells.append(f"{median(ratios):.2f} times ({ratios[0]:.2f} to {ratios[-1]:.2f})")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
