@@ -163,7 +163,9 @@ def test_pipelines_beside_torchs_are_told_by_side(monkeypatch: pytest.MonkeyPatc
     rows = {"2x4": {"torch": [4.0, 8.0], "kagome": [2.0, 2.0], "unguarded": [1.0, 2.0]}}
     means = {"kagome": (3.0, 5.0), "unguarded": (1.0, 2.0)}
     facts = {
-        f"2x4 {side} turn {turn}": {"mean": mean} for side, two in means.items() for turn, mean in enumerate(two)
+        f"2x4 {side} turn {turn}": {"mean": mean}
+        for side, turns in means.items()
+        for turn, mean in enumerate(turns)
     }
     head, _, cells = made.table(rows, facts).splitlines()
     told = dict(zip(head.strip("| ").split(" | "), cells.strip("| ").split(" | "), strict=True))
