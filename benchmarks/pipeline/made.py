@@ -292,6 +292,8 @@ def main(options: Options) -> None:
     if options.side:
         rank_main(options)
         return
+    if unknown := [side for side in options.sides if side not in SIDES]:
+        raise SystemExit(f"no side is called {', '.join(unknown)}: there are {', '.join(SIDES)}")
     import graphs
 
     graphs.load(options.graph, None, HERE / "runs" / "graphs")
