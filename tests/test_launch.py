@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kagome import launch
 from kagome.comm.mesh import open_mesh
 from kagome.errors import DataError, LaunchError
 from kagome.launch import Ranks, environment, start_local
@@ -149,6 +151,16 @@ def test_a_failed_rank_ends_the_job_soon_with_its_own_words(how, words, no_words
         assert word in str(caught.value)
     for word in no_words:
         assert word not in str(caught.value)
+
+
+@pytest.mark.parametrize(("hint", "after"), [("", ""), ("--parallel.pipe 2", "\n  Try: --parallel.pipe 2")])
+def test_the_failed_ranks_sentence_ends_once_and_its_advice_stays_advice(tmp_path, hint, after):
+    fault = DataError("two were asked for", "there is 1", where="row 3", hint=hint)
+    (tmp_path / "failed-1").write_text(json.dumps([1, 5.0, str(fault)]))
+    told = launch._Guard(3, tmp_path).blame(1, 1)
+    assert told.hint == hint
+    said = "3 ranks were to finish, but rank 1 failed: two were asked for, but there is 1 (row 3)."
+    assert str(told) == said + after
 
 
 def save_at_sigterm(folder: str) -> None:

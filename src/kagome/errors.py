@@ -5,6 +5,11 @@ Where it sits: imported by every folder, imports none of them.
 
 from __future__ import annotations
 
+from typing import Final
+
+ADVICE: Final = "\n  Try: "
+"""What stands before the hint in an error's text."""
+
 
 class KagomeError(ValueError):
     """A fault that a user can cause and mend.
@@ -22,7 +27,7 @@ class KagomeError(ValueError):
 
     def _text(self) -> str:
         place = f" ({self.where})" if self.where else ""
-        advice = f"\n  Try: {self.hint}" if self.hint else ""
+        advice = f"{ADVICE}{self.hint}" if self.hint else ""
         return f"{self.asked}, but {self.found}{place}.{advice}"
 
     def __reduce__(self) -> tuple[object, ...]:

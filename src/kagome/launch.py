@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kagome.errors import CommError, KagomeError, LaunchError
+from kagome.errors import ADVICE, CommError, KagomeError, LaunchError
 from kagome.ranks import Ranks, environment
 from kagome.threads import LAUNCHED, chosen, local
 
@@ -172,7 +172,11 @@ class _Guard:
         if not failures:
             failures = [(0, 0.0, _ending(code), rank)]
         _, _, text, who = min(failures)
-        return LaunchError(f"{self.nproc} ranks were to finish", f"rank {who} failed: {text}")
+        said, _, hint = text.rpartition(ADVICE) if ADVICE in text else (text, "", "")
+        found = (
+            f"rank {who} failed: {said.removesuffix('.')}"  # its full stop comes with the text of the whole
+        )
+        return LaunchError(f"{self.nproc} ranks were to finish", found, hint=hint)
 
     def _pids(self) -> dict[int, int]:
         return {int(path.name[4:]): _read(path) for path in self.folder.glob("pid-*")}

@@ -98,3 +98,9 @@ def test_sbm_at_its_ends(spec: str) -> None:
 def test_a_bad_spec(spec: str, said: str) -> None:
     with pytest.raises(DataError, match=said):
         parse_sbm(spec)
+
+
+def test_a_made_graph_with_more_communities_than_vertices_is_refused_with_what_would_do() -> None:
+    with pytest.raises(DataError, match="communities takes a number from 1 to 7, but it is 16") as caught:
+        parse_sbm("sbm:vertices=7,degree=2")
+    assert caught.value.hint == "sbm:...,communities=7"

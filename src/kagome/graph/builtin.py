@@ -86,7 +86,11 @@ class Sbm:
         for key, (low, high) in ranges.items():
             value = getattr(self, key)
             if not low <= value <= high:
-                raise DataError(f"sbm's {key} takes a number from {low} to {high}", f"it is {value}")
+                raise DataError(
+                    f"sbm's {key} takes a number from {low} to {high}",
+                    f"it is {value}",
+                    hint=f"sbm:...,{key}={min(max(value, low), high)}",
+                )
 
 
 def parse_sbm(spec: str) -> Sbm:
