@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kagome import cli
+from kagome.cli import parse_train
 
 SBM = "sbm:vertices=300,degree=6,features=8,classes=4,communities=4"
 FEW = ["--data.name", SBM, "--train.epochs", "3", "--report.no-progress"]
@@ -270,6 +271,40 @@ def test_check_tells_right_from_wrong_by_a_layer_s_name(kagome):
     assert code == 1
     assert "table" in out + err
     assert "kagome: error" in err
+
+
+def test_check_splits_as_the_flags_do_and_says_what_it_leaves_out(kagome):
+    few = ("check", "--data.name", SBM, "--vertices", "60")
+    sliced = ("--parallel.graph", "2", "--parallel.tensor", "2", "--parallel.decouple")
+    code, out, _ = kagome(*few, "--model.name", "gcn", *sliced)
+    assert code == 0
+    assert "split over 4 (features over 2) and whole equal" in out
+    code, out, _ = kagome(*few, "--parallel.pipe", "2", "--parallel.chunks", "8", "--parallel.codec", "int8")
+    assert code == 0
+    for words in ("pipe=2: pipelines", "chunks=8: rows that are old", "codec='int8': codecs round"):
+        assert f"compared without {words}" in out
+    assert "memory" not in out, "of stages none is known"
+    code, _, err = kagome(*few, "--parallel.tensor", "2", "--model.no-fast")
+    assert code == 2
+    assert "model.fast=False leaves them out" in err
+
+
+def test_a_file_stands_over_the_settings_of_the_run_that_goes_on(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/config.toml").write_text(
+        "[train]\nepochs = 9\nlr = 0.5\n[parallel]\ngraph = 2\npipe = 2\n[model]\nhidden = 7\n"
+    )
+    Path("new.toml").write_text("[train]\nlr = 0.25\n")
+    go_on = ["--resume", "run"]
+    found = parse_train(["new.toml", *go_on, "--model.hidden", "5"])
+    assert (found.train.epochs, found.train.lr, found.model.hidden) == (9, 0.25, 5)
+    assert (found.parallel.graph, found.parallel.pipe) == (2, 2), "on as many ranks as before"
+    for flags in (["--nproc", "3"], ["--parallel.pipe", "3"]):
+        assert parse_train([*go_on, *flags]).parallel.graph is None, "the ranks there are now decide"
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert parse_train(go_on).parallel.graph is None
 
 
 def test_partition_says_how_good_the_cut_is_and_refuses_another_number_of_ranks(kagome):

@@ -24,6 +24,7 @@ ANYWHERE = {
     "available",
     "commands",
     "compiled",
+    "opened",
     "planfile",
     "written",
 }
@@ -41,6 +42,7 @@ MAY = {
     "allocator": set(),
     "available": set(),
     "compiled": set(),
+    "opened": set(),
     "launch": {"errors", "ranks"},
     "graph": {"graph"},
     "kernels": {"kernels"},
@@ -164,7 +166,8 @@ def test_a_fresh_process_loads_no_torch(code):
 
 
 def test_the_public_face():
-    assert set(kagome.__all__) >= {"Trainer", "Parallel", "check", "load", "KagomeError"}
+    face = {"Trainer", "Parallel", "Train", "Report", "check", "load", "pipeline", "plan", "KagomeError"}
+    assert set(kagome.__all__) == {*face, "__version__"}
     for name in kagome.__all__:
         assert getattr(kagome, name) is not None
     with pytest.raises(AttributeError, match=r"no attribute 'Trainr'; it has .*Trainer"):

@@ -13,13 +13,27 @@ __version__ = "0.1.0"
 _FACE = {
     "Trainer": "kagome.run.trainer",
     "Parallel": "kagome.config",
+    "Report": "kagome.config",
+    "Train": "kagome.config",
     "check": "kagome.run.check",
     "load": "kagome.run.load",
+    "plan": "kagome.run.planning",
     "pipeline": "kagome.run.dag.pipeline",
     "KagomeError": "kagome.errors",
 }
 
-__all__ = ["KagomeError", "Parallel", "Trainer", "__version__", "check", "load", "pipeline"]
+__all__ = [
+    "KagomeError",
+    "Parallel",
+    "Report",
+    "Train",
+    "Trainer",
+    "__version__",
+    "check",
+    "load",
+    "pipeline",
+    "plan",
+]
 
 
 def __getattr__(name: str) -> Any:

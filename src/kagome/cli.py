@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 DEFAULT_RANKS = 2
 """Local ranks of ``kagome train`` with no flags at all."""
+MESH_FLAGS = ("--nproc", "--parallel.graph", "--parallel.pipe", "--parallel.tensor")
+"""With one of these a run that goes on is split anew."""
 LOADED = ("kagome.run.trainer", "kagome.model.zoo")
 """What every rank of a training imports."""
 
@@ -165,22 +167,28 @@ def parse_train(args: list[str]) -> TrainCommand:
     Raises:
         ConfigError: If the file is missing or wrong.
     """
-    default = TrainCommand()
-    if args and not args[0].startswith("-"):
-        default = _over(default, written.from_toml(args[0]))
-        args = args[1:]
-    for place, word in enumerate(args):
-        folder = (
-            args[place + 1]
-            if word == "--resume" and place + 1 < len(args)
-            else word.partition("--resume=")[2]
-        )
-        if folder and (_run_folder(folder) / "config.toml").exists():
-            default = _over(default, written.from_toml(_run_folder(folder) / "config.toml"))
+    run = config.Run()
+    resumed = _resumed(args)
+    if resumed is not None:
+        run = written.from_toml(resumed)
+        if environment().source != "single" or any(word.startswith(MESH_FLAGS) for word in args):
             # How it was split is no part of what it learns: the ranks there are now decide.
-            default = replace(default, parallel=replace(default.parallel, graph=None))
-    command: TrainCommand = _parse(TrainCommand, args, "train", default)
+            run = replace(run, parallel=replace(run.parallel, graph=None))
+    if args and not args[0].startswith("-"):
+        run = written.from_toml(args[0], over=run)
+        args = args[1:]
+    command: TrainCommand = _parse(TrainCommand, args, "train", _over(TrainCommand(), run))
     return command
+
+
+def _resumed(args: list[str]) -> Path | None:
+    """The settings of the run that goes on, if one does and has any."""
+    for place, word in enumerate(args):
+        follows = word == "--resume" and place + 1 < len(args)
+        folder = args[place + 1] if follows else word.partition("--resume=")[2]
+        if folder and (_run_folder(folder) / "config.toml").exists():
+            return _run_folder(folder) / "config.toml"
+    return None
 
 
 def _over(default: TrainCommand, run: config.Run) -> TrainCommand:
@@ -267,28 +275,15 @@ def _plan(args: list[str]) -> int:
 
 def _check(args: list[str]) -> int:
     command: CheckCommand = _parse(CheckCommand, args, "check")
-    import torch
+    from kagome.run.checking import checked
 
-    from kagome.comm.channel import Channel
-    from kagome.graph.data import load_data
-    from kagome.run.accounts import foresee_split
-    from kagome.run.check import check
-    from kagome.run.source import from_data
-
-    data = load_data(command.data)
-    alone = Channel(None, "cpu")
-    part, meta = from_data(data, alone, method="contiguous", seed=0)
-    torch.manual_seed(command.train.seed)
-    model = _builder(command.model)(part, meta, alone)
-    result = check(
-        model, part, parts=command.parallel.graph or 3, vertices=command.vertices, seed=command.train.seed
-    )
+    run = config.Run(data=command.data, model=command.model, parallel=command.parallel, train=command.train)
+    result, said = checked(run, _builder(run.model), vertices=command.vertices)
     for row in result.rows:
         if command.all or row is result.first:
             print(f"{row.error:9.1e}  {row.kind:<9} {row.name}")
-    print(f"kagome check: {result.text()}")
-    run = config.Run(data=command.data, model=command.model, parallel=command.parallel, train=command.train)
-    print(f"kagome check: {foresee_split(model, part, run, command.parallel.graph or 1)}")
+    for sentence in (result.text(), *said):
+        print(f"kagome check: {sentence}")
     try:
         result.raise_if_different()
     except CheckError as error:

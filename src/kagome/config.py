@@ -212,8 +212,7 @@ class Parallel:
                 hint="kagome plan --json > plan.json, then plan='plan.json' (--parallel.plan plan.json)",
             )
         parts = world_size // (self.pipe * self.tensor) if self.graph is None else self.graph
-        # Feature slices are of the whole graph: it passes the stages as one chunk.
-        chunks = self.chunks or (4 * self.pipe if self.pipe > 1 and self.tensor == 1 else 1)
+        chunks = self.chunks or default_chunks(self.pipe, self.tensor)
         fitted = dataclasses.replace(self, graph=max(parts, 1), chunks=chunks)
         clashes.check_mesh(fitted, world_size)
         return fitted
@@ -229,12 +228,19 @@ class Parallel:
 
         Ranks that slice the features of one part want equal shares of it, however they are cut.
         """
-        if self.tensor == 1 or self.partitioner != "auto":
-            return self.partitioner if ranks == self.tensor else self._in_groups(self.partitioner)
-        return "contiguous" if ranks == self.tensor else self._in_groups("metis")
+        if self.tensor == 1:
+            return self.partitioner
+        if ranks == self.tensor:
+            return "contiguous" if self.partitioner == "auto" else self.partitioner
+        return f"{self.partitioner}/{self.tensor}"
 
-    def _in_groups(self, name: str) -> str:
-        return name if self.tensor == 1 else f"{name}/{self.tensor}"
+
+def default_chunks(pipe: int, tensor: int) -> int:
+    """Chunks of a part where nothing is said: plans leave them out where they are these.
+
+    Feature slices are of the whole graph: it passes the stages as one chunk.
+    """
+    return 4 * pipe if pipe > 1 and tensor == 1 else 1
 
 
 @dataclass(frozen=True, kw_only=True)

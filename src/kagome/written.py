@@ -43,8 +43,8 @@ def _toml_value(value: Any) -> str:
     return repr(list(value) if isinstance(value, tuple) else value)
 
 
-def from_toml(path: str | Path) -> Run:
-    """Read a run from a TOML file.
+def from_toml(path: str | Path, *, over: Run | None = None) -> Run:
+    """Read a run from a TOML file; what it leaves out is as in another run, or by default.
 
     Raises:
         ConfigError: If the file is missing, is no TOML, or names an unknown section or setting.
@@ -57,11 +57,12 @@ def from_toml(path: str | Path) -> Run:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"the settings file {path} must be TOML", str(error)) from None
-    return from_dict(table, where=str(path))
+    return from_dict(table, where=str(path), over=over)
 
 
-def from_dict(table: dict[str, Any], *, where: str = "") -> Run:
-    """Build a run from nested plain values; what is left out keeps its default."""
+def from_dict(table: dict[str, Any], *, where: str = "", over: Run | None = None) -> Run:
+    """Build a run from nested plain values; what is left out is as in another run, or by default."""
+    over = over or Run()
     sections = {f.name: f.default_factory for f in dataclasses.fields(Run)}
     parts: dict[str, Any] = {}
     for section, values in table.items():
@@ -77,8 +78,8 @@ def from_dict(table: dict[str, Any], *, where: str = "") -> Run:
                 known = ", ".join(hints)
                 raise ConfigError(f"a setting of [{section}]: {known}", f"found {key!r}", where=where)
             given[name] = _typed(f"{section}.{name}", value, hints[name], where)
-        parts[section] = kind(**given)
-    return Run(**parts)
+        parts[section] = dataclasses.replace(getattr(over, section), **given)
+    return dataclasses.replace(over, **parts)
 
 
 def _typed(name: str, value: Any, hint: Any, where: str) -> Any:

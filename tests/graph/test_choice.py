@@ -30,6 +30,13 @@ def test_metis_where_it_fits_and_streaming_where_it_does_not() -> None:
     assert choose("auto", EDGES, 400, 4, -5)[0] == "streaming"
 
 
+def test_shares_of_a_part_change_nothing_about_the_choice() -> None:
+    need = metis_bytes(400, COUNT, COUNT)
+    assert choose("auto/2", EDGES, 400, 4, int(need / SHARE) + 1) == ("metis/2", ())
+    assert choose("auto/2", EDGES, 400, 4, int(need / SHARE) - 1)[0] == "streaming/2"
+    assert choose("random/2", EDGES, 400, 4, 0) == ("random/2", ())
+
+
 def test_duplicates_and_self_loops_cost_less_than_edges() -> None:
     twice = torch.cat([EDGES, EDGES], dim=1)
     need = metis_bytes(400, 2 * COUNT, COUNT)

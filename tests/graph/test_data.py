@@ -370,6 +370,14 @@ class TestPyg:
         sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
         assert download._watched(sleep, tmp_path) == (1, "nothing arrived for 0.3 s")
 
+    def test_a_file_that_goes_while_it_is_weighed_weighs_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "there").write_bytes(b"12345")
+        (tmp_path / "going").symlink_to(tmp_path / "gone")  # is_file said yes a moment ago
+        monkeypatch.setattr(Path, "is_file", lambda self: True)
+        assert download._bytes_in(tmp_path) == 5
+
     def test_a_download_arrives_whole_or_not_at_all(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -500,6 +500,20 @@ def test_any_plan_s_file_can_be_trained_by(tmp_path: Path) -> None:
     assert {name for each in found.fitting for name in each.settings} == set(planfile.KINDS) - {"decouple"}
 
 
+def test_a_script_gets_what_the_command_prints(tmp_path: Path) -> None:
+    data, model = kagome.load(SBM), GCN(-1, 8, 3, 4)
+    threads = torch.get_num_threads()
+    found = kagome.plan(model, data, devices=2, allow=("history",))
+    assert torch.get_num_threads() == threads
+    assert any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in model.parameters()), "a copy"
+    asked = PlanCommand(data=Source(name=SBM), devices=2, allow=("history",))
+    told = planned(asked, lambda part, meta, channel: GCN(-1, 8, 3, 4))
+    assert {each.name for each in found.fitting} == {each.name for each in told.fitting}
+    file = tmp_path / "plan.json"
+    file.write_text(found.to_json())
+    Parallel(plan=str(file)).fit(found.fitting[0].ranks)
+
+
 def test_auto_takes_the_best_cut_for_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     settings = Run(data=Source(name=SBM), parallel=Parallel(plan="auto", allow=("decoupled",)))
     found, told = chosen(settings, 2, _builder(settings.model))

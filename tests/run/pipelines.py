@@ -75,18 +75,21 @@ class Jumping(nn.Module):
 
 
 class Normed(nn.Module):
-    """Statistics over all vertices. No bias before a norm: its gradient is rounding alone."""
+    """Statistics over all vertices. No bias before a norm: its gradient is rounding alone.
+
+    One norm's name holds a word that Kagome's own sums have, as users' names may.
+    """
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.first = pyg.GCNConv(FEATURES, HIDDEN, bias=False)
-        self.one, self.two = nn.BatchNorm1d(HIDDEN), pyg.BatchNorm(HIDDEN)
+        self.one, self.backward = nn.BatchNorm1d(HIDDEN), pyg.BatchNorm(HIDDEN)
         self.second = pyg.GCNConv(HIDDEN, HIDDEN, bias=False)
         self.last, self.drop = pyg.SAGEConv(HIDDEN, CLASSES), nn.Dropout(dropout)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         x = self.drop(self.one(self.first(x, edge_index)).tanh())
-        x = self.drop(self.two(self.second(x, edge_index)).tanh())
+        x = self.drop(self.backward(self.second(x, edge_index)).tanh())
         return self.last(x, edge_index)
 
 

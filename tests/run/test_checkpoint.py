@@ -199,6 +199,56 @@ def test_a_checkpoint_of_another_seed(run):
         trained(Channel(None, "cpu"), None, EPOCHS, str(run), seed=5)
 
 
+def test_a_refused_checkpoint_leaves_the_model_as_it_was(run):
+    mine = model("gat", 0.4, torch.float64, seed=99)
+    before = {name: value.clone() for name, value in mine.state_dict().items()}
+    with pytest.raises(CheckpointError):
+        checkpoint.load(
+            checkpoint.latest(run), model=mine, optimizer=torch.optim.Adam(mine.parameters()), seed=5
+        )
+    torch.testing.assert_close(dict(mine.state_dict()), before, rtol=0, atol=0)
+
+
+class Unwritable:
+    """A scheduler with a state that pickle does not take."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rule": lambda epoch: epoch}
+
+
+def writes_what_cannot_be(channel: Channel, folder: str) -> str:
+    mine = Gcn()
+    place = checkpoint.Place(8, 0, 8, None, 0, channel.size, "")
+    try:
+        checkpoint.save(
+            Path(folder, "checkpoints"),
+            place,
+            channel,
+            model=mine,
+            optimizer=torch.optim.Adam(mine.parameters()),
+            scheduler=Unwritable(),
+        )
+    except CheckpointError as error:
+        return str(error)
+    return "written"
+
+
+def test_a_state_that_cannot_be_written_ends_all_ranks(ranks, run):
+    for found in ranks(2, writes_what_cannot_be, str(run)):
+        assert "pickle" in found
+    assert checkpoint.latest(run).name == f"epoch-{SAVED:06d}"
+
+
+def test_a_run_saved_between_evaluations_ends_with_its_best_epoch_s_weights(tmp_path):
+    """The resume has no epoch left: only the checkpoint says that the last one is not the best."""
+    often = trained(Channel(None, "cpu"), None, 4, eval_every=4)
+    trained(Channel(None, "cpu"), str(tmp_path), 6, eval_every=4, save_every=5)
+    between = checkpoint.latest(tmp_path / "checkpoints" / "epoch-000005")
+    found = trained(Channel(None, "cpu"), None, 5, str(between), eval_every=4)
+    assert found["summary"]["best_epoch"] == 4
+    torch.testing.assert_close(found["weights"], often["weights"])
+
+
 def test_no_checkpoint_at_all(tmp_path):
     with pytest.raises(CheckpointError, match="there is no whole one"):
         trained(Channel(None, "cpu"), None, EPOCHS, str(tmp_path))

@@ -83,7 +83,7 @@ def checked(channel: Channel, graph_parts: int = 1) -> list[str]:
 
 def test_the_check_splits_features_too(ranks: Callable[..., list]) -> None:
     notes = ranks(2, checked)[0]
-    assert any("split over 3 and whole equal" in note for note in notes)
+    assert any("split over 3 (features over 3) and whole equal" in note for note in notes)
 
 
 @pytest.mark.some(2)
@@ -235,7 +235,7 @@ def test_equal_parts_are_taken_where_no_cut_is_asked_for() -> None:
     assert Parallel(tensor=2).cutter(2) == "contiguous"
     assert Parallel(tensor=2, partitioner="metis").cutter(2) == "metis"
     assert Parallel().cutter(2) == "auto"
-    assert Parallel(tensor=2).cutter(4) == "metis/2"
+    assert Parallel(tensor=2).cutter(4) == "auto/2"
     assert Parallel(tensor=2, partitioner="random").cutter(6) == "random/2"
 
 
@@ -297,7 +297,7 @@ def test_parts_whose_features_are_sliced(ranks: Callable[..., list], name: str, 
 
 def test_the_check_knows_parts_of_slices(ranks: Callable[..., list]) -> None:
     notes = ranks(4, checked, 2)[0]
-    assert any("split over 4 and whole equal" in note for note in notes)
+    assert any("split over 4 (features over 2) and whole equal" in note for note in notes)
 
 
 def test_a_halo_of_slices_may_have_few_bits(ranks: Callable[..., list]) -> None:

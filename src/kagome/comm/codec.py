@@ -121,10 +121,10 @@ class Codec:
         if self.bits is None:
             # A message may begin anywhere in what came: numbers want to begin at a multiple of their size.
             cast = CASTS.get(self.name, out.dtype)
-            return out.copy_(_aligned(message, cast).view(count, width))
+            return out.copy_(aligned(message, cast).view(count, width))
         head, body = message[: HEADER * count], message[HEADER * count :].view(-1, width)
-        low = _aligned(head[: 4 * count], torch.float32)
-        span = _aligned(head[4 * count :], torch.int16)
+        low = aligned(head[: 4 * count], torch.float32)
+        span = aligned(head[4 * count :], torch.int16)
         if out.dtype == torch.float32:
             bits.decode(body, low, span, self.bits, out)
             return out
@@ -153,7 +153,8 @@ def lost_share(codec: Codec, sample: Tensor, stamps: Tensor, key: int, where: st
     return float(lost.norm()) / length
 
 
-def _aligned(message: Tensor, dtype: torch.dtype) -> Tensor:
+def aligned(message: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes of a message as numbers, copied where they do not lie as numbers must."""
     if message.storage_offset() % dtype.itemsize:
         message = message.clone()
     return message.view(dtype)

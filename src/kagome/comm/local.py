@@ -44,7 +44,7 @@ class LocalGroup:
         """What one rank sent to one, by sender, receiver, pass and number."""
 
     def run(self, work: Callable[[LocalChannel], T]) -> list[T]:
-        """Run ``work`` on every rank, each in a thread; the first error of any ends all and is raised.
+        """Run ``work`` on every rank, each in a thread; an error of any ends all, and is raised.
 
         Returns:
             The results in the order of ranks.

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from kagome.comm.codec import aligned
 from kagome.comm.pending import Pending
 from kagome.comm.traffic import Kind
 
@@ -70,9 +71,9 @@ class Values:
     def unpack(self, message: Tensor, begin: int, end: int) -> Tensor:
         """A piece of its bytes; where nothing is cast, the same memory."""
         if self.cast == self.dtype:
-            return _aligned(message, self.dtype)
+            return aligned(message, self.dtype)
         split = self._exact(begin, end) * self.dtype.itemsize
-        exact, others = _aligned(message[:split], self.dtype), _aligned(message[split:], self.cast)
+        exact, others = aligned(message[:split], self.dtype), aligned(message[split:], self.cast)
         return torch.cat([exact, others.to(self.dtype)])
 
     def _exact(self, begin: int, end: int) -> int:
@@ -207,9 +208,3 @@ def start_all_reduce(
     ]
     mine = values.size(*bounds[channel.rank])
     return PendingSum(channel.start_parts(messages, [mine] * size, action, kind), values, bounds)
-
-
-def _aligned(message: Tensor, dtype: torch.dtype) -> Tensor:
-    if message.storage_offset() % dtype.itemsize:
-        message = message.clone()
-    return message.view(dtype)

@@ -33,13 +33,18 @@ def metis_bytes(num_nodes: int, num_edges: int, neighbours: int) -> int:
     return NEIGHBOUR_BYTES * neighbours + EDGE_BYTES * num_edges + VERTEX_BYTES * num_nodes
 
 
+def is_auto(name: str) -> bool:
+    """Whether a partitioner is yet to be chosen, however its parts are shared out."""
+    return name.partition("/")[0] == AUTO
+
+
 def choose(
     name: str, edge_index: Tensor, num_nodes: int, parts: int, available: int | None
 ) -> tuple[str, tuple[str, ...]]:
     """The partitioner that a name stands for; only ``auto`` stands for another.
 
     Args:
-        name: A partitioner, or ``auto``.
+        name: A partitioner, or ``auto``; ``auto/2`` is that with each part's vertices shared out to two.
         edge_index: Edges.
         num_nodes: Vertices.
         parts: Parts.
@@ -53,16 +58,17 @@ def choose(
 
     Cost: none where METIS fits in any case, else two sorts of the edges.
     """
-    if name != AUTO:
+    if not is_auto(name):
         return name, ()
+    shares = name.removeprefix(AUTO)
     count = edge_index.size(1)
     if available is None or parts == 1 or metis_bytes(num_nodes, count, 2 * count) <= SHARE * available:
-        return "metis", ()
+        return f"metis{shares}", ()
     different, paired = pairs(edge_index, num_nodes)
     need = metis_bytes(num_nodes, count, 2 * different - paired)
     if need <= SHARE * available:
-        return "metis", ()
-    return "streaming", (
+        return f"metis{shares}", ()
+    return f"streaming{shares}", (
         f"METIS would need about {need / 2**30:.2g} GiB and {max(available, 0) / 2**30:.2g} GiB are "
         "available: the streaming partitioner cuts the graph (--parallel.partitioner metis to insist).",
     )

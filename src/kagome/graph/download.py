@@ -52,6 +52,15 @@ def download(entry: Entry, work: Path, wanted: list[Path]) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
+def _bytes_in(folder: Path) -> int:
+    """Bytes of a folder's files, while another process unpacks, renames and deletes some."""
+    found = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            found += file.stat().st_size if file.is_file() else 0
+    return found
+
+
 def _watched(command: list[str], folder: Path) -> tuple[int, str]:
     """Run a download; end it when its folder has not grown for a while. Its exit code and its last words."""
     with tempfile.TemporaryFile("w+") as words:
@@ -60,7 +69,7 @@ def _watched(command: list[str], folder: Path) -> tuple[int, str]:
         try:
             while child.poll() is None:
                 time.sleep(0.1)
-                now = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+                now = _bytes_in(folder)
                 if now != size:
                     size, since = now, time.monotonic()
                 elif time.monotonic() - since > SILENCE_SECONDS:

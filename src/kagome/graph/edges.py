@@ -7,12 +7,9 @@ Each is a pass or two over the edges with a few numbers a vertex beside, where s
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kagome.compiled import compiled
 from kagome.graph.kernels import Floats, Ints, Longs
-
-Bools = NDArray[np.bool_]
 
 
 @compiled

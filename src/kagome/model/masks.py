@@ -6,9 +6,8 @@ it around each forward. A number depends on (seed, update, call, sample, column)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from kagome.errors import ModelError
 from kagome.model import draws
 from kagome.model.scope import argument
 from kagome.model.steps import Step
+from kagome.opened import opened
 
 _DROPS = ("dropout", "dropout_", "feature_dropout", "feature_dropout_")
 _REFUSED = ("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
@@ -94,7 +94,7 @@ class Masks(TorchFunctionMode):
             )
         if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
             with self:  # multi_head_attention_forward and the like: call by call
-                return _opened(func)(*args, **kwargs)
+                return opened(func)(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _dropped(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,15 +162,3 @@ def place_of(
         if not rest and other[axis] == each * others and (each == 1 or several):
             return Place(axis, each)
     raise ValueError
-
-
-@cache
-def _opened(func: FunctionType) -> Callable[..., Any]:
-    """A function of ``torch.nn.functional`` whose own calls are seen one by one, not as one call."""
-    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    never = dict.fromkeys(names, lambda *_: False)
-    out = FunctionType(
-        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
-    )
-    out.__kwdefaults__ = func.__kwdefaults__
-    return out

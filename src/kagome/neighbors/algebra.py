@@ -3,8 +3,8 @@
 Where it sits: ``intercept`` asks :func:`answer` for each torch call that was given a lazy tensor. A call that
 is not known here gets the computed tensor, as if nothing had been put off.
 
-To keep another call lazy: write a rule (name, args, kwargs) -> result or NotImplemented, and add it to
-``RULES``.
+To keep another call lazy: write a rule ``(marks, name, func, args, kwargs)`` -> result or NotImplemented,
+and add it to ``RULES``.
 """
 
 from __future__ import annotations

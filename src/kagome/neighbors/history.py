@@ -26,7 +26,7 @@ from kagome.neighbors.lockstep import Lockstep
 from kagome.neighbors.lying import Lying, Whereabouts
 from kagome.neighbors.rows import UnderWay
 from kagome.neighbors.tables import Later, SiteTable, Tables
-from kagome.neighbors.turn import Site
+from kagome.neighbors.turn import Site, of_gradients
 
 
 class Left:
@@ -127,7 +127,7 @@ class History:
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
         """What all gave together in the last epoch: a constant, so nothing comes back in backward."""
-        if "backward" in str(key):
+        if of_gradients(key):
             return torch.zeros_like(part)
         tables = self.tables
         key = tables.call(chunk, key)
@@ -257,7 +257,7 @@ class Exact:
         def settle() -> None:
             found = tables.channel.all_reduce(self._reduced[call], op, action=action, kind=kind, key=key)
             self._reduced[call] = found
-            if "backward" not in str(key):
+            if not of_gradients(key):
                 tables.statistics[call] = found
 
         self._meet(settle)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -38,6 +38,7 @@ from kagome.neighbors.rows import Carrier, NeighborRows, agree, all_rows, summin
 from kagome.neighbors.tape import Taped
 from kagome.neighbors.turn import Turn
 from kagome.neighbors.view import View, in_view, out_view, pair_ids
+from kagome.opened import opened
 
 
 class Interception(Late, TorchFunctionMode):
@@ -292,7 +293,7 @@ class Interception(Late, TorchFunctionMode):
         """The rows of all ranks, own ones first, with gradient."""
         if self._everyone is None:
             with torch._C.DisableTorchFunction(), self.channel.aside():
-                self._everyone = all_rows(self.own, self.channel)
+                self._everyone = all_rows(self.own, self.channel, self.device)
         return self._everyone.extend(rows, self.turn, self.where())
 
     def as_targets(self, index: Tensor) -> Tensor:
@@ -380,16 +381,3 @@ class Interception(Late, TorchFunctionMode):
             where=self.where(),
             hint="rebuild the edges before training (data.edge_index), not inside forward",
         )
-
-
-@cache
-def opened(func: FunctionType) -> Callable[..., Any]:
-    """A function of ``torch.nn.functional`` whose own calls are seen one by one, not as one call."""
-    never = dict.fromkeys(
-        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), lambda *_: False
-    )
-    out = FunctionType(
-        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
-    )
-    out.__kwdefaults__ = func.__kwdefaults__
-    return out

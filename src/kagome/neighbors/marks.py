@@ -150,7 +150,6 @@ _KEEP = frozenset(
         "__deepcopy__",
         "sort",
         "masked_select",
-        "sort_values",
         "as_subclass",
     ]
 )

@@ -337,13 +337,12 @@ def agree(channel: Carrier, site: Site, part: Tensor) -> None:
         )
 
 
-def all_rows(own: int, channel: Carrier) -> NeighborRows:
-    """The lists by which every rank reads every other's rows (attention over all vertices)."""
+def all_rows(own: int, channel: Carrier, device: torch.device) -> NeighborRows:
+    """The lists, on rows' device, by which every rank reads every other's (attention over all vertices)."""
     ones = [1] * channel.size
     mine = torch.full((channel.size, 1), own)
     counts = channel.exchange(mine, ones, ones, action="counts", kind="other").squeeze(1).tolist()
     recv = [0 if peer == channel.rank else int(count) for peer, count in enumerate(counts)]
     send = [0 if peer == channel.rank else own for peer in range(channel.size)]
-    return NeighborRows(
-        own, sum(recv), torch.arange(own).repeat(channel.size - 1), tuple(send), tuple(recv), channel
-    )
+    places = torch.arange(own, device=device).repeat(channel.size - 1)
+    return NeighborRows(own, sum(recv), places, tuple(send), tuple(recv), channel)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kagome.neighbors.rows import Carrier
 
 SiteKey = tuple[str, int]
+SumKey = tuple[SiteKey, str]
+"""A sum of a site, with the words that say which of its sums it is."""
 _NO_CHECKPOINT = "leave torch.utils.checkpoint out of the model, and let --model.recompute do the same"
 
 
@@ -147,5 +149,11 @@ class Site:
         return Trip(self.key, direction, self.epoch, self.trains, stamps, known, blocks)
 
     def sum(self, channel: Carrier, part: Tensor, words: str) -> Tensor:
-        """The sum of a part over the channel's ranks."""
-        return channel.all_reduce(part, "sum", action=self.action(words), key=(self.key, words))
+        """The sum of a part over the channel's ranks; words that end in "backward" are of gradients."""
+        key: SumKey = self.key, words
+        return channel.all_reduce(part, "sum", action=self.action(words), key=key)
+
+
+def of_gradients(key: Hashable) -> bool:
+    """Whether a sum comes in backward: by its words, not by the names of the user's modules."""
+    return isinstance(key, tuple) and isinstance(key[-1], str) and key[-1].endswith("backward")

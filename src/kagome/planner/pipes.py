@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kagome.config import default_chunks
 from kagome.planner.cluster import Cluster
 from kagome.planner.costs import Load, Rates, Sliced, computing, halos, summed
 from kagome.planner.meshes import Candidate, settings_of
@@ -136,8 +137,3 @@ def pipes(
         uncertain if number > 1 else 0.0,
         run=run,
     )
-
-
-def default_chunks(ranks: int, tensor: int) -> int:
-    """Chunks of a part where nothing is said."""
-    return 4 * ranks if ranks > 1 and tensor == 1 else 1

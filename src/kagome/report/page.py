@@ -74,11 +74,7 @@ def title_of(run: RunFolder) -> tuple[str, str]:
 
 def _mesh(parallel: dict[str, Any]) -> list[str]:
     """The cut in words: mesh axes above one, the partitioner and the codec where they say something."""
-    axes = [
-        f"{axis} {parallel[axis]}"
-        for axis in ("pipe", "graph", "tensor", "data")
-        if _above_one(parallel, axis)
-    ]
+    axes = [f"{axis} {parallel[axis]}" for axis in ("pipe", "graph", "tensor") if _above_one(parallel, axis)]
     if axes and parallel.get("partitioner") and _above_one(parallel, "graph"):
         axes.append(f"{parallel['partitioner']} partition")
     if parallel.get("codec", "none") != "none":

@@ -35,13 +35,17 @@ class Best:
         self.weights = None  # the old copy goes before there is a new one
         self.weights = None if metric is None else _copy(model)
 
-    def restore(self, model: nn.Module) -> dict[str, Tensor] | None:
+    def restore(self, model: nn.Module, epoch: int) -> dict[str, Tensor] | None:
         """Give the model the best epoch's weights.
+
+        Args:
+            model: With those of the last epoch.
+            epoch: The last epoch.
 
         Returns:
             Those that it had, where they are others.
         """
-        if self.weights is None or not self.waited:
+        if self.weights is None or self.epoch == epoch:
             return None
         last = _copy(model)
         model.load_state_dict(self.weights)

@@ -55,7 +55,8 @@ class CheckResult:
     Args:
         first: The first thing that differs, in the order of the forward pass, then of gradients; else None.
         rows: All that was compared.
-        parts: Parts of the split.
+        parts: Ranks of the split.
+        tensor: How many of them slice the features of one part.
         vertices: Vertices of the sample.
         edges: Edges of the sample.
         dtype: The number type it ran in.
@@ -65,6 +66,7 @@ class CheckResult:
     first: Row | None
     rows: tuple[Row, ...] = field(repr=False)
     parts: int
+    tensor: int
     vertices: int
     edges: int
     dtype: str
@@ -78,9 +80,10 @@ class CheckResult:
     def text(self) -> str:
         """One line for a person."""
         verdict = "equal" if self.first is None else f"differ first at {self.first.name} ({self.first.kind})"
+        sliced = f" (features over {self.tensor})" if self.tensor > 1 else ""
         return (
-            f"split over {self.parts} and whole {verdict}: {len(self.rows)} tensors, largest difference "
-            f"{self.worst:.1e} of the largest entry "
+            f"split over {self.parts}{sliced} and whole {verdict}: {len(self.rows)} tensors, "
+            f"largest difference {self.worst:.1e} of the largest entry "
             f"({self.dtype}; {self.vertices} vertices, {self.edges} edges; {self.seconds:.1f} s)"
         )
 
@@ -109,16 +112,18 @@ def check(
     vertices: int = 200,
     seed: int = 0,
     tensor: int = 1,
+    fast: bool = True,
 ) -> CheckResult:
     """Run a model on a sample of a graph, whole and split, and compare everything.
 
     Args:
         model: The user's module; a copy is run.
         data: A validated graph, or a rank's part (its own vertices and the edges among them are sampled).
-        parts: Parts of the split.
+        parts: Ranks of the split.
         vertices: Vertices of the sample.
         seed: Of the sample, the split and the weights of the sum that is differentiated.
         tensor: How many ranks slice features together, where they can be.
+        fast: Whether messages of the split are reduced by kernels.
 
     Returns:
         What was found; see :meth:`CheckResult.raise_if_different`.
@@ -134,7 +139,7 @@ def check(
     twin = twin_of(model)
     for dtype in (torch.float64, torch.float32):
         try:
-            rows = _compare(twin.to(dtype), cast(sample, dtype), owner, parts, dtype, seed, tensor)
+            rows = _compare(twin.to(dtype), cast(sample, dtype), owner, parts, dtype, seed, tensor, fast)
         except WholeFailedError as failure:
             if dtype == torch.float64:
                 continue  # a layer that insists on float32 gets it
@@ -151,6 +156,7 @@ def check(
         first=first,
         rows=tuple(rows),
         parts=parts,
+        tensor=tensor,
         vertices=count,
         edges=sample.edge_index.size(1),
         dtype=str(dtype).removeprefix("torch."),
@@ -178,7 +184,8 @@ def check_on_first(
             # Three of anything, and two by two where parts are sliced.
             both = 1 < cut.tensor * cut.pipe < channel.size
             parts, tensor = (4, 2) if cut.tensor > 1 and both else (3, 3 if cut.tensor > 1 else 1)
-            result = check(model, part, seed=seed, parts=parts, tensor=tensor)
+            fast = settings.model.fast
+            result = check(model, part, seed=seed, parts=parts, tensor=tensor, fast=fast)
         except KagomeError as error:
             result = error
     found = channel.gather_objects(result, "check of the model")[0]
@@ -209,7 +216,14 @@ def twin_of(model: nn.Module) -> nn.Module:
 
 
 def _compare(
-    model: nn.Module, sample: Data, owner: Tensor, parts: int, dtype: torch.dtype, seed: int, tensor: int
+    model: nn.Module,
+    sample: Data,
+    owner: Tensor,
+    parts: int,
+    dtype: torch.dtype,
+    seed: int,
+    tensor: int,
+    fast: bool,
 ) -> list[Row]:
     with _default(dtype):
         whole_data = split_all(sample, torch.zeros_like(owner), 1)[0]
@@ -217,15 +231,15 @@ def _compare(
         rows: list[Row] = []
         quiet = {**HANDLERS, **dict.fromkeys(DRAWS, no_draw)}
         whole = whole_of(copy.deepcopy(model), whole_data, seed)
-        split = split_of(model, pieces, quiet, seed, tensor=tensor)
+        split = split_of(model, pieces, quiet, seed, tensor=tensor, fast=fast)
         rows += _differences(whole, split, pieces, sample, "")
         for name, buffer in whole.buffers.items():
             shares = [trace.buffers[name] for trace in split]
             if all(share.shape == buffer.shape for share in shares):
                 rows.append(Row(name, "buffer", max(_error(share, buffer, None) for share in shares)))
         # Once more with dropout on, against Kagome on one rank: draws must not know the mesh.
-        one = split_of(model, [whole_data], dict(HANDLERS), seed)
-        many = split_of(model, pieces, dict(HANDLERS), seed, tensor=tensor)
+        one = split_of(model, [whole_data], dict(HANDLERS), seed, fast=fast)
+        many = split_of(model, pieces, dict(HANDLERS), seed, tensor=tensor, fast=fast)
         rows += _differences(one[0], many, pieces, sample, " with dropout")
         return rows
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
@@ -114,7 +113,7 @@ def save(
             fresh.rename(target)
             write_text(folder / "latest", name + "\n")
             _remove_others(folder, name)
-    except (OSError, CheckpointException) as error:
+    except Exception as error:  # a state that cannot be written ends all ranks, not one
         fault = f"it cannot be: {reason(error)}"
     _agree(channel, fault, target)
     return target
@@ -134,7 +133,9 @@ def _agree(channel: Channel, fault: str, target: Path) -> None:
     faults = [found for found in channel.gather_objects(fault, "checkpoint") if found]
     if faults:
         raise CheckpointError(
-            f"a checkpoint was to be written to {target}", str(faults[0]), hint="free some disk"
+            f"a checkpoint was to be written to {target}",
+            str(faults[0]),
+            hint="free some disk; a scheduler's state must be what pickle takes",
         )
 
 
@@ -201,6 +202,7 @@ def load(
         facts = json.loads((folder / "place.json").read_text())
         has_best = facts.pop("best_saved")
         place = Place(**facts)
+        _refuse_other_seed(seed, place, folder)  # while the model is as it was
         kept = torch.load(folder / REST, weights_only=False)
         state = _state(model, None, model.state_dict() if has_best else None)
         state["optimizer"] = _room_for_optimizer(folder)
@@ -217,6 +219,11 @@ def load(
             f"it cannot be read: {reason(error)}",
             hint="the same --model settings as the run that wrote it",
         ) from None
+    told = Told(folder, place.epoch, kept.get("guards", {}), kept.get("carried", []))
+    return place, dict(state["best"]) if has_best else None, told
+
+
+def _refuse_other_seed(seed: int | None, place: Place, folder: Path) -> None:
     if seed not in (None, place.seed):
         raise CheckpointError(
             f"a run with seed {seed} was to go on",
@@ -224,8 +231,6 @@ def load(
             where=str(folder),
             hint=f"--train.seed {place.seed}",
         )
-    told = Told(folder, place.epoch, kept.get("guards", {}), kept.get("carried", []))
-    return place, dict(state["best"]) if has_best else None, told
 
 
 def _state(

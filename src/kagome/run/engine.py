@@ -1,4 +1,4 @@
-"""Engine: one rank's model on its part, step by step; the only loop that touches the device.
+"""Engine: one rank's model on its part: an epoch of training, an evaluation. All layers are here.
 
 Where it sits: ``trainer`` tells it which epoch to train or to evaluate; it enters ``neighbors.intercept``
 around each forward and sums gradients over the ranks.

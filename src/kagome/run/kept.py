@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -96,8 +97,13 @@ def opened(reuse: bool) -> Kept:
 
 def _machine() -> list[object]:
     """The machine, and the code that runs on it."""
-    code = makers(Path(__file__).parents[1])
-    return [platform.machine(), _processor(), len(cores()), torch.get_num_threads(), *code]
+    return [*_fixed(), len(cores()), torch.get_num_threads()]
+
+
+@cache
+def _fixed() -> tuple[object, ...]:
+    """What stays while this process runs; all of Kagome's files are read for it."""
+    return (platform.machine(), _processor(), *makers(Path(__file__).parents[1]))
 
 
 def _processor() -> str:

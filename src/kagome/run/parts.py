@@ -21,7 +21,7 @@ from kagome.available import available_bytes
 from kagome.errors import KagomeError, PartitionError
 from kagome.graph import cache
 from kagome.graph.cache import Cache
-from kagome.graph.choice import AUTO, SHARE, metis_bytes
+from kagome.graph.choice import SHARE, is_auto, metis_bytes
 from kagome.graph.data import raw_files
 from kagome.graph.store import PAGE, Meta, load_meta
 
@@ -80,7 +80,7 @@ class Parts:
 
     def _outgrown(self, meta: Meta, available: int | None) -> bool:
         """Whether these parts were streamed for want of memory that is there now."""
-        if self.method != AUTO or meta.method != "streaming":
+        if not is_auto(self.method) or not meta.method.startswith("streaming"):
             return False
         loaded = 16 * meta.num_edges + 4 * meta.features * meta.num_nodes
         need = metis_bytes(meta.num_nodes, meta.num_edges, 2 * meta.num_edges)

@@ -5,6 +5,7 @@ Where it sits: it puts a ``Study`` together from settings, and a cluster from a 
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable
@@ -15,10 +16,11 @@ import torch
 from torch import nn
 from torch_geometric.data import Data
 
+from kagome import config
 from kagome.available import available_bytes
 from kagome.comm.channel import Channel
 from kagome.commands import PlanCommand
-from kagome.config import Run
+from kagome.config import Allowed, Run, Train
 from kagome.errors import ModelError, PlanError
 from kagome.graph.data import load_data
 from kagome.graph.partition import Partition
@@ -61,7 +63,11 @@ def _threads(ranks: int) -> int:
 
 
 def studied(
-    asked: PlanCommand, build: Callable[[Partition, Meta, Channel], nn.Module], kept: Kept
+    asked: PlanCommand,
+    build: Callable[[Partition, Meta, Channel], nn.Module],
+    kept: Kept,
+    *,
+    data: Data | None = None,
 ) -> tuple[Study, list[str]]:
     """Measure what ``kagome plan`` is asked about, for plans on any cluster.
 
@@ -69,6 +75,7 @@ def studied(
         asked: Its flags; of the cluster's only whether there is one.
         build: Makes the model.
         kept: Where it is looked for what was measured before.
+        data: The graph, in place of the one that the flags name.
 
     Returns:
         The study, and notes for people.
@@ -88,7 +95,7 @@ def studied(
         graph = Graph(asked.vertices, asked.edges)
         data = like(graph, asked.features, asked.classes, seed)
     else:
-        data = load_data(asked.data)
+        data = load_data(asked.data) if data is None else data
         graph = Graph(int(data.num_nodes or 0), int(data.edge_index.size(1)), data)
     part, meta = from_data(data, alone, method="contiguous", seed=seed)
     torch.manual_seed(seed)
@@ -110,12 +117,18 @@ def studied(
     return study, notes
 
 
-def planned(asked: PlanCommand, build: Callable[[Partition, Meta, Channel], nn.Module]) -> Plans:
+def planned(
+    asked: PlanCommand,
+    build: Callable[[Partition, Meta, Channel], nn.Module],
+    *,
+    data: Data | None = None,
+) -> Plans:
     """Answer ``kagome plan``.
 
     Args:
         asked: Its flags.
         build: Makes the model.
+        data: The graph, in place of the one that the flags name.
 
     Raises:
         PlanError: If nothing fits, or a graph is given by one of its two numbers alone.
@@ -123,11 +136,64 @@ def planned(asked: PlanCommand, build: Callable[[Partition, Meta, Channel], nn.M
     """
     named = None if asked.cluster is None else Cluster.load(asked.cluster)
     kept = opened(asked.reuse)
-    study, notes = studied(asked, build, kept)
+    study, notes = studied(asked, build, kept, data=data)
     found = study.plans(named or here(asked.devices, LOCAL, kept), asked.allow)
     if kept.reused:
         notes.append("what was measured here within a day is used again (--no-reuse measures anew)")
     return replace(found, facts={**found.facts, "notes": notes})
+
+
+def plan(
+    model: nn.Module,
+    data: Data,
+    *,
+    devices: int = 2,
+    cluster: str | None = None,
+    allow: tuple[Allowed, ...] = (),
+    train: Train | None = None,
+    fast: bool = True,
+    recompute: bool = False,
+    reuse: bool = True,
+) -> Plans:
+    """Predict what each cut of a model on a graph would cost, and say which is best and why.
+
+    It is what ``kagome plan`` prints. ``Path("plan.json").write_text(plans.to_json())`` makes a file that
+    ``Parallel(plan="plan.json")`` takes.
+
+    Args:
+        model: The user's module; it stays as it is.
+        data: The graph.
+        devices: Local ranks to plan for, where no cluster is named.
+        cluster: A cluster's TOML file, or the name of a built-in one (``kagome plan --help``).
+        allow: What may be taken beside exact strategies: see :class:`kagome.Parallel`.
+        train: Learning rate, seed and precision of the run.
+        fast: Whether messages are reduced by kernels.
+        recompute: Whether layers are run again in backward.
+        reuse: Take what was measured on this machine within a day.
+
+    Returns:
+        The plans that fit, best first, and those that do not.
+
+    Raises:
+        PlanError: If nothing fits.
+        DataError: If the graph has a fault.
+
+    Cost:
+        A second or a few: steps of the model on a sample are timed here.
+    """
+    asked = PlanCommand(
+        model=config.Model(fast=fast, recompute=recompute),
+        train=train or Train(),
+        devices=devices,
+        cluster=cluster,
+        allow=allow,
+        reuse=reuse,
+    )
+    threads = torch.get_num_threads()
+    try:
+        return planned(asked, lambda part, meta, channel: copy.deepcopy(model), data=data)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def chosen(

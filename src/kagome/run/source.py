@@ -22,7 +22,7 @@ from kagome.comm.channel import Channel
 from kagome.comm.mesh import Mesh
 from kagome.errors import KagomeError, PartitionError
 from kagome.graph import cache, store
-from kagome.graph.choice import AUTO, choose
+from kagome.graph.choice import choose, is_auto
 from kagome.graph.data import load_data
 from kagome.graph.partition import Partition, extract, fingerprint
 from kagome.graph.prepare import owners, prepare
@@ -85,7 +85,7 @@ def _from_clean(
 ) -> tuple[Partition, Meta]:
     count = int(clean.num_nodes or 0)
     available = None
-    if method == AUTO and channel.size > 1:  # what rank 0, which cuts, has left
+    if is_auto(method) and channel.size > 1:  # what rank 0, which cuts, has left
         available = channel.gather_objects(available_bytes(), "ask for rank 0's memory")[0]
     assert isinstance(available, int | None)
     method, said = choose(method, clean.edge_index, count, channel.size, available)

@@ -23,7 +23,7 @@ from torch import nn
 from torch_geometric.nn import MessagePassing
 
 from kagome.comm.channel import Channel
-from kagome.config import Allowed, Parallel, Train
+from kagome.config import Allowed, Parallel, Train, default_chunks
 from kagome.errors import KagomeError, PlanError
 from kagome.graph.partition import Partition
 from kagome.model.identity import identity
@@ -31,7 +31,7 @@ from kagome.model.stages import stage_bytes
 from kagome.planner.cluster import Cluster
 from kagome.planner.costs import Load, Rates, Sliced, Timed
 from kagome.planner.meshes import Candidate, Plans, parts, ranked, slices
-from kagome.planner.pipes import Cut, default_chunks, pipes
+from kagome.planner.pipes import Cut, pipes
 from kagome.report.holdings import Holdings
 from kagome.run.counts import Counts, Team
 from kagome.run.forecast import Rates as Held

@@ -150,11 +150,17 @@ def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
 
 
 def split_of(
-    model: nn.Module, pieces: list[Partition], handlers: dict[str, Any], seed: int, *, tensor: int = 1
+    model: nn.Module,
+    pieces: list[Partition],
+    handlers: dict[str, Any],
+    seed: int,
+    *,
+    tensor: int = 1,
+    fast: bool = True,
 ) -> list[Trace]:
     """Run copies of the model on the pieces, each in a thread; a trace a piece."""
     try:
-        return _split_of(model, pieces, handlers, seed, fast=True, tensor=tensor)
+        return _split_of(model, pieces, handlers, seed, fast=fast, tensor=tensor)
     except EscapeError:
         return _split_of(model, pieces, handlers, seed, fast=False, tensor=1)  # as the engine does
 

@@ -243,7 +243,7 @@ class Trainer:
         self.costs.drop()
         if self.writer is not None and self.epoch:
             self._save()
-        self._last = self._best.restore(self.model)
+        self._last = self._best.restore(self.model, self.epoch)
         self.engine.join_weights()
         return self._finish(set_up)
 
