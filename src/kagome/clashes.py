@@ -12,8 +12,8 @@ from kagome.errors import ConfigError
 if TYPE_CHECKING:
     from kagome.config import Parallel
 
-ROUNDED = frozenset(("onebit", "int2", "int4", "int8"))
-"""Codecs of a few bits."""
+SHARED_OUT = frozenset(("int2", "int4"))
+"""Codecs whose bits a row may have fewer of, and more: not the fewest, not the most."""
 
 
 def check(cut: Parallel) -> None:
@@ -82,8 +82,10 @@ def _planned(cut: Parallel) -> None:
 
 def _lateness(cut: Parallel) -> None:
     every = cut.sync_every
-    if isinstance(every, str) and every != "auto":
-        raise ConfigError("Parallel(sync_every=...) takes a number of epochs or auto", f"it is {every!r}")
+    if every not in (None, "auto") and (not isinstance(every, int) or every < 1):
+        raise ConfigError(
+            "Parallel(sync_every=...) takes a number of epochs from 1 up, or auto", f"it is {every!r}"
+        )
     if every is not None and cut.max_age == 0:
         raise ConfigError(
             "sync_every says when rows that may be late are waited for",
@@ -116,9 +118,9 @@ def _choice_of_rows(cut: Parallel) -> None:
             f"{sum(chosen)} are set",
             hint="leave the others out",
         )
-    if cut.adaptive_bits and not {cut.codec, cut.codec_backward} & ROUNDED:
+    if cut.adaptive_bits and not {cut.codec, cut.codec_backward} & SHARED_OUT:
         raise ConfigError(
-            "adaptive_bits shares out the bits of onebit, int2, int4 or int8",
+            "adaptive_bits shares out the bits of int2 or int4, from 1 to 8 a row",
             f"codec={cut.codec!r} has none to share",
             hint="codec='int4'",
         )
@@ -139,7 +141,8 @@ def check_mesh(cut: Parallel, world_size: int) -> None:
         raise ConfigError(
             f"the mesh {mesh} needs {need} ranks",
             f"there are {world_size}",
-            hint=f"start {need} ranks (--nproc {need}), or leave --parallel.graph out",
+            hint=f"start {need} ranks (--nproc {need}), or another mesh: "
+            + ", ".join(f"--parallel.{axis}" for axis, size in axes.items() if size > 1),
         )
     whole = {"max_age": 0, "error_feedback": False, "halo_sample": 1.0, "adaptive_bits": False}
     for name, without in whole.items():

@@ -130,7 +130,8 @@ class Parallel:
     """Share of earlier epochs in late rows: a moving average."""
     halo_sample: float = 1.0
     """Share of other parts' rows that is read in an epoch, other ones each time, made larger so that sums are
-    right on the mean. For layers that sum or average."""
+    right on the mean. For layers that sum or average rows times weights (GCN, SAGE, GIN): a message that is
+    another function of a row (GEN, EdgeConv, CG, ResGated) is not."""
     skip_drift: float = 0.0
     """Do not send rows again that moved by less than this share of their length, until they are ``max_age``
     epochs old, which is 2 at least."""

@@ -208,6 +208,10 @@ def test_a_row_that_is_too_old_is_never_read() -> None:
         ({"smoothing": 0.9}, "lets none be late"),
         ({"smoothing": 1.0, "max_age": 1}, "below 1"),
         ({"adaptive_bits": True, "codec": "bf16"}, "has none to share"),
+        ({"adaptive_bits": True, "codec": "onebit"}, "has none to share"),
+        ({"sync_every": 0, "max_age": 1}, "from 1 up, or auto"),
+        ({"sync_every": -2, "max_age": 1}, "from 1 up, or auto"),
+        ({"sync_every": 2.5, "max_age": 1}, "from 1 up, or auto"),
     ],
 )
 def test_settings_that_clash_are_refused(given: dict, words: str) -> None:

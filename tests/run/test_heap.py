@@ -14,7 +14,7 @@ from training import QUIET, settings
 
 from kagome import Parallel, Trainer
 from kagome.run.heap import set_aside
-from kagome.run.staging import SAMPLE
+from kagome.run.looks import SAMPLE
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from torch_geometric.nn import SAGEConv
 from kagome.comm.channel import Channel
 from kagome.config import Parallel, Train
 from kagome.graph.partition import partition
-from kagome.run import staging
+from kagome.run import looks, staging, timing
 
 WIDTH = 6
 
@@ -45,14 +45,14 @@ def staged(vertices: int, chunks: int) -> staging.Staging:
 
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> None:
     """Steps run as they do; they take what is said of name and rows, a third of it forward."""
-    one = staging._one
+    one = timing._one
 
-    def told(step: Any, model: Any, values: Any, scope: Any) -> tuple[float, float]:
-        one(step, model, values, scope)
+    def told(step: Any, model: Any, values: Any, scope: Any, **rest: Any) -> tuple[float, float]:
+        one(step, model, values, scope, **rest)
         each = float(seconds(step.name, scope.own))
         return each / 3, each * 2 / 3
 
-    monkeypatch.setattr(staging, "_one", told)
+    monkeypatch.setattr(timing, "_one", told)
 
 
 def test_a_layer_that_the_machine_held_up_is_no_slower_than_its_like(monkeypatch):
@@ -66,20 +66,20 @@ def test_a_layer_that_the_machine_held_up_is_no_slower_than_its_like(monkeypatch
 def test_rows_count_once_and_calls_once_a_chunk(monkeypatch, vertices, chunks):
     timed(monkeypatch, lambda _, rows: 3.0 + 0.01 * rows)
     found = staged(vertices, chunks)
-    few = staging.SAMPLE
+    few = looks.SAMPLE
     expected = chunks * (3.0 + 0.01 * few) + 0.01 * vertices
     assert found.seconds["convs_3"] == pytest.approx(expected)
 
 
 def test_timing_holds_what_is_still_to_be_read(monkeypatch):
     """A deep model's rows, all of them on one rank, are what a pipeline is there to avoid."""
-    one, held = staging._one, []
+    one, held = timing._one, []
 
-    def counted(step: Any, model: Any, values: Any, scope: Any) -> tuple[float, float]:
+    def counted(step: Any, model: Any, values: Any, scope: Any, **rest: Any) -> tuple[float, float]:
         held.append(sum(isinstance(value, Tensor) and value.is_floating_point() for value in values.values()))
-        return one(step, model, values, scope)
+        return one(step, model, values, scope, **rest)
 
-    monkeypatch.setattr(staging, "_one", counted)
+    monkeypatch.setattr(timing, "_one", counted)
     staged(200, 4)
     assert len(held) > 16
     assert max(held) <= 2

@@ -13,13 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from kagome.errors import KagomeError
 from kagome.model.calling import Calling
 from kagome.model.chains import chain
 from kagome.model.notes import both_modes, steps_of
-from kagome.model.steps import Flag, LayerGraph, Ref, Step
+from kagome.model.steps import Flag, LayerGraph, Ref, Step, failed
 from kagome.model.tracing import FaultError, Tracer
 
-__all__ = ["Flag", "LayerGraph", "Ref", "Step", "Survey", "Value", "chain", "survey", "trace"]
+__all__ = ["Flag", "LayerGraph", "Ref", "Step", "Survey", "Value", "chain", "settled", "survey", "trace"]
 
 ValueKind = Literal["rows", "edges", "fixed", "none"]
 
@@ -115,13 +116,19 @@ def survey(
         look: ``rows``, ``edges``, ``fixed`` or ``none`` for a step's value.
         draws: The counter of draws as it stands.
 
+    Raises:
+        ModelError: If a step fails, with its line.
+
     Cost:
         One forward; gradients are prepared for and not computed.
     """
     values: dict[str, Value] = {}
     counts: dict[str, int] = {}
+    begun = graph.steps[:1]
 
     def before(step: Step) -> None:
+        nonlocal begun
+        begun = (step,)
         counts[step.name] = draws()
 
     def after(step: Step, value: Any) -> None:
@@ -136,6 +143,10 @@ def survey(
     try:
         with _modes_kept(model), torch.enable_grad():
             graph.run(model.train(), inputs, training=True, before=before, after=after)
+    except KagomeError:
+        raise
+    except Exception as error:
+        raise failed(begun[0], error) from error
     finally:
         changed = set()
         with torch.no_grad():
@@ -146,6 +157,33 @@ def survey(
                 if old is not None and old.shape == buffer.shape:
                     buffer.copy_(old)
     return Survey(values, counts, frozenset(changed))
+
+
+def settled(one: Survey, other: Survey, vertices: tuple[int, int], edges: tuple[int, int]) -> Survey:
+    """A survey with the kinds of values of which only shapes are known, by what these follow.
+
+    Args:
+        one: Of a sample.
+        other: Of one of another size.
+        vertices: Of both samples.
+        edges: Of both samples.
+
+    Returns:
+        The first one, with rows, edges, or nothing that can be sent, in place of a fixed shape that is not
+        the same in both.
+    """
+
+    def kind(value: Value, its: Value) -> Value:
+        if value.kind != "fixed" or value.shape == its.shape:
+            return value
+        if not value.shape or value.shape[1:] != its.shape[1:]:
+            return Value("none")
+        first = value.shape[0], its.shape[0]
+        if first not in (vertices, edges):
+            return Value("none")
+        return replace(value, kind="rows" if first == vertices else "edges", shape=value.shape[1:])
+
+    return replace(one, values={name: kind(value, other.values[name]) for name, value in one.values.items()})
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from kagome.errors import ModelError
+
 StepKind = Literal["module", "function", "method", "attribute"]
 
 
@@ -174,6 +176,16 @@ class LayerGraph:
             for name in done - kept:
                 del held[name]
         return {name: held[name] for name in keep}
+
+
+def failed(step: Step, error: Exception) -> ModelError:
+    """The error for a step that a sample of the graph does not pass."""
+    return ModelError(
+        "a pipeline runs each step of the model on a small sample of the graph, to look at it and to time it",
+        f"{step.name} raised {type(error).__name__}: {error}",
+        where=step.line,
+        hint="let sizes come from the input (x.size(0)), not from the whole graph",
+    )
 
 
 def over_after(steps: Sequence[Step]) -> list[set[str]]:

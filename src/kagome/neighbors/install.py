@@ -16,10 +16,16 @@ from torch_geometric.nn import MessagePassing
 
 from kagome.neighbors.calls import States
 from kagome.neighbors.intercept import Interception
+from kagome.neighbors.lazy import Lazy, now
 
 
-def install(model: nn.Module, scope: Interception) -> Callable[[], None]:
+def install(model: nn.Module, scope: Interception, *, several: bool = False) -> Callable[[], None]:
     """Watch a model's modules: where the forward is, and what each ``propagate`` was given.
+
+    Args:
+        model: The user's module.
+        scope: The interception, or what stands for the running one.
+        several: Whether it stands for several: what a layer has cached of one chunk is not another's.
 
     Returns:
         A function that takes everything off again and forgets what layers had cached of this part.
@@ -27,18 +33,23 @@ def install(model: nn.Module, scope: Interception) -> Callable[[], None]:
     removers: list[Callable[[], None]] = []
     for path, module in model.named_modules():
         name = path or type(module).__name__
+        caches = any(key.startswith("_cached_") for key in vars(module))
 
-        def enter(module: nn.Module, _args: Any, name: str = name) -> None:
+        def enter(module: nn.Module, _args: Any, name: str = name, caches: bool = caches) -> None:
+            if caches and several:
+                forget(module)
             scope.turn.refuse_again(name)
             scope.path.append(name)
             if isinstance(module, MessagePassing):
                 scope.enter_layer()
 
-        def leave(module: nn.Module, _args: Any, out: Any, name: str = name) -> Any:
+        def leave(module: nn.Module, _args: Any, out: Any, name: str = name, caches: bool = caches) -> Any:
             # Called after an error too, innermost first: that is the layer to name.
             scope.fault = (scope.fault or name) if out is None else ""
             if scope.path:
                 scope.path.pop()
+            if caches:
+                (forget if several else _settle)(module)
             return scope.leave_layer(out) if isinstance(module, MessagePassing) else None
 
         if isinstance(module, torch.jit.ScriptModule):
@@ -68,6 +79,13 @@ def forget(module: nn.Module) -> None:
     for name, value in vars(module).items():
         if name.startswith("_cached_") and value is not None:
             setattr(module, name, None)
+
+
+def _settle(module: nn.Module) -> None:
+    """What a layer has cached outlives this forward: rows that were put off are computed."""
+    for name, value in vars(module).items():
+        if name.startswith("_cached_") and isinstance(value, Lazy):
+            setattr(module, name, now(value))
 
 
 def _wrap(module: MessagePassing, name: str, scope: Interception) -> Callable[[], None]:

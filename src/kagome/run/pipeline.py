@@ -148,7 +148,8 @@ class Pipeline:
 
     def _put_on(self) -> None:
         self._unrule = apply_rules(self.model, self.current.scope)
-        self._uninstall = install(self.model, self.current.scope)
+        several = len({*self.chunks.scopes, *self.chunks.apart}) > 1
+        self._uninstall = install(self.model, self.current.scope, several=several)
 
     def close(self) -> None:
         """Leave the model as it was given."""
@@ -371,6 +372,10 @@ class Pipeline:
         """Nothing: chunks of the coming epoch read what this one kept."""
         return None
 
+    def settle(self) -> None:
+        """Wait for late rows that are under way."""
+        self.ways.crossing.settle()
+
     @torch.no_grad()
     def evaluate(self, epoch: int) -> Tensor:
         """Scores of the part's own rows with dropout off: exact, through the same stages.
@@ -382,7 +387,7 @@ class Pipeline:
             The scores, from the last stage to the others.
         """
         self.model.train(False)
-        self.ways.crossing.settle()  # any number of evaluations may follow
+        self.settle()  # any number of evaluations may follow
         if self.chunks.count > 1:
             jobs = self.passes.in_lockstep(epoch, training=False)
         else:

@@ -216,7 +216,7 @@ class Trainer:
         if not self._was_checked:
             with self.spans.phase("check"), self.engine.taken_off():
                 if self.train.check:
-                    self._say_all(check_on_first(self.model, self.part, self.channel, self.settings))
+                    self._say_all(check_on_first(self.model, self.part, self.world, self.settings))
                 self._say_all(self.accounts.foresee(self.part, self.world))
             self._say_all(self.engine.take_notes())
             self.part = replace(self.part, nodes={}, edges={})  # the engine has what it needs
@@ -292,10 +292,14 @@ class Trainer:
         self.mesh.doing(f"epoch {epoch}")
         with self.costs.training():
             loss, stopped = self.engine.train(epoch, self.optimizer, stop=stop)
+            last = epoch == epochs or stopped
+            evaluates = last or epoch % self.train.eval_every == 0
+            if evaluates:
+                self.engine.settle()  # what it waits for late rows is this epoch's
         self._say_all(self.engine.take_notes())
         self.costs.end(epoch, loss, self.engine.take_uncoded())
-        val, last = None, epoch == epochs or stopped
-        if epoch % self.train.eval_every == 0 or last:
+        val = None
+        if evaluates:
             out = None
             if not last:
                 with self.costs.training():  # of the next epoch: its forward

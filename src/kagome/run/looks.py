@@ -1,0 +1,95 @@
+"""Looks: what each step of a model gives, seen on small samples of a graph.
+
+Where it sits: ``staging`` asks before it cuts; ``timing`` runs its samples in the same surroundings.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from kagome.comm.channel import Channel
+from kagome.config import Train
+from kagome.graph.partition import Partition, partition
+from kagome.model.exact import HANDLERS
+from kagome.model.layers import Survey, settled, survey
+from kagome.model.rules import apply_rules
+from kagome.model.steps import LayerGraph
+from kagome.neighbors.install import install
+from kagome.neighbors.intercept import Interception
+from kagome.neighbors.marks import Kind
+from kagome.run.sample import take_sample
+
+SAMPLE: Final = 48
+"""Vertices of the sample on which values are looked at; half as many tell what follows their number."""
+
+
+def sample_scope(part: Partition, vertices: int, train: Train, device: torch.device) -> Interception:
+    """An interception of a sample of a rank's part, whole and alone."""
+    sample = take_sample(part, vertices, train.seed)
+    whole = partition(sample, parts=1, method="contiguous")[0]
+    solo = Channel(None, device)
+    return Interception(whole, solo, device=device, seed=train.seed, handlers=HANDLERS, fast=False)
+
+
+def looked_at(
+    model: nn.Module, graph: LayerGraph, part: Partition, train: Train, device: torch.device
+) -> Survey:
+    """What each step gives.
+
+    A value has a row a vertex or an edge where its mark says so, or where its first axis has as many places
+    in each of two samples: torch calls that Kagome has no rule for give no mark.
+
+    Raises:
+        ModelError: If a step fails, with its line.
+    """
+    scopes = [sample_scope(part, vertices, train, device) for vertices in (SAMPLE, SAMPLE // 2)]
+    one, other = (_survey(model, graph, scope, train) for scope in scopes)
+    vertices = scopes[0].own, scopes[1].own
+    edges = scopes[0].part.edge_index.size(1), scopes[1].part.edge_index.size(1)
+    return settled(one, other, vertices, edges)
+
+
+def _survey(model: nn.Module, graph: LayerGraph, scope: Interception, train: Train) -> Survey:
+    # A layer may have added loops: rows of other edges than the graph's have no place in a chunk's.
+    kinds = {Kind.ROWS: ("rows", scope.own), Kind.PAIRS: ("edges", scope.part.edge_index.size(1))}
+
+    def look(value: Any) -> str:
+        if not isinstance(value, Tensor):
+            return "none"
+        mark = scope.marks.get(value)
+        if mark is None:
+            return "fixed"
+        kind, rows = kinds.get(mark.kind, ("none", 0))
+        return kind if mark.axis == 0 and value.dim() > 0 and value.size(0) == rows else "none"
+
+    with On(model, scope, train):
+        return survey(graph, model, scope.inputs, look=look, draws=lambda: scope.draws)
+
+
+class On(ExitStack):
+    """A model with an interception's hooks, in training, for a block; afterwards it is as it was."""
+
+    def __init__(self, model: nn.Module, scope: Interception, train: Train) -> None:
+        super().__init__()
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        modes = [(module, module.training) for module in model.modules()]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            for module, mode in modes:
+                module.training = mode
+
+        self.callback(restore)
+        self.callback(apply_rules(model, scope))
+        self.callback(install(model, scope))
+        self.enter_context(torch.random.fork_rng(devices=[]))
+        model.train()
+        self.enter_context(scope.running(0, training=True))
+        device = scope.device.type
+        self.enter_context(torch.autocast(device, torch.bfloat16) if train.amp == "bf16" else nullcontext())

@@ -1,0 +1,193 @@
+"""Timing: seconds of each step of a model, and what autograd keeps of it, on samples of a graph.
+
+Where it sits: ``staging`` asks before it cuts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from statistics import median
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from kagome.config import Train
+from kagome.errors import KagomeError
+from kagome.graph.partition import Partition
+from kagome.model.layers import Survey
+from kagome.model.steps import LayerGraph, Ref, Step, failed, mapped, over_after
+from kagome.neighbors import algebra
+from kagome.neighbors.intercept import Interception
+from kagome.run.holdings import ledger_of
+from kagome.run.looks import SAMPLE, On, sample_scope
+
+TIMED: Final = 20_000
+"""Most vertices of the sample on which steps are timed."""
+RUNS: Final = 3
+"""How often, after a first run that builds what the others use."""
+
+Seconds = tuple[float, float]
+"""Seconds forward, and backward."""
+
+
+def timed(
+    model: nn.Module,
+    graph: LayerGraph,
+    seen: Survey,
+    part: Partition,
+    train: Train,
+    device: torch.device,
+) -> tuple[dict[str, Seconds], dict[str, Seconds]]:
+    """Seconds of a call of each step, and of each row in it.
+
+    A sample of most rows and one of few tell them apart. Steps that are alike take alike: one that the
+    machine held up says nothing of its layer.
+    """
+    most, many = _fastest(model, graph, part, TIMED, train, device)
+    least, few = _fastest(model, graph, part, SAMPLE, train, device)
+    kinds: dict[Hashable, list[str]] = {}
+    for step in graph.steps:
+        kinds.setdefault(_alike(step, model, seen), []).append(step.name)
+
+    def by_row(name: str, way: int) -> float:
+        # A graph of no more than the few is in both samples, which differ by noise alone.
+        more = max(most[name][way] - least[name][way], 0.0)
+        return more / (many - few) if many > few else 0.0
+
+    calls: dict[str, Seconds] = {}
+    rows: dict[str, Seconds] = {}
+    for alike in kinds.values():
+        call = median(least[name][0] for name in alike), median(least[name][1] for name in alike)
+        row = median(by_row(name, 0) for name in alike), median(by_row(name, 1) for name in alike)
+        calls |= dict.fromkeys(alike, call)
+        rows |= dict.fromkeys(alike, row)
+    return calls, rows
+
+
+def _alike(step: Step, model: nn.Module, seen: Survey) -> Hashable:
+    """What is the same for steps that do the same work."""
+    reads = tuple(
+        (value.kind, value.shape, value.dtype, value.grad)
+        for value in map(seen.values.get, step.reads)
+        if value
+    )
+    given = mapped((step.args, dict(step.kwargs)), lambda leaf: type(leaf) if isinstance(leaf, Ref) else leaf)
+    if step.kind != "module":
+        return step.kind, step.target if step.kind != "attribute" else "", reads, repr(given)
+    module = model.get_submodule(step.target)
+    shapes = tuple(tuple(weight.shape) for weight in module.parameters())
+    return step.kind, type(module), repr(module), shapes, reads, repr(given)
+
+
+def _fastest(
+    model: nn.Module, graph: LayerGraph, part: Partition, vertices: int, train: Train, device: torch.device
+) -> tuple[dict[str, Seconds], int]:
+    """Seconds of each step on a sample, each way the least of :data:`RUNS` after a first; its vertices."""
+    scope = sample_scope(part, vertices, train, device)
+    scope.fast = True
+    seconds: dict[str, list[Seconds]] = {step.name: [] for step in graph.steps}
+    changed = {name for step in graph.steps for name in step.changes}
+    for _ in range(1 + RUNS):
+        with On(model, scope, train):
+            values: dict[str, Any] = dict(scope.inputs)
+            for step, over in zip(graph.steps, over_after(graph.steps), strict=True):
+                try:
+                    seconds[step.name].append(_one(step, model, values, scope, copies=step.name in changed))
+                except KagomeError:
+                    raise
+                except Exception as error:
+                    raise failed(step, error) from error
+                for name in over:  # the model may be too large for one rank
+                    del values[name]
+    fastest = {}
+    for name, each in seconds.items():
+        forward, backward = zip(*each[1:], strict=True)
+        fastest[name] = min(forward), min(backward)
+    return fastest, scope.own
+
+
+def kept(
+    model: nn.Module, graph: LayerGraph, part: Partition, train: Train, device: torch.device
+) -> dict[str, int]:
+    """Bytes that autograd keeps of each step; of what several keep the first one's."""
+    scope = sample_scope(part, SAMPLE, train, device)
+    scope.fast = True
+    found: dict[str, int] = {}
+    with On(model, scope, train):
+        values: dict[str, Any] = dict(scope.inputs)
+        ledger = ledger_of(scope, model)
+        alive: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            if not scope.lasting(tensor):
+                alive.append(tensor.detach())
+            return tensor
+
+        for step in graph.steps:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                values[step.name] = step.call(model, values, training=True)
+            before = ledger.bytes["activations"]
+            ledger.add("activations", alive)
+            found[step.name] = ledger.bytes["activations"] - before
+    return found
+
+
+def _one(
+    step: Step, model: nn.Module, values: dict[str, Any], scope: Interception, *, copies: bool = False
+) -> Seconds:
+    """Run a step forward and backward; the seconds of each.
+
+    What it gives are leaves for the steps that read it, each of which comes backward alone; or copies of
+    leaves, where a later step writes to them.
+    """
+    # A thread's own time does not count what the machine gives to others meanwhile.
+    alone = scope.device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
+    _wait(scope.device)
+    begun = clock()
+    out = mapped(step.call(model, values, training=True), _computed)
+    _wait(scope.device)
+    turned = clock()
+    roots: list[Tensor] = []
+    leaves: list[Tensor] = []
+
+    def leaf_of(value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()):
+            return value
+        roots.append(value)
+        leaves.append(value.detach().requires_grad_())
+        mark = scope.marks.get(value)
+        given = leaves[-1].clone() if copies else leaves[-1]
+        return given if mark is None else scope.mark(given, mark)
+
+    values[step.name] = mapped(out, leaf_of)
+    back = 0.0
+    if roots:
+        views = [leaf.view_as(leaf) for leaf in leaves]
+        ones = [torch.ones_like(root) for root in roots]
+        # The call of autograd's engine is one a chunk, not one a step: it is timed apart.
+        empty, back = (_backward(each, ones, clock, scope.device) for each in (views, roots))
+        back = max(back - empty, 0.0)
+    for tensor in (*leaves, *model.parameters()):
+        tensor.grad = None
+    return turned - begun, back
+
+
+def _computed(value: Any) -> Any:
+    return algebra.computed(value) if isinstance(value, Tensor) else value
+
+
+def _backward(
+    roots: Sequence[Tensor], gradients: Sequence[Tensor], clock: Callable[[], float], device: torch.device
+) -> float:
+    begun = clock()
+    torch.autograd.backward(roots, gradients)
+    _wait(device)
+    return clock() - begun
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,157 @@
+"""Models that are not plain chains of layers: a pipeline gives one rank's numbers, or says why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from pipelines import HIDDEN, data, told
+from torch import Tensor, nn
+from training import CLASSES, FEATURES
+
+from kagome.comm.channel import Channel
+
+EXACT = {"pipe": 2, "chunks": 4, "cross_chunk": "exact"}
+
+
+class Between(nn.Module):
+    """Three layers, with something done to the rows of the first, which the last reads again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = pyg.SAGEConv(FEATURES, HIDDEN), pyg.SAGEConv(HIDDEN, HIDDEN)
+        self.three = pyg.SAGEConv(HIDDEN, CLASSES)
+
+    def between(self, rows: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        rows = self.between(self.one(x, edge_index))
+        return self.three(self.two(rows, edge_index).tanh() + rows, edge_index)
+
+
+class Unmarked(Between):
+    """A call that gives no mark: what its rows are is told by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN) / 3)
+
+    def between(self, rows: Tensor) -> Tensor:
+        return torch.einsum("nd,df->nf", rows, self.weight)
+
+
+class InPlace(Between):
+    """Rows that are written to after other steps gave them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+
+    def between(self, rows: Tensor) -> Tensor:
+        return self.act(rows.add_(0.25))
+
+
+class Recurrent(Between):
+    """A layer that gives two tensors, both of them read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
+
+    def between(self, rows: Tensor) -> Tensor:
+        out, last = self.gru(torch.stack([rows, rows.tanh()], 1))
+        return out[:, -1] + last[0]
+
+
+class Attention(Between):
+    """Weights of edges and of loops that the layer has added: they have no place in a chunk's edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = pyg.GATConv(FEATURES, HIDDEN)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        rows, (_, weights) = self.one(x, edge_index, return_attention_weights=True)
+        return self.three(self.two(rows.tanh(), edge_index) * weights.mean(), edge_index)
+
+
+class Cached(nn.Module):
+    """What a layer keeps of one chunk is not another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = pyg.SGConv(FEATURES, HIDDEN, K=2, cached=True)
+        self.second = pyg.GCNConv(HIDDEN, HIDDEN, cached=True)
+        self.hops, self.last = pyg.APPNP(2, 0.1, cached=True), nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        rows = self.second(self.first(x, edge_index).relu(), edge_index)
+        return self.last(self.hops(rows, edge_index))
+
+
+class Fresh(Cached):
+    """The same layers, which keep nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.cached = self.second.cached = self.hops.cached = False
+
+
+class Shifted(Between):
+    """Rows that move: wrong wherever the graph is cut."""
+
+    def between(self, rows: Tensor) -> Tensor:
+        return rows.roll(1, 0)
+
+
+class Sized(Between):
+    """A weight for each vertex, by its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.Parameter(torch.randn(120, HIDDEN))
+
+    def between(self, rows: Tensor) -> Tensor:
+        return rows + self.each
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    each.__name__: each for each in (Unmarked, InPlace, Recurrent, Attention, Cached, Fresh, Shifted, Sized)
+}
+
+
+def ran(channel: Channel, name: str, parallel: dict[str, Any], check: bool) -> Any:
+    torch.manual_seed(1)
+    found = told(KINDS[name]().double(), data(), 3, parallel, train={"check": check, "timeout": 20.0})
+    return found if isinstance(found, str) else found["losses"]
+
+
+@pytest.mark.parametrize("name", ["Unmarked", "InPlace", "Recurrent", "Attention", "Cached"])
+def test_it_is_what_one_rank_gives(ranks, name):
+    alone = ran(Channel(None, "cpu"), name, {}, False)
+    assert isinstance(alone, list), alone
+    for found in ranks(2, ran, name, EXACT, True):
+        assert found == pytest.approx(alone, rel=0, abs=1e-10)
+
+
+def test_layers_that_keep_what_they_have_seen_do_so_on_one_rank_too():
+    kept, fresh = (ran(Channel(None, "cpu"), name, {}, False) for name in ("Cached", "Fresh"))
+    assert kept == pytest.approx(fresh, rel=0, abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Shifted", ["CheckError", "the same on 3 parts as on the whole graph"]),
+        ("Sized", ["ModelError", "add raised RuntimeError", "x.size(0)"]),
+    ],
+)
+def test_what_a_cut_would_change_is_refused_in_a_pipeline_too(ranks, name, words):
+    for found in ranks(2, ran, name, EXACT, True, spoils=True):
+        assert isinstance(found, str), found
+        for word in words:
+            assert word in found
