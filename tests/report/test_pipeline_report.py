@@ -151,6 +151,19 @@ def test_predicted_by_hand() -> None:
     assert same.bubble == pytest.approx(1 - 16 / 28)
 
 
+def test_an_epoch_that_passed_the_stages_twice_is_not_the_usual_one() -> None:
+    """A probe of history has the median length here; nothing was predicted of such an epoch."""
+    ranks = two_stages()
+    for mine, text in zip(ranks, (STAGE_0, STAGE_1), strict=True):
+        mine += spans(text, 4, 4020.0)
+    found = measure(ranks)
+    assert found is not None
+    assert found.epoch == 3
+    summary = pipeline_summary(ranks)
+    assert summary is not None
+    assert summary["predicted_bubble"] is not None
+
+
 def test_what_was_never_seen_takes_its_stages_mean() -> None:
     programs: tuple[Program, ...] = from_text("0F0 0F1 0F5\n1F0 1B7\n")
     run = predict(programs, [spans("0F0:0-1 0F1:1-4", 1)])

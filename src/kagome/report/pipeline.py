@@ -9,7 +9,7 @@ All shares are of one window: from the first action's begin to the last action's
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from statistics import fmean
@@ -91,14 +91,15 @@ def measure(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None) -
 
     Args:
         spans_by_rank: One list a rank (:meth:`Spans.as_list`), with one common zero.
-        epoch: Which epoch; by default that of median length among those after the first.
+        epoch: Which epoch; by default that of median length among those after the first, and among those
+            that passed the stages once: one that is measured (a probe) computes its gradient twice.
 
     Returns:
         Its actions and shares; None where no action was recorded of it.
     """
     kept = [list(training(spans)) for spans in spans_by_rank]
     actions = [[span for span in spans if action_of(span.name) is not None] for spans in kept]
-    epoch = median_epoch([spans for spans in actions if spans]) if epoch is None else epoch
+    epoch = _usual_epoch(actions) if epoch is None else epoch
     wanted = [[span for span in spans if span.epoch == epoch] for spans in actions]
     if epoch is None or not any(wanted):
         return None
@@ -202,6 +203,14 @@ def pipeline_summary(
         "waiting": whole.waiting,
         "computing": whole.computing,
     }
+
+
+def _usual_epoch(actions: Sequence[Sequence[Span]]) -> int | None:
+    counts = Counter((rank, span.epoch, span.name) for rank, spans in enumerate(actions) for span in spans)
+    twice = {epoch for (_, epoch, _), count in counts.items() if count > 1}
+    once = [[span for span in spans if span.epoch not in twice] for spans in actions if spans]
+    found = median_epoch(once) if all(once) else None
+    return median_epoch([spans for spans in actions if spans]) if found is None else found
 
 
 def _slices(spans: Iterable[Span], zero: float) -> tuple[Slice, ...]:
