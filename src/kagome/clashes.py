@@ -111,6 +111,12 @@ def _choice_of_rows(cut: Parallel) -> None:
             "halo_sample sends another row next",
             hint="one of the two",
         )
+    if cut.error_feedback and {cut.codec, cut.codec_backward} <= {"none", None}:
+        raise ConfigError(
+            "error_feedback adds what a codec lost to the row that is sent next",
+            f"codec={cut.codec!r} loses nothing",
+            hint="codec='int2'",
+        )
     chosen = [cut.halo_sample < 1, cut.skip_drift > 0, cut.adaptive_bits]
     if sum(chosen) > 1:
         raise ConfigError(
@@ -159,6 +165,24 @@ def check_mesh(cut: Parallel, world_size: int) -> None:
             hint=f"tensor={max(cut.pipe, 2)} with decouple, or pipe without",
         )
     _slices(cut)
+    _codecs(cut, world_size)
+
+
+def _codecs(cut: Parallel, world_size: int) -> None:
+    """Refuse codecs of what does not cross."""
+    codes = [name for name in ("codec", "codec_backward") if getattr(cut, name) not in ("none", None)]
+    if codes and cut.pipe > 1 and cut.graph == 1 and cut.tensor == 1:
+        raise ConfigError(
+            f"{codes[0]}={getattr(cut, codes[0])!r} codes rows of other parts",
+            f"graph=1 has none, and pipe={cut.pipe} sends rows from stage to stage",
+            hint=f"codec_stage={getattr(cut, codes[0])!r}",
+        )
+    if cut.codec_stage not in ("none", None) and cut.pipe == 1 and world_size > 1:
+        raise ConfigError(
+            f"codec_stage={cut.codec_stage!r} codes what goes from stage to stage",
+            "pipe=1 is one stage",
+            hint=f"codec={cut.codec_stage!r}, or pipe=2",
+        )
 
 
 def _slices(cut: Parallel) -> None:

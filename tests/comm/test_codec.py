@@ -174,7 +174,7 @@ def test_constant_rows_come_back_exactly(name: CodecName) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("name", [*FEW, "fp16"])
+@pytest.mark.parametrize("name", [*FEW, *SHORT])
 def test_numbers_that_are_none_are_refused_wherever(
     name: CodecName, value: float, dtype: torch.dtype
 ) -> None:
@@ -200,6 +200,12 @@ def test_numbers_too_large_are_refused(name: CodecName) -> None:
     assert torch.equal(restored(Codec(name), message_of(Codec(name), rows), rows)[:, 0], rows[:, 0])
     with pytest.raises(ModelError, match="1 of 2 rows"):
         message_of(Codec(name), torch.tensor([[1e300, 0], [1, 2]], dtype=torch.float64))
+
+
+def test_casts_make_no_infinity_of_a_finite_number() -> None:
+    for name, row in (("bf16", [3.4e38, 1.0]), ("fp32", [1e300, 1.0])):
+        with pytest.raises(ModelError, match="1 of 1 rows"):
+            message_of(Codec(name), torch.tensor([row], dtype=torch.float64))
 
 
 def test_fp16_is_refused_where_it_overflows() -> None:

@@ -205,6 +205,7 @@ def test_a_row_that_is_too_old_is_never_read() -> None:
         ({"skip_drift": 0.1, "max_age": 1}, "asks for newer ones"),
         ({"halo_sample": 0.5, "adaptive_bits": True}, "chooses what crosses"),
         ({"halo_sample": 0.5, "error_feedback": True}, "sends another row next"),
+        ({"error_feedback": True}, "loses nothing"),
         ({"smoothing": 0.9}, "lets none be late"),
         ({"smoothing": 1.0, "max_age": 1}, "below 1"),
         ({"adaptive_bits": True, "codec": "bf16"}, "has none to share"),
@@ -217,3 +218,16 @@ def test_a_row_that_is_too_old_is_never_read() -> None:
 def test_settings_that_clash_are_refused(given: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Parallel(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "words"),
+    [
+        ({"pipe": 2, "codec": "onebit"}, 2, "rows of other parts(.|\n)*codec_stage='onebit'"),
+        ({"pipe": 2, "chunks": 1, "codec_backward": "int4"}, 2, "codec_stage='int4'"),
+        ({"codec_stage": "bf16"}, 2, "pipe=1 is one stage"),
+    ],
+)
+def test_a_codec_of_what_does_not_cross_is_refused(given: dict, world: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Parallel(**given).fit(world)

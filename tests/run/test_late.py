@@ -191,7 +191,7 @@ def by_the_channel(channel: Channel, *given: Any) -> dict[str, Any]:
 @pytest.mark.some(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_without_codec_and_age_it_is_the_channel_to_the_bit(ranks, world):
-    parallel = {"codec": "none", "max_age": 0, "error_feedback": True}
+    parallel = {"codec": "none", "max_age": 0}
     found, plain = ranks(world, trained, "gat", parallel, 3), ranks(world, by_the_channel, "gat", {}, 3)
     for one, other in zip(found, plain, strict=True):
         same_bits(one, other)

@@ -250,7 +250,7 @@ def test_late_rows_through_stages_are_late_rows(ranks, guard, every):
 @pytest.mark.parametrize("name", ["max_age", "error_feedback", "adaptive_bits", "halo_sample"])
 def test_what_parts_alone_do_is_refused_with_chunks(name):
     value = {"max_age": 1, "halo_sample": 0.5}.get(name, True)
-    codec: dict[str, Any] = {"codec": "int8", name: value}
+    codec: dict[str, Any] = {"codec": "int4", name: value}
     for chunked in ({"pipe": 2}, {"pipe": 2, "chunks": 2}, {"graph": 2, "chunks": 3}):
         with pytest.raises(ConfigError, match=rf"{name}={value}(.|\n)*chunks(.|\n)*chunks=1"):
             Parallel(**codec, **chunked).fit(2)

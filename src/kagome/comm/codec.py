@@ -96,7 +96,7 @@ class Codec:
         if self.bits is None:
             picked = rows if pick is None else rows.index_select(0, pick)
             cast = picked.to(CASTS.get(self.name, rows.dtype)).contiguous()
-            if self.name == "fp16" and not bool(cast.isfinite().all()):
+            if self.name in CASTS and not bool(cast.isfinite().all()):
                 raise self._refusal(int((~cast.isfinite()).any(1).sum()), count, where)
             message.copy_(cast.view(-1).view(torch.uint8))
             return
