@@ -22,13 +22,18 @@ class Current:
     """
 
     def __init__(self, scopes: Sequence[Interception]) -> None:
-        vars(self).update(_first=scopes[0], _local=threading.local())
+        vars(self).update(_first=scopes[0], _local=threading.local(), _several=len(set(scopes)) > 1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.get(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.get(), name, value)
+
+    @property
+    def several(self) -> bool:
+        """Whether it stands for more than one."""
+        return bool(vars(self)["_several"])
 
     def get(self) -> Interception:
         """The one that is running."""

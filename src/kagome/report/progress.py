@@ -170,3 +170,8 @@ class TensorBoard:
     def close(self) -> None:
         """Write what is left and close the files."""
         self._writer.close()
+
+
+def warn(line: str) -> None:
+    """Say something on the error output, as Kagome."""
+    print(f"kagome: {line}", file=sys.stderr, flush=True)

@@ -345,10 +345,6 @@ class Engine:
         self.ahead.keep(forward)
         return columns(forward.out.detach())
 
-    def settle(self) -> None:
-        """Wait for late rows that are under way."""
-        self.crossing.settle()
-
     @torch.no_grad()
     def evaluate(self, epoch: int) -> Tensor:
         """Scores of own rows with dropout off: exact, and distributed like training.
@@ -356,7 +352,7 @@ class Engine:
         Shapes:
             ``[n, C]``; a model that gives ``[n]`` has one column.
         """
-        self.settle()  # any number of evaluations may follow
+        self.crossing.settle()  # any number of evaluations may follow
         out = self.forward(epoch, training=False)
         self.ahead.evaluated(out)
         return columns(out)

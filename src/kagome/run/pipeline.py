@@ -103,8 +103,8 @@ class Pipeline:
         self.train_count = int(mesh.graph.all_reduce(found, action="count training vertices", kind="other"))
         self.guard = None if self.chunks.tables is None else guard_of(parallel)
         self.undo = Undo(model, self.owners.parameters, self.owners.buffers)
-        ways = (self.chunks.crossing, mesh, parallel, self.gradients)
-        self.ways = Ways(*ways, seed=settings.seed, guarded=self.guard is not None)
+        self.crossing, guarded = self.chunks.crossing, self.guard is not None
+        self.ways = Ways(self.crossing, mesh, parallel, self.gradients, seed=settings.seed, guarded=guarded)
         self.passes = Passes(
             *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.buffers, self._lose),
             self.ways.stages,
@@ -148,8 +148,7 @@ class Pipeline:
 
     def _put_on(self) -> None:
         self._unrule = apply_rules(self.model, self.current.scope)
-        several = len({*self.chunks.scopes, *self.chunks.apart}) > 1
-        self._uninstall = install(self.model, self.current.scope, several=several)
+        self._uninstall = install(self.model, self.current.scope, several=self.current.several)
 
     def close(self) -> None:
         """Leave the model as it was given."""
@@ -372,10 +371,6 @@ class Pipeline:
         """Nothing: chunks of the coming epoch read what this one kept."""
         return None
 
-    def settle(self) -> None:
-        """Wait for late rows that are under way."""
-        self.ways.crossing.settle()
-
     @torch.no_grad()
     def evaluate(self, epoch: int) -> Tensor:
         """Scores of the part's own rows with dropout off: exact, through the same stages.
@@ -387,7 +382,7 @@ class Pipeline:
             The scores, from the last stage to the others.
         """
         self.model.train(False)
-        self.settle()  # any number of evaluations may follow
+        self.crossing.settle()  # any number of evaluations may follow
         if self.chunks.count > 1:
             jobs = self.passes.in_lockstep(epoch, training=False)
         else:

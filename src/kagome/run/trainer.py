@@ -30,7 +30,7 @@ from kagome.errors import ConfigError, DataError, ModelError
 from kagome.graph.partition import Partition
 from kagome.graph.store import Meta
 from kagome.report.meters import EpochRecord, Memory
-from kagome.report.progress import Progress
+from kagome.report.progress import Progress, warn
 from kagome.report.spans import Spans
 from kagome.run import checkpoint, source, task
 from kagome.run.accounts import Accounts
@@ -141,7 +141,7 @@ class Trainer:
         self.settings, self.train = settings, settings.train
         atexit.register(self.close)
         try:
-            mesh = open_mesh(settings.parallel, timeout=self.train.timeout, say=self._warn)
+            mesh = open_mesh(settings.parallel, timeout=self.train.timeout, say=warn)
             self.mesh = self._stack.enter_context(mesh)
             self.channel, self.world = self.mesh.graph, self.mesh.world
             self.channel.timer = self.channel.patient.timer = self.spans.phase
@@ -293,9 +293,8 @@ class Trainer:
         with self.costs.training():
             loss, stopped = self.engine.train(epoch, self.optimizer, stop=stop)
             last = epoch == epochs or stopped
-            evaluates = last or epoch % self.train.eval_every == 0
-            if evaluates:
-                self.engine.settle()  # what it waits for late rows is this epoch's
+            if evaluates := last or epoch % self.train.eval_every == 0:
+                self.engine.crossing.settle()  # what it waits for late rows is this epoch's
         self._say_all(self.engine.take_notes())
         self.costs.end(epoch, loss, self.engine.take_uncoded())
         val = None
@@ -398,7 +397,4 @@ class Trainer:
     def _say(self, note: str) -> None:
         self.notes.append(note)
         if self.mesh.rank == 0 and self.settings.report.progress:
-            self._warn(note)
-
-    def _warn(self, line: str) -> None:
-        print(f"kagome: {line}", file=sys.stderr, flush=True)
+            warn(note)
