@@ -144,11 +144,11 @@ def check_mesh(cut: Parallel, world_size: int) -> None:
     need = cut.pipe * cut.tensor * cut.graph
     if need != world_size:
         mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1 or axis == "graph")
+        set_here = [f"--parallel.{axis}" for axis, size in axes.items() if size > 1] or ["--parallel.graph"]
         raise ConfigError(
             f"the mesh {mesh} needs {need} ranks",
             f"there are {world_size}",
-            hint=f"start {need} ranks (--nproc {need}), or another mesh: "
-            + ", ".join(f"--parallel.{axis}" for axis, size in axes.items() if size > 1),
+            hint=f"start {need} ranks (--nproc {need}), or change {', '.join(set_here)}",
         )
     whole = {"max_age": 0, "error_feedback": False, "halo_sample": 1.0, "adaptive_bits": False}
     for name, without in whole.items():

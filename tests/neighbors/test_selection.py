@@ -226,8 +226,10 @@ def test_settings_that_clash_are_refused(given: dict, words: str) -> None:
         ({"pipe": 2, "codec": "onebit"}, 2, "rows of other parts(.|\n)*codec_stage='onebit'"),
         ({"pipe": 2, "chunks": 1, "codec_backward": "int4"}, 2, "codec_stage='int4'"),
         ({"codec_stage": "bf16"}, 2, "pipe=1 is one stage"),
+        ({"graph": 1}, 2, "start 1 ranks (.|\n)*change --parallel.graph"),
+        ({"pipe": 2}, 1, "change --parallel.pipe"),
     ],
 )
-def test_a_codec_of_what_does_not_cross_is_refused(given: dict, world: int, words: str) -> None:
+def test_what_does_not_fit_the_mesh_is_refused(given: dict, world: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Parallel(**given).fit(world)

@@ -26,7 +26,7 @@ class Between(nn.Module):
         self.three = pyg.SAGEConv(HIDDEN, CLASSES)
 
     def between(self, rows: Tensor) -> Tensor:
-        raise NotImplementedError
+        return rows  # what a kind does to them is its own
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         rows = self.between(self.one(x, edge_index))
