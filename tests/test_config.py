@@ -158,6 +158,10 @@ NAN = float("nan")
             {"partitioner": "kahip"},
             "contiguous, random, but it is 'kahip'",
         ),
+        (config.Parallel, {"max_age": "1"}, "max_age takes a number from 0 up, but it is '1'"),
+        (config.Parallel, {"pipe": True}, "pipe takes a number from 1 up, but it is True"),
+        (config.Parallel, {"codec": None}, "onebit, but it is None"),
+        (config.Train, {"timeout": "600"}, "timeout takes a number above 0, but it is '600'"),
     ],
 )
 def test_values_out_of_range(kind: Any, values, words):

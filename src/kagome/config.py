@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from kagome import clashes, planfile
@@ -166,6 +167,7 @@ class Parallel:
             max_age=0,
             skip_drift=0,
         )
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, kinds in (
             ("partitioner", Partitioner),
             ("cross_chunk", CrossChunk),
@@ -176,7 +178,7 @@ class Parallel:
             ("codec_weights", SumCodec),
             ("activations", Activations),
         ):
-            if getattr(self, name) not in (*get_args(kinds), None):
+            if getattr(self, name) not in (*get_args(kinds), defaults[name]):
                 raise ConfigError(
                     f"Parallel({name}=...) takes one of {', '.join(get_args(kinds))}",
                     f"it is {getattr(self, name)!r}",
@@ -279,8 +281,8 @@ class Train:
         _at_least("train", self, epochs=0, eval_every=1, patience=1, save_every=1, lr=0, weight_decay=0)
         for name in ("clip", "timeout"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"train.{name} takes a number above 0", f"it is {value}")
+            if value is not None and not (isinstance(value, Real) and float(value) > 0):
+                raise ConfigError(f"train.{name} takes a number above 0", f"it is {value!r}")
         if self.amp not in ("none", "bf16"):
             raise ConfigError("train.amp takes none or bf16", f"it is {self.amp!r}")
         if self.metric not in get_args(Metric):
@@ -320,5 +322,6 @@ class Run:
 def _at_least(section: str, settings: object, **lows: float) -> None:
     for name, low in lows.items():
         value = getattr(settings, name)
-        if value is not None and not value >= low:
-            raise ConfigError(f"{section}.{name} takes a number from {low} up", f"it is {value}")
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        if value is not None and not (number and value >= low):
+            raise ConfigError(f"{section}.{name} takes a number from {low} up", f"it is {value!r}")

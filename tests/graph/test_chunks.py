@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch_geometric.data import Data
 
-from kagome.graph.chunks import Chunks, Step, alone, cut_part, order_of, plan_steps
+from kagome.graph.chunks import Chunks, ChunkStep, alone, cut_part, order_of, plan_steps
 from kagome.graph.partition import Partition, partition
 from kagome.graph.together import at_once, together
 
@@ -33,7 +33,7 @@ class Case:
     def count(self) -> int:
         return len(self.chunks[0].pieces)
 
-    def planned(self, *, refresh: bool) -> list[tuple[Step, ...]]:
+    def planned(self, *, refresh: bool) -> list[tuple[ChunkStep, ...]]:
         """The steps of each part, with what ``Tables`` asks the peers for."""
         return [
             plan_steps(

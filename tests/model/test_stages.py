@@ -435,25 +435,52 @@ def judged(
 
 
 @settings(max_examples=200, deadline=None)
-@given(graphs(), st.integers(1, 4))
-def test_no_cut_is_better(case: tuple[LayerGraph, Survey, dict[str, float]], count: int):
+@given(graphs(), st.integers(1, 4), st.sampled_from([0.0, 0.05, 0.3, 1.0]))
+def test_no_cut_is_better(case: tuple[LayerGraph, Survey, dict[str, float]], count: int, slack: float):
+    """None within the slack sends less, none of those that send as little is faster but by a hair."""
     graph, found, seconds = case
     free = free_steps(graph)
     body = [step.name for step in graph.steps if step.name not in free]
-    best: tuple[float, int] | None = None
+    marks = []
     for inner in itertools.combinations(range(1, len(body)), count - 1):
         ends = (0, *inner, len(body))
         home = {name: k for k in range(count) for name in body[ends[k] : ends[k + 1]]}
-        mark = judged(graph, found, seconds, home, count)
-        best = mark if best is None else best if mark is None else min(best, mark)
-    if best is None:
+        marks.append(judged(graph, found, seconds, home, count))
+    possible = [mark for mark in marks if mark is not None]
+    if not possible:
         with pytest.raises(ModelError, match="at most"):
-            cut(graph, found, count, seconds)
+            cut(graph, found, count, seconds, slack=slack)
         return
-    stages = cut(graph, found, count, seconds)
+    fastest = min(possible)[0]
+    near = [mark for mark in possible if mark[0] <= fastest * (1 + slack) + 1e-9]
+    sent = min(sent for _, sent in near)
+    soonest = min(spent for spent, bytes_ in near if bytes_ == sent)
+    stages = cut(graph, found, count, seconds, slack=slack)
     home = {s.name: stage.number for stage in stages for s in stage.steps if s.name not in free}
-    assert judged(graph, found, seconds, home, count) == best
-    assert stage_bytes(stages, found, 1, 1) == best[1]
+    mark = judged(graph, found, seconds, home, count)
+    assert mark is not None
+    assert mark[1] == stage_bytes(stages, found, 1, 1) == sent
+    assert soonest <= mark[0] <= min(soonest + fastest * slack / 100, fastest * (1 + slack)) + 1e-9
+
+
+def test_a_residual_block_is_not_cut_for_a_little_time():
+    """What a block adds to would cross beside what is inside of it."""
+    steps = [Step("in", "module", "in", parameters=("in",), layer=True, reads=("x",))]
+    for place in range(8):
+        norm, conv, whole = f"norm{place}", f"conv{place}", f"sum{place}"
+        before = steps[-1].name
+        steps.append(Step(norm, "module", norm, reads=(before,)))
+        steps.append(Step(conv, "module", conv, parameters=(conv,), layer=True, reads=(norm,)))
+        steps.append(Step(whole, "function", torch.add, reads=(before, conv)))
+    graph = LayerGraph(tuple(steps), ("x",), steps[-1].name, ())
+    found = Survey({step.name: Value("rows", (4,), torch.float32, True) for step in steps}, {})
+    seconds = {step.name: 10.0 if step.layer else 1.0 for step in steps} | {"in": 2.0}
+    row = 4 * 4 * 2  # four numbers of four bytes, and their gradients
+    # 98 in all: 50 and 48 after a block, 49 and 49 before its sum.
+    assert stage_bytes(cut(graph, found, 2, seconds, slack=0.0), found, 1, 1) == 2 * row
+    stages = cut(graph, found, 2, seconds)
+    assert stage_bytes(stages, found, 1, 1) == row
+    assert stages[1].takes == {0: ("sum3",)}
 
 
 @settings(max_examples=100, deadline=None)

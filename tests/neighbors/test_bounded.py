@@ -16,7 +16,7 @@ from kagome.comm.channel import Channel
 from kagome.comm.local import LocalChannel, LocalGroup
 from kagome.errors import ConfigError
 from kagome.kernels.structure import Structure
-from kagome.neighbors.bounded import Bound, Chunk, Room, chunks_of, cut_in, largest, travelling
+from kagome.neighbors.bounded import Bound, DestinationChunk, Room, chunks_of, cut_in, largest, travelling
 from kagome.neighbors.slicing import Slicing, Team
 from kagome.neighbors.transpose import Transposer
 from parity import assert_equal, joined, parity, whole
@@ -114,7 +114,7 @@ def refused(channel: Channel, data: Data, owner: Tensor, limit: int) -> bool:
 def test_what_a_chunk_needs_is_what_it_holds() -> None:
     edges = torch.randint(0, 20, (2, 60), generator=torch.Generator().manual_seed(0))
     (chunk,) = chunks_of(slicing(edges, 20), 3, 8, Room(heads=2), 1 << 30)
-    assert isinstance(chunk, Chunk)
+    assert isinstance(chunk, DestinationChunk)
     rows = (max(chunk.reads.numel(), 20) + 20) * 3 * 8
     assert chunk.working(3, 8, Room(heads=2)) == rows + 60 * (8 + 2 * 16) + 16 * 20
     assert travelling(chunk.brings, None, 3, 8) == 2 * chunk.brings.all.numel() * 3 * 8

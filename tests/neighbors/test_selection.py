@@ -16,7 +16,7 @@ from kagome.comm.trip import Trip
 from kagome.config import Parallel
 from kagome.errors import CommError, ConfigError
 from kagome.neighbors.crossing import Crossing
-from kagome.neighbors.selection import CHOICES, FIT_EVERY, Skip, shared_out
+from kagome.neighbors.selection import CHOICES, FIT_EVERY, Sample, Skip, shared_out
 
 Ranks = Callable[..., list]
 ROWS, WIDTH = 40, 5
@@ -143,6 +143,13 @@ def test_a_sample_is_right_on_the_mean_and_small(ranks: Ranks, direction: int) -
         error = (heard.mean(0) - true).abs() / (true.abs() * (3 / 400) ** 0.5 + 1e-9)
         assert error.max() < 5
         assert set(sent) == {ROWS // 4 * WIDTH * 8}
+
+
+def test_a_seed_below_zero_draws_too() -> None:
+    """As it does everywhere else."""
+    chosen = [Sample(0.5, seed, 0, Codec("none"))._piece(1, (0, 1), 40).rows for seed in (-1, -1, 1)]
+    assert torch.equal(chosen[0], chosen[1])
+    assert not torch.equal(chosen[0], chosen[2])
 
 
 def both_ways(channel: Channel) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ Where it sits: each layer's reads of its neighbours are replaced, edge by edge, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,7 +124,7 @@ def reference(
     seed: int,
     rate: float,
     late: bool = True,
-    sync_every: int | None = None,
+    sync_every: int | Collection[int] = (),
     smoothing: float = 0.0,
     fast: bool = False,
     looks: Callable[[int], None] | None = None,
@@ -139,7 +139,7 @@ def reference(
         seed: Of the draws.
         rate: Of SGD.
         late: Off, every epoch is exact.
-        sync_every: So are each so many.
+        sync_every: So are each so many, or these.
         smoothing: Share of earlier epochs in late rows and gradients.
         fast: As Kagome's fast paths do it: see ``rewire``.
         looks: Called after each epoch.
@@ -149,7 +149,8 @@ def reference(
     optimizer = torch.optim.SGD(mine.parameters(), lr=rate)
     course = Course([], [])
     for epoch in range(1, epochs + 1):
-        exact = epoch == 1 or not late or (sync_every is not None and epoch % sync_every == 0)
+        due = epoch % sync_every == 0 if isinstance(sync_every, int) else epoch in sync_every
+        exact = epoch == 1 or not late or due
         reads.begin(exact)
         mine.train()
         optimizer.zero_grad()

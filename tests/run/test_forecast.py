@@ -263,7 +263,7 @@ def test_too_little_memory_is_said_with_both_numbers(monkeypatch: pytest.MonkeyP
 
 def test_a_place_s_ranks_are_counted_together() -> None:
     counts = split_counts(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1)[0]
-    offers = [accounts.Offer(counts, place, 100, True, None, 0) for place in ("a", "b", "a")]
+    offers = [accounts.Account(counts, place, 100, True, None, 0) for place in ("a", "b", "a")]
     each = [Holdings(weights=1000, features=1000, activations=size) for size in (60, 90, 60)]
     (said,) = accounts._too_much(each, offers, recomputes=False)
     assert said.startswith("memory: 2 ranks on a will want at least 120 B more, and 100 B are left")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kagome.run.guard import FAIR, GOOD, OFTEN, Guard, Measured
+from kagome.run.guard import FAIR, GOOD, OFTEN, Guard, HistoryProbe
 
 
 def course(guard: Guard, cosines, epochs: int, loss=lambda epoch: 1 / epoch, said=None) -> list[str]:
@@ -18,7 +18,7 @@ def course(guard: Guard, cosines, epochs: int, loss=lambda epoch: 1 / epoch, sai
     for epoch in range(1, epochs + 1):
         kind = guard.next()
         if kind == "probe":
-            guard.see(Measured(epoch, next(left, 1.0), 1.0, 0.0, guard.age))
+            guard.see(HistoryProbe(epoch, next(left, 1.0), 1.0, 0.0, guard.age))
         told = guard.done(kind, loss(guard.epochs + 1))
         found.append(kind)
         if told.text and said is not None:
@@ -70,7 +70,9 @@ def test_where_errors_grow_careful_epochs_are_fewer():
         kind = guard.next()
         kinds.append(kind[0])
         if kind == "probe":
-            guard.see(Measured(epoch, 0.9 if epoch < 4 else 0.2 if run > 2 else 0.99, 1.0, 0.0, guard.age))
+            guard.see(
+                HistoryProbe(epoch, 0.9 if epoch < 4 else 0.2 if run > 2 else 0.99, 1.0, 0.0, guard.age)
+            )
         guard.done(kind, 1 / epoch)
         run = run + 1 if kind == "refresh" else 0
     text = "".join(kinds)
@@ -92,10 +94,10 @@ def test_between_good_and_fair_nothing_changes():
 
 def test_what_is_said():
     guard = Guard(20)
-    assert guard.see(Measured(2, 0.99, 1.0, 0.1, 1)) == ""
-    assert "one epoch old" in guard.see(Measured(3, 0.9, 1.0, 0.1, 1))
-    assert "exact epochs come next" in guard.see(Measured(5, 0.2, 0.4, 0.5, 3))
-    assert "history is used again" in guard.see(Measured(9, 0.95, 1.0, 0.1, 1))
+    assert guard.see(HistoryProbe(2, 0.99, 1.0, 0.1, 1)) == ""
+    assert "one epoch old" in guard.see(HistoryProbe(3, 0.9, 1.0, 0.1, 1))
+    assert "exact epochs come next" in guard.see(HistoryProbe(5, 0.2, 0.4, 0.5, 3))
+    assert "history is used again" in guard.see(HistoryProbe(9, 0.95, 1.0, 0.1, 1))
 
 
 def test_the_summary_has_every_probe():
@@ -237,5 +239,5 @@ def test_rows_are_never_older_than_a_period(cosines, period):
         assert guard.age <= max(period, 1)
         kind = guard.next()
         if kind == "probe":
-            guard.see(Measured(epoch, next(left, 1.0), 1.0, 0.0, guard.age))
+            guard.see(HistoryProbe(epoch, next(left, 1.0), 1.0, 0.0, guard.age))
         guard.done(kind, 1 / epoch)

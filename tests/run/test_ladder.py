@@ -19,7 +19,7 @@ from training import QUIET, settings
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
 from kagome.run import ladder
-from kagome.run.ladder import EXACT, FAIR, GOOD, LONGEST, Ladder, Probe, Rung, rungs_of
+from kagome.run.ladder import EXACT, FAIR, GOOD, LONGEST, Ladder, LateProbe, Rung, rungs_of
 
 BITS = ("onebit", "int2", "int4", "int8", "bf16", "none")
 
@@ -36,7 +36,7 @@ def course(found: Ladder, cosines: Any, epochs: int) -> tuple[list[int], list[Ru
         rungs.append(found.rung)
         if found.probes():
             probed.append(epoch)
-            said.append(found.see(Probe(epoch, found.rung, next(left, 1.0), 1.0)))
+            said.append(found.see(LateProbe(epoch, found.rung, next(left, 1.0), 1.0)))
         said.append(found.done(epoch))
     return probed, rungs, [line for line in said if line]
 
@@ -135,7 +135,7 @@ def judged(found: Ladder, probes: list[tuple[float, float]], epochs: int) -> tup
     for epoch in range(1, epochs + 1):
         if found.probes():
             probed.append(epoch)
-            said.append(found.see(Probe(epoch, found.rung, *probes[min(len(probed), len(probes)) - 1])))
+            said.append(found.see(LateProbe(epoch, found.rung, *probes[min(len(probed), len(probes)) - 1])))
         said.append(found.done(epoch))
     return probed, [line for line in said if line]
 
@@ -146,8 +146,8 @@ FAR, NEAR = (0.95, 0.6), (0.98, 0.9)
 
 def test_late_rows_that_are_mostly_far_off_wait_although_their_cosine_is_good():
     """Squirrel and Flickr with late rows: cosines of 0.85 to 0.98, and 5 to 10 points lost."""
-    assert Probe(1, EXACT, *FAR).off == pytest.approx(0.469, abs=1e-3)
-    assert Probe(1, EXACT, 1.0, 1.0).off == 0
+    assert LateProbe(1, EXACT, *FAR).off == pytest.approx(0.469, abs=1e-3)
+    assert LateProbe(1, EXACT, 1.0, 1.0).off == 0
     found = Ladder(Parallel(max_age=1))
     probed, said = judged(found, [FAR], 12)
     assert probed[:3] == [2, 3, 4]
@@ -202,7 +202,7 @@ def test_a_rung_that_failed_again_is_left_alone_for_twice_as_long():
     for epoch in range(1, 3000):
         if found.probes():
             failed.append(epoch)
-            assert found.see(Probe(epoch, found.rung, 0.0, 1.0))
+            assert found.see(LateProbe(epoch, found.rung, 0.0, 1.0))
         found.done(epoch)
     assert [b - a for a, b in pairwise(failed)] == [(n + 1) * LONGEST + 1 for n in (2, 4, 8, 16)]
 

@@ -19,7 +19,7 @@ from training import QUIET, losses, settings
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
 from kagome.errors import ModelError
-from kagome.neighbors.crossing import Crossing
+from kagome.neighbors.crossing import DRIFTED, Crossing
 
 RATE = 0.5
 LATE = {"max_age": 1, "guard": False}
@@ -138,6 +138,30 @@ def test_the_same_with_fast_paths(ranks, world, name):
 def test_each_so_many_epochs_are_exact(ranks, world, every):
     found = ranks(world, trained, "gcn", {**LATE, "sync_every": every}, 7, 0.0, SLOWLY)
     compare(found, "gcn", 7, sync_every=every)
+
+
+def watched(channel: Channel, *given: Any) -> dict[str, Any]:
+    """As ``trained``, with how far rows moved in each epoch."""
+    drifts: list[float] = []
+    moved = Crossing.moved
+
+    def noted(way: Crossing, drift: float) -> None:
+        drifts.append(drift)
+        moved(way, drift)
+
+    with mock.patch.object(Crossing, "moved", noted):
+        return {**trained(channel, *given), "drifts": drifts}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_epoch_after_rows_have_moved_far_is_exact(ranks, world):
+    epochs = 10
+    found = ranks(world, watched, "gcn", {**LATE, "sync_every": "auto"}, epochs, 0.0, SLOWLY)
+    drifts = found[0]["drifts"]
+    assert [rank["drifts"] for rank in found] == [drifts] * world
+    waits = [epoch for epoch, drift in enumerate(drifts[:-1], 2) if drift > DRIFTED]
+    assert 2 <= len(waits) <= epochs - 3, drifts  # else the next line says little
+    compare(found, "gcn", epochs, sync_every=waits)
 
 
 def test_smoothing_is_of_rows_and_of_gradients(ranks):

@@ -79,6 +79,17 @@ class Attention(Between):
         return self.three(self.two(rows.tanh(), edge_index) * weights.mean(), edge_index)
 
 
+class Spectral(Between):
+    """Each call moves a buffer that the next call reads, in an epoch and from one to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.utils.spectral_norm(nn.Linear(HIDDEN, HIDDEN))
+
+    def between(self, rows: Tensor) -> Tensor:
+        return self.map(self.map(rows).tanh())
+
+
 class Cached(nn.Module):
     """What a layer keeps of one chunk is not another's."""
 
@@ -120,7 +131,8 @@ class Sized(Between):
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    each.__name__: each for each in (Unmarked, InPlace, Recurrent, Attention, Cached, Fresh, Shifted, Sized)
+    each.__name__: each
+    for each in (Unmarked, InPlace, Recurrent, Attention, Spectral, Cached, Fresh, Shifted, Sized)
 }
 
 
@@ -130,7 +142,7 @@ def ran(channel: Channel, name: str, parallel: dict[str, Any], check: bool) -> A
     return found if isinstance(found, str) else found["losses"]
 
 
-@pytest.mark.parametrize("name", ["Unmarked", "InPlace", "Recurrent", "Attention", "Cached"])
+@pytest.mark.parametrize("name", ["Unmarked", "InPlace", "Recurrent", "Attention", "Spectral", "Cached"])
 def test_it_is_what_one_rank_gives(ranks, name):
     alone = ran(Channel(None, "cpu"), name, {}, False)
     assert isinstance(alone, list), alone

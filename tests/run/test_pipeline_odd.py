@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -39,6 +40,14 @@ class Untraceable(nn.Module):
         return x
 
 
+ODD: dict[str, Callable[[], nn.Module]] = {
+    "both ways": lambda: pyg.DirGNNConv(pyg.SAGEConv(HIDDEN, HIDDEN)),
+    "out-edges": lambda: pyg.SAGEConv(HIDDEN, HIDDEN, flow="target_to_source"),
+    "everyone": lambda: pyg.GPSConv(HIDDEN, pyg.SAGEConv(HIDDEN, HIDDEN), heads=2),
+}
+"""Layers that read what the edges into a chunk do not bring."""
+
+
 def refused(channel: Channel, how: str) -> Any:
     mine: nn.Module = model("gcn")
     parallel: dict[str, Any] = {"pipe": 2, "chunks": 2, **EXACT}
@@ -49,6 +58,17 @@ def refused(channel: Channel, how: str) -> Any:
         parallel = {"pipe": 2}
     elif how == "product":
         parallel = {"pipe": 3, "graph": 2}
+    elif how in ODD:
+        torch.manual_seed(1)
+        odd = ODD[how]()
+        mine = pyg.Sequential(
+            "x, edge_index",
+            [
+                (pyg.SAGEConv(FEATURES, HIDDEN), "x, edge_index -> x"),
+                (odd, "x, edge_index -> x"),
+                (pyg.SAGEConv(HIDDEN, CLASSES), "x, edge_index -> x"),
+            ],
+        ).double()
     elif how == "trace":
         mine = Untraceable().double()
     elif how == "recompute":
@@ -65,6 +85,7 @@ def refused(channel: Channel, how: str) -> Any:
         ("world", 3, ["ConfigError", "pipe=2 x graph=1 needs 2 ranks", "there are 3"]),
         ("product", 4, ["ConfigError", "pipe=3 x graph=2 needs 6 ranks", "there are 4"]),
         ("trace", 2, ["ModelError", "if x.sum() < 1e9", "layers"]),
+        *((how, 2, ["ModelError", "chunks=2 read their neighbours' rows", "(module_1"]) for how in ODD),
         ("recompute", 2, ["ConfigError", "model.recompute", "pipe=2", "chunks=2"]),
         ("mean", 2, ["ConfigError", 'reduction="none"']),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch_geometric.nn import SAGEConv
 
 from kagome.comm.channel import Channel
 from kagome.config import Parallel, Train
-from kagome.graph.partition import partition
+from kagome.graph.partition import partition, split_all
 from kagome.run import looks, staging, timing
 
 WIDTH = 6
@@ -31,14 +32,17 @@ class Deep(nn.Module):
         return x
 
 
-def staged(vertices: int, chunks: int) -> staging.Staging:
+def made(vertices: int) -> Data:
     generator = torch.Generator().manual_seed(2)
-    data = Data(
+    return Data(
         x=torch.randn(vertices, WIDTH, generator=generator),
         edge_index=torch.randint(0, vertices, (2, 5 * vertices), generator=generator),
         y=torch.zeros(vertices, dtype=torch.long),
     )
-    part = partition(data, parts=1, method="contiguous")[0]
+
+
+def staged(vertices: int, chunks: int) -> staging.Staging:
+    part = partition(made(vertices), parts=1, method="contiguous")[0]
     given = Parallel(pipe=4, chunks=chunks), Train(check=False), torch.device("cpu")
     return staging.stage_model(Deep(), part, Channel(None, "cpu"), *given)
 
@@ -60,6 +64,26 @@ def test_a_layer_that_the_machine_held_up_is_no_slower_than_its_like(monkeypatch
     found = staged(200, 4)
     layers = [sum("convs" in step.name for step in stage.steps) for stage in found.stages]
     assert layers == [2, 2, 2, 2]
+
+
+def test_parts_of_unlike_sizes_are_cut_between_the_same_steps():
+    """One vertex more made a stage of a hybrid's other part begin a layer sooner, and ranks wait for ever."""
+    data, model = made(90), Deep()
+    given = Parallel(pipe=2, graph=2, chunks=1)
+    owner = (torch.arange(90) >= 80).long()
+    parts = split_all(data, owner, 2)
+    steps = staging.steps_of(
+        model, parts[0], Channel(None, "cpu"), (), Train(check=False), torch.device("cpu")
+    )
+    calls = dict.fromkeys(steps.calls, (0.0, 0.0))
+    rows = dict(calls)
+    # Over 80 rows a layer weighs 80, over 10 it weighs 10; the last one weighs 180 in both.
+    for place in range(8):
+        rows[f"convs_{place}"] = (1.0, 1.0) if place < 7 else (0.0, 0.0)
+        calls[f"convs_{place}"] = (180.0, 180.0) if place == 7 else (0.0, 0.0)
+    found = [replace(steps, calls=calls, rows=rows).staging(given, part).stages for part in parts]
+    names = [[[step.name for step in stage.steps] for stage in each] for each in found]
+    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize(("vertices", "chunks"), [(200, 1), (200, 8), (20_500, 4)])

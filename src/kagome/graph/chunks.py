@@ -183,7 +183,7 @@ def order_of(count: int, *, seed: int, epoch: int, part: int, shuffle: bool = Tr
 
 
 @dataclass(frozen=True)
-class Step:
+class ChunkStep:
     """What one step of an epoch takes from where.
 
     Args:
@@ -220,7 +220,7 @@ def plan_steps(
     *,
     scale: float,
     refresh: bool,
-) -> tuple[Step, ...]:
+) -> tuple[ChunkStep, ...]:
     """What each step of an epoch takes from where.
 
     A halo row travels in its owner's step if the reader reads it then or later; on epochs that refresh
@@ -259,7 +259,7 @@ def plan_steps(
         sent = (goes & (of_sent == number)).nonzero().view(-1)
         come = (comes & (of_halo == number)).nonzero().view(-1)
         found.append(
-            Step(
+            ChunkStep(
                 chunk,
                 torch.where(fresh, reads, reads + chunks.table),
                 kept,

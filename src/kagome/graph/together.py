@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kagome.graph.chunks import Chunk, Chunks, Step
+from kagome.graph.chunks import Chunk, Chunks, ChunkStep
 
 
 def together(chunks: Chunks) -> Chunk:
@@ -57,7 +57,7 @@ def bare(chunks: Chunks) -> Chunks:
     return replace(chunks, pieces=tuple(pieces))
 
 
-def at_once(steps: Sequence[Step]) -> Step:
+def at_once(steps: Sequence[ChunkStep]) -> ChunkStep:
     """All steps of an epoch as one, of all chunks :func:`together`.
 
     Rows for a peer leave step by step of their owner, which is the order in which the peer expects them.
@@ -72,7 +72,7 @@ def at_once(steps: Sequence[Step]) -> Step:
         before += step.source.numel()
     send, send_counts = _by_peer([(step.send, step.send_counts) for step in steps])
     recv, recv_counts = _by_peer([(step.recv, step.recv_counts) for step in steps])
-    return Step(
+    return ChunkStep(
         0,
         torch.cat([step.source for step in by_chunk]),
         torch.cat(fresh),

@@ -20,6 +20,10 @@ BOUNDS: Final = 64
 """Bounds of a first pass that are tried at most."""
 WORK: Final = 200_000_000
 """Numbers looked at for them, about."""
+SLACK: Final = 0.05
+"""What share the heaviest piece may weigh above the least, where less then crosses: no more than two
+measurements of the same steps differ by."""
+_HALVINGS: Final = 8
 
 Floats = NDArray[np.float64]
 
@@ -53,15 +57,23 @@ def most_pieces(allowed: NDArray[np.bool_], limit: int) -> int:
 
 
 def best_cuts(
-    passes: Sequence[Sequence[float]], allowed: NDArray[np.bool_], cost: Floats, pieces: int
+    passes: Sequence[Sequence[float]],
+    allowed: NDArray[np.bool_],
+    cost: Floats,
+    pieces: int,
+    slack: float = 0.0,
 ) -> list[int]:
-    """Where the pieces begin and the last one ends: the heaviest is as light as can be, then the cost least.
+    """Where the pieces begin and the last one ends: as light and as cheap as can be.
+
+    The heaviest piece weighs at most so much more than it must. Of such cuts those of the least cost count,
+    and of these the one whose heaviest is lightest, to a part of the slack.
 
     Args:
         passes: Seconds of each of n steps, in one pass or in two: of two the heaviest pieces' sum counts.
         allowed: Which pieces there may be.
         cost: Of each piece.
         pieces: How many; no more than there can be.
+        slack: What share the heaviest may weigh above the least that it can.
 
     Shapes:
         allowed, cost: ``[n + 1, n + 1]``.
@@ -73,21 +85,40 @@ def best_cuts(
     assert np.isfinite(_lightest(weights[0], pieces)), "fewer pieces are possible"
     one, *others = weights
     bounds = _together(one, others[0], pieces) if others else (_lightest(one, pieces),)
-    light = np.full(allowed.shape, fill_value=True)
-    for weight, bound in zip(weights, bounds, strict=True):
-        light &= weight <= bound + _rounding(weight)
-    cost = np.where(light, cost, np.inf)
-    start = _start(len(allowed))
-    least, came = start, []
+
+    def within(share: float) -> tuple[float, list[int]]:
+        light = np.full(allowed.shape, fill_value=True)
+        for weight, bound in zip(weights, bounds, strict=True):
+            light &= weight <= bound * (1 + share) + _rounding(weight)
+        return _cheapest(np.where(light, cost, np.inf), pieces)
+
+    least, cuts = within(slack)
+    cost_of_lightest, lightest = within(0.0)
+    if cost_of_lightest <= least:
+        return lightest
+    low, high = 0.0, slack
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        found, nearer = within(middle)
+        if found > least:
+            low = middle
+        else:
+            high, cuts = middle, nearer
+    return cuts
+
+
+def _cheapest(cost: Floats, pieces: int) -> tuple[float, list[int]]:
+    """The least cost of so many pieces in all, and where they begin and the last one ends."""
+    least, came = _start(len(cost)), []
     for _ in range(pieces):
         sent = least[:, None] + cost
         # Of equal ones the latest begin: what follows a layer stays with it.
         came.append(len(sent) - 1 - sent[::-1].argmin(axis=0))
         least = sent.min(axis=0)
-    cuts = [len(allowed) - 1]
+    cuts = [len(cost) - 1]
     for back in reversed(came):
         cuts.append(int(back[cuts[-1]]))
-    return cuts[::-1]
+    return float(least[-1]), cuts[::-1]
 
 
 def _weights(seconds: Sequence[float], allowed: NDArray[np.bool_]) -> Floats:

@@ -57,11 +57,13 @@ class Survey:
         values: By step.
         draws: The counter of draws before each step.
         changed: Full names of the buffers that a forward changes.
+        beyond: The first layer that reads more than the edges into a vertex bring; empty where none does.
     """
 
     values: Mapping[str, Value]
     draws: Mapping[str, int]
     changed: frozenset[str] = frozenset()
+    beyond: str = ""
 
 
 def trace(model: nn.Module, names: Sequence[str]) -> LayerGraph:

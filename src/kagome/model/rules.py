@@ -66,6 +66,11 @@ def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
     return remove
 
 
+def attends_to_all(model: nn.Module) -> str:
+    """Path of the first layer that attends to all vertices; empty if there is none."""
+    return next((path for path, module in model.named_modules() if isinstance(module, pyg.GPSConv)), "")
+
+
 def _cheb(module: Any, scope: LayerScope) -> Settings:
     """ChebConv scales its Laplacian by twice the largest entry, which may lie on another rank."""
     inner = module.__norm__

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kagome.errors import ModelError
-from kagome.model.balance import allowed_pieces, best_cuts, most_pieces
+from kagome.model.balance import SLACK, allowed_pieces, best_cuts, most_pieces
 from kagome.model.flow import Flow
 from kagome.model.layers import LayerGraph, Survey, Value
 from kagome.model.steps import Step
@@ -56,8 +56,12 @@ def cut(
     vertices: int = 1,
     edges: int = 1,
     ranks: int | None = None,
+    slack: float = SLACK,
 ) -> tuple[Stage, ...]:
-    """Cut a graph into stages: the slowest is as fast as can be, then the fewest bytes cross.
+    """Cut a graph into stages: the slowest is about as fast as can be, then the fewest bytes cross.
+
+    A balance to the last percent is not worth bytes: the seconds are measured, and differ by more from one
+    time to the next. A cut inside a residual block sends what the block adds to as well.
 
     Args:
         graph: Of the model.
@@ -69,6 +73,7 @@ def cut(
         vertices: Rows of a value with a row a vertex, where bytes are compared.
         edges: Rows of a value with a row an edge.
         ranks: Among how many the stages are dealt, round and round; by default each has its own.
+        slack: What share the slowest stage may take above the least, where fewer bytes then cross.
 
     Raises:
         ModelError: If there cannot be so many, if the output has not a row a vertex, or if forward changes
@@ -92,7 +97,7 @@ def cut(
     if most < stages:
         _refuse(flow, stages, most, stages if ranks is None else ranks)
     passes = [flow.seconds(each) for each in (seconds, backward) if each is not None]
-    cuts = best_cuts(passes, allowed, flow.bytes(survey, vertices, edges), stages)
+    cuts = best_cuts(passes, allowed, flow.bytes(survey, vertices, edges), stages, slack)
     return _built(graph, flow, cuts, stages if ranks is None else ranks)
 
 

@@ -49,7 +49,7 @@ class Room:
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class DestinationChunk:
     """Destinations next to each other, with all their in-edges.
 
     Args:
@@ -85,7 +85,9 @@ def travelling(coming: Lot | None, going: Lot | None, width: int, itemsize: int)
     return 2 * sum(0 if lot is None else lot.all.numel() for lot in (coming, going)) * width * itemsize
 
 
-def chunks_of(slicing: Slicing, width: int, itemsize: int, room: Room, bound: int) -> tuple[Chunk, ...]:
+def chunks_of(
+    slicing: Slicing, width: int, itemsize: int, room: Room, bound: int
+) -> tuple[DestinationChunk, ...]:
     """Few chunks of about as many edges each, that keep the working memory within a bound.
 
     Their number is doubled until they do, then halved between what does and what does not, so that it is at
@@ -127,7 +129,7 @@ def chunks_of(slicing: Slicing, width: int, itemsize: int, room: Room, bound: in
     return chunks
 
 
-def largest(chunks: Sequence[Chunk], width: int, itemsize: int, room: Room) -> int:
+def largest(chunks: Sequence[DestinationChunk], width: int, itemsize: int, room: Room) -> int:
     """The most working memory of any chunk, with what travels meanwhile for the next and the one before."""
     found = 0
     for place, chunk in enumerate(chunks):
@@ -138,7 +140,7 @@ def largest(chunks: Sequence[Chunk], width: int, itemsize: int, room: Room) -> i
     return found
 
 
-def cut_in(slicing: Slicing, count: int) -> tuple[Chunk, ...]:
+def cut_in(slicing: Slicing, count: int) -> tuple[DestinationChunk, ...]:
     """So many chunks, or fewer, of about as many edges each."""
     layout, way = slicing.structure.by_target, slicing.rows
     cost = layout.pointer + torch.arange(layout.rows + 1, device=layout.pointer.device)
@@ -156,7 +158,7 @@ def cut_in(slicing: Slicing, count: int) -> tuple[Chunk, ...]:
         target = torch.repeat_interleave(layout.pointer[begin : end + 1].diff())
         structure = Structure(source, target, end - begin, max(reads.numel(), end - begin))
         writes = way.lot(torch.arange(begin, end, device=cost.device))
-        chunks.append(Chunk(begin, end, reads, way.lot(new), writes, edges, structure))
+        chunks.append(DestinationChunk(begin, end, reads, way.lot(new), writes, edges, structure))
     return tuple(chunks)
 
 
@@ -191,7 +193,7 @@ class Hop:
     """
 
     slicing: Slicing
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[DestinationChunk, ...]
     cut: Cut
     scale: Tensor | None
     factor: Tensor | None
@@ -267,13 +269,13 @@ class Bound:
         most = channel.all_reduce(peak, "max", action="working memory", kind="other")
         return {"working_memory_bytes": int(most)}
 
-    def chunks(self, slicing: Slicing, width: int, itemsize: int, room: Room) -> tuple[Chunk, ...]:
+    def chunks(self, slicing: Slicing, width: int, itemsize: int, room: Room) -> tuple[DestinationChunk, ...]:
         """Chunks of these edges within the bound, made once; see :func:`chunks_of`."""
         known = self._chunks.setdefault(slicing, {})
         key = width, itemsize, room
         if key not in known:
             known[key] = chunks_of(slicing, width, itemsize, room, self.bytes)
-        found: tuple[Chunk, ...] = known[key]
+        found: tuple[DestinationChunk, ...] = known[key]
         return found
 
     def hop(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kagome.kernels import ops
 from kagome.kernels.structure import Layout
-from kagome.neighbors.bounded import Bound, Chunk, Room, walked
+from kagome.neighbors.bounded import Bound, DestinationChunk, Room, walked
 from kagome.neighbors.slicing import Slicing
 from kagome.neighbors.transpose import Cut
 
@@ -106,7 +106,7 @@ def by_chunk(bound: Bound, slicing: Slicing, cut: Cut, how: Reduction, parts: tu
     return out
 
 
-def _read(bound: Bound, chunk: Chunk, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _read(bound: Bound, chunk: DestinationChunk, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """A chunk's rows on the device, as many as its structure names; those past its reads have no edge."""
     more = chunk.structure.whole - chunk.reads.numel()
     rows = (part.index_select(0, chunk.reads).to(bound.device, non_blocking=True) for part in parts)
@@ -115,7 +115,9 @@ def _read(bound: Bound, chunk: Chunk, parts: tuple[Tensor, ...]) -> tuple[Tensor
 
 class _ByChunk(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bound: Bound, chunks: tuple[Chunk, ...], how: Reduction, *parts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, bound: Bound, chunks: tuple[DestinationChunk, ...], how: Reduction, *parts: Tensor
+    ) -> Tensor:
         kept: tuple[Tensor, ...] = ()
         rows = parts[0].size(0)
         bound.gauge.moving = 0

@@ -40,7 +40,7 @@ DRIFTED: Final = 0.1
 
 
 @dataclass
-class Late:
+class LateRows:
     """Rows of the last epoch, if they may be late; these are on their way meanwhile."""
 
     begun: UnderWay
@@ -238,7 +238,7 @@ class Crossing:
             begun = self._sent(
                 way, plan, codec, rows, trip, selection, action=action, kind=kind, header=header, pick=pick
             )
-        return begun if line is None else Late(begun, line, trip.epoch, synchronous)
+        return begun if line is None else LateRows(begun, line, trip.epoch, synchronous)
 
     def _in_blocks(
         self,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kagome.comm.channel import Kind, Op
 from kagome.errors import ModelError
-from kagome.graph.chunks import Chunk, Step
+from kagome.graph.chunks import Chunk, ChunkStep
 from kagome.kernels import ops
 from kagome.neighbors.lockstep import Lockstep
 from kagome.neighbors.lying import Lying, Whereabouts
@@ -42,7 +42,7 @@ class Left:
     Source: the third technique's alternative in GNNPipe; LMC compensates samples of a graph so.
     """
 
-    def __init__(self, tables: Tables, steps: Sequence[Step]) -> None:
+    def __init__(self, tables: Tables, steps: Sequence[ChunkStep]) -> None:
         self.tables, self.steps = tables, {step.chunk: step for step in steps}
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -71,7 +71,7 @@ class History:
             take what the epoch before has left.
     """
 
-    def __init__(self, tables: Tables, steps: Sequence[Step], left: Left | None = None) -> None:
+    def __init__(self, tables: Tables, steps: Sequence[ChunkStep], left: Left | None = None) -> None:
         self.tables, self.left = tables, left
         self.steps = {step.chunk: step for step in steps}
         # The half of this epoch may be the second one of the table.

@@ -151,7 +151,9 @@ class Late:
             source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
             structure = Structure(source, target, plan.own, plan.own + plan.halo)
             sources = Mark(Kind.SOURCE, ends.view, edges=edges)
-            self._edge_sets[edges] = messages.EdgeSet(structure, plan, sources, cast(messages.Scope, self))
+            self._edge_sets[edges] = messages.EdgeSet(
+                structure, plan, sources, cast(messages.MessageScope, self)
+            )
         found: messages.EdgeSet = self._edge_sets[edges]
         return found
 

@@ -43,7 +43,7 @@ class Thins(Protocol):
         """Rows that last and are nearly all zeros by what is not; others as they are."""
 
 
-class Scope(Thins, Protocol):
+class MessageScope(Thins, Protocol):
     """What messages ask of the running interception."""
 
     turn: Turn
@@ -113,7 +113,7 @@ class EdgeSet:
     structure: Structure
     plan: NeighborRows
     mark: Mark
-    scope: Scope
+    scope: MessageScope
 
     def pairs(self, tensor: Tensor) -> Tensor:
         """Mark a tensor as having a row an edge."""
@@ -276,7 +276,7 @@ class Beside:
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class SoftmaxShare:
     """Softmax over each row's in-edges of a message, each column by itself."""
 
     logits: Message
@@ -302,7 +302,7 @@ class Share:
 class Shared:
     """A message times a share of the same edges."""
 
-    share: Share
+    share: SoftmaxShare
     message: Message
 
     @property

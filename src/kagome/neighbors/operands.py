@@ -15,7 +15,7 @@ from torch import Tensor
 from kagome.neighbors.ends import each, joined, message_of, put_off, source_rows, widened, with_rows
 from kagome.neighbors.lazy import Lazy
 from kagome.neighbors.marks import Kind, Marks
-from kagome.neighbors.messages import Message, Share, Shared
+from kagome.neighbors.messages import Message, Shared, SoftmaxShare
 
 
 def binary(
@@ -86,9 +86,9 @@ def _weighted(m: Message, weight: Tensor) -> Any:
 
 
 def _of_two(what: str, one: Lazy, two: Lazy) -> Any:
-    if what == "mul" and isinstance(two.expr, Share) and message_of(one) is not None:
+    if what == "mul" and isinstance(two.expr, SoftmaxShare) and message_of(one) is not None:
         return _shared(two.expr, one.expr)
-    if what == "mul" and isinstance(one.expr, Share) and message_of(two) is not None:
+    if what == "mul" and isinstance(one.expr, SoftmaxShare) and message_of(two) is not None:
         return _shared(one.expr, two.expr)
     a, b = message_of(one), message_of(two)
     if a is None or b is None or a.edges is not b.edges or a.shape != b.shape:
@@ -113,7 +113,7 @@ def _of_two(what: str, one: Lazy, two: Lazy) -> Any:
     return put_off(with_rows(widened(a), None, first * second))
 
 
-def _shared(share: Share, m: Message) -> Any:
+def _shared(share: SoftmaxShare, m: Message) -> Any:
     if m.edges is not share.logits.edges or m.shape != share.shape or not m.one_ended or m.source is None:
         return NotImplemented
     return m.edges.pairs(Lazy(Shared(share, m)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from kagome.kernels.address import address
 from kagome.neighbors import aggregate, attention, dense, shares, sliced
 from kagome.neighbors.lazy import Lazy, now
-from kagome.neighbors.messages import EdgeSet, Linear, Message, Share, Shared, flat
+from kagome.neighbors.messages import EdgeSet, Linear, Message, Shared, SoftmaxShare, flat
 from kagome.neighbors.thin import Thin, is_thin, thin_of
 
 Reduce = Literal["sum", "mean", "max", "min"]
@@ -249,7 +249,7 @@ def softmax(value: Tensor, edges: EdgeSet) -> Tensor:
             out: Tensor = attention.joint_softmax(own, whole, slope, s)
             return edges.pairs(out.view(*shape))
     if isinstance(expr, Message) and expr.one_ended and expr.source is not None and len(expr.shape) == 2:
-        return edges.pairs(Lazy(Share(expr)))
+        return edges.pairs(Lazy(SoftmaxShare(expr)))
     logits = now(value)
     out = attention.edge_softmax(flat(logits), s)
     return edges.pairs(out.view(logits.shape))

@@ -114,7 +114,7 @@ class Sample:
         if count == 0:
             return Piece(self.codec)
         kept = max(int(self.share * count), 1)
-        draws = np.random.default_rng([self.seed, epoch, *pair])
+        draws = np.random.default_rng([self.seed % 2**64, epoch, *pair])
         chosen = torch.from_numpy(np.sort(draws.permutation(count)[:kept]))
         return Piece(self.codec, chosen, count / kept)
 

@@ -320,6 +320,8 @@ class ChunkChannel:
 
     def __init__(self, chunk: Chunk, tables: Tables) -> None:
         self.chunk, self.tables = chunk, tables
+        self.where: Callable[[], str] = str
+        """Names the layer that is running; set where it is known."""
         count = len(tables.chunks.pieces)
         self.rank, self.size = tables.channel.rank * count + chunk.number, tables.channel.size * count
 
@@ -339,6 +341,7 @@ class ChunkChannel:
         raise ModelError(
             "chunks read their neighbours' rows by the edges into them",
             f"a layer asks for more: {action}",
+            where=self.where(),
             hint="chunks=1, or another layer",
         )
 

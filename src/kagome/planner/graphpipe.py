@@ -37,7 +37,7 @@ from kagome.planner.stageplan import PlannedStage, StagePlan
 from kagome.planner.trial import longer_turns, trial
 
 
-class Plans(ABC):
+class TreePlans(ABC):
     """Plans for a part of the tree and, in a row, all that comes behind it there; see ``frontier``."""
 
     held: Floats
@@ -48,7 +48,7 @@ class Plans(ABC):
 
 
 @dataclass(eq=False)
-class Row(Plans):
+class Row(TreePlans):
     """Children one after the other.
 
     Args:
@@ -63,13 +63,13 @@ class Row(Plans):
     groups: Groups
     tables: Floats
     how: Ints
-    inner: dict[tuple[int, int, int], Plans] = field(default_factory=dict)
+    inner: dict[tuple[int, int, int], TreePlans] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.held = self.tables[0]
 
     def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
-        """See :class:`Plans`."""
+        """See :class:`TreePlans`."""
         child, children = 0, len(self.groups.children)
         while child < children:
             end, less, behind = (int(value) for value in self.how[child, devices, reader])
@@ -83,7 +83,7 @@ class Row(Plans):
 
 
 @dataclass(eq=False)
-class SideBySide(Plans):
+class SideBySide(TreePlans):
     """Children beside each other.
 
     Args:
@@ -100,13 +100,13 @@ class SideBySide(Plans):
     behind: int
     tables: Floats
     how: Ints
-    inner: dict[int, Plans]
+    inner: dict[int, TreePlans]
 
     def __post_init__(self) -> None:
         self.held = self.tables[-1]
 
     def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
-        """See :class:`Plans`."""
+        """See :class:`TreePlans`."""
         facts = self.search.facts
         states, groups = facts.states(self.node), facts.groups(self.node)
         state = len(self.tables) - 1
@@ -120,17 +120,17 @@ class SideBySide(Plans):
             state, devices, reader = int(states.rest[option]), devices - taken, other
 
 
-class Either(Plans):
+class Either(TreePlans):
     """The best of several ways to plan one part."""
 
-    def __init__(self, ways: Sequence[Plans]) -> None:
+    def __init__(self, ways: Sequence[TreePlans]) -> None:
         tables = np.array([way.held for way in ways])
         self._ways, self._which = ways, tables.argmin(axis=0)
         self.held = tables.min(axis=0)
         frontier.trim(self.held)
 
     def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
-        """See :class:`Plans`."""
+        """See :class:`TreePlans`."""
         return self._ways[int(self._which[devices, reader])].stages(devices, reader)
 
 
@@ -147,9 +147,9 @@ class Search:
         self.facts, self.bottleneck, self.places = facts, bottleneck, tuple(places)
         self.sizes = np.array([0, *(facts.sizes[place] for place in places)], dtype=float)
         self._needs: dict[int, Ints] = {}
-        self._known: dict[tuple[int, float, int], Plans] = {}
+        self._known: dict[tuple[int, float, int], TreePlans] = {}
 
-    def solve(self, node: Tree, held: float, behind: int) -> Plans:
+    def solve(self, node: Tree, held: float, behind: int) -> TreePlans:
         """Plans for a node, given what is held behind it, and in which micro-batch, by place."""
         key = id(node), held, behind
         if key not in self._known:

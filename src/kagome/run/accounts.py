@@ -39,7 +39,7 @@ MANY = 8
 """Slices; what more of them hold is told from two and four."""
 
 
-class Offer(NamedTuple):
+class Account(NamedTuple):
     """What one rank tells the others: its counts, where it is, and what it may still take there."""
 
     counts: Counts
@@ -103,9 +103,9 @@ class Accounts:
         outside = sum(
             count for rank, count in enumerate(part.recv_counts) if rank // tensor != part.part // tensor
         )
-        offer = Offer(counts_of(part), *_place(channel.device), validates, rates, outside, share, crosses)
+        offer = Account(counts_of(part), *_place(channel.device), validates, rates, outside, share, crosses)
         found: list[Any] = channel.gather_objects(offer, "foresee memory")
-        offers: list[Offer] = found
+        offers: list[Account] = found
         rates = offers[0].rates
         assert rates is not None
         keeps_best = any(offer.validates for offer in offers)
@@ -154,7 +154,7 @@ def _crossing(model: nn.Module, part: Partition, way: Way) -> tuple[float, float
         return None
 
 
-def _teams(offers: Sequence[Offer], tensor: int) -> list[Team | None]:
+def _teams(offers: Sequence[Account], tensor: int) -> list[Team | None]:
     """For each rank those that slice features with it; None where none do."""
     if tensor == 1:
         return [None] * len(offers)
@@ -223,7 +223,7 @@ def _place(device: torch.device) -> tuple[str, int | None]:
     return host, available_bytes()
 
 
-def _too_much(held: Sequence[Holdings], offers: Sequence[Offer], *, recomputes: bool) -> tuple[str, ...]:
+def _too_much(held: Sequence[Holdings], offers: Sequence[Account], *, recomputes: bool) -> tuple[str, ...]:
     """A sentence for each place whose ranks will want more than is left there."""
     said = []
     for place in dict.fromkeys(offer.place for offer in offers):

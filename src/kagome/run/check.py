@@ -7,7 +7,6 @@ needs no peers.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from kagome import config
 from kagome.comm.channel import Channel
 from kagome.errors import CheckError, KagomeError, ModelError
 from kagome.graph.partition import Partition, split_all
+from kagome.model.copies import copied
 from kagome.model.exact import HANDLERS
 from kagome.neighbors.install import forget
 from kagome.run.sample import cast, take_sample
@@ -203,7 +203,7 @@ def twin_of(model: nn.Module) -> nn.Module:
         ModelError: If it cannot be copied.
     """
     try:
-        twin = copy.deepcopy(model).cpu()
+        twin = copied(model).cpu()
     except Exception as error:
         raise ModelError(
             "the check runs a copy of the model",
@@ -230,7 +230,7 @@ def _compare(
         pieces = split_all(sample, owner, parts)
         rows: list[Row] = []
         quiet = {**HANDLERS, **dict.fromkeys(DRAWS, no_draw)}
-        whole = whole_of(copy.deepcopy(model), whole_data, seed)
+        whole = whole_of(copied(model), whole_data, seed)
         split = split_of(model, pieces, quiet, seed, tensor=tensor, fast=fast)
         rows += _differences(whole, split, pieces, sample, "")
         for name, buffer in whole.buffers.items():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
-from kagome.graph.chunks import Chunk, Chunks, Step, alone, cut_part, order_of, plan_steps
+from kagome.graph.chunks import Chunk, Chunks, ChunkStep, alone, cut_part, order_of, plan_steps
 from kagome.graph.partition import Partition
 from kagome.graph.together import at_once, bare, together
 from kagome.model.exact import HANDLERS
@@ -50,7 +50,7 @@ class Chunking:
     crossing: Crossing
     settings: Parallel
     seed: int
-    _planned: dict[tuple[int, bool, bool], tuple[Step, ...]] = field(default_factory=dict, repr=False)
+    _planned: dict[tuple[int, bool, bool], tuple[ChunkStep, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def count(self) -> int:
@@ -120,7 +120,7 @@ class Chunking:
         assert self.tables is not None
         return Left(self.tables, self._steps(epoch + 1, refresh=True, scaled=False))
 
-    def _steps(self, epoch: int, *, refresh: bool, scaled: bool) -> tuple[Step, ...]:
+    def _steps(self, epoch: int, *, refresh: bool, scaled: bool) -> tuple[ChunkStep, ...]:
         """What each step of an epoch takes from where; an epoch's are asked for by the one before too."""
         tables, key = self.tables, (epoch, refresh, scaled)
         assert tables is not None
@@ -209,6 +209,7 @@ def chunked(
         none = torch.empty(0, dtype=torch.int64, device=device)
         plan = ChunkRows(piece.own, piece.reads.numel(), none, (), (), end, None, None, piece, tables)
         scopes.append(scope(piece.part, end, plan))
+        end.where = scopes[-1].where
     apart = scopes
     if drops:
         apart = [scope(alone(piece), Channel(None, device), None) for piece in chunks.pieces]

@@ -33,7 +33,7 @@ from kagome.run.ahead import Ahead, Forward
 from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.gradients import Gradients
 from kagome.run.holdings import Saved
-from kagome.run.ladder import EXACT, Ladder, Probe, Rung
+from kagome.run.ladder import EXACT, Ladder, LateProbe, Rung
 from kagome.run.offload import Offload
 from kagome.run.tally import Tally
 from kagome.run.task import Loss, check_finite, check_rows, checked_loss, columns, draws_of, row_sum
@@ -238,7 +238,7 @@ class Engine:
         with self.tally.aside():
             found = self._gradient(epoch, stop, EXACT)
         squares = products(zip(self.gradients.parameters, guess, strict=True)).tolist()
-        self._say(self.ladder.see(Probe(epoch, rung, *agreement(*squares))))
+        self._say(self.ladder.see(LateProbe(epoch, rung, *agreement(*squares))))
         return found
 
     def _say(self, said: str) -> None:

@@ -12,7 +12,6 @@ of many sizes tells how many bytes each of these costs, and a part's counts say 
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from torch.optim import Optimizer
 from kagome.comm.local import LocalChannel, LocalGroup
 from kagome.graph.partition import Partition, extract
 from kagome.model.calling import Calling
+from kagome.model.copies import copied
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
 from kagome.neighbors.install import install
@@ -284,7 +284,7 @@ def _steps(twin: nn.Module, pieces: Sequence[Partition], way: Way, tensor: int =
 
 
 def _all(twin: nn.Module, pieces: Sequence[Partition], way: Way, *, fast: bool, tensor: int) -> list[_Step]:
-    models = [copy.deepcopy(twin, {id(p): p for p in twin.parameters()}) for _ in pieces]
+    models = [copied(twin, {id(p): p for p in twin.parameters()}) for _ in pieces]
     if way.several:
         group = LocalGroup(len(pieces))
         return group.run(lambda c: _step(models[c.rank], pieces[c.rank], c, way, fast, tensor))

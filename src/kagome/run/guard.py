@@ -50,7 +50,7 @@ STATE: Final = (
 
 
 @dataclass(frozen=True)
-class Measured:
+class HistoryProbe:
     """What one probe found.
 
     Args:
@@ -86,7 +86,7 @@ class Guard:
 
     def __init__(self, period: int, *, watch: bool = True, state: Mapping[str, Any] | None = None) -> None:
         self.period, self.watch = period, watch
-        self.found: list[Measured] = []
+        self.found: list[HistoryProbe] = []
         self.careful_from: int | None = None
         """The epoch since which no row is older than one, and gradients of the epoch before pass on."""
         self.exact_epochs = 0
@@ -121,7 +121,7 @@ class Guard:
         for name in STATE:
             setattr(self, name, state.get(name, getattr(self, name)))  # earlier checkpoints lack some
         self.plateau = Plateau(state.get("plateau") if self.watch else None)
-        self.found = [Measured(**found) for found in state["found"]]
+        self.found = [HistoryProbe(**found) for found in state["found"]]
         if not self.watch:
             self.careful_from, self._exact_left = None, min(self._exact_left, 1)
 
@@ -171,7 +171,7 @@ class Guard:
             self._since_probe += 1
         return turn
 
-    def see(self, found: Measured) -> str:
+    def see(self, found: HistoryProbe) -> str:
         """Take what a probe measured.
 
         Returns:

@@ -100,7 +100,7 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from (item for item in value if isinstance(item, Tensor))
 
 
-class Kept:
+class HeldTensor:
     """What autograd holds on to: gone as soon as autograd lets go."""
 
     __slots__ = ("__weakref__", "tensor", "version")
@@ -112,7 +112,7 @@ class Kept:
             self.tensor, self.version = tensor.detach(), tensor._version
 
 
-def restored(kept: Kept) -> Tensor:
+def restored(kept: HeldTensor) -> Tensor:
     """What was kept.
 
     Raises:
@@ -146,7 +146,7 @@ class Saved:
         self.bytes: Mapping[str, int] | None = None
 
     def __enter__(self) -> Saved:
-        self._found: list[weakref.ref[Kept]] = []
+        self._found: list[weakref.ref[HeldTensor]] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, restored)
         self._hooks.__enter__()
         self.scope.channel.tapes = []
@@ -166,8 +166,8 @@ class Saved:
             self.bytes = {kind: ledger.bytes[kind] for kind in ("activations", "halo")}
         self._found = []
 
-    def _pack(self, tensor: Tensor) -> Kept:
-        kept = Kept(tensor)
+    def _pack(self, tensor: Tensor) -> HeldTensor:
+        kept = HeldTensor(tensor)
         self._found.append(weakref.ref(kept))
         return kept
 

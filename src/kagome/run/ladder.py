@@ -81,7 +81,7 @@ EXACT: Final = Rung("none", "none", True)
 
 
 @dataclass(frozen=True)
-class Probe:
+class LateProbe:
     """What one probe found.
 
     Args:
@@ -137,8 +137,8 @@ class Ladder:
         self.rungs = rungs_of(parallel)
         self.watch = parallel.guard and not self.rungs[0].exact
         self.level = 0
-        self.found: list[Probe] = []
-        self.climbed: list[Probe] = []
+        self.found: list[LateProbe] = []
+        self.climbed: list[LateProbe] = []
         """The probes after which rows crossed more carefully."""
         self._span, self._since = 1, 0
         self._stay, self._calm = 0, 0
@@ -178,11 +178,11 @@ class Ladder:
         self.level, self._span, self._since = state["level"], state["span"], state["since"]
         self._stay, self._calm = state.get("stay", 0), state.get("calm", 0)  # earlier checkpoints have none
         self.found, self.climbed = (
-            [Probe(**{**probe, "rung": Rung(**probe["rung"])}) for probe in state[name]]
+            [LateProbe(**{**probe, "rung": Rung(**probe["rung"])}) for probe in state[name]]
             for name in ("found", "climbed")
         )
 
-    def see(self, found: Probe) -> str:
+    def see(self, found: LateProbe) -> str:
         """Take what a probe measured.
 
         Returns:

@@ -5,7 +5,9 @@ Where it sits: ``staging`` asks before it cuts; ``timing`` runs its samples in t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -16,7 +18,7 @@ from kagome.config import Train
 from kagome.graph.partition import Partition, partition
 from kagome.model.exact import HANDLERS
 from kagome.model.layers import Survey, settled, survey
-from kagome.model.rules import apply_rules
+from kagome.model.rules import apply_rules, attends_to_all
 from kagome.model.steps import LayerGraph
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
@@ -27,11 +29,31 @@ SAMPLE: Final = 48
 """Vertices of the sample on which values are looked at; half as many tell what follows their number."""
 
 
-def sample_scope(part: Partition, vertices: int, train: Train, device: torch.device) -> Interception:
+class Asked(Channel):
+    """A rank by itself, which notes the layers that read more than the edges into a vertex bring.
+
+    Args:
+        device: Where the model runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(None, device)
+        self.where: Callable[[], str] = str
+        self.layers: list[str] = []
+
+    def exchange(self, rows: Tensor, *counts: Sequence[int], **rest: Any) -> Tensor:
+        """As :meth:`Channel.exchange`: a list of readers is made, by which rows are to be read later."""
+        self.layers.append(self.where())
+        return super().exchange(rows, *counts, **rest)
+
+
+def sample_scope(
+    part: Partition, vertices: int, train: Train, device: torch.device, channel: Channel | None = None
+) -> Interception:
     """An interception of a sample of a rank's part, whole and alone."""
     sample = take_sample(part, vertices, train.seed)
     whole = partition(sample, parts=1, method="contiguous")[0]
-    solo = Channel(None, device)
+    solo = channel or Channel(None, device)
     return Interception(whole, solo, device=device, seed=train.seed, handlers=HANDLERS, fast=False)
 
 
@@ -46,11 +68,15 @@ def looked_at(
     Raises:
         ModelError: If a step fails, with its line.
     """
-    scopes = [sample_scope(part, vertices, train, device) for vertices in (SAMPLE, SAMPLE // 2)]
+    asked = Asked(device)
+    scopes = [sample_scope(part, vertices, train, device, asked) for vertices in (SAMPLE, SAMPLE // 2)]
+    asked.where = scopes[0].where
     one, other = (_survey(model, graph, scope, train) for scope in scopes)
     vertices = scopes[0].own, scopes[1].own
     edges = scopes[0].part.edge_index.size(1), scopes[1].part.edge_index.size(1)
-    return settled(one, other, vertices, edges)
+    return replace(
+        settled(one, other, vertices, edges), beyond=next(iter(asked.layers), attends_to_all(model))
+    )
 
 
 def _survey(model: nn.Module, graph: LayerGraph, scope: Interception, train: Train) -> Survey:

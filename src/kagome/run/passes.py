@@ -66,11 +66,12 @@ class Passes:
         messages.post(arrivals(programs, self.mesh.stage))
         # Chunks that know nothing of each other note their own statistics, as micro-batches do.
         alike = history is not None
+        moved = _Moved(self.buffers)
 
         def compute(action: Action) -> None:
             job = jobs[action.stage, action.chunk]
             if action.kind is Kind.F:
-                with self._noting(action.chunk == first or not alike):
+                with moved.by(action.chunk, stays=action.chunk == first or not alike):
                     job.forward()
                 self.lose(job)
                 return
@@ -95,7 +96,7 @@ class Passes:
         passes = (True, False) if training else (True,)
         for forward in passes:
             messages.post(self._arrivals(len(self.chunks.scopes), forward))
-        numbers = tuple(self.codes)
+        numbers, moved = tuple(self.codes), _Moved(self.buffers)
         turns = [(stage, way) for way in passes for stage in (numbers if way else numbers[::-1])]
         for stage, forward in turns:
             mine = {chunk: job for (other, chunk), job in jobs.items() if other == stage}
@@ -104,7 +105,7 @@ class Passes:
             ended: set[int] = set()
 
             def compute(action: Action, lockstep: Lockstep = lockstep, ended: set[int] = ended) -> None:
-                with self._noting(action.chunk == 0):
+                with moved.by(action.chunk, stays=action.chunk == 0):
                     done = lockstep.advance(action.chunk)
                 if done:
                     ended.add(action.chunk)
@@ -241,14 +242,33 @@ class Passes:
             else:
                 job.returned(name, value)
 
+
+class _Moved:
+    """Buffers in one pass: each chunk moves them as if it were alone, and one chunk's stay."""
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = list(buffers)
+        self._before = self._copies()
+        self._own: dict[int, list[Tensor]] = {}
+
     @contextmanager
-    def _noting(self, notes: bool) -> Iterator[None]:
-        """Buffers are moved once an epoch, not by every chunk."""
-        before = [] if notes else [(buffer, buffer.clone()) for buffer in self.buffers]
+    def by(self, chunk: int, *, stays: bool) -> Iterator[None]:
+        """While a chunk runs, or a piece of it."""
+        if stays or not self._buffers:
+            yield
+            return
+        others = self._copies()
+        self._write(self._own.get(chunk, self._before))
         yield
+        self._own[chunk] = self._copies()
+        self._write(others)
+
+    def _copies(self) -> list[Tensor]:
+        return [buffer.clone() for buffer in self._buffers]
+
+    def _write(self, values: list[Tensor]) -> None:
         with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+            torch._foreach_copy_(self._buffers, values)
 
 
 @contextmanager

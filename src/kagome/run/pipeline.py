@@ -34,10 +34,10 @@ from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.chunking import chunked
 from kagome.run.engine import Phases
 from kagome.run.gradients import Gradients
-from kagome.run.guard import Epoch, Measured, guard_of
+from kagome.run.guard import Epoch, HistoryProbe, guard_of
 from kagome.run.holdings import held_by_chunks
 from kagome.run.job import Job, StageCode
-from kagome.run.ladder import EXACT, Probe, Rung
+from kagome.run.ladder import EXACT, LateProbe, Rung
 from kagome.run.offload import Offload
 from kagome.run.owners import Owners
 from kagome.run.passes import Jobs, Passes
@@ -254,7 +254,7 @@ class Pipeline:
             rung, guess = self.ways.ladder.rung, self._guess(epoch, kind)
             with self.ways.tally.aside():
                 lost = self._gradient(epoch, kind, EXACT)
-            self._say(self.ways.ladder.see(Probe(epoch, rung, *self._compared(guess))))
+            self._say(self.ways.ladder.see(LateProbe(epoch, rung, *self._compared(guess))))
         else:
             lost = self._gradient(epoch, kind, self.ways.rung(exact=kind == "exact"))
         self._say(self.ways.ladder.done(epoch))
@@ -334,7 +334,7 @@ class Pipeline:
         assert self.chunks.tables is not None
         assert self.guard is not None
         drift = self.chunks.tables.drift(self.mesh.world)
-        self._say(self.guard.see(Measured(epoch, *self._compared(guess), drift, self.guard.age)))
+        self._say(self.guard.see(HistoryProbe(epoch, *self._compared(guess), drift, self.guard.age)))
 
     def _lose(self, job: Job) -> None:
         """At the end of a job's forward: its loss, where its stage gives the output."""

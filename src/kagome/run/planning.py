@@ -5,7 +5,6 @@ Where it sits: it puts a ``Study`` together from settings, and a cluster from a 
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from kagome.errors import ModelError, PlanError
 from kagome.graph.data import load_data
 from kagome.graph.partition import Partition
 from kagome.graph.store import Meta
+from kagome.model.copies import copied
 from kagome.model.decouple import decouple
 from kagome.planner.cluster import GIB, Cluster
 from kagome.planner.meshes import Plans
@@ -191,7 +191,7 @@ def plan(
     )
     threads = torch.get_num_threads()
     try:
-        return planned(asked, lambda part, meta, channel: copy.deepcopy(model), data=data)
+        return planned(asked, lambda part, meta, channel: copied(model), data=data)
     finally:
         torch.set_num_threads(threads)
 

@@ -5,7 +5,6 @@ Where it sits: ``study`` scales them to parts; ``forecast`` does the same for me
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -25,6 +24,7 @@ from kagome.config import Parallel
 from kagome.errors import KagomeError
 from kagome.graph.partition import Partition, extract
 from kagome.model.calling import Calling
+from kagome.model.copies import copied
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
 from kagome.neighbors.crossing import Crossing
@@ -93,7 +93,7 @@ def epochs(
     """
 
     def run(way: Way) -> list[list[Epoch]]:
-        models = [copy.deepcopy(model).train() for _ in pieces]
+        models = [copied(model).train() for _ in pieces]
         group = LocalGroup(len(pieces), timeout=PATIENCE)
 
         def work(rank: int) -> list[Epoch]:

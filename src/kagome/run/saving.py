@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kagome.neighbors.intercept import Interception
 from kagome.run.chunking import Chunking
-from kagome.run.holdings import Kept, Ledger, add_scope, add_tables, restored
+from kagome.run.holdings import HeldTensor, Ledger, add_scope, add_tables, restored
 from kagome.run.offload import Offload
 
 WATCHED: Final = 2
@@ -40,7 +40,7 @@ class Saving:
         self.most: int | None = None
         """Bytes kept at once, at most; None where nothing was watched."""
         self._left = 0 if offload.moves else WATCHED
-        self._found: list[weakref.ref[Kept]] = []
+        self._found: list[weakref.ref[HeldTensor]] = []
         self._anyhow = Ledger(0, 0, chunks.scopes[0].device)
         self._anyhow.add("weights", (*model.parameters(), *model.buffers()))
 
@@ -65,7 +65,7 @@ class Saving:
         self._left = max(self._left - 1, 0)
         self._found = []
 
-    def _pack(self, tensor: Tensor) -> Kept:
-        kept = Kept(tensor)
+    def _pack(self, tensor: Tensor) -> HeldTensor:
+        kept = HeldTensor(tensor)
         self._found.append(weakref.ref(kept))
         return kept

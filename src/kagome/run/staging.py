@@ -77,17 +77,26 @@ class Steps:
     rows: Mapping[str, Seconds]
     kept: Mapping[str, int]
 
-    def staging(self, parallel: Parallel, rows: int) -> Staging:
-        """Cut them.
+    def staging(self, parallel: Parallel, part: Partition) -> Staging:
+        """Cut them, in the same way whichever part asks.
 
         Args:
             parallel: How many stages, ranks and chunks.
-            rows: Of a part.
+            part: One of the graph's; its share of rows and edges counts, not its own number.
 
         Raises:
-            ModelError: If there cannot be so many stages.
+            ModelError: If there cannot be so many stages, or if a layer cannot run in chunks.
         """
+        if self.survey.beyond and (parallel.chunks or 1) > 1 and parallel.cross_chunk != "drop":
+            raise ModelError(
+                f"chunks={parallel.chunks} read their neighbours' rows by the edges into them",
+                "a layer reads along edges the other way, or all vertices",
+                where=self.survey.beyond,
+                hint="--parallel.chunks 1, or another layer",
+            )
         chunks = parallel.chunks or 1
+        # Parts differ by some rows, and a hybrid's must be cut between the same steps.
+        rows, edges = (max(1, round(each / part.num_parts)) for each in (part.num_nodes, part.num_edges))
         forward, backward = (
             {name: chunks * call[way] + rows * self.rows[name][way] for name, call in self.calls.items()}
             for way in (0, 1)
@@ -101,6 +110,8 @@ class Steps:
             parallel.pipe * parallel.stages_per_rank,
             forward if apart else seconds,
             backward=backward if apart else None,
+            vertices=rows,
+            edges=edges,
             ranks=parallel.pipe,
         )
         return Staging(self.graph, self.survey, stages, seconds, self.kept)
@@ -126,7 +137,7 @@ def stage_model(
         As :func:`steps_of`.
     """
     steps = steps_of(model, part, world, parallel.layers, train, device)
-    return steps.staging(parallel, part.own.numel())
+    return steps.staging(parallel, part)
 
 
 def steps_of(

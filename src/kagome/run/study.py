@@ -349,7 +349,7 @@ def _steps(model: nn.Module, part: Partition, way: Way) -> Steps | None:
 def _cut(model: nn.Module, steps: Steps, part: Partition, graph: Graph, parallel: Parallel) -> Cut | None:
     """A model's layers over stages; None where it cannot be cut into so many."""
     try:
-        staging = steps.staging(parallel, part.own.numel())
+        staging = steps.staging(parallel, part)
     except KagomeError:
         return None
     spent = [sum(staging.seconds.get(step.name, 0.0) for step in stage.steps) for stage in staging.stages]

@@ -27,7 +27,7 @@ OTHERS: Final = (
 
 
 class Found(Protocol):
-    """What a probe found: see ``ladder.Probe`` and ``guard.Measured``."""
+    """What a probe found: see ``ladder.LateProbe`` and ``guard.HistoryProbe``."""
 
     @property
     def epoch(self) -> int:

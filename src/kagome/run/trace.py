@@ -5,7 +5,6 @@ Where it sits: ``check`` compares two traces. The ranks of a split are threads o
 
 from __future__ import annotations
 
-import copy
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from kagome.comm.local import LocalChannel, LocalGroup
 from kagome.errors import KagomeError, ModelError
 from kagome.graph.partition import Partition
 from kagome.model.calling import Calling
+from kagome.model.copies import copied
 from kagome.model.rules import apply_rules
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
@@ -174,7 +174,7 @@ def _split_of(
     fast: bool,
     tensor: int,
 ) -> list[Trace]:
-    copies = [copy.deepcopy(model) for _ in pieces]
+    copies = [copied(model) for _ in pieces]
 
     def work(channel: LocalChannel) -> Trace:
         part, mine = pieces[channel.rank], copies[channel.rank]
