@@ -269,7 +269,8 @@ class Train:
     metric: Metric = "auto"
     """What is reported; ``auto`` takes accuracy, or F1 (micro) for several labels a vertex."""
     check: bool = True
-    """Before training, compare split with whole on a small sample of the graph."""
+    """Before training, compare split with whole on a small sample of the graph, and refuse a run that is
+    foretold to want far more memory than is left."""
     save_every: int | None = None
     """Write a checkpoint each so many epochs (always one at the end and at SIGTERM)."""
     save_rows: bool = True

@@ -14,9 +14,10 @@ from torch_geometric.data import Data
 from training import CLASSES, FEATURES, QUIET, Gat, Gcn, graph, model, settings
 
 import kagome
-from kagome import Trainer, config
+from kagome import Parallel, Trainer, config
 from kagome.comm.channel import Channel
 from kagome.config import Train
+from kagome.errors import ModelError
 from kagome.graph.partition import split_all
 from kagome.graph.partitioners import assign
 from kagome.model.zoo import build_model
@@ -246,7 +247,8 @@ def test_a_model_that_fails_on_a_made_graph_trains_all_the_same() -> None:
 
 def warned(monkeypatch: pytest.MonkeyPatch, free: int | None, **given: Any) -> list[str]:
     monkeypatch.setattr(accounts, "available_bytes", lambda: free)
-    with Trainer(Gcn(), graph(), train=settings(), report=QUIET, **given) as trainer:
+    train = settings(check=given.pop("check", False))
+    with Trainer(Gcn(), graph(), train=train, report=QUIET, **given) as trainer:
         trainer.fit(1)
         return [note for note in trainer.notes if note.startswith("memory")]
 
@@ -261,11 +263,37 @@ def test_too_little_memory_is_said_with_both_numbers(monkeypatch: pytest.MonkeyP
     assert "--model.recompute" not in warned(monkeypatch, 2000, recompute=True)[1]
 
 
+def test_far_too_little_memory_ends_a_run_before_its_first_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match=r"will want at least .* more, but 2.00 kB are left") as refused:
+        warned(monkeypatch, 2000, check=True)
+    assert "the fullest is rank 0)" in str(refused.value)
+    assert "--train.no-check tries it all the same" in str(refused.value)
+    (need,) = (want.need for want in wants(monkeypatch, 2000))
+    assert len(warned(monkeypatch, round(need / 1.4), check=True)) == 2
+    moved = warned(monkeypatch, 2000, check=True, parallel=Parallel(activations="disk"))
+    assert len(moved) == 2
+
+
+def wants(monkeypatch: pytest.MonkeyPatch, free: int) -> list[Any]:
+    found: list[Any] = []
+    inner = accounts._too_much
+
+    def noted(*given: Any) -> list[Any]:
+        found[:] = inner(*given)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(accounts, "_too_much", noted)
+        warned(patch, free)
+    return found
+
+
 def test_a_place_s_ranks_are_counted_together() -> None:
     counts = split_counts(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1)[0]
     offers = [accounts.Account(counts, place, 100, True, None, 0) for place in ("a", "b", "a")]
     each = [Holdings(weights=1000, features=1000, activations=size) for size in (60, 90, 60)]
-    (said,) = accounts._too_much(each, offers, recomputes=False)
+    (want,) = accounts._too_much(each, offers)
+    said = want.text(recomputes=False)
     assert said.startswith("memory: 2 ranks on a will want at least 120 B more, and 100 B are left")
 
 

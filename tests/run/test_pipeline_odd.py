@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from torch_geometric.data import Data
 from training import CLASSES, FEATURES, QUIET, settings
 
 from kagome import Parallel, Trainer
+from kagome.available import available_bytes
 from kagome.comm.channel import Channel
 from kagome.errors import KagomeError
+from kagome.run import accounts
 
 EXACT = {"cross_chunk": "exact"}
 HISTORY = {"cross_chunk": "history", "guard": False}
@@ -75,7 +78,10 @@ def refused(channel: Channel, how: str) -> Any:
         rest = {"recompute": True}
     elif how == "mean":
         rest = {"loss": nn.CrossEntropyLoss()}
-    return told(mine, data(), 2, parallel, train={"timeout": 10.0}, **rest)
+    left = 2000 if how == "memory" else available_bytes()
+    with mock.patch.object(accounts, "available_bytes", return_value=left):
+        train = {"timeout": 10.0, "check": how == "memory"}
+        return told(mine, data(), 2, parallel, train=train, **rest)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +92,11 @@ def refused(channel: Channel, how: str) -> Any:
         ("product", 4, ["ConfigError", "pipe=3 x graph=2 needs 6 ranks", "there are 4"]),
         ("trace", 2, ["ModelError", "if x.sum() < 1e9", "layers"]),
         *((how, 2, ["ModelError", "chunks=2 read their neighbours' rows", "(module_1"]) for how in ODD),
+        (
+            "memory",
+            2,
+            ["ModelError", "2 ranks on", "want at least", "2.00 kB are left", "stage "],
+        ),
         ("recompute", 2, ["ConfigError", "model.recompute", "pipe=2", "chunks=2"]),
         ("mean", 2, ["ConfigError", 'reduction="none"']),
     ],

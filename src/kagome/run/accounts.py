@@ -20,6 +20,7 @@ from torch_geometric.data import Data
 from kagome import config
 from kagome.available import available_bytes
 from kagome.comm.channel import Channel
+from kagome.errors import ModelError
 from kagome.graph.choice import choose
 from kagome.graph.partition import Partition
 from kagome.graph.partitioners import assign
@@ -37,6 +38,8 @@ from kagome.run.stage_forecast import Share, held_by_stages, share_of
 
 MANY = 8
 """Slices; what more of them hold is told from two and four."""
+BEYOND = 1.5
+"""So many times what is left is not tried: a forecast is off by a tenth or two."""
 
 
 class Account(NamedTuple):
@@ -75,6 +78,9 @@ class Accounts:
 
         Returns:
             What to say: how much the fullest rank will hold, and where that is more than there is.
+
+        Raises:
+            ModelError: If it is far more (``train.check``), and activations are not to be moved elsewhere.
 
         Cost:
             On rank 0 that of :func:`kagome.run.forecast.rates_of`; some numbers from every rank.
@@ -123,7 +129,15 @@ class Accounts:
             for one, team in zip(offers, teams, strict=True)
         ]
         self.predicted = held[channel.rank]
-        return (_said(held, rates), *_too_much(held, offers, recomputes=recomputes or share is not None))
+        moved = parallel.activations in ("host", "disk") or (
+            parallel.activations == "auto" and channel.device.type == "cuda"
+        )
+        wants = _too_much(held, offers)
+        far = [want for want in wants if want.need > BEYOND * want.left]
+        if far and train.check and not moved:
+            raise far[0].refusal(parallel, recomputes=recomputes or share is not None)
+        told = [want.text(recomputes=recomputes or share is not None) for want in wants]
+        return (_said(held, rates), *told)
 
     def told(self, best: Mapping[str, Tensor] | None, memory: Memory) -> tuple[int, dict[str, Any]]:
         """Its measured peak; what it holds now, with what the first forward kept, beside what was predicted.
@@ -223,20 +237,68 @@ def _place(device: torch.device) -> tuple[str, int | None]:
     return host, available_bytes()
 
 
-def _too_much(held: Sequence[Holdings], offers: Sequence[Account], *, recomputes: bool) -> tuple[str, ...]:
-    """A sentence for each place whose ranks will want more than is left there."""
-    said = []
+@dataclass(frozen=True)
+class _Want:
+    """A place whose ranks will want more than is left there.
+
+    Args:
+        place: Host, and device where it is none of the host's.
+        ranks: Those there.
+        full: The one that will want most.
+        need: Bytes that all of them will want.
+        left: Bytes that are left.
+    """
+
+    place: str
+    ranks: Sequence[int]
+    full: int
+    need: int
+    left: int
+
+    @property
+    def asked(self) -> str:
+        """Who wants how much."""
+        count = len(self.ranks)
+        return (
+            f"{count} rank{'s' if count > 1 else ''} on {self.place} will want at least "
+            f"{bytes_text(self.need)} more"
+        )
+
+    def text(self, *, recomputes: bool) -> str:
+        """A sentence."""
+        return f"memory: {self.asked}, and {bytes_text(self.left)} are left: try {_less(recomputes)}"
+
+    def refusal(self, parallel: config.Parallel, *, recomputes: bool) -> ModelError:
+        """The same as an error."""
+        stage = (
+            f", stage {self.full // (parallel.graph or 1) // parallel.tensor}" if parallel.pipe > 1 else ""
+        )
+        return ModelError(
+            self.asked,
+            f"{bytes_text(self.left)} are left",
+            where=f"the fullest is rank {self.full}" + (f", stage {stage}" if parallel.pipe > 1 else ""),
+            hint=f"{_less(recomputes)}; --train.no-check tries it all the same",
+        )
+
+
+def _less(recomputes: bool) -> str:
+    again = "" if recomputes else "--model.recompute, "
+    return f"more ranks on other machines, {again}or a smaller --model.hidden"
+
+
+def _too_much(held: Sequence[Holdings], offers: Sequence[Account]) -> list[_Want]:
+    """Each place whose ranks will want more than is left there."""
+    wants = []
     for place in dict.fromkeys(offer.place for offer in offers):
         ranks = [rank for rank, offer in enumerate(offers) if offer.place == place]
         left = [offer.free for offer in offers if offer.place == place and offer.free is not None]
         # Features, edges and weights are there already, and are no part of what is left.
-        need = sum(one.total - one.features - one.edges - one.weights for one in (held[r] for r in ranks))
-        if not left or need <= min(left):
-            continue
-        again = "" if recomputes else "--model.recompute, "
-        said.append(
-            f"memory: {len(ranks)} rank{'s' if len(ranks) > 1 else ''} on {place} will want at least "
-            f"{bytes_text(need)} more, and {bytes_text(min(left))} are left: try more ranks on other "
-            f"machines, {again}or a smaller --model.hidden"
-        )
-    return tuple(said)
+        needs = {rank: held[rank].total - _there(held[rank]) for rank in ranks}
+        if left and sum(needs.values()) > min(left):
+            full = max(ranks, key=lambda rank: needs[rank])
+            wants.append(_Want(place, ranks, full, sum(needs.values()), min(left)))
+    return wants
+
+
+def _there(held: Holdings) -> int:
+    return held.features + held.edges + held.weights
