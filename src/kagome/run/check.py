@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from kagome.graph.partition import Partition, split_all
 from kagome.model.copies import copied
 from kagome.model.exact import HANDLERS
 from kagome.neighbors.install import forget
+from kagome.run.drawn import Bias
 from kagome.run.sample import cast, take_sample
 from kagome.run.trace import DRAWS, Trace, WholeFailedError, no_draw, split_of, whole_of
 
@@ -31,6 +33,9 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 
 FLOAT32_INSIDE = 1e-5
 """Up to this a float64 difference may come from a cast to float32 in the model: float32 then decides."""
+
+VERTICES: Final = 200
+"""Of the sample that is checked."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def check(
     data: Data | Partition,
     *,
     parts: int = 3,
-    vertices: int = 200,
+    vertices: int = VERTICES,
     seed: int = 0,
     tensor: int = 1,
     fast: bool = True,
@@ -174,6 +179,7 @@ def check_on_first(
 
     Raises:
         CheckError: If split and whole differ.
+        ModelError: If a layer's messages of drawn rows are not right on the mean (``halo_sample``).
     """
     if channel.size == 1 and (settings.parallel.chunks or 1) == 1:
         return ()
@@ -186,6 +192,8 @@ def check_on_first(
             parts, tensor = (4, 2) if cut.tensor > 1 and both else (3, 3 if cut.tensor > 1 else 1)
             fast = settings.model.fast
             result = check(model, part, seed=seed, parts=parts, tensor=tensor, fast=fast)
+            if cut.halo_sample < 1:
+                result = biased(model, part, cut.halo_sample, seed) or result
         except KagomeError as error:
             result = error
     found = channel.gather_objects(result, "check of the model")[0]
@@ -194,6 +202,15 @@ def check_on_first(
     assert isinstance(found, CheckResult)
     found.raise_if_different()
     return (f"check: {found.text()}",)
+
+
+def biased(model: nn.Module, part: Partition, share: float, seed: int) -> ModelError | None:
+    """Why rows cannot be drawn for a model; None where they can."""
+    sample = take_sample(part, VERTICES, seed)
+    whole = split_all(sample, torch.zeros(int(sample.num_nodes or 0), dtype=torch.int64), 1)[0]
+    with Bias(twin_of(model), share) as bias:
+        whole_of(bias.model, whole, seed)
+    return bias.refusal()
 
 
 def twin_of(model: nn.Module) -> nn.Module:
