@@ -28,12 +28,11 @@ from kagome.report.holdings import Holdings, fullest, side_by_side
 from kagome.report.meters import Memory
 from kagome.report.units import bytes_text
 from kagome.run.counts import Counts, Team, counts_of, split_counts
-from kagome.run.engine import Engine
 from kagome.run.forecast import Rates, Way, rates_of
-from kagome.run.holdings import measure
 from kagome.run.pipeline import Pipeline
 from kagome.run.rates import crossing
 from kagome.run.ready import materialise
+from kagome.run.runner import Runner
 from kagome.run.stage_forecast import Share, held_by_stages, share_of
 
 MANY = 8
@@ -68,7 +67,7 @@ class Accounts:
         settings: Of the run.
     """
 
-    engine: Engine | Pipeline
+    engine: Runner
     optimizer: Optimizer
     settings: config.Run
     predicted: Holdings | None = None
@@ -87,17 +86,13 @@ class Accounts:
         """
         train, engine = self.settings.train, self.engine
         parallel = self.settings.parallel.fit(channel.size)
-        scope, share, recomputes = (
-            (engine.chunks.scopes[0], share_of(engine, self.optimizer), False)
-            if isinstance(engine, Pipeline)
-            else (engine.scope, None, engine.recompute)
-        )
+        share = share_of(engine, self.optimizer) if isinstance(engine, Pipeline) else None
         tensor, rates, crosses = parallel.tensor, None, None
         if channel.rank == 0:
             way = Way(
                 several=channel.size > 1 or (parallel.chunks or 1) > 1,
-                fast=scope.fast,
-                recompute=recomputes,
+                fast=engine.fast,
+                recompute=engine.recompute,
                 amp=train.amp == "bf16",
                 seed=train.seed,
             )
@@ -135,8 +130,8 @@ class Accounts:
         wants = _too_much(held, offers)
         far = [want for want in wants if want.need > BEYOND * want.left]
         if far and train.check and not moved:
-            raise far[0].refusal(parallel, recomputes=recomputes or share is not None)
-        told = [want.text(recomputes=recomputes or share is not None) for want in wants]
+            raise far[0].refusal(parallel, recomputes=engine.recompute or share is not None)
+        told = [want.text(recomputes=engine.recompute or share is not None) for want in wants]
         return (_said(held, rates), *told)
 
     def told(self, best: Mapping[str, Tensor] | None, memory: Memory) -> tuple[int, dict[str, Any]]:
@@ -148,17 +143,7 @@ class Accounts:
         """
         engine, device = self.engine, self.engine.channel.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.peak()
-        if isinstance(engine, Pipeline):
-            return peak, side_by_side(self.predicted, engine.held(self.optimizer, best).beside(peak))
-        held = measure(
-            engine.scope,
-            engine.model,
-            self.optimizer,
-            engine.saved,
-            best=best,
-            beside=[engine.train_rows],
-        )
-        return peak, side_by_side(self.predicted, held.beside(peak))
+        return peak, side_by_side(self.predicted, engine.held(self.optimizer, best).beside(peak))
 
 
 def _crossing(model: nn.Module, part: Partition, way: Way) -> tuple[float, float] | None:

@@ -28,15 +28,25 @@ from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
 from kagome.neighbors.recall import NOTHING
 from kagome.neighbors.recompute import recompute
+from kagome.report.holdings import Holdings
 from kagome.run.agreement import agreement, products
 from kagome.run.ahead import Ahead, Forward
 from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.gradients import Gradients
-from kagome.run.holdings import Saved
+from kagome.run.holdings import Saved, measure
 from kagome.run.ladder import EXACT, Ladder, LateProbe, Rung
 from kagome.run.offload import Offload
 from kagome.run.tally import Tally
-from kagome.run.task import Loss, check_finite, check_rows, checked_loss, columns, draws_of, row_sum
+from kagome.run.task import (
+    Loss,
+    check_finite,
+    check_rows,
+    checked_loss,
+    columns,
+    draws_of,
+    row_sum,
+    unmoved,
+)
 
 
 class Phases(Protocol):
@@ -130,6 +140,16 @@ class Engine:
     def inputs(self) -> Mapping[str, Tensor]:
         """What the model is given of own rows and edges."""
         return self.scope.inputs
+
+    @property
+    def fast(self) -> bool:
+        """Whether messages are put off and reduced by kernels; a forward that cannot be turns it off."""
+        return self.scope.fast
+
+    def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Holdings:
+        """What this rank holds, and what the first forward kept."""
+        beside = [self.train_rows]
+        return measure(self.scope, self.model, optimizer, self.saved, best=best, beside=beside)
 
     def join_weights(self) -> None:
         """Give this rank's model all weights: it has them."""
@@ -229,12 +249,10 @@ class Engine:
 
     def _probed(self, epoch: int, stop: bool) -> tuple[float, float]:
         """The exact gradient, after that of rows that cross as they would have."""
-        rung, buffers = self.ladder.rung, [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        self._gradient(epoch, stop, rung)
+        rung = self.ladder.rung
+        with unmoved(self.model.buffers()):
+            self._gradient(epoch, stop, rung)
         guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
-        with torch.no_grad():
-            for buffer, before in buffers:  # an epoch moves them once
-                buffer.copy_(before)
         with self.tally.aside():
             found = self._gradient(epoch, stop, EXACT)
         squares = products(zip(self.gradients.parameters, guess, strict=True)).tolist()

@@ -13,12 +13,13 @@ from kagome.errors import ConfigError
 from kagome.graph.partition import Partition
 from kagome.run.engine import Engine, Phases
 from kagome.run.pipeline import Pipeline
+from kagome.run.runner import Runner
 from kagome.run.task import Loss
 
 
 def engine_for(
     model: nn.Module, part: Partition, mesh: Mesh, *, settings: config.Run, loss: Loss, phases: Phases
-) -> Engine | Pipeline:
+) -> Runner:
     """The engine that a mesh and its chunks need.
 
     Raises:

@@ -28,6 +28,7 @@ from kagome.neighbors.current import Current
 from kagome.neighbors.install import install
 from kagome.neighbors.recall import NOTHING, Recall
 from kagome.report.holdings import Holdings
+from kagome.run import task
 from kagome.run.agreement import agreement
 from kagome.run.ahead import Ahead
 from kagome.run.carried import Carried, Layout, Told, said_of
@@ -44,7 +45,6 @@ from kagome.run.passes import Jobs, Passes
 from kagome.run.saving import Saving
 from kagome.run.staging import needed, stage_model
 from kagome.run.tally import Found
-from kagome.run.task import Loss, check_finite, check_rows, checked_loss, columns, draws_of, row_sum
 from kagome.run.undo import Undo
 from kagome.run.ways import Ways
 
@@ -74,12 +74,13 @@ class Pipeline:
         *,
         parallel: Parallel,
         settings: Train,
-        loss: Loss,
+        loss: task.Loss,
         phases: Phases,
         fast: bool = True,
     ) -> None:
         self.model, self.mesh, self.parallel, self.settings = model, mesh, parallel, settings
         self.loss, self.phases, self.channel = loss, phases, mesh.graph
+        self.fast, self.recompute = fast, False
         device = mesh.device
         self.staging = stage_model(model, part, mesh.world, parallel, settings, device)
         self.mine = [stage for stage in self.staging.stages if stage.rank == mesh.stage]
@@ -265,7 +266,7 @@ class Pipeline:
             mine, action = mine.to(self.mesh.device), f"loss, epoch {epoch}"
             value, stops, *moved = self.mesh.world.all_reduce(mine, action=action, kind="weights").tolist()
         self.ways.crossing.moved(sum(moved) / self.mesh.size)
-        check_finite(value, epoch)
+        task.check_finite(value, epoch)
         if self.guard is not None:
             turn = self.guard.done(kind, value)
             self._say(turn.text)
@@ -279,11 +280,8 @@ class Pipeline:
 
     def _guess(self, epoch: int, kind: Epoch) -> list[Tensor | None]:
         """The gradient of an epoch as it would have been; buffers stay."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.owners.buffers]
-        self._gradient(epoch, kind, self.ways.ladder.rung)
-        with torch.no_grad():
-            for buffer, before in buffers:  # an epoch moves them once
-                buffer.copy_(before)
+        with task.unmoved(self.owners.buffers):
+            self._gradient(epoch, kind, self.ways.ladder.rung)
         return [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
 
     def _gradient(self, epoch: int, kind: Epoch, rung: Rung) -> float:
@@ -291,7 +289,7 @@ class Pipeline:
         for parameter in self.model.parameters():
             parameter.grad = None
         with (
-            draws_of(self.settings.seed, epoch),
+            task.draws_of(self.settings.seed, epoch),
             self.ways.using(rung),
             self.gradients.during((), f"sum of gradients, epoch {epoch}"),
         ):
@@ -348,8 +346,8 @@ class Pipeline:
             return
         y = job.scope.inputs["y"][rows]
         if not self._checked and rows.numel() > 1:
-            checked_loss(self.loss, out[rows].detach(), y)
-        lost = row_sum(self.loss(out[rows], y)) / max(self.train_count, 1)
+            task.checked_loss(self.loss, out[rows].detach(), y)
+        lost = task.row_sum(self.loss(out[rows], y)) / max(self.train_count, 1)
         job.lost = float(lost.detach())
         job.roots.append((lost, None))
 
@@ -358,7 +356,7 @@ class Pipeline:
         name = job.code.stage.output
         if name is None:
             return None
-        out = check_rows(job.outs[name], job.scope.own, self.mesh.rank)
+        out = task.check_rows(job.outs[name], job.scope.own, self.mesh.rank)
         return out.float() if self.settings.amp == "bf16" else out
 
     def _cast(self) -> AbstractContextManager[object]:
@@ -397,4 +395,4 @@ class Pipeline:
             kind = torch.float32 if self.settings.amp == "bf16" else value.dtype
             out = torch.empty(own, *value.shape, dtype=kind, device=self.mesh.device)
         out = self.mesh.pipe.broadcast(out, self.parallel.pipe - 1, action=f"scores, epoch {epoch}")
-        return columns(out)
+        return task.columns(out)

@@ -7,7 +7,7 @@ they pass in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
@@ -227,6 +227,16 @@ def draws_of(seed: int, epoch: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed((seed * 1_000_003 + epoch) % 2**63)
         yield
+
+
+@contextmanager
+def unmoved(buffers: Iterable[Tensor]) -> Iterator[None]:
+    """Buffers are afterwards as they were: what is computed twice moves them once."""
+    before = [(buffer, buffer.clone()) for buffer in buffers]
+    yield
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
 
 
 def columns(out: Tensor) -> Tensor:

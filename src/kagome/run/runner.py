@@ -1,0 +1,94 @@
+"""Runner: what trains a rank's share, whichever way the work is split.
+
+Where it sits: ``trainer`` drives one; ``engine.Engine`` runs the whole model on a part at once,
+``pipeline.Pipeline`` some of its layers over the part's chunks. ``engines`` chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kagome.comm.channel import Channel
+from kagome.neighbors.crossing import Crossing
+from kagome.report.holdings import Holdings
+from kagome.run.ahead import Ahead
+from kagome.run.carried import Carried, Told
+
+
+class Runner(Protocol):
+    """One rank's model, ready to train. Every method but ``take_*`` is called by all ranks."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module."""
+
+    @property
+    def channel(self) -> Channel:
+        """The other parts."""
+
+    @property
+    def crossing(self) -> Crossing:
+        """How rows come from them."""
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]:
+        """Labels and masks of own rows, and more."""
+
+    @property
+    def ahead(self) -> Ahead:
+        """Whether an evaluation may be the next epoch's forward."""
+
+    @property
+    def fast(self) -> bool:
+        """Whether messages are put off and reduced by kernels."""
+
+    @property
+    def recompute(self) -> bool:
+        """Whether layers run again in backward."""
+
+    def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:
+        """One weight update: the mean loss before it; whether any rank was asked to stop."""
+
+    def look_ahead(self, epoch: int) -> Tensor | None:
+        """Scores of own rows from the forward of the coming epoch; None where it tells none."""
+
+    def evaluate(self, epoch: int) -> Tensor:
+        """Scores of own rows with dropout off, exact."""
+
+    def join_weights(self) -> None:
+        """Give the model the weights of all stages."""
+
+    def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
+        """Weights, the optimizer's state and the best weights of all stages, for a block."""
+
+    def carried(self, epoch: int) -> Carried:
+        """What the epoch after this one may read of it."""
+
+    def resumed(self, optimizer: Optimizer, told: Told) -> str:
+        """Go on from a checkpoint whose weights the model has; how it does."""
+
+    def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Holdings:
+        """What this rank holds between epochs, and what autograd keeps within one."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the summary is told of what crossed."""
+
+    def sum_up(self) -> tuple[str, ...]:
+        """What there is to say at the end of a run."""
+
+    def take_notes(self) -> tuple[str, ...]:
+        """What there is to say since the last call."""
+
+    def take_uncoded(self) -> Mapping[str, int]:
+        """Bytes that this rank would have sent without codecs since the last call, by kind."""
+
+    def taken_off(self) -> AbstractContextManager[None]:
+        """The model as it was given, for a block."""
+
+    def close(self) -> None:
+        """Leave the model as it was given."""
