@@ -13,13 +13,13 @@ from torch import nn
 
 from kagome.comm.channel import Channel
 from kagome.config import Parallel, Run
-from kagome.errors import ConfigError
 from kagome.graph.data import load_data
 from kagome.graph.partition import Partition
 from kagome.graph.store import Meta
 from kagome.model.decouple import decouple
 from kagome.run.accounts import foresee_split
 from kagome.run.check import CheckResult, check
+from kagome.run.engines import refuse_slices_by_pyg
 from kagome.run.ready import few_rows, materialise
 from kagome.run.source import from_data
 
@@ -52,12 +52,7 @@ def checked(
         ModelError: If the model fails on the sample, or cannot be decoupled.
     """
     cut, seed = settings.parallel, settings.train.seed
-    if cut.tensor > 1 and not settings.model.fast:
-        raise ConfigError(
-            f"tensor={cut.tensor} sums columns by kernels",
-            "model.fast=False leaves them out",
-            hint="leave it out, or graph instead of tensor",
-        )
+    refuse_slices_by_pyg(settings, torch.device("cpu"))
     alone = Channel(None, "cpu")
     part, meta = from_data(load_data(settings.data), alone, method="contiguous", seed=0)
     torch.manual_seed(seed)

@@ -5,6 +5,7 @@ Where it sits: ``trainer`` asks for one; both have the same face.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from kagome import config
@@ -27,7 +28,7 @@ def engine_for(
         ModelError: If the model cannot be run so.
     """
     parallel = settings.parallel.fit(mesh.size)
-    _refuse_slices_by_pyg(parallel, settings, mesh)
+    refuse_slices_by_pyg(settings, mesh.device)
     if settings.model.recompute and parallel.activations in ("host", "disk"):
         raise ConfigError(
             f"parallel.activations={parallel.activations!r} moves what layers save for backward",
@@ -65,12 +66,16 @@ def engine_for(
     )
 
 
-def _refuse_slices_by_pyg(parallel: config.Parallel, settings: config.Run, mesh: Mesh) -> None:
-    """Feature slices are sums by kernels; where PyG's own gather and scatter run there would be none."""
-    bare = settings.train.amp == "bf16" and mesh.device.type == "cpu"
-    if parallel.tensor > 1 and (bare or not settings.model.fast):
+def refuse_slices_by_pyg(settings: config.Run, device: torch.device) -> None:
+    """Feature slices are sums by kernels; where PyG's own gather and scatter run there would be none.
+
+    Raises:
+        ConfigError: If features are to be sliced there.
+    """
+    tensor, bare = settings.parallel.tensor, settings.train.amp == "bf16" and device.type == "cpu"
+    if tensor > 1 and (bare or not settings.model.fast):
         raise ConfigError(
-            f"tensor={parallel.tensor} sums columns by kernels",
+            f"tensor={tensor} sums columns by kernels",
             "train.amp='bf16' has none on a CPU" if bare else "model.fast=False leaves them out",
             hint="leave it out, or graph instead of tensor",
         )
