@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kagome.comm.codec import BITS, FINER, Codec
+from kagome.comm import codec as comm_codec
+from kagome.comm.codec import BITS, FINER, SHEETS, Codec
 from kagome.config import CodecName
 from kagome.errors import ModelError
 
@@ -69,6 +72,39 @@ def test_one_bit_is_23_times_fewer_bytes_and_more() -> None:
         for rows in (8, 1000):
             message = message_of(Codec("onebit"), torch.randn(rows, width))
             assert message.numel() * times <= rows * width * 4
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 3000),
+    st.integers(1, 300),
+    st.sampled_from(ALL),
+    st.sampled_from(TYPES),
+    st.integers(1, 9999),
+)
+def test_sheets_have_all_rows_and_the_bytes_of_one(
+    rows: int, width: int, name: CodecName, dtype: torch.dtype, least: int
+) -> None:
+    with mock.patch.object(comm_codec, "LEAST_SHEET", least):
+        found = Codec(name).sheets(rows, width, dtype)
+    assert 1 <= len(found) <= SHEETS
+    assert sum(found) == rows
+    assert all(count > 0 for count in found) or rows == 0
+    sizes = [Codec(name).size(count, width, dtype) for count in found]
+    assert sum(sizes) == Codec(name).size(rows, width, dtype)
+    assert len(found) == 1 or sum(sizes) >= 2 * least
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_sheets_restore_what_one_does(name: CodecName) -> None:
+    rows, codec, stamps = torch.randn(200, 9), Codec(name), torch.arange(200) * 7
+    whole = restored(codec, message_of(codec, rows, stamps=stamps), rows)
+    with mock.patch.object(comm_codec, "LEAST_SHEET", 64):
+        counts = codec.sheets(200, 9, torch.float32)
+    assert len(counts) == SHEETS
+    cut = (each.split(counts) for each in (rows, stamps, whole))
+    for some, stamp, expected in zip(*cut, strict=True):
+        assert torch.equal(restored(codec, message_of(codec, some, stamps=stamp), some), expected)
 
 
 def test_names() -> None:

@@ -16,34 +16,42 @@ from kagome.errors import ModelError
 WORLDS = [1, 2, 3, 4]
 
 
+def sheets(sender: int, receiver: int) -> list[int]:
+    """Bytes of each sheet: of some letters none, of some one sheet alone has any."""
+    some = (sender * 5 + receiver * 3 + 1) % 4
+    return [40_000 * some, 10_000 * (some // 2), 7 * (some // 3)]
+
+
 def size(sender: int, receiver: int) -> int:
-    return (sender * 5 + receiver * 3 + 1) % 4 * 50_000
+    return sum(sheets(sender, receiver))
 
 
 def letter(sender: int, receiver: int) -> Tensor:
-    return torch.full((size(sender, receiver),), 10 * sender + receiver, dtype=torch.uint8)
+    counts, value = sheets(sender, receiver), 10 * sender + receiver
+    filled = [torch.full((count,), 60 * sheet + value) for sheet, count in enumerate(counts)]
+    return torch.cat(filled).to(torch.uint8)
 
 
 def crossed(channel: Any) -> None:
     me, world = channel.rank, range(channel.size)
-    written: list[int] = []
+    written: list[tuple[int, int]] = []
 
-    def write(peer: int, place: Tensor) -> None:
-        written.append(peer)
-        place.copy_(letter(me, peer))
+    def write(peer: int, sheet: int, place: Tensor) -> None:
+        written.append((peer, sheet))
+        place.copy_(letter(me, peer).split(sheets(me, peer))[sheet])
 
-    sizes, expected = [size(me, peer) for peer in world], [size(peer, me) for peer in world]
+    sizes, expected = [sheets(me, peer) for peer in world], [sheets(peer, me) for peer in world]
     for _ in range(3):
         written.clear()
         begun = channel.start_bytes(write, sizes, expected, action="letters", header=(0, 1, 2, 3, 4))
-        assert sorted(written) == [peer for peer in world if sizes[peer]]
-        come = {}
-        for peer, part in begun.parts(expected):
-            assert peer not in come
-            come[peer] = part.clone()
+        assert sorted(written) == [(p, k) for p in world for k, count in enumerate(sizes[p]) if count]
+        come: dict[int, list[Tensor]] = {}
+        for peer, sheet, part in begun.parts(expected):
+            assert sheet == len(come.setdefault(peer, []))
+            come[peer].append(part.clone())
         assert sorted(come) == list(world)
-        for peer, part in come.items():
-            assert torch.equal(part, letter(peer, me))
+        for peer, parts in come.items():
+            assert torch.equal(torch.cat(parts), letter(peer, me))
         assert torch.equal(begun.wait(), torch.cat([letter(peer, me) for peer in world]))
 
 
@@ -85,27 +93,28 @@ def test_what_comes_later_is_written_while_the_first_travels():
     wire = object.__new__(Wire)
     wire.group, wire.lane, wire.shelf, wire.gloo = Group(events), 0, None, True  # type: ignore[assignment]
     wire.rank, wire.size, wire._count = 0, 4, 0
-    sent = [torch.zeros(count, dtype=torch.uint8) for count in (0, 1, 0, 2)]
-    come = [torch.zeros(1, dtype=torch.uint8) for _ in range(4)]
+    sent = [[torch.zeros(n, dtype=torch.uint8) for n in each] for each in ((0, 0), (1, 1), (0, 0), (2, 0))]
+    come = [[torch.zeros(n, dtype=torch.uint8) for n in (1, peer // 3)] for peer in range(4)]
 
-    def fill(peer: int) -> None:
-        events.append(f"write {peer}")
-        sent[peer].fill_(peer)
+    def fill(peer: int, sheet: int) -> None:
+        events.append(f"write {peer}.{sheet}")
+        sent[peer][sheet].fill_(10 * peer + sheet)
 
     for _, begin in wire.post(sent, come, fill):
         begin()
     assert events == [
-        "receive 3", "receive 2", "receive 1", "write 1", "send 1: [1]", "write 3", "send 3: [3, 3]"
-    ]  # fmt: skip
+        *("receive 3", "receive 2", "receive 1", "receive 3"),
+        *("write 1.0", "send 1: [10]", "write 3.0", "send 3: [30, 30]", "write 1.1", "send 1: [11]"),
+    ]
 
 
 def broken_off(channel: Channel) -> None:
-    def write(peer: int, place: Tensor) -> None:
-        if peer != channel.rank:
+    def write(peer: int, sheet: int, place: Tensor) -> None:
+        if peer != channel.rank and sheet == 1:
             raise ModelError("numbers that can be written", "others")
 
     with pytest.raises(ModelError, match="can be written"):
-        channel.start_bytes(write, [3] * channel.size, [3] * channel.size, action="letters")
+        channel.start_bytes(write, [[3, 2, 0]] * channel.size, [[3, 2, 0]] * channel.size, action="letters")
     crossed(channel)  # nothing of it is left
 
 

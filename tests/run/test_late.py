@@ -17,6 +17,7 @@ from torch import Tensor
 from training import QUIET, losses, settings
 
 from kagome import Parallel, Trainer
+from kagome.comm import codec
 from kagome.comm.channel import Channel
 from kagome.errors import ModelError
 from kagome.neighbors.crossing import DRIFTED, Crossing
@@ -194,6 +195,32 @@ def test_one_rank_trains_as_it_does_without_settings(ranks, parallel):
     one, other = (ranks(1, trained, "gcn", given, 3, 0.4)[0] for given in (parallel, {}))
     same_bits(one, other)
     assert one["max_age"] == 0
+
+
+def on_sheets(channel: Channel, *given: Any) -> dict[str, Any]:
+    """Letters of as many sheets as there may be."""
+    with mock.patch.object(codec, "LEAST_SHEET", 16):
+        return trained(channel, *given)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"codec": "onebit", "max_age": 1},
+        {"codec": "int4", "codec_backward": "bf16", "error_feedback": True},
+        {"codec": "int4", "adaptive_bits": True},
+        {"codec": "int2", "tensor": 2},
+    ],
+    ids=lambda parallel: " ".join(map(str, parallel.values())),
+)
+def test_sheets_change_no_bit(ranks, parallel, shared):
+    """Neither to ranks of this host, which read in memory, nor to others."""
+    given = {**parallel, "guard": False, "shared_memory": shared}
+    few, many = (ranks(2, run, "sage", given, 4) for run in (trained, on_sheets))
+    for one, other in zip(few, many, strict=True):
+        same_bits(one, other)
+        assert one["bytes"] == other["bytes"]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kagome.comm import letters, summing
 from kagome.comm.end import End
-from kagome.comm.pending import Pending, Sending
+from kagome.comm.pending import Pending, Sending, Sheets
 from kagome.comm.summing import PendingSum
 from kagome.comm.traffic import KINDS, Kind
 from kagome.comm.trip import Trip
@@ -349,20 +349,23 @@ class Channel(End):
         recv_counts: Sequence[int],
         action: str,
         kind: Kind,
-        fill: Callable[[int], None] | None = None,
+        fill: Callable[[int, int], None] | None = None,
+        sheets: tuple[Sheets, Sheets] | None = None,
     ) -> Pending:
         """Post one part a peer; parts are contiguous, on the wire's device, and alike in trailing shape.
 
-        With ``fill`` each is written only before it goes.
+        With ``fill`` each is written only before it goes. With ``sheets`` those that go to a peer, and those
+        that come from it, are messages of so many bytes.
         """
         received = parts[0].new_empty((sum(recv_counts), *parts[0].shape[1:]))
         slots = torch.split(received, list(recv_counts))
         if fill is not None:
-            fill(self.rank)
+            fill(self.rank, 0)
         slots[self.rank].copy_(parts[self.rank])
         pending = Pending(received, self, action, kind, kept=parts)
         self._add(kind, sum(part.nbytes for peer, part in enumerate(parts) if peer != self.rank))
-        sent, come = [_as_bytes(part) for part in parts], [_as_bytes(slot) for slot in slots]
+        out, into = sheets or ([(part.nbytes,) for part in parts], [(slot.nbytes,) for slot in slots])
+        sent, come = _cut(parts, out), _cut(slots, into)
         assert self._wire is not None
         try:
             for peer, begin in self._wire.post(sent, come, fill):
@@ -378,6 +381,10 @@ class Channel(End):
             raise fault from error.with_traceback(None)
         pending.begun = time.monotonic()  # posting hid nothing
         return pending
+
+
+def _cut(tensors: Sequence[Tensor], sheets: Sheets) -> list[Sequence[Tensor]]:
+    return [_as_bytes(each).split(list(sizes)) for each, sizes in zip(tensors, sheets, strict=True)]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

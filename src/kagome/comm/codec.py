@@ -35,6 +35,10 @@ CASTS: Final[dict[CodecName, torch.dtype]] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+SHEETS: Final = 4
+"""Of the rows for one peer: while one travels the next is coded, and the one before restored over there."""
+LEAST_SHEET: Final = 128 * 1024
+"""Bytes of a sheet at least: a message has its cost."""
 FINER: Final[tuple[CodecName, ...]] = ("onebit", "int2", "int4", "int8", "bf16", "none")
 """Codecs from few bits to all of them."""
 
@@ -70,6 +74,13 @@ class Codec:
         if self.bits is not None:
             return HEADER * rows + bits.groups(rows, self.bits) * width
         return rows * width * CASTS.get(self.name, dtype).itemsize
+
+    def sheets(self, rows: int, width: int, dtype: torch.dtype) -> list[int]:
+        """Rows of each sheet, as both ends know: coded by themselves they take the bytes of all at once."""
+        count = min(max(self.size(rows, width, dtype) // LEAST_SHEET, 1), SHEETS)
+        step = -(-rows // count)
+        step += -step % 8  # rows that share bytes stay together
+        return [min(step, rows - first) for first in range(0, rows, step or 1)] or [0]
 
     def encode(
         self, rows: Tensor, pick: Tensor | None, stamps: Tensor, key: int, message: Tensor, *, where: str

@@ -78,6 +78,10 @@ class End:
         """Whether lanes are apart, by gloo's tags; nccl has one order of collectives for all ranks."""
         return self._gloo
 
+    def streams(self, peer: int) -> bool:
+        """Whether what goes to a peer, and comes from it, may do so in several messages."""
+        return self._wire is not None and self._gloo and peer != self.rank and not self._wire.near(peer)
+
     def close(self, patience: float = 0.0) -> None:
         """Let go of the group and the shelf; gloo closes its connections only when nobody holds it any more.
 

@@ -1,12 +1,12 @@
-"""Letters: bytes that are written peer by peer while those before travel, and headers that go ahead of rows.
+"""Letters: bytes that are written sheet by sheet while others travel, and headers that go ahead of rows.
 
 Where it sits: ``channel`` calls it; ``neighbors.letter`` and ``neighbors.blocks`` code rows as they are sent.
 
 ::
 
-    write 1 | send 1 ─────────────────>
-            | write 2 | send 2 ─────────────────>
-                      | write 3 | send 3 ─────────────────>
+    write 1.0 | send 1.0 ─────────────────>
+              | write 2.0 | send 2.0 ─────────────────>
+                          | write 1.1 | send 1.1 ─────────────────>          sheet 1 of peer 1's letter
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kagome.comm import faults
-from kagome.comm.pending import Pending
+from kagome.comm.pending import Pending, Sheets
 from kagome.comm.traffic import Kind
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 def start_bytes(
     channel: Channel,
-    write: Callable[[int, Tensor], None],
-    sizes: Sequence[int],
-    expected: Sequence[int],
+    write: Callable[[int, int, Tensor], None],
+    sizes: Sheets,
+    expected: Sheets,
     *,
     action: str,
     kind: Kind = "halo",
@@ -39,10 +39,10 @@ def start_bytes(
 
     Args:
         channel: Of this rank.
-        write: Called once with each rank of the group that gets any, this one too, and the place of its
-            bytes, where the model runs.
-        sizes: Bytes for each rank.
-        expected: Bytes from each.
+        write: Called once with each rank of the group that gets any, this one too, each of its sheets, and
+            the place of its bytes, where the model runs.
+        sizes: Bytes of each sheet for each rank: as many sheets for all, on all ranks, empty ones last.
+        expected: Bytes of each sheet from each.
         action: What this is, for errors.
         kind: What its bytes count as.
         header: As :meth:`Channel.start_exchange` takes it.
@@ -55,23 +55,34 @@ def start_bytes(
     """
     if header is not None and channel.size > 1:
         with channel.timed(kind):
-            compare(channel, header, sizes, expected, action)
-    parts = list(torch.empty(sum(sizes), dtype=torch.uint8, device=channel.wire).split(list(sizes)))
+            compare(channel, header, [sum(each) for each in sizes], [sum(each) for each in expected], action)
+    totals = [sum(each) for each in sizes]
+    parts = list(torch.empty(sum(totals), dtype=torch.uint8, device=channel.wire).split(totals))
+    apart = {peer for peer in range(channel.size) if channel.streams(peer)}
 
-    def fill(peer: int) -> None:
-        if not sizes[peer]:
-            return
-        if channel.wire == channel.device:
-            write(peer, parts[peer])
-            return
-        place = torch.empty(sizes[peer], dtype=torch.uint8, device=channel.device)
-        write(peer, place)
-        parts[peer].copy_(place)
+    def fill(peer: int, sheet: int) -> None:
+        places = parts[peer].split(list(sizes[peer]))
+        for number in (sheet,) if peer in apart else range(len(places)):
+            place = places[number]
+            if place.numel() and channel.wire == channel.device:
+                write(peer, number, place)
+            elif place.numel():
+                written = torch.empty_like(place, device=channel.device)
+                write(peer, number, written)
+                place.copy_(written)
+
+    def posted(sheets: Sheets) -> Sheets:
+        return [
+            each if peer in apart else (sum(each), *[0] * (len(each) - 1)) for peer, each in enumerate(sheets)
+        ]
 
     if channel.size == 1:
-        fill(0)
+        fill(0, 0)
         return Pending(parts[0], channel, action, kind)
-    return channel.start_parts(parts, expected, action, kind, fill)
+    coming = [sum(each) for each in expected]
+    pending = channel.start_parts(parts, coming, action, kind, fill, (posted(sizes), posted(expected)))
+    pending.apart = frozenset(apart)
+    return pending
 
 
 def compare(

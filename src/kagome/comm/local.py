@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kagome.comm.channel import KINDS, Kind, Op
+from kagome.comm.pending import Sheets
 from kagome.comm.trip import Trip
 from kagome.errors import CommError, KagomeError
 
@@ -93,9 +94,13 @@ class Come:
         """The rows."""
         return nullcontext(self.rows)
 
-    def parts(self, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Each rank's rows."""
-        return enumerate(self.wait().split(list(counts)))
+    def parts(self, expected: Sheets) -> Iterator[tuple[int, int, Tensor]]:
+        """Each rank's sheets."""
+        slots = self.wait().split([sum(each) for each in expected])
+        for peer, (slot, each) in enumerate(zip(slots, expected, strict=True)):
+            for sheet, part in enumerate(slot.split(list(each))):
+                if part.numel() or sheet == 0:
+                    yield peer, sheet, part
 
 
 @dataclass(frozen=True)
@@ -216,20 +221,22 @@ class LocalChannel:
 
     def start_bytes(
         self,
-        write: Callable[[int, Tensor], None],
-        sizes: Sequence[int],
-        expected: Sequence[int],
+        write: Callable[[int, int, Tensor], None],
+        sizes: Sheets,
+        expected: Sheets,
         *,
         action: str,
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
     ) -> Come:
         """The same of bytes that are written here."""
-        message = torch.empty(sum(sizes), dtype=torch.uint8)
-        for peer, part in enumerate(message.split(list(sizes))):
-            if part.numel():
-                write(peer, part)
-        return self.start_exchange(message, sizes, expected, action=action, kind=kind, header=header)
+        out, come = ([sum(each) for each in some] for some in (sizes, expected))
+        message = torch.empty(sum(out), dtype=torch.uint8)
+        for peer, letter in enumerate(message.split(out)):
+            for sheet, part in enumerate(letter.split(list(sizes[peer]))):
+                if part.numel():
+                    write(peer, sheet, part)
+        return self.start_exchange(message, out, come, action=action, kind=kind, header=header)
 
     def _started(self, rows: Tensor) -> Come:
         return Come(rows)

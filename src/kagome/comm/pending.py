@@ -6,12 +6,12 @@ Where it sits: ``channel`` makes them; who began one computes something else bef
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from kagome.comm.traffic import Kind
@@ -19,6 +19,9 @@ from kagome.comm.wire import Coming, Work
 
 if TYPE_CHECKING:
     from kagome.comm.channel import Channel
+
+Sheets = Sequence[Sequence[int]]
+"""Bytes of each sheet of each peer's letter."""
 
 
 @dataclass
@@ -33,6 +36,7 @@ class Pending:
         works: What is still to come, with the peer if there is a single one.
         kept: What must stay in memory until then.
         begun: When it was begun.
+        apart: Peers whose sheets come one by one; others' come whole.
     """
 
     rows: Tensor
@@ -42,6 +46,7 @@ class Pending:
     works: list[tuple[int | None, Work]] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     begun: float = field(default_factory=time.monotonic)
+    apart: frozenset[int] = frozenset()
 
     def wait(self) -> Tensor:
         """Wait until all rows have come and the own ones are taken; a second call returns at once.
@@ -83,30 +88,47 @@ class Pending:
         finally:
             coming.give_back()
 
-    def parts(self, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Each rank's rows as soon as they have come, while others travel; instead of :meth:`wait`.
+    def parts(self, expected: Sheets) -> Iterator[tuple[int, int, Tensor]]:
+        """Each rank's sheets as soon as they have come, while others travel; instead of :meth:`wait`.
 
         Args:
-            counts: Rows of each rank of the group.
+            expected: Bytes of each sheet of each rank of the group, empty ones last.
 
         Yields:
-            Its rank in the group and its rows, neither to be kept nor written to.
+            A rank of the group, the number of its sheet, and its bytes, neither to be kept nor written to:
+            the first sheet of each rank, and others where they have bytes.
 
         Raises:
             CommError: If a peer was late or lost.
         """
-        channel, slots = self.channel, torch.split(self.rows, list(counts))
-        comes = sum(1 for peer, count in enumerate(counts) if count and peer != channel.rank)
+        channel = self.channel
+        slots = [
+            slot.split(list(each))
+            for slot, each in zip(self.rows.split([sum(each) for each in expected]), expected, strict=True)
+        ]
+
+        def sheets(peer: int) -> range:
+            return range(max(sum(1 for size in expected[peer] if size), 1))
+
+        comes = sum(
+            len(sheets(peer)) if peer in self.apart else 1
+            for peer in range(channel.size)
+            if sum(expected[peer]) and peer != channel.rank
+        )
         awaited = [peer for peer, _ in self.works[:comes]]  # receives were begun first
         if None in awaited:
             self.wait()
             awaited = []
-        for peer in (*(peer for peer in range(channel.size) if peer not in awaited), *awaited):
-            if peer in awaited:
-                with channel.timed(self.kind):
-                    channel.finish(self, 1)
-            assert peer is not None
-            yield peer, slots[peer].to(channel.device)
+        for there in (rank for rank in range(channel.size) if rank not in awaited):
+            for sheet in sheets(there):
+                yield there, sheet, slots[there][sheet].to(channel.device)
+        come = Counter[int]()
+        for peer in (peer for peer in awaited if peer is not None):
+            with channel.timed(self.kind):
+                channel.finish(self, 1)
+            for sheet in (come[peer],) if peer in self.apart else sheets(peer):
+                yield peer, sheet, slots[peer][sheet].to(channel.device)
+            come[peer] += 1
         self.wait()
 
     def arrived(self) -> Tensor:

@@ -70,39 +70,46 @@ class Wire:
         self._points: dict[tuple[int, int, bool], int] = {}
 
     def post(
-        self, sent: Sequence[Tensor], come: Sequence[Tensor], fill: Callable[[int], None] | None = None
+        self,
+        sent: Sequence[Sequence[Tensor]],
+        come: Sequence[Sequence[Tensor]],
+        fill: Callable[[int, int], None] | None = None,
     ) -> Iterator[tuple[int | None, Begin]]:
-        """What begins each message, with its peer (None: all at once); the own message is left out.
+        """What begins each message, receives first, with its peer (None: all at once); not the own message.
 
         Args:
-            sent: Bytes for each peer.
-            come: Room for each peer's bytes.
-            fill: Writes the bytes for a peer, if they are not there yet; called as late as can be.
+            sent: Bytes for each peer, in sheets: as many on all ranks. With nccl, and for a peer that is
+                ``near``, all are in the first.
+            come: Room for each peer's bytes, likewise.
+            fill: Writes a peer's sheet, if it is not there yet; called as late as can be.
         """
         write = fill or _nothing
         if not self.gloo:
             mine = self.rank
             for peer in self._ring(1):
-                write(peer)
-            give, take = list(sent), list(come)
+                write(peer, 0)
+            give, take = [each[0] for each in sent], [each[0] for each in come]
             give[mine], take[mine] = give[mine][:0], take[mine][:0]
             yield None, lambda: self.group.alltoall(take, give)
             return
-        self._count += 1
-        mark = Mark(self.lane, self._count, 0 if self.shelf is None else self.shelf.box.count(self.lane))
+        sheets, token = range(len(sent[0])), 0 if self.shelf is None else self.shelf.box.count(self.lane)
+        marks = [Mark(self.lane, self._count + 1 + sheet, token) for sheet in sheets]
+        self._count += len(sheets)
         # Receives first, so that what arrives finds its place; each rank begins at another peer.
-        for peer in self._ring(-1):
-            if come[peer].numel():
-                yield peer, partial(self._receive, peer, come[peer], mark)
+        for sheet in sheets:
+            for peer in self._ring(-1):
+                if come[peer][sheet].numel():
+                    yield peer, partial(self._receive, peer, come[peer][sheet], marks[sheet])
         near = [peer for peer in self._ring(1) if self.near(peer)]
         for peer in near:
-            write(peer)
-        laid = self._laid(dict(enumerate(sent)))
-        for peer in self._ring(1):
-            if sent[peer].numel():
-                if peer not in near:
-                    write(peer)  # while the ones before travel
-                yield peer, partial(self._send, peer, sent[peer], mark, laid.get(peer))
+            write(peer, 0)
+        laid = self._laid({peer: each[0] for peer, each in enumerate(sent)})
+        for sheet in sheets:
+            for peer in self._ring(1):
+                if sent[peer][sheet].numel():
+                    if peer not in near:
+                        write(peer, sheet)  # while the ones before travel
+                    yield peer, partial(self._send, peer, sent[peer][sheet], marks[sheet], laid.get(peer))
 
     def send(self, peer: int, message: Tensor, *, backward: bool) -> Work | None:
         """Begin a message to one peer, in the order of those that go there in the same pass.
@@ -197,7 +204,7 @@ class Wire:
         return [(self.rank + step * hop) % self.size for hop in range(1, self.size)]
 
 
-def _nothing(peer: int) -> None:
+def _nothing(peer: int, sheet: int) -> None:
     """The bytes are there."""
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from kagome.comm.channel import Kind
 from kagome.comm.codec import Codec
 from kagome.comm.trip import Trip
-from kagome.neighbors.letter import Parts, Way
+from kagome.neighbors.letter import Parts, Way, padded
 from kagome.neighbors.rows import UnderWay
 
 Shape = tuple[int, int]
@@ -62,10 +62,13 @@ def start(
     block = numbers.split([rows * width for rows, width in out])
     stamps = trip.stamps.split([rows for rows, _ in out])
 
-    def write(peer: int, message: Tensor) -> None:
-        to[peer].encode(block[peer].view(out[peer]), None, stamps[peer], keys[peer], message, where=action)
+    def write(peer: int, sheet: int, message: Tensor) -> None:
+        rows = to[peer].sheets(*out[peer], dtype)
+        mine = slice(sum(rows[:sheet]), sum(rows[: sheet + 1]))
+        numbers, stamp = block[peer].view(out[peer])[mine], stamps[peer][mine]
+        to[peer].encode(numbers, None, stamp, keys[peer], message, where=action)
 
-    sizes, expected = sizes_of(to, out, dtype), sizes_of(of, come, dtype)
+    sizes, expected = sheets_of(to, out, dtype), sheets_of(of, come, dtype)
     begun = way.start_bytes(write, sizes, expected, action=action, kind=kind, header=header)
     return ComingBlocks(begun, of, come, numbers)
 
@@ -93,9 +96,12 @@ def codecs_of(codec: Codec, shapes: Sequence[Shape], rank: int, dtype: torch.dty
     )
 
 
-def sizes_of(codecs: Sequence[Codec], shapes: Sequence[Shape], dtype: torch.dtype) -> list[int]:
-    """Bytes of each block."""
-    return [codec.size(*shape, dtype) for codec, shape in zip(codecs, shapes, strict=True)]
+def sheets_of(codecs: Sequence[Codec], shapes: Sequence[Shape], dtype: torch.dtype) -> list[list[int]]:
+    """Bytes of each sheet of each block."""
+    return [
+        padded([codec.size(rows, shape[1], dtype) for rows in codec.sheets(*shape, dtype)])
+        for codec, shape in zip(codecs, shapes, strict=True)
+    ]
 
 
 @dataclass
@@ -121,8 +127,10 @@ class ComingBlocks:
             counts = [rows * width for rows, width in self.shapes]
             out = self.like.new_empty(sum(counts))
             blocks = out.split(counts)
-            for peer, part in self.bytes.parts(sizes_of(self.codecs, self.shapes, out.dtype)):
-                self.codecs[peer].decode(part, blocks[peer].view(self.shapes[peer]))
+            for peer, sheet, part in self.bytes.parts(sheets_of(self.codecs, self.shapes, out.dtype)):
+                rows = self.codecs[peer].sheets(*self.shapes[peer], out.dtype)
+                mine = slice(sum(rows[:sheet]), sum(rows[: sheet + 1]))
+                self.codecs[peer].decode(part, blocks[peer].view(self.shapes[peer])[mine])
             self.numbers = out
         return self.numbers
 

@@ -337,15 +337,15 @@ class Crossing:
         letters = Writer(plan.out, rows, pick, trip.stamps, key, plan.notes, action)
         restored = rows.clone() if self.settings.error_feedback else None  # what does not go loses nothing
 
-        def write(peer: int, message: Tensor) -> None:
-            letters.write(peer, message)
+        def write(peer: int, sheet: int, message: Tensor) -> None:
+            letters.write(peer, sheet, message)
             if restored is not None:
-                read(plan.out, peer, message, restored)
+                read(plan.out, peer, sheet, message, restored)
 
         begun = way.start_bytes(
             write,
-            plan.out.sizes(width, dtype),
-            plan.come.sizes(width, dtype),
+            plan.out.sheets(width, dtype),
+            plan.come.sheets(width, dtype),
             action=action,
             kind=kind,
             header=header,

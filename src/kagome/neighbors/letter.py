@@ -1,4 +1,6 @@
-"""Letter: one coded message a peer - pieces of its rows, each by its codec, and what is noted behind them.
+"""Letter: what goes to a peer, coded - pieces of its rows, each by its codec, and what is noted behind them.
+
+A letter of one piece is written on several sheets, which are sent one after the other.
 
 Where it sits: ``crossing`` writes and reads them by a ``selection``'s plan; the channel sees bytes.
 """
@@ -8,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kagome.comm.channel import Kind
-from kagome.comm.codec import Codec
+from kagome.comm.codec import SHEETS, Codec
+from kagome.comm.pending import Sheets
 from kagome.neighbors.rows import Carrier
 
 
@@ -51,12 +55,29 @@ class Letters:
     counts: Sequence[int]
     notes: Sequence[int]
 
-    def sizes(self, width: int, dtype: torch.dtype) -> list[int]:
-        """Bytes of each peer's letter."""
-        return [
-            sum(piece.size(count, width, dtype) for piece in pieces) + noted
-            for pieces, count, noted in zip(self.pieces, self.counts, self.notes, strict=True)
-        ]
+    def sheets(self, width: int, dtype: torch.dtype) -> list[list[int]]:
+        """Bytes of each sheet of each peer's letter; all have as many, empty ones last."""
+        return [self._sheets(peer, width, dtype) for peer in range(len(self.counts))]
+
+    def rows(self, peer: int, width: int, dtype: torch.dtype) -> list[slice] | None:
+        """The rows of each sheet of a letter; None if it is on one sheet."""
+        pieces = self.pieces[peer]
+        if len(pieces) != 1 or pieces[0].rows is not None or self.notes[peer]:
+            return None
+        ends = [0, *accumulate(pieces[0].codec.sheets(self.counts[peer], width, dtype))]
+        return [slice(first, last) for first, last in pairwise(ends)]
+
+    def _sheets(self, peer: int, width: int, dtype: torch.dtype) -> list[int]:
+        pieces, rows = self.pieces[peer], self.rows(peer, width, dtype)
+        if rows is None:
+            size = sum(piece.size(self.counts[peer], width, dtype) for piece in pieces)
+            return padded([size + self.notes[peer]])
+        return padded([pieces[0].codec.size(each.stop - each.start, width, dtype) for each in rows])
+
+
+def padded(sizes: list[int]) -> list[int]:
+    """As many sheets as all letters have."""
+    return [*sizes, *[0] * (SHEETS - len(sizes))]
 
 
 def plain(codec: Codec, counts: Sequence[int]) -> Letters:
@@ -89,15 +110,15 @@ class Writer:
     notes: Sequence[Tensor] = ()
     where: str = ""
 
-    def write(self, peer: int, message: Tensor) -> None:
-        """The letter to one peer.
+    def write(self, peer: int, sheet: int, message: Tensor) -> None:
+        """A sheet of the letter to one peer.
 
         Shapes:
             ``message [its size]`` uint8.
         """
-        count, pick, rows, at = self.letters.counts[peer], self.pick, self.rows, 0
-        first = sum(self.letters.counts[:peer])
-        mine = slice(first, first + count)
+        pick, rows, at = self.pick, self.rows, 0
+        mine = _rows(self.letters, peer, sheet, rows.size(1), rows.dtype)
+        first, count = mine.start, mine.stop - mine.start
         for piece in self.letters.pieces[peer]:
             stamp, chosen = self.stamps[mine], None if pick is None else pick[mine]
             if piece.rows is not None:
@@ -111,8 +132,16 @@ class Writer:
             message[at : at + self.notes[peer].numel()].copy_(self.notes[peer])
 
 
-def read(letters: Letters, peer: int, message: Tensor, out: Tensor) -> Tensor:
-    """Restore the rows of one peer; those that are in no piece stay as they are.
+def _rows(letters: Letters, peer: int, sheet: int, width: int, dtype: torch.dtype) -> slice:
+    """The rows of a sheet, of all peers' rows."""
+    first, own = sum(letters.counts[:peer]), letters.rows(peer, width, dtype)
+    if own is None:
+        return slice(first, first + letters.counts[peer])
+    return slice(first + own[sheet].start, first + own[sheet].stop)
+
+
+def read(letters: Letters, peer: int, sheet: int, message: Tensor, out: Tensor) -> Tensor:
+    """Restore the rows of one sheet of a peer's letter; those that are in no piece stay as they are.
 
     Returns:
         Its notes.
@@ -120,8 +149,8 @@ def read(letters: Letters, peer: int, message: Tensor, out: Tensor) -> Tensor:
     Shapes:
         ``message [its size]`` uint8, ``out [R, W]`` of all peers' rows, contiguous.
     """
-    first, count, at = sum(letters.counts[:peer]), letters.counts[peer], 0
-    mine = out[first : first + count]
+    mine, at = out[_rows(letters, peer, sheet, out.size(1), out.dtype)], 0
+    count = mine.size(0)
     for piece in letters.pieces[peer]:
         size = piece.size(count, out.size(1), out.dtype)
         part = message[at : at + size]
@@ -138,8 +167,8 @@ def read(letters: Letters, peer: int, message: Tensor, out: Tensor) -> Tensor:
 class Parts(Protocol):
     """Bytes under way."""
 
-    def parts(self, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Each rank's bytes as soon as they have come."""
+    def parts(self, expected: Sheets) -> Iterator[tuple[int, int, Tensor]]:
+        """Each rank's sheets as soon as they have come."""
 
 
 class Way(Carrier, Protocol):
@@ -147,9 +176,9 @@ class Way(Carrier, Protocol):
 
     def start_bytes(
         self,
-        write: Callable[[int, Tensor], None],
-        sizes: Sequence[int],
-        expected: Sequence[int],
+        write: Callable[[int, int, Tensor], None],
+        sizes: Sheets,
+        expected: Sheets,
         *,
         action: str,
         kind: Kind = "halo",
@@ -178,13 +207,14 @@ class Coming:
     def wait(self) -> Tensor:
         """The restored rows."""
         if not self.done:
-            sizes = self.letters.sizes(self.rows.size(1), self.rows.dtype)
-            notes = {
-                peer: read(self.letters, peer, part, self.rows) for peer, part in self.bytes.parts(sizes)
-            }
+            sheets = self.letters.sheets(self.rows.size(1), self.rows.dtype)
+            notes: dict[int, Tensor] = {}
+            for peer, sheet, part in self.bytes.parts(sheets):
+                noted = read(self.letters, peer, sheet, part, self.rows)
+                notes.setdefault(peer, noted)  # they are on the first sheet, which is then the only one
             self.done = True
             if self.told is not None:
-                self.told(self.rows, [notes[peer] for peer in range(len(sizes))])
+                self.told(self.rows, [notes[peer] for peer in range(len(sheets))])
         return self.rows
 
     @contextmanager
