@@ -57,3 +57,13 @@ def test_a_delay_is_measured_where_nothing_is_split(tmp_path: Path, monkeypatch:
     assert "| made | gcn | 0.01 | 3 | 51.00 | **-10.00 (-10.00 to -10.00)** | 1.000 | 1.500 |" in delay.table(
         kept
     )
+
+
+def test_sheets_are_told_beside_the_wire_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(WIRE))
+    import sheets
+
+    rows = [{"codec": "onebit", "rate": 200.0, "bytes": 1e6, "one": [0.06, 0.05, 0.07], "several": [0.05]}]
+    told = sheets.table(sheets.Options(), rows)
+    line = "| onebit | 1.00 | 200 | 40.0 | 60.0 (50.0 to 70.0) | 50.0 (50.0 to 50.0) | 1.20 times |"
+    assert line in told
