@@ -124,6 +124,24 @@ def test_shared_out_bits_lose_less_in_as_many_bytes(ranks: Ranks) -> None:
         assert all(count <= plain + 2 * 4 * WIDTH for count in sent[2:])
 
 
+def measured(channel: Channel) -> tuple[dict[str, float], torch.Tensor, torch.Tensor]:
+    crossing = Crossing(channel, Parallel(codec="int4", adaptive_bits=True), seed=3)
+    n, pick = counts(channel.size, channel.rank), torch.arange(ROWS)
+    for epoch in range(1, 12):
+        given = trip(epoch, pick, 0, often_read(sum(n)))
+        rows = rows_of(channel.rank, epoch, moving=0.0)
+        heard = crossing.start_exchange(rows, n, n, action="", pick=pick, trip=given).wait().clone()
+        if epoch == 10:
+            crossing.take_counts()
+    return crossing.take_counts().errors, heard, true_rows(2, channel.rank, 0, 0.0)
+
+
+def test_errors_are_those_of_the_bits_that_each_row_has(ranks: Ranks) -> None:
+    (zero, _, _), (one, heard, true) = ranks(2, measured)
+    assert zero["layer.x forward"] == pytest.approx(float((heard - true).norm() / true.norm()), rel=1e-4)
+    assert set(zero) == set(one) == {"layer.x forward"}
+
+
 # A share of rows -------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ Source: Sylvie's low-bit module; header and draws are ours, see ``kernels.bits``
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -154,14 +155,20 @@ class Codec:
 
 def lost_share(codec: Codec, sample: Tensor, stamps: Tensor, key: int, where: str) -> float | None:
     """Length of what a codec loses of some rows, over theirs; None where that is 0."""
-    length = float(sample.norm())
-    if length == 0:
-        return None
+    lost, whole = lost_squares(codec, sample, stamps, key, where)
+    return None if whole == 0 else math.sqrt(lost / whole)
+
+
+def lost_squares(codec: Codec, sample: Tensor, stamps: Tensor, key: int, where: str) -> tuple[float, float]:
+    """Squares of the length of what a codec loses of some rows, and of theirs."""
+    whole = float(sample.double().square().sum())
+    if whole == 0:
+        return 0.0, 0.0
     size = codec.size(sample.size(0), sample.size(1), sample.dtype)
     message = torch.empty(size, dtype=torch.uint8, device=sample.device)
     codec.encode(sample, None, stamps, key, message, where=where)
     lost = codec.decode(message, torch.empty_like(sample)).sub_(sample)
-    return float(lost.norm()) / length
+    return float(lost.double().square().sum()), whole
 
 
 def aligned(message: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ Where it sits: before ``comm``'s channel, under ``rows``, ``tables`` and ``tape`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,12 +22,12 @@ import torch
 from torch import Tensor
 
 from kagome.comm.channel import Kind, Op
-from kagome.comm.codec import Codec, lost_share
+from kagome.comm.codec import Codec, lost_squares
 from kagome.comm.trip import Trip
 from kagome.config import CodecName, Parallel
 from kagome.neighbors import blocks
 from kagome.neighbors.known import Known
-from kagome.neighbors.letter import Coming, Way, Writer, plain, read
+from kagome.neighbors.letter import Coming, Letters, Way, Writer, plain, read
 from kagome.neighbors.lines import Line
 from kagome.neighbors.recall import NOTHING, Recall
 from kagome.neighbors.rows import UnderWay
@@ -236,7 +237,7 @@ class Crossing:
                 whole = synchronous and line is not None
                 plan = selection.plan(trip, rows, send_counts, recv_counts, whole=whole)
             begun = self._sent(
-                way, plan, codec, rows, trip, selection, action=action, kind=kind, header=header, pick=pick
+                way, plan, rows, trip, selection, action=action, kind=kind, header=header, pick=pick
             )
         return begun if line is None else LateRows(begun, line, trip.epoch, synchronous)
 
@@ -260,7 +261,8 @@ class Crossing:
         sample = blocks.sample_of(codec, numbers, trip, self.rank)
         if sample is not None:
             rows, stamps, peer = sample
-            self._measure(codec, rows, None, replace(trip, stamps=stamps), keys[peer], action)
+            some = plain(codec, [stamps.numel()])
+            self._measure(some, rows, None, replace(trip, stamps=stamps), keys[peer], action)
         return blocks.start(
             self.channel, codec, numbers, sends, comes, trip, keys, action=action, kind=kind, header=header
         )
@@ -320,7 +322,6 @@ class Crossing:
         self,
         way: Way,
         plan: Plan,
-        codec: Codec,
         rows: Tensor,
         trip: Trip,
         selection: Selection | None,
@@ -333,7 +334,7 @@ class Crossing:
         """Write letters, begin to send them, and to receive the peers'."""
         width, dtype = rows.size(1), rows.dtype
         key = _draws(self.seed, trip, self.rank)
-        self._measure(codec, rows, pick, trip, key, action)
+        self._measure(plan.out, rows, pick, trip, key, action)
         letters = Writer(plan.out, rows, pick, trip.stamps, key, plan.notes, action)
         restored = rows.clone() if self.settings.error_feedback else None  # what does not go loses nothing
 
@@ -361,19 +362,21 @@ class Crossing:
         return Coming(begun, plan.come, room, told)
 
     def _measure(
-        self, codec: Codec, rows: Tensor, pick: Tensor | None, trip: Trip, key: int, action: str
+        self, letters: Letters, rows: Tensor, pick: Tensor | None, trip: Trip, key: int, action: str
     ) -> None:
-        """Note what the codec loses of a few rows."""
+        """Note what codecs lose of a few rows, of each as many as it has of all."""
         name = f"{_site_name(trip.site)} {'backward' if trip.backward else 'forward'}"
         if trip.epoch % MEASURED_EVERY != 1 and name in self._measured:
             return
         self._measured.add(name)
-        count = trip.stamps.numel()
-        some = torch.arange(0, count, max(count // MEASURED_ROWS, 1), device=rows.device)
-        sample = rows.index_select(0, some if pick is None else pick[some])
-        lost = lost_share(codec, sample, trip.stamps[some], key, action)
-        if lost is not None:
-            self.crossed.errors[name] = lost
+        step, lost, whole = max(trip.stamps.numel() // MEASURED_ROWS, 1), 0.0, 0.0
+        for codec, places in letters.coded().items():
+            some = places[::step].to(rows.device)
+            sample = rows.index_select(0, some if pick is None else pick[some])
+            less, all_ = lost_squares(codec, sample, trip.stamps[some], key, action)
+            lost, whole = lost + less, whole + all_
+        if whole > 0:
+            self.crossed.errors[name] = math.sqrt(lost / whole)
 
 
 def _site_name(site: Hashable) -> str:

@@ -55,6 +55,17 @@ class Letters:
     counts: Sequence[int]
     notes: Sequence[int]
 
+    def coded(self) -> dict[Codec, Tensor]:
+        """Which rows each codec writes, of all that go."""
+        found: dict[Codec, list[Tensor]] = {}
+        first = 0
+        for pieces, count in zip(self.pieces, self.counts, strict=True):
+            for piece in pieces:
+                rows = torch.arange(count) if piece.rows is None else piece.rows.cpu()
+                found.setdefault(piece.codec, []).append(first + rows)
+            first += count
+        return {codec: torch.cat(rows) for codec, rows in found.items()}
+
     def sheets(self, width: int, dtype: torch.dtype) -> list[list[int]]:
         """Bytes of each sheet of each peer's letter; all have as many, empty ones last."""
         return [self._sheets(peer, width, dtype) for peer in range(len(self.counts))]
