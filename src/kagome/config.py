@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 from kagome import clashes, planfile
 from kagome.errors import ConfigError
@@ -131,8 +131,8 @@ class Parallel:
     """Share of earlier epochs in late rows: a moving average."""
     halo_sample: float = 1.0
     """Share of other parts' rows that is read in an epoch, other ones each time, made larger so that sums are
-    right on the mean. For layers that sum or average rows times weights (GCN, SAGE, GIN): a message that is
-    another function of a row (GEN, EdgeConv, CG, ResGated) is not."""
+    right on the mean. For layers that sum or average rows times weights (GCN, SAGE, GIN): one whose
+    message is another function of a row (EdgeConv, CG, ResGated) is refused."""
     skip_drift: float = 0.0
     """Do not send rows again that moved by less than this share of their length, until they are ``max_age``
     epochs old, which is 2 at least."""
@@ -282,7 +282,7 @@ class Train:
         _at_least("train", self, epochs=0, eval_every=1, patience=1, save_every=1, lr=0, weight_decay=0)
         for name in ("clip", "timeout"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, Real) and float(value) > 0):
+            if value is not None and not (_is_number(value) and value > 0):
                 raise ConfigError(f"train.{name} takes a number above 0", f"it is {value!r}")
         if self.amp not in ("none", "bf16"):
             raise ConfigError("train.amp takes none or bf16", f"it is {self.amp!r}")
@@ -323,6 +323,9 @@ class Run:
 def _at_least(section: str, settings: object, **lows: float) -> None:
     for name, low in lows.items():
         value = getattr(settings, name)
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        if value is not None and not (number and value >= low):
+        if value is not None and not (_is_number(value) and value >= low):
             raise ConfigError(f"{section}.{name} takes a number from {low} up", f"it is {value!r}")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch_geometric.data import Data
-from torch_geometric.nn import GCN
+from torch_geometric.nn import GCN, DirGNNConv, SAGEConv, Sequential
 
 import kagome
 from kagome import cli, planfile
@@ -573,6 +573,23 @@ def test_attributes_of_edges_come_along() -> None:
         hosts_here(2, 1e9)
     )
     assert {"one rank", "graph=2", "tensor=2"} <= {one.name for one in found.fitting}
+
+
+def test_a_layer_that_chunks_cannot_serve_leaves_pipelines_of_one_chunk() -> None:
+    data = kagome.load(SBM)
+    part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
+    torch.manual_seed(0)
+    model = Sequential(
+        "x, edge_index",
+        [
+            (SAGEConv(10, 8), "x, edge_index -> x"),
+            (DirGNNConv(SAGEConv(8, 8)), "x, edge_index -> x"),
+            (SAGEConv(8, 4), "x, edge_index -> x"),
+        ],
+    )
+    found = studied(model, None, part, Graph(300, 1200, data)).plans(hosts_here(2, 1e9), allow=("history",))
+    pipes_of = [one.name for one in found.fitting if "pipe" in one.name]
+    assert pipes_of == ["pipe=2 chunks=1"]
 
 
 def test_the_page_draws_stages_over_time() -> None:

@@ -270,11 +270,15 @@ def test_far_too_little_memory_ends_a_run_before_its_first_epoch(monkeypatch: py
     assert "--train.no-check tries it all the same" in str(refused.value)
     (need,) = (want.need for want in wants(monkeypatch, 2000))
     assert len(warned(monkeypatch, round(need / 1.4), check=True)) == 2
-    moved = warned(monkeypatch, 2000, check=True, parallel=Parallel(activations="disk"))
-    assert len(moved) == 2
+    for parallel in (Parallel(activations="host"), Parallel(activations="disk")):
+        # What moves out of memory is not wanted there; on a CPU host memory is the device's.
+        with pytest.raises(ModelError):
+            warned(monkeypatch, 10, check=True, parallel=parallel)
+    (less,) = (want.need for want in wants(monkeypatch, 10, parallel=Parallel(activations="disk")))
+    assert 0 < less < need
 
 
-def wants(monkeypatch: pytest.MonkeyPatch, free: int) -> list[Any]:
+def wants(monkeypatch: pytest.MonkeyPatch, free: int, **given: Any) -> list[Any]:
     found: list[Any] = []
     inner = accounts._too_much
 
@@ -284,13 +288,13 @@ def wants(monkeypatch: pytest.MonkeyPatch, free: int) -> list[Any]:
 
     with monkeypatch.context() as patch:
         patch.setattr(accounts, "_too_much", noted)
-        warned(patch, free)
+        warned(patch, free, **given)
     return found
 
 
 def test_a_place_s_ranks_are_counted_together() -> None:
     counts = split_counts(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1)[0]
-    offers = [accounts.Account(counts, place, 100, True, None, 0) for place in ("a", "b", "a")]
+    offers = [accounts.Account(counts, place, 100, 2000, True, None, 0) for place in ("a", "b", "a")]
     each = [Holdings(weights=1000, features=1000, activations=size) for size in (60, 90, 60)]
     (want,) = accounts._too_much(each, offers)
     said = want.text(recomputes=False)

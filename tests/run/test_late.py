@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from training import QUIET, losses, settings
 from kagome import Parallel, Trainer
 from kagome.comm import codec
 from kagome.comm.channel import Channel
+from kagome.comm.wire import Wire
 from kagome.errors import ModelError
 from kagome.neighbors.crossing import DRIFTED, Crossing
 
@@ -198,9 +199,15 @@ def test_one_rank_trains_as_it_does_without_settings(ranks, parallel):
 
 
 def on_sheets(channel: Channel, *given: Any) -> dict[str, Any]:
-    """Letters of as many sheets as there may be."""
-    with mock.patch.object(codec, "LEAST_SHEET", 16):
-        return trained(channel, *given)
+    """Letters of as many sheets as there may be; the most that one was sent on."""
+    most, post = [0], Wire.post
+
+    def counted(wire: Wire, sent: Sequence[Sequence[Tensor]], *rest: Any) -> Any:
+        most.append(max(sum(part.numel() > 0 for part in letter) for letter in sent))
+        return post(wire, sent, *rest)
+
+    with mock.patch.object(codec, "LEAST_SHEET", 16), mock.patch.object(Wire, "post", counted):
+        return {**trained(channel, *given), "most": max(most)}
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -221,6 +228,7 @@ def test_sheets_change_no_bit(ranks, parallel, shared):
     for one, other in zip(few, many, strict=True):
         same_bits(one, other)
         assert one["bytes"] == other["bytes"]
+        assert other["most"] == (1 if shared else codec.SHEETS)
 
 
 @contextmanager

@@ -90,6 +90,18 @@ class Spectral(Between):
         return self.map(self.map(rows).tanh())
 
 
+class Constant(Between):
+    """A buffer that autograd keeps of each chunk, and nothing changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 2, HIDDEN))
+        self.norm = nn.BatchNorm1d(HIDDEN)
+
+    def between(self, rows: Tensor) -> Tensor:
+        return self.norm(rows) * self.scale
+
+
 class Cached(nn.Module):
     """What a layer keeps of one chunk is not another's."""
 
@@ -132,7 +144,7 @@ class Sized(Between):
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
     each.__name__: each
-    for each in (Unmarked, InPlace, Recurrent, Attention, Spectral, Cached, Fresh, Shifted, Sized)
+    for each in (Unmarked, InPlace, Recurrent, Attention, Spectral, Constant, Cached, Fresh, Shifted, Sized)
 }
 
 
@@ -142,7 +154,9 @@ def ran(channel: Channel, name: str, parallel: dict[str, Any], check: bool) -> A
     return found if isinstance(found, str) else found["losses"]
 
 
-@pytest.mark.parametrize("name", ["Unmarked", "InPlace", "Recurrent", "Attention", "Spectral", "Cached"])
+@pytest.mark.parametrize(
+    "name", ["Unmarked", "InPlace", "Recurrent", "Attention", "Spectral", "Constant", "Cached"]
+)
 def test_it_is_what_one_rank_gives(ranks, name):
     alone = ran(Channel(None, "cpu"), name, {}, False)
     assert isinstance(alone, list), alone

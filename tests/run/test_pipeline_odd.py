@@ -95,7 +95,7 @@ def refused(channel: Channel, how: str) -> Any:
         (
             "memory",
             2,
-            ["ModelError", "2 ranks on", "want at least", "2.00 kB are left", "stage "],
+            ["ModelError", "2 ranks on", "want at least", "2.00 kB are left", "rank 0, stage 0)"],
         ),
         ("recompute", 2, ["ConfigError", "model.recompute", "pipe=2", "chunks=2"]),
         ("mean", 2, ["ConfigError", 'reduction="none"']),

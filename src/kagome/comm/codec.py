@@ -39,7 +39,7 @@ CASTS: Final[dict[CodecName, torch.dtype]] = {
 SHEETS: Final = 4
 """Of the rows for one peer: while one travels the next is coded, and the one before restored over there."""
 LEAST_SHEET: Final = 128 * 1024
-"""Bytes of a sheet at least: a message has its cost."""
+"""Bytes of a sheet, about, at least: a message has its cost."""
 FINER: Final[tuple[CodecName, ...]] = ("onebit", "int2", "int4", "int8", "bf16", "none")
 """Codecs from few bits to all of them."""
 

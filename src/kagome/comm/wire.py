@@ -38,11 +38,13 @@ class Mark(NamedTuple):
         message: How many were begun on this lane of the wire, for a message between two ranks between those
             two in this direction; both ends count alike, shelf or not.
         token: How many in the box, which outlives a wire; ranks without a shelf have none.
+        sheet: Of a message on several.
     """
 
     lane: int
     message: int
     token: int
+    sheet: int = 0
 
 
 class Wire:
@@ -93,8 +95,8 @@ class Wire:
             yield None, lambda: self.group.alltoall(take, give)
             return
         sheets, token = range(len(sent[0])), 0 if self.shelf is None else self.shelf.box.count(self.lane)
-        marks = [Mark(self.lane, self._count + 1 + sheet, token) for sheet in sheets]
-        self._count += len(sheets)
+        self._count += 1
+        marks = [Mark(self.lane, self._count, token, sheet) for sheet in sheets]
         # Receives first, so that what arrives finds its place; each rank begins at another peer.
         for sheet in sheets:
             for peer in self._ring(-1):
@@ -160,9 +162,10 @@ class Wire:
 
     def by_gloo(self, peer: int, message: Tensor, mark: Mark, *, send: bool) -> Work:
         """Begin a message through a socket."""
-        # Order (7 bits), lane (2) and size (22, hashed): messages that do not belong together never meet, and
-        # the wait for the right one ends in an error that can be caught, not in gloo's abort.
-        tag = (mark.message % 128) << 24 | mark.lane << 22 | (message.numel() * 2654435761 % 2**32) >> 10
+        # Order (7 bits), lane (2), size and sheet (22, hashed): messages that do not belong together never
+        # meet, and the wait for the right one ends in an error that can be caught, not in gloo's abort.
+        size = (8 * message.numel() + mark.sheet) * 2654435761 % 2**32
+        tag = (mark.message % 128) << 24 | mark.lane << 22 | size >> 10
         begin = self.group.send if send else self.group.recv
         work: Work = begin([message], peer, tag)
         return work
@@ -228,7 +231,7 @@ class Coming:
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
         """Wait for the token, then take the bytes."""
         begun = time.monotonic()
-        shelf, peer, (lane, _, number) = self.wire.shelf, self.peer, self.mark
+        shelf, peer, lane, number = self.wire.shelf, self.peer, self.mark.lane, self.mark.token
         assert shelf is not None
         self._token = shelf.box.wait(peer, lane, number, self.place.numel(), timeout)
         self.lying = shelf.find(peer, self._token, self.place.numel())

@@ -28,6 +28,7 @@ class Cut:
         reads: Of neighbours, by stage.
         kept: Of what autograd keeps of a forward, by stage.
         dealt: Stages of each rank, dealt round.
+        chunks: Whether chunks can pass it: every layer reads by the edges into a vertex alone.
     """
 
     shares: tuple[float, ...]
@@ -35,6 +36,7 @@ class Cut:
     reads: tuple[int, ...]
     kept: tuple[float, ...]
     dealt: int = 1
+    chunks: bool = True
 
     @property
     def ranks(self) -> int:

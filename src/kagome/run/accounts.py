@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,8 @@ class Account(NamedTuple):
     counts: Counts
     place: str
     free: int | None
+    now: int
+    """Bytes that it holds already."""
     validates: bool
     rates: Rates | None
     outside: int
@@ -79,7 +81,7 @@ class Accounts:
             What to say: how much the fullest rank will hold, and where that is more than there is.
 
         Raises:
-            ModelError: If it is far more (``train.check``), and activations are not to be moved elsewhere.
+            ModelError: If it is far more (``train.check``).
 
         Cost:
             On rank 0 that of :func:`kagome.run.forecast.rates_of`; some numbers from every rank.
@@ -104,7 +106,10 @@ class Accounts:
         outside = sum(
             count for rank, count in enumerate(part.recv_counts) if rank // tensor != part.part // tensor
         )
-        offer = Account(counts_of(part), *_place(channel.device), validates, rates, outside, share, crosses)
+        now = engine.held(self.optimizer, None).total
+        offer = Account(
+            counts_of(part), *_place(channel.device), now, validates, rates, outside, share, crosses
+        )
         found: list[Any] = channel.gather_objects(offer, "foresee memory")
         offers: list[Account] = found
         rates = offers[0].rates
@@ -124,12 +129,11 @@ class Accounts:
             for one, team in zip(offers, teams, strict=True)
         ]
         self.predicted = held[channel.rank]
-        moved = parallel.activations in ("host", "disk") or (
-            parallel.activations == "auto" and channel.device.type == "cuda"
-        )
-        wants = _too_much(held, offers)
+        # Activations that are moved are not kept where they are made.
+        stays = [replace(one, activations=0) for one in held] if engine.offload.moves else held
+        wants = _too_much(stays, offers)
         far = [want for want in wants if want.need > BEYOND * want.left]
-        if far and train.check and not moved:
+        if far and train.check:
             raise far[0].refusal(parallel, recomputes=engine.recompute or share is not None)
         told = [want.text(recomputes=engine.recompute or share is not None) for want in wants]
         return (_said(held, rates), *told)
@@ -218,7 +222,9 @@ def _place(device: torch.device) -> tuple[str, int | None]:
     host = socket.gethostname()
     if device.type == "cuda":
         name = f"{host}, {torch.cuda.get_device_name(device)} {device.index}"
-        return name, torch.cuda.mem_get_info(device)[0]
+        # What torch has taken and not given out is left, too.
+        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return name, torch.cuda.mem_get_info(device)[0] + spare
     return host, available_bytes()
 
 
@@ -255,9 +261,7 @@ class _Want:
 
     def refusal(self, parallel: config.Parallel, *, recomputes: bool) -> ModelError:
         """The same as an error."""
-        stage = (
-            f", stage {self.full // (parallel.graph or 1) // parallel.tensor}" if parallel.pipe > 1 else ""
-        )
+        stage = self.full // ((parallel.graph or 1) * parallel.tensor)
         return ModelError(
             self.asked,
             f"{bytes_text(self.left)} are left",
@@ -277,13 +281,9 @@ def _too_much(held: Sequence[Holdings], offers: Sequence[Account]) -> list[_Want
     for place in dict.fromkeys(offer.place for offer in offers):
         ranks = [rank for rank, offer in enumerate(offers) if offer.place == place]
         left = [offer.free for offer in offers if offer.place == place and offer.free is not None]
-        # Features, edges and weights are there already, and are no part of what is left.
-        needs = {rank: held[rank].total - _there(held[rank]) for rank in ranks}
+        # What is there already is no part of what is left.
+        needs = {rank: max(held[rank].total - offers[rank].now, 0) for rank in ranks}
         if left and sum(needs.values()) > min(left):
             full = max(ranks, key=lambda rank: needs[rank])
             wants.append(_Want(place, ranks, full, sum(needs.values()), min(left)))
     return wants
-
-
-def _there(held: Holdings) -> int:
-    return held.features + held.edges + held.weights

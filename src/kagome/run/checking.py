@@ -52,7 +52,7 @@ def checked(
         ModelError: If the model fails on the sample, or cannot be decoupled.
     """
     cut, seed = settings.parallel, settings.train.seed
-    refuse_slices_by_pyg(settings, torch.device("cpu"))
+    refuse_slices_by_pyg(settings, torch.device("cuda"))  # where the ranks are, not here
     alone = Channel(None, "cpu")
     part, meta = from_data(load_data(settings.data), alone, method="contiguous", seed=0)
     torch.manual_seed(seed)

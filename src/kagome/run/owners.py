@@ -6,7 +6,7 @@ as the best or given back to the user, every rank is given every stage's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,16 @@ class Owners:
         model: The user's module.
         stages: All stages.
         pipe: The ranks that hold this part.
+        changed: Names of the buffers that a forward changes.
+
+    Attributes:
+        parameters: Those that this rank trains.
+        buffers: Those that its stages change: all others are only read, and kept by autograd.
     """
 
-    def __init__(self, model: nn.Module, stages: Sequence[Stage], pipe: Channel) -> None:
+    def __init__(
+        self, model: nn.Module, stages: Sequence[Stage], pipe: Channel, changed: Collection[str]
+    ) -> None:
         self.model, self.pipe, self.mine = model, pipe, pipe.rank
         self.shared = shared_parameters(stages)
         """Weights that several ranks have, with these."""
@@ -41,7 +48,9 @@ class Owners:
                     self.of[name] = stage.rank
         held = {name for stage in stages if stage.rank == self.mine for name in stage.parameters}
         self.parameters = [p for name, p in model.named_parameters() if name in held and p.requires_grad]
-        self.buffers = [b for name, b in model.named_buffers() if self.of.get(name, 0) == self.mine]
+        self.buffers = [
+            b for name, b in model.named_buffers() if name in changed and self.of.get(name, 0) == self.mine
+        ]
 
     def sum_shared(self) -> None:
         """Sum gradients of weights that several ranks use; the others keep none. All of them call it."""

@@ -43,7 +43,7 @@ class Passes:
         chunks: Of its part.
         stages: All.
         phases: Where the time of each action goes.
-        buffers: Of its stages: moved once an epoch, not by every chunk.
+        buffers: That its stages change: once an epoch, not by every chunk.
         lose: Called with each job whose forward has ended in training.
         codec: How values go from stage to stage in training.
     """

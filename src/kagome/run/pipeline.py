@@ -97,7 +97,7 @@ class Pipeline:
             for stage in self.mine
         }
         self.inputs = {k: v.to(device) for k, v in part.nodes.items() if k == "y" or k.endswith("_mask")}
-        self.owners = Owners(model, self.staging.stages, mesh.pipe)
+        self.owners = Owners(model, self.staging.stages, mesh.pipe, self.staging.survey.changed)
         self.gradients = Gradients(self.owners.parameters, mesh.weights, codec=parallel.codec_weights)
         self.gradients.overlaps = False  # they are whole after the last chunk
         found = torch.tensor([int(self.inputs["train_mask"].sum())], device=device)

@@ -18,6 +18,7 @@ from kagome.neighbors.crossing import Crossing
 from kagome.report.holdings import Holdings
 from kagome.run.ahead import Ahead
 from kagome.run.carried import Carried, Told
+from kagome.run.offload import Offload
 
 
 class Runner(Protocol):
@@ -44,8 +45,12 @@ class Runner(Protocol):
         """Whether an evaluation may be the next epoch's forward."""
 
     @property
+    def offload(self) -> Offload:
+        """Where activations wait for backward."""
+
+    @property
     def fast(self) -> bool:
-        """Whether messages are put off and reduced by kernels."""
+        """Whether messages are put off and reduced by kernels; a forward that cannot be may turn it off."""
 
     @property
     def recompute(self) -> bool:

@@ -85,15 +85,8 @@ class Steps:
             part: One of the graph's; its share of rows and edges counts, not its own number.
 
         Raises:
-            ModelError: If there cannot be so many stages, or if a layer cannot run in chunks.
+            ModelError: If there cannot be so many stages.
         """
-        if self.survey.beyond and (parallel.chunks or 1) > 1 and parallel.cross_chunk != "drop":
-            raise ModelError(
-                f"chunks={parallel.chunks} read their neighbours' rows by the edges into them",
-                "a layer reads along edges the other way, or all vertices",
-                where=self.survey.beyond,
-                hint="--parallel.chunks 1, or another layer",
-            )
         chunks = parallel.chunks or 1
         # Parts differ by some rows, and a hybrid's must be cut between the same steps.
         rows, edges = (max(1, round(each / part.num_parts)) for each in (part.num_nodes, part.num_edges))
@@ -131,12 +124,20 @@ def stage_model(
         device: Where the model runs.
 
     Raises:
-        ModelError: If the model cannot be traced, or not be cut into so many stages.
+        ModelError: If the model cannot be traced, or not be cut into so many stages, or if a layer cannot run
+            in chunks.
 
     Cost:
         As :func:`steps_of`.
     """
     steps = steps_of(model, part, world, parallel.layers, train, device)
+    if steps.survey.beyond and (parallel.chunks or 1) > 1 and parallel.cross_chunk != "drop":
+        raise ModelError(
+            f"chunks={parallel.chunks} read their neighbours' rows by the edges into them",
+            "a layer reads along edges the other way, or all vertices",
+            where=steps.survey.beyond,
+            hint="--parallel.chunks 1, or another layer",
+        )
     return steps.staging(parallel, part)
 
 

@@ -185,13 +185,15 @@ class Study:
             parallel = Parallel(pipe=ranks, stages_per_rank=dealt, chunks=chunks)
             model = self.models[0].model
             cut = None if self.steps is None else _cut(model, self.steps, self.part, self.graph, parallel)
-            return [] if cut is None else [list(cut.shares), cut.crossing, list(cut.reads), list(cut.kept)]
+            if cut is None:
+                return []
+            return [list(cut.shares), cut.crossing, list(cut.reads), list(cut.kept), cut.chunks]
 
-        found = self.kept.value("stages", [self.facts[0], ranks, dealt, chunks], measure)
+        found = self.kept.value("cut", [self.facts[0], ranks, dealt, chunks], measure)
         if not found:
             return None
-        shares, sent, reads, kept = found
-        return Cut(tuple(shares), sent, tuple(reads), tuple(kept), dealt)
+        shares, sent, reads, kept, in_chunks = found
+        return Cut(tuple(shares), sent, tuple(reads), tuple(kept), dealt, in_chunks)
 
     def plans(self, cluster: Cluster, allow: Collection[Allowed] = ()) -> Plans:
         """Rank the cuts for a cluster.
@@ -246,9 +248,9 @@ class Study:
             loads = [_load(count, own.held.at(count)) for count in counts]
             found += [
                 pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=chunks, exact=chunks > 1)
-                for chunks in (1, default_chunks(cut.ranks, 1))
+                for chunks in ((1, default_chunks(cut.ranks, 1)) if cut.chunks else (1,))
             ]
-            if history:
+            if history and cut.chunks:
                 dealt = [
                     pipes(each, groups, loads, own.rates, cluster, uncertain, chunks=chunks)
                     for each, chunks in self._dealt(cut.ranks)
@@ -361,6 +363,7 @@ def _cut(model: nn.Module, steps: Steps, part: Partition, graph: Graph, parallel
         tuple(max(1, round(reads * each / total)) for each in spent),
         tuple(map(staging.kept_of, staging.stages)),
         parallel.stages_per_rank,
+        not steps.survey.beyond,
     )
 
 
