@@ -5,7 +5,8 @@ Run: python benchmarks/pipeline/accuracy.py --data ../shared/data   (resumes whe
 
 How many stages the layers are cut into changes no number (tests/run/test_pipeline.py), so a pipeline of 4
 stages with 16 chunks trains here as one rank with 16 chunks, and the hybrid of 2 stages by 2 parts as two
-ranks with 8 chunks each. Graph parallelism gives the one device's numbers: it has no column of its own.
+ranks with 8 chunks each. Graph parallelism gives the one device's numbers but for rounding: ``--modes graph``
+shows it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ MODES: Mapping[str, Sequence[str]] = {
     "single": ("--nproc", "1"),
     "pipe": PIPE,
     "hybrid": ("--nproc", "2", "--parallel.graph", "2", "--parallel.chunks", "8"),
+    "graph": ("--nproc", "2", "--parallel.graph", "2"),  # as single, but for rounding
     "unfrozen": (*PIPE, *NO_FREEZE),  # as pipe, with rows of the last epoch in each
     "both": (*PIPE, *NO_FREEZE, *STALE),  # and gradients of the last epoch where this one has none
     # The paper's ablation, without the guard: all its techniques, each left out, none.
