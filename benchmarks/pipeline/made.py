@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -294,6 +295,9 @@ def main(options: Options) -> None:
         return
     if unknown := [side for side in options.sides if side not in SIDES]:
         raise SystemExit(f"no side is called {', '.join(unknown)}: there are {', '.join(SIDES)}")
+    sides = [side for side in options.sides if side != "torchgpipe" or find_spec("torchgpipe") is not None]
+    if sides != options.sides:
+        print("torchgpipe is not installed: it is left out", flush=True)
     import graphs
 
     graphs.load(options.graph, None, HERE / "runs" / "graphs")
@@ -301,7 +305,7 @@ def main(options: Options) -> None:
     facts: dict[str, Any] = {}
     for cut in options.cuts:
         for turn in range(options.turns):
-            for side in options.sides:
+            for side in sides:
                 ranks = "1" if SIDES[side].one_process else cut.split("x")[0]
                 command = ["torchrun", "--nproc-per-node", ranks, __file__, "--side", side]
                 command += ["--cut", cut, "--epochs", str(options.epochs), "--graph", options.graph]
