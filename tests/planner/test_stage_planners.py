@@ -194,6 +194,23 @@ def test_the_bottleneck_is_the_least_there_is(cost: StageCost, sizes: tuple[int,
     assert planner.bottleneck(plan) <= least * (1 + 2e-3)
 
 
+def test_devices_that_memory_asks_for_are_not_too_slow() -> None:
+    """Three operators fit two devices alone, on which the sum of gradients makes them slower than on one."""
+    found = [
+        operator("o0", (), 0.5, weights=40, kept=1),
+        operator("o1", (), 0.5, weights=40, kept=10),
+        operator("o2", (), 0.5, weights=0, kept=1),
+        operator("o3", ("o0", "o1"), 1.0, weights=0, kept=1),
+        operator("o4", (), 0.5, weights=0, kept=1),
+    ]
+    cost = StageCost(OperatorGraph(tuple(found)), Devices(3, 400.0, 100.0), 16)
+    both = ("o0", "o1", "o2")
+    assert cost.memory(both, 1, 8) > 400.0 >= cost.memory(both, 2, 8)  # two micro-batches in flight
+    assert cost.per_sample(both, 2, 4) > cost.per_sample(both, 1, 4)
+    planner = GraphPipe(cost, (4,), tolerance=1e-3)
+    assert planner.bottleneck(planner.least((4,))) == pytest.approx(brute(cost, (4,), family(planner.tree)))
+
+
 # Against each other -------------------------------------------------------------------------------
 
 

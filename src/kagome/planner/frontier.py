@@ -40,20 +40,22 @@ def trim(held: Floats) -> None:
 
 @compiled
 def stage(
-    need: int, fixed: float, kept: float, size: float, h: float, reader: float, memory: float, batch: float
+    need: Ints, fixed: float, kept: float, size: float, h: float, reader: float, memory: float, batch: float
 ) -> tuple[int, float]:
     """Devices and samples held of a stage before what holds h in a reader's micro-batches; 0 if none fits."""
-    if need == 0:
+    devices = need[0]
+    if devices == 0:
         return 0, 0.0
     held = min(math.ceil(h / size) * size + max(size, reader), batch)
     free = memory - fixed
-    if kept * held > free * need:
+    if kept * held > free * devices:
         if free <= 0:
             return 0, 0.0
-        need = max(need, math.ceil(kept * held / free))
-        if need > size:
+        least = max(devices, math.ceil(kept * held / free))
+        if least > size or least >= need.size:
             return 0, 0.0
-    return need, held
+        devices = need[least]
+    return devices, held
 
 
 @compiled
@@ -76,7 +78,7 @@ def in_a_row(
         how: Of each entry: where the stage ends, and the rest's devices and micro-batch.
         first: The first child.
         end: One past the last.
-        need: Devices of each run of children, by ``groups.run`` and micro-batch.
+        need: Devices of each run of children, by ``groups.run`` and micro-batch; see ``Groups.need``.
         fixed: Its bytes without samples.
         kept: Its bytes a sample.
         sizes: Micro-batches, the first one 0.
@@ -91,7 +93,7 @@ def in_a_row(
         for q in range(p + 1, children + 1):
             group = p * children - p * (p - 1) // 2 + q - p - 1
             for s in range(1, sizes.size):
-                if need[group, s - 1] == 0:
+                if need[group, s - 1, 0] == 0:
                     continue
                 for d in range(most):
                     for r in range(sizes.size):
@@ -156,7 +158,7 @@ def side_by_side(
         group: See there.
         rest: See there.
         inner: Each child's own plans.
-        need: Devices of each group.
+        need: Devices of each group; see ``Groups.need``.
         fixed: Its bytes without samples.
         kept: Its bytes a sample.
         sizes: Micro-batches, the first one 0.

@@ -44,13 +44,20 @@ class Groups:
     kept: Floats
 
     def need(self, bottleneck: float, sizes: Sequence[int]) -> Ints:
-        """The fewest devices with which each is fast enough, of some micro-batches by place; 0 with none.
+        """The fewest devices, from so many on, with which each is fast enough; 0 with none.
+
+        More devices may be slower, where sums of gradients take longer than what they save.
 
         Shapes:
-            ``[groups, len(sizes)]``.
+            ``[groups, len(sizes), devices + 1]``, by the devices that it is to have at least.
         """
         fast = self.seconds[:, list(sizes)] <= bottleneck
-        return np.where(fast.any(axis=2), fast.argmax(axis=2) + 1, 0)
+        need = np.zeros((*fast.shape[:2], fast.shape[2] + 1), dtype=np.int64)
+        for devices in range(fast.shape[2], 0, -1):
+            more = need[..., devices + 1] if devices < fast.shape[2] else 0
+            need[..., devices] = np.where(fast[..., devices - 1], devices, more)
+        need[..., 0] = need[..., 1]
+        return need
 
     def names(self, group: int) -> tuple[str, ...]:
         """The operators of a group."""
