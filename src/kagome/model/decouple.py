@@ -15,7 +15,6 @@ Source: NeutronTP, PVLDB 18(2), section 4.1.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from torch_geometric.data import Data
 
 from kagome.errors import ModelError
 from kagome.model.calling import Calling
+from kagome.model.copies import copied
 from kagome.model.propagation import Attention, Mean, Relations, Symmetric
 
 
@@ -170,7 +170,7 @@ def decouple(model: nn.Module, inputs: Mapping[str, Tensor]) -> Decoupled:
         ModelError: For a layer that cannot be split so, with its name and the reason.
     """
     own = (*model.parameters(), *model.buffers())
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in own})
+    twin = copied(model, {id(tensor): tensor for tensor in own})
     calls = Calls()
     layers = {path: m for path, m in twin.named_modules() if isinstance(m, pyg.MessagePassing)}
     if not layers:

@@ -84,13 +84,13 @@ class Bias:
         return look
 
     def _watch_edges(self, path: str, module: MessagePassing) -> None:
-        """What is computed of each edge first multiplies a row in most messages: of that row, it is wrong."""
+        """An edge's value multiplies a row in most messages: where it comes from that row, it is wrong."""
         inner, names = module.edge_update, inspect.signature(module.edge_update)
 
         def edge_update(*args: Any, **kwargs: Any) -> Any:
             known = dict(names.bind(*args, **kwargs).arguments)
             if self._off(inner, known, constant=True):
-                self.found.setdefault(path, "computes values of edges of the rows at their ends")
+                self.found.setdefault(path, "computes a value of each edge from the rows at its ends")
             return inner(*args, **kwargs)
 
         module.__dict__["edge_update"] = edge_update
