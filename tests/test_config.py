@@ -116,7 +116,7 @@ def test_names_as_the_flags_have_them_and_whole_numbers_for_any_number():
         ({"train": {"epochs": True}}, "train.epochs takes a whole number, but it is True"),
         ({"train": {"check": 1}}, "train.check takes true or false, but it is 1"),
         ({"train": {"amp": "fp8"}}, "train.amp takes none or bf16, but it is 'fp8'"),
-        ({"train": {"amp": 16}}, "train.amp takes a text, but it is 16"),
+        ({"train": {"amp": 16}}, "train.amp takes none or bf16, but it is 16"),
         ({"train": {"clip": [1]}}, r"train.clip takes a number, but it is \[1\]"),
         ({"data": {"name": 7}}, "data.name takes a text, but it is 7"),
         ({"parallel": {"layers": "conv1"}}, "parallel.layers takes a list of texts, but it is 'conv1'"),
@@ -126,8 +126,7 @@ def test_names_as_the_flags_have_them_and_whole_numbers_for_any_number():
 def test_a_wrong_table_is_told_with_the_file(table, words):
     with pytest.raises(ConfigError, match=words) as caught:
         written.from_dict(table, where="run.toml")
-    if "amp" not in words or "text" in words:
-        assert "(run.toml)" in str(caught.value)
+    assert "(run.toml)" in str(caught.value)
 
 
 NAN = float("nan")
@@ -158,10 +157,20 @@ NAN = float("nan")
             {"partitioner": "kahip"},
             "contiguous, random, but it is 'kahip'",
         ),
-        (config.Parallel, {"max_age": "1"}, "max_age takes a number from 0 up, but it is '1'"),
-        (config.Parallel, {"pipe": True}, "pipe takes a number from 1 up, but it is True"),
+        (config.Parallel, {"max_age": "1"}, "max_age takes a whole number, but it is '1'"),
+        (config.Parallel, {"max_age": 1.5}, "max_age takes a whole number, but it is 1.5"),
+        (config.Parallel, {"pipe": True}, "pipe takes a whole number, but it is True"),
+        (config.Parallel, {"graph": "2"}, "graph takes a whole number, but it is '2'"),
+        (config.Parallel, {"smoothing": None}, "smoothing takes a number, but it is None"),
+        (config.Parallel, {"halo_sample": "0.5"}, "halo_sample takes a number, but it is '0.5'"),
+        (config.Parallel, {"memory_gib": "1"}, "memory_gib takes a number, but it is '1'"),
+        (config.Parallel, {"adaptive_bits": "yes"}, "adaptive_bits takes true or false, but it is 'yes'"),
+        (config.Parallel, {"sync_every": 2.5, "max_age": 1}, "a whole number or auto, but it is 2.5"),
+        (config.Parallel, {"allow": ("rows",)}, "a list of decoupled, history, onebit, stale, but"),
+        (config.Model, {"hidden": "64"}, "model.hidden takes a whole number, but it is '64'"),
+        (config.Report, {"page": None}, "report.page takes true or false, but it is None"),
         (config.Parallel, {"codec": None}, "onebit, but it is None"),
-        (config.Train, {"timeout": "600"}, "timeout takes a number above 0, but it is '600'"),
+        (config.Train, {"timeout": "600"}, "timeout takes a number, but it is '600'"),
     ],
 )
 def test_values_out_of_range(kind: Any, values, words):

@@ -52,6 +52,9 @@ LATE: Mapping[str, dict[str, Any]] = {
     "E20": {"max_age": 1, "sync_every": 20},
     "auto": {"max_age": 1, "sync_every": "auto"},
     "smooth": {"max_age": 1, "smoothing": 0.8},  # the mean of earlier epochs' rows: PipeGCN's
+    "skipped": {"skip_drift": 0.1, "max_age": 4},  # rows that have hardly moved: SANCUS's
+    "drawn": {"halo_sample": 0.1},  # BNS-GCN's
+    "shared": {"adaptive_bits": True},  # with a codec of 2 bits or 4: AdaQP's
 }
 
 
@@ -68,7 +71,7 @@ class Options:
     codecs: tuple[str, ...] = CODECS
     """Codecs."""
     late: tuple[str, ...] = ("waits", "late", "E2", "E5", "E10", "E20", "auto")
-    """How late; besides these, smooth."""
+    """How late; besides these, smooth, and what else spares bytes: skipped, drawn, shared."""
     all_pairs: bool = False
     """Every codec with every lateness; else those of which one is ``waits``, ``none`` or ``onebit``."""
     seeds: int = 10

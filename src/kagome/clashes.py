@@ -12,6 +12,8 @@ from kagome.errors import ConfigError
 if TYPE_CHECKING:
     from kagome.config import Parallel
 
+WHOLE_PARTS = {"max_age": 0, "error_feedback": False, "halo_sample": 1.0, "adaptive_bits": False}
+"""What rows of parts that are one chunk may have, and without it."""
 SHARED_OUT = frozenset(("int2", "int4"))
 """Codecs whose bits a row may have fewer of, and more: not the fewest, not the most."""
 
@@ -82,7 +84,7 @@ def _planned(cut: Parallel) -> None:
 
 def _lateness(cut: Parallel) -> None:
     every = cut.sync_every
-    if every not in (None, "auto") and (not isinstance(every, int) or every < 1):
+    if isinstance(every, int) and every < 1:
         raise ConfigError(
             "Parallel(sync_every=...) takes a number of epochs from 1 up, or auto", f"it is {every!r}"
         )
@@ -105,10 +107,11 @@ def _choice_of_rows(cut: Parallel) -> None:
             f"max_age={cut.max_age} asks for newer ones",
             hint="max_age=2 or more",
         )
-    if cut.error_feedback and cut.halo_sample < 1:
+    others = {"halo_sample": cut.halo_sample < 1, "skip_drift": cut.skip_drift > 0}
+    for name in (name for name, chosen in others.items() if chosen and cut.error_feedback):
         raise ConfigError(
             "error_feedback adds what a codec lost to the row that is sent next",
-            "halo_sample sends another row next",
+            f"{name} sends other rows next",
             hint="one of the two",
         )
     if cut.error_feedback and {cut.codec, cut.codec_backward} <= {"none", None}:
@@ -150,8 +153,7 @@ def check_mesh(cut: Parallel, world_size: int) -> None:
             f"there are {world_size}",
             hint=f"start {need} ranks (--nproc {need}), or change {', '.join(set_here)}",
         )
-    whole = {"max_age": 0, "error_feedback": False, "halo_sample": 1.0, "adaptive_bits": False}
-    for name, without in whole.items():
+    for name, without in WHOLE_PARTS.items():
         if cut.chunks > 1 and getattr(cut, name) != without:
             raise ConfigError(
                 f"{name}={getattr(cut, name)} takes parts that are one chunk",
@@ -169,14 +171,17 @@ def check_mesh(cut: Parallel, world_size: int) -> None:
 
 
 def _codecs(cut: Parallel, world_size: int) -> None:
-    """Refuse codecs of what does not cross."""
+    """Refuse codecs of what does not cross, and lateness."""
     codes = [name for name in ("codec", "codec_backward") if getattr(cut, name) not in ("none", None)]
-    if codes and cut.pipe > 1 and cut.graph == 1 and cut.tensor == 1:
-        raise ConfigError(
-            f"{codes[0]}={getattr(cut, codes[0])!r} codes rows of other parts",
-            f"graph=1 has none, and pipe={cut.pipe} sends rows from stage to stage",
-            hint=f"codec_stage={getattr(cut, codes[0])!r}",
-        )
+    others = [name for name, without in WHOLE_PARTS.items() if getattr(cut, name) != without]
+    for name in (*codes, *others):
+        if cut.pipe > 1 and cut.graph == 1 and cut.tensor == 1:
+            value = getattr(cut, name)
+            raise ConfigError(
+                f"{name}={value!r} is about rows of other parts",
+                f"graph=1 has none, and pipe={cut.pipe} sends rows from stage to stage",
+                hint=f"codec_stage={value!r}" if name in codes else f"leave {name} out, or graph=2",
+            )
     if cut.codec_stage not in ("none", None) and cut.pipe == 1 and world_size > 1:
         raise ConfigError(
             f"codec_stage={cut.codec_stage!r} codes what goes from stage to stage",

@@ -9,11 +9,11 @@ import dataclasses
 import json
 import tomllib
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from kagome.config import Run
 from kagome.errors import ConfigError
+from kagome.kinds import fits, hints_of, takes
 
 
 def as_dict(run: Run) -> dict[str, dict[str, Any]]:
@@ -71,7 +71,7 @@ def from_dict(table: dict[str, Any], *, where: str = "", over: Run | None = None
         kind: Any = sections[section]
         if not isinstance(values, dict):
             raise ConfigError(f"[{section}] is a section of settings", f"it is {values!r}", where=where)
-        hints, given = get_type_hints(kind), {}
+        hints, given = hints_of(kind), {}
         for key, value in values.items():
             name = key.replace("-", "_")  # as the flags are written
             if name not in hints:
@@ -83,17 +83,9 @@ def from_dict(table: dict[str, Any], *, where: str = "", over: Run | None = None
 
 
 def _typed(name: str, value: Any, hint: Any, where: str) -> Any:
-    """The value, if it is of the field's type; a whole number serves where any number does."""
+    """The value as the field has it."""
+    if not fits(value, hint):
+        raise ConfigError(f"{name} takes {takes(hint)}", f"it is {value!r}", where=where)
     if get_origin(hint) is tuple:
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise ConfigError(f"{name} takes a list of texts", f"it is {value!r}", where=where)
         return tuple(value)
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    kinds = tuple(type(get_args(kind)[0]) if get_origin(kind) is Literal else kind for kind in kinds)
-    if float in kinds and type(value) is int:
-        return float(value)
-    if type(value) not in kinds:
-        words = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
-        takes = " or ".join(words[kind] for kind in kinds if kind is not NoneType)
-        raise ConfigError(f"{name} takes {takes}", f"it is {value!r}", where=where)
-    return value
+    return float(value) if float in (hint, *get_args(hint)) and type(value) is int else value

@@ -238,6 +238,16 @@ def test_numbers_too_large_are_refused(name: CodecName) -> None:
         message_of(Codec(name), torch.tensor([[1e300, 0], [1, 2]], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("name", FEW)
+def test_a_finite_row_never_comes_back_infinite(name: CodecName) -> None:
+    """A span is rounded up: above the greatest number of a row there must be room for it."""
+    high = torch.tensor([[1e38, 3.4028e38], [0, 1]])
+    with pytest.raises(ModelError, match="1 of 2 rows"):
+        message_of(Codec(name), high)
+    low = -high  # where room is above
+    assert restored(Codec(name), message_of(Codec(name), low), low).isfinite().all()
+
+
 def test_casts_make_no_infinity_of_a_finite_number() -> None:
     for name, row in (("bf16", [3.4e38, 1.0]), ("fp32", [1e300, 1.0])):
         with pytest.raises(ModelError, match="1 of 1 rows"):

@@ -314,9 +314,11 @@ def test_a_run_whose_probes_are_good_stays_as_it_was_set(ranks):
         assert (off(one, epoch) < 1e-10) == (epoch in probed), epoch
 
 
-def test_the_probe_measures_the_gradient_that_the_epoch_would_have_had(ranks):
+@pytest.mark.parametrize("rest", [{}, {"sync_every": 2}], ids=["late", "waits in each other epoch"])
+def test_the_probe_measures_the_gradient_that_late_rows_give(ranks, rest):
+    """In an epoch that waits, too: probes that agree come in epochs 2, 4, 8 and so on."""
     parallel = {"max_age": 1}
-    probed = ranks(2, guarded, -2.0, parallel, 2)[0]
+    probed = ranks(2, guarded, -2.0, {**parallel, **rest}, 2)[0]
     late = ranks(2, guarded, -2.0, {**parallel, "guard": False}, 2)[0]
     assert not late["probes"]
     one, other = (torch.cat([g.flatten() for g in run["gradients"][1].values()]) for run in (probed, late))

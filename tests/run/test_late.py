@@ -21,7 +21,8 @@ from kagome.comm import codec
 from kagome.comm.channel import Channel
 from kagome.comm.wire import Wire
 from kagome.errors import ModelError
-from kagome.neighbors.crossing import DRIFTED, Crossing
+from kagome.neighbors.crossing import Crossing
+from kagome.neighbors.known import DRIFTED
 
 RATE = 0.5
 LATE = {"max_age": 1, "guard": False}
@@ -147,21 +148,25 @@ def watched(channel: Channel, *given: Any) -> dict[str, Any]:
     drifts: list[float] = []
     moved = Crossing.moved
 
-    def noted(way: Crossing, drift: float) -> None:
+    def noted(way: Crossing, drift: float, epoch: int) -> None:
         drifts.append(drift)
-        moved(way, drift)
+        moved(way, drift, epoch)
 
     with mock.patch.object(Crossing, "moved", noted):
         return {**trained(channel, *given), "drifts": drifts}
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_an_epoch_after_rows_have_moved_far_is_exact(ranks, world):
+def test_an_epoch_is_exact_before_rows_have_moved_far_since_the_last_one_that_was(ranks, world):
     epochs = 10
     found = ranks(world, watched, "gcn", {**LATE, "sync_every": "auto"}, epochs, 0.0, SLOWLY)
     drifts = found[0]["drifts"]
     assert [rank["drifts"] for rank in found] == [drifts] * world
-    waits = [epoch for epoch, drift in enumerate(drifts[:-1], 2) if drift > DRIFTED]
+    waits, far, waited = [], 0.0, False
+    for epoch, drift in enumerate(drifts[:-1], 2):
+        far = drift + (0.0 if waited else far)
+        waited = far > DRIFTED
+        waits += [epoch] if waited else []
     assert 2 <= len(waits) <= epochs - 3, drifts  # else the next line says little
     compare(found, "gcn", epochs, sync_every=waits)
 

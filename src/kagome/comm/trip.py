@@ -38,6 +38,13 @@ class Trip:
     blocks: tuple[Blocks, Blocks] | None = None
 
     @property
+    def name(self) -> str:
+        """The site and the way in words: which call of a module it is, where it is called more than once."""
+        module, call = self.site if isinstance(self.site, tuple) else (self.site, 1)
+        times = f", call {call}" if call != 1 else ""
+        return f"{module}{times} {'backward' if self.backward else 'forward'}"
+
+    @property
     def backward(self) -> bool:
         """Whether gradients travel."""
         return self.direction % 2 == 1

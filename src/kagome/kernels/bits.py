@@ -137,7 +137,7 @@ class Plain:
         raw = high - low
         word = (raw.view(torch.int32) + 0xFFFF) >> 16 << 16
         span = torch.where(raw > 0, word.view(torch.float32).clamp(min=LEAST_SPAN), torch.zeros_like(raw))
-        bad = int((~(low.isfinite() & high.isfinite() & (span < torch.inf))).sum())
+        bad = int((~(low.isfinite() & high.isfinite() & (low + span < torch.inf))).sum())
         # Of a number and a tensor torch makes a product with a reciprocal, which is rounded twice.
         factor = torch.where(raw > 0, torch.full_like(span, levels) / span, torch.zeros_like(raw))
         scaled = (rows - low.unsqueeze(1)) * factor.unsqueeze(1) + drawn(stamps, key, width)

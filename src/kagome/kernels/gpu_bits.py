@@ -85,7 +85,7 @@ def encode_kernel(
     wide = tl.where(raw > 0, wide, 0.0)
     tl.store(low + i, bottom, mask=real)
     tl.store(span + i, (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16), mask=real)
-    sound = finite & (wide < float("inf"))
+    sound = finite & (bottom + wide < float("inf"))
     tl.store(bad + i, tl.where(sound, 0, 1).to(tl.uint8), mask=real)
 
     stamp = tl.load(stamps + i, mask=real, other=0)

@@ -92,7 +92,7 @@ def _encode(bits: int, lanes: int) -> Callable[..., int]:
                 raw = np.float32(most[k] - bottom) if finite else ZERO
                 rounded = number_of((word_of(raw) + 0xFFFF) >> 16 << 16)
                 wide = max(rounded, LEAST) if raw > ZERO else ZERO
-                bad += not finite or wide == np.inf
+                bad += not finite or np.float32(bottom + wide) == np.inf
                 factor[k] = np.float32(levels / wide) if raw > ZERO else ZERO
                 least[k] = low[first + k] = bottom
                 span[first + k] = np.int16(word_of(wide) >> 16)

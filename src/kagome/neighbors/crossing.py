@@ -36,8 +36,6 @@ from kagome.neighbors.selection import Fit, Plan, Sample, Selection, Skip
 MEASURED_EVERY: Final = 10
 """Epochs from one measurement of what a codec loses to the next."""
 MEASURED_ROWS: Final = 64
-DRIFTED: Final = 0.1
-"""With ``sync_every="auto"`` rows are waited for when their mean moved by more than this share."""
 
 
 @dataclass
@@ -96,6 +94,8 @@ class Crossing:
         """Whether no row is late; lines know nothing of such an epoch."""
         self.chooses = settings.halo_sample < 1 or settings.skip_drift > 0 or settings.adaptive_bits
         """Whether only some rows cross, or not all alike."""
+        self.asks = False
+        """Whether a probe asks what late rows give, also in an epoch that waits for them."""
         self.known = Known()
         self.crossed = Crossed()
         self._measured: set[str] = set()
@@ -127,22 +127,34 @@ class Crossing:
         """Where all ranks want to know it, how far rows moved here."""
         return (self.known.drift,) if self.settings.sync_every == "auto" else ()
 
-    def moved(self, drift: float) -> None:
-        """How far rows moved in the last epoch, as all ranks know it: with ``auto`` the next one may wait."""
-        self.known.synchronous = drift > DRIFTED
+    def moved(self, drift: float, epoch: int) -> None:
+        """How far rows moved in an epoch, as all ranks know it: with ``auto`` the next one may wait."""
+        self.known.moved(drift, epoch)
 
     @contextmanager
     def using(
-        self, codec: CodecName, codec_backward: CodecName, *, waits: bool, chooses: bool = False
+        self,
+        codec: CodecName,
+        codec_backward: CodecName,
+        *,
+        waits: bool,
+        chooses: bool = False,
+        asks: bool = False,
     ) -> Iterator[None]:
         """Let rows cross otherwise for a block; all ranks do."""
-        before = self.codec, self.codec_backward, self.waits, self.chooses
+        before = self.codec, self.codec_backward, self.waits, self.chooses, self.asks
         self.codec, self.codec_backward = Codec(codec), Codec(codec_backward)
-        self.waits, self.chooses = waits, chooses
+        self.waits, self.chooses, self.asks = waits, chooses, asks
         try:
             yield
         finally:
-            self.codec, self.codec_backward, self.waits, self.chooses = before
+            self.codec, self.codec_backward, self.waits, self.chooses, self.asks = before
+
+    def _synchronous(self, epoch: int) -> bool:
+        """Whether rows that might be late are waited for."""
+        every = self.settings.sync_every
+        due = isinstance(every, int) and epoch % every == 0
+        return not self.asks and (due or self.known.synchronous)
 
     def settle(self) -> None:
         """Take what is still under way. Rows are the same before and after."""
@@ -214,8 +226,7 @@ class Crossing:
             codec = Codec("none")
         line = None if self.waits else self._line(trip, sum(recv_counts), rows)
         self._settle(trip)
-        every = self.settings.sync_every
-        synchronous = self.known.synchronous or (isinstance(every, int) and trip.epoch % every == 0)
+        synchronous = self._synchronous(trip.epoch)
         selection = self._selection(trip, codec, send_counts, recv_counts)
         way = self.channel if line is None else self._late
         begun: UnderWay
@@ -310,8 +321,7 @@ class Crossing:
 
     def _line(self, trip: Trip, count: int, rows: Tensor) -> Line:
         def make() -> Line:
-            name = f"{_site_name(trip.site)}, {'backward' if trip.backward else 'forward'}"
-            return Line(name, self.settings.max_age, self.settings.smoothing)
+            return Line(trip.name, self.settings.max_age, self.settings.smoothing)
 
         found = self.known.line((trip.site, trip.direction), trip.epoch, make)
         if not found.fits(count, rows.size(1), rows):
@@ -355,7 +365,7 @@ class Crossing:
             lost = rows - restored
             # With few bits a draw may lose more than the row: added up, that would grow without end.
             keep = lost.norm(dim=1, keepdim=True) < rows.norm(dim=1, keepdim=True)
-            self.known.residuals[trip.site, trip.direction] = torch.where(keep, lost, 0.0)
+            self.known.residuals[trip.site, trip.direction] = torch.where(keep, lost, 0.0), trip.epoch
         count = sum(plan.come.counts)
         room = rows.new_zeros(count, width) if plan.ground is None else plan.ground.clone()
         told = None if selection is None else partial(selection.arrived, epoch=trip.epoch)
@@ -365,7 +375,7 @@ class Crossing:
         self, letters: Letters, rows: Tensor, pick: Tensor | None, trip: Trip, key: int, action: str
     ) -> None:
         """Note what codecs lose of a few rows, of each as many as it has of all."""
-        name = f"{_site_name(trip.site)} {'backward' if trip.backward else 'forward'}"
+        name = trip.name
         if trip.epoch % MEASURED_EVERY != 1 and name in self._measured:
             return
         self._measured.add(name)
@@ -377,10 +387,6 @@ class Crossing:
             lost, whole = lost + less, whole + all_
         if whole > 0:
             self.crossed.errors[name] = math.sqrt(lost / whole)
-
-
-def _site_name(site: Hashable) -> str:
-    return str(site[0]) if isinstance(site, tuple) else str(site)
 
 
 def _draws(seed: int, trip: Trip, rank: int) -> int:

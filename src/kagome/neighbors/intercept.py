@@ -67,9 +67,10 @@ class Interception(Late, TorchFunctionMode):
         fast: bool = True,
         rows: NeighborRows | None = None,
         tensor: int = 1,
+        sums_only: bool = False,
     ) -> None:
         TorchFunctionMode.__init__(self)
-        Late.__init__(self, fast, min(tensor, channel.size))
+        Late.__init__(self, fast, min(tensor, channel.size), sums_only=sums_only and channel.size > 1)
         self.part, self.channel, self.seed = part, Taped(channel), seed
         self.device = torch.device(device)
         self.marks = Marks()
@@ -291,19 +292,15 @@ class Interception(Late, TorchFunctionMode):
 
     def everyone(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, own ones first, with gradient."""
+        self.needs_all("attention over all vertices")
         if self._everyone is None:
             with torch._C.DisableTorchFunction(), self.channel.aside():
-                self._everyone = all_rows(self.own, self.channel, self.device)
+                self._everyone = all_rows(self.row_ids(), self.channel)
         return self._everyone.extend(rows, self.turn, self.where())
 
     def as_targets(self, index: Tensor) -> Tensor:
         """Say that a tensor holds ids of own rows."""
         return self.marks.put(index, Mark(Kind.TARGET))
-
-    def names_targets(self, index: Any) -> bool:
-        """Whether a tensor holds ids of own rows: each edge's target."""
-        mark = self.marks.get(index)
-        return mark is not None and mark.kind is Kind.TARGET
 
     def last_row(self) -> int:
         """Own vertices up to the last one of the whole graph that has an edge."""
@@ -333,7 +330,8 @@ class Interception(Late, TorchFunctionMode):
             return known[2]  # type: ignore[index, no-any-return]
         front = rows.movedim(axis, 0)
         flat = front.reshape(front.size(0), front.shape[1:].numel())
-        with self.turn.apart() if constant else nullcontext():
+        # What is made anew in each forward comes again, although no gradient does: dropped features.
+        with self.turn.apart() if constant and self.lasting(rows) else nullcontext():
             whole = plan.extend(flat, self.turn, site or self.site(rows))
         out = whole.reshape(whole.size(0), *front.shape[1:]).movedim(0, axis)
         if constant:

@@ -6,6 +6,7 @@ Where it sits: ``crossing`` has one, and makes its lines and selections; a check
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from typing import Final
 
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from kagome.neighbors.selection import Selection, Skip
 
 Key = tuple[Hashable, int]
 """A site and a direction."""
+DRIFTED: Final = 0.5
+"""With ``sync_every="auto"`` an epoch waits before rows have moved by more, in all late epochs together."""
 
 
 class Known:
@@ -22,14 +25,17 @@ class Known:
 
     Attributes:
         synchronous: Whether the rows of this epoch are waited for, where they might be late.
+        drifted: How far rows have moved since they were last waited for.
     """
 
     def __init__(self) -> None:
         self.lines: dict[Key, Line] = {}
         self.selections: dict[Key, Selection] = {}
-        self.residuals: dict[Key, Tensor] = {}
+        self.residuals: dict[Key, tuple[Tensor, int]] = {}
+        """What the codec lost of a site's rows, and in which epoch."""
         self.recall: Recall = NOTHING
-        self.synchronous = False
+        self.synchronous, self.drifted = False, 0.0
+        self._told = 0
 
     @property
     def oldest(self) -> int:
@@ -39,8 +45,24 @@ class Known:
 
     @property
     def drift(self) -> float:
-        """How far rows that came last moved within an epoch: the most of any site."""
-        return max((line.drift for line in self.lines.values() if line.drift is not None), default=0.0)
+        """How far rows that came last moved within an epoch: the most of any site.
+
+        Not gradients: they move by as much as they are long in every epoch of a run that goes well.
+        """
+        forth = [line.drift for (_, direction), line in self.lines.items() if direction % 2 == 0]
+        return max((drift for drift in forth if drift is not None), default=0.0)
+
+    def moved(self, drift: float, epoch: int) -> None:
+        """How far rows moved in an epoch: said of it once, whether or not it computes its gradient twice.
+
+        What late rows cost adds up over epochs: with little drift many are late, with much every second one
+        or none.
+        """
+        if epoch == self._told:
+            return
+        self._told = epoch
+        self.drifted = drift + (0.0 if self.synchronous else self.drifted)
+        self.synchronous = self.drifted > DRIFTED
 
     def line(self, key: Key, epoch: int, make: Callable[[], Line]) -> Line:
         """A site's line; the first time, a new one that knows what is recalled."""
@@ -66,11 +88,12 @@ class Known:
         return found
 
     def residual(self, key: Key, epoch: int) -> Tensor | None:
-        """What the codec lost of a site's rows in the last epoch."""
+        """What the codec lost of a site's rows in the last epoch, if it coded any in that."""
         if key not in self.residuals:
             state = self.recall.take("residual", key, epoch)
             return None if state is None else state["rows"]
-        return self.residuals[key]
+        rows, when = self.residuals[key]
+        return rows if epoch - when <= 1 else None
 
     def settle(self) -> None:
         """Take what is still under way. Rows are the same before and after."""
@@ -82,14 +105,18 @@ class Known:
         self.settle()  # nothing is to lie in the way of what comes
         self.lines, self.selections, self.residuals = {}, {}, {}
         state = recall.take("crossing", "", recall.epoch)
-        self.recall, self.synchronous = recall, state is not None and bool(state["synchronous"])
+        self.recall, self._told = recall, 0
+        self.synchronous = state is not None and bool(state["synchronous"])
+        # Earlier checkpoints have none.
+        self.drifted = 0.0 if state is None else float(state.get("drifted", 0.0))
 
-    def carried(self) -> Iterator[Entry]:
-        """What the next epoch may read of this one."""
-        yield "crossing", "", {"synchronous": self.synchronous}
+    def carried(self, epoch: int) -> Iterator[Entry]:
+        """What the epoch after this one may read of it."""
+        yield "crossing", "", {"synchronous": self.synchronous, "drifted": self.drifted}
         for key, line in self.lines.items():
             yield "line", key, line.state_dict()
         for key, selection in self.selections.items():
             yield "selection", key, selection.state_dict()
-        for key, rows in self.residuals.items():
-            yield "residual", key, {"rows": rows}
+        for key, (rows, when) in self.residuals.items():
+            if when == epoch:
+                yield "residual", key, {"rows": rows}

@@ -43,6 +43,7 @@ class Late:
         fast: Whether messages are put off and reduced by kernels; else all runs as PyG runs it.
         tensor: How many ranks each reduce some columns of all their rows, where columns do not meet, instead
             of all columns of own rows; 1 for none.
+        sums_only: Whether a sample of other parts' rows is read: right on the mean for sums alone.
     """
 
     marks: Marks
@@ -50,8 +51,8 @@ class Late:
     channel: Taped
     turn: Turn
 
-    def __init__(self, fast: bool, tensor: int = 1) -> None:
-        self.fast, self.tensor, self.sums_only = fast, tensor, False
+    def __init__(self, fast: bool, tensor: int = 1, *, sums_only: bool = False) -> None:
+        self.fast, self.tensor, self.sums_only = fast, tensor, sums_only
         self.slices = tensor > 1
         self.bound: Bound | None = None
         self.constants = Lasting()
@@ -302,7 +303,8 @@ class Late:
     def edge_softmax(self, value: Tensor, index: Any, dim: int) -> Tensor | None:
         """Softmax over each row's in-edges, where ``index`` names the graph's targets; else None."""
         edges = self._by_target(value, index, dim)
-        self._needs_all("a softmax", index)
+        if self.names_targets(index):
+            self.needs_all("a softmax over neighbours")
         if edges is None:
             return None
         with torch._C.DisableTorchFunction():  # it is not the user's computation
@@ -311,20 +313,24 @@ class Late:
     def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
         """A reduction over each row's in-edges, where ``index`` names the graph's targets; else None."""
         edges = self._by_target(value, index, dim) if how in reduce.NAMES else None
-        if how not in SUMS:
-            self._needs_all(f"the reduction {how}", index)
+        if how not in SUMS and self.names_targets(index):
+            self.needs_all(f"the reduction {how} over neighbours")
         if edges is None:
             return None
         with torch._C.DisableTorchFunction():
             return reduce.reduced(value, edges, reduce.NAMES[how])
 
-    def _needs_all(self, what: str, index: Any) -> None:
-        """Refuse what a sample of rows cannot give: it is right on the mean for sums alone."""
+    def names_targets(self, index: Any) -> bool:
+        """Whether a tensor holds ids of own rows: each edge's target."""
         mark = self.marks.get(index)
-        if self.sums_only and mark is not None and mark.kind is Kind.TARGET:
+        return mark is not None and mark.kind is Kind.TARGET
+
+    def needs_all(self, what: str) -> None:
+        """Refuse what a sample of rows cannot give: it is right on the mean for sums alone."""
+        if self.sums_only:
             raise ModelError(
                 "a sample of other parts' rows serves layers that sum or average over neighbours",
-                f"{what} over neighbours wants all of them",
+                f"{what} wants all of them",
                 where=self.where(),
                 hint="--parallel.halo-sample 1, or a layer such as GCNConv, SAGEConv or GINConv",
             )

@@ -337,12 +337,23 @@ def agree(channel: Carrier, site: Site, part: Tensor) -> None:
         )
 
 
-def all_rows(own: int, channel: Carrier, device: torch.device) -> NeighborRows:
-    """The lists, on rows' device, by which every rank reads every other's (attention over all vertices)."""
-    ones = [1] * channel.size
+def all_rows(ids: Tensor, channel: Carrier) -> NeighborRows:
+    """The lists, on rows' device, by which every rank reads every other's (attention over all vertices).
+
+    Args:
+        ids: Original ids of own rows.
+        channel: The way to the peers.
+
+    Cost:
+        8 bytes a row to every other rank.
+    """
+    own, ones = ids.numel(), [1] * channel.size
     mine = torch.full((channel.size, 1), own)
     counts = channel.exchange(mine, ones, ones, action="counts", kind="other").squeeze(1).tolist()
     recv = [0 if peer == channel.rank else int(count) for peer, count in enumerate(counts)]
     send = [0 if peer == channel.rank else own for peer in range(channel.size)]
-    places = torch.arange(own, device=device).repeat(channel.size - 1)
-    return NeighborRows(own, sum(recv), places, tuple(send), tuple(recv), channel)
+    places = torch.arange(own, device=ids.device).repeat(channel.size - 1)
+    sent = ids[places].unsqueeze(1)
+    theirs = channel.exchange(sent, send, recv, action="ids of rows", kind="other").squeeze(1)
+    known, reads = torch.cat([ids, theirs]), torch.ones_like(theirs)
+    return NeighborRows(own, sum(recv), places, tuple(send), tuple(recv), channel, known, reads)

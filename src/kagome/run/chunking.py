@@ -185,6 +185,7 @@ def chunked(
             fast=fast,
             rows=rows,
             tensor=settings.tensor,
+            sums_only=settings.halo_sample < 1,
         )
 
     if count == 1:

@@ -102,10 +102,10 @@ class Engine:
             handlers=HANDLERS,
             fast=fast,
             tensor=parallel.tensor,
+            sums_only=parallel.halo_sample < 1,
         )
         if parallel.memory_gib is not None:
             self.scope.bound = Bound(int(parallel.memory_gib * 2**30), channel.device)
-        self.scope.sums_only = parallel.halo_sample < 1 and channel.size > 1
         # Layers that run again save next to nothing.
         moved = replace(parallel, activations="device") if recompute else parallel
         self.offload = Offload(moved, channel.device, self.scope.lasting)
@@ -161,7 +161,9 @@ class Engine:
 
     def carried(self, epoch: int) -> Carried:
         """What the epoch after this one may read of it, and what the ladder knows."""
-        return Carried.of(self.layout, {"ladder": self.ladder.state_dict()}, self.crossing.known.carried())
+        return Carried.of(
+            self.layout, {"ladder": self.ladder.state_dict()}, self.crossing.known.carried(epoch)
+        )
 
     def resumed(self, optimizer: Optimizer, told: Told) -> str:
         """Weights and the optimizer's state were read from a checkpoint. All ranks call it.
@@ -251,7 +253,7 @@ class Engine:
         """The exact gradient, after that of rows that cross as they would have."""
         rung = self.ladder.rung
         with unmoved(self.model.buffers()):
-            self._gradient(epoch, stop, rung)
+            self._gradient(epoch, stop, rung, asks=True)
         guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
         with self.tally.aside():
             found = self._gradient(epoch, stop, EXACT)
@@ -263,13 +265,16 @@ class Engine:
         if said:
             self._notes.append(said)
 
-    def _gradient(self, epoch: int, stop: bool, rung: Rung | None = None) -> tuple[float, float]:
+    def _gradient(
+        self, epoch: int, stop: bool, rung: Rung | None = None, *, asks: bool = False
+    ) -> tuple[float, float]:
         """Forward, backward and the sum of gradients: the loss, and how many ranks were asked to stop."""
         rung = rung or self.ladder.rung
+        ways = {"waits": rung.waits, "chooses": rung.chooses, "asks": asks}
         compares = self.ahead.asks
         with (
             draws_of(self.settings.seed, epoch),
-            self.crossing.using(rung.codec, rung.codec_backward, waits=rung.waits, chooses=rung.chooses),
+            self.crossing.using(rung.codec, rung.codec_backward, **ways),
         ):
             forward = self.ahead.take(epoch) or self._train_forward(epoch, watched=compares)
             with self.phases.phase("forward", epoch):
@@ -297,7 +302,7 @@ class Engine:
         self._checked = True
         with self.phases.phase("weights", epoch):
             value, stops, doubts, *drift = self.gradients.finish()
-        self.crossing.moved(sum(drift) / self.channel.size)
+        self.crossing.moved(sum(drift) / self.channel.size, epoch)
         if compares:
             self.ahead.allowed = not doubts
         return value, stops

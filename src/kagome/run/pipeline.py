@@ -182,7 +182,7 @@ class Pipeline:
     def carried(self, epoch: int) -> Carried:
         """What the epoch after this one may read of it: other chunks' rows, and what guards know."""
         known, tables = self.ways.crossing.known, self.chunks.tables
-        guards, entries = {"ladder": self.ways.ladder.state_dict()}, [*known.carried()]
+        guards, entries = {"ladder": self.ways.ladder.state_dict()}, [*known.carried(epoch)]
         if self.guard is not None and tables is not None:
             guards["history"] = self.guard.state_dict()
             entries += [*tables.carried(epoch), *self.undo.carried()]
@@ -265,7 +265,7 @@ class Pipeline:
             mine = torch.tensor([lost, float(stop), *self.ways.moved(epoch)], dtype=torch.float64)
             mine, action = mine.to(self.mesh.device), f"loss, epoch {epoch}"
             value, stops, *moved = self.mesh.world.all_reduce(mine, action=action, kind="weights").tolist()
-        self.ways.crossing.moved(sum(moved) / self.mesh.size)
+        self.ways.crossing.moved(sum(moved) / self.mesh.size, epoch)
         task.check_finite(value, epoch)
         if self.guard is not None:
             turn = self.guard.done(kind, value)
@@ -281,16 +281,16 @@ class Pipeline:
     def _guess(self, epoch: int, kind: Epoch) -> list[Tensor | None]:
         """The gradient of an epoch as it would have been; buffers stay."""
         with task.unmoved(self.owners.buffers):
-            self._gradient(epoch, kind, self.ways.ladder.rung)
+            self._gradient(epoch, kind, self.ways.ladder.rung, asks=True)
         return [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
 
-    def _gradient(self, epoch: int, kind: Epoch, rung: Rung) -> float:
+    def _gradient(self, epoch: int, kind: Epoch, rung: Rung, *, asks: bool = False) -> float:
         """All chunks forward and backward, and the sum of gradients; what this rank lost."""
         for parameter in self.model.parameters():
             parameter.grad = None
         with (
             task.draws_of(self.settings.seed, epoch),
-            self.ways.using(rung),
+            self.ways.using(rung, asks=asks),
             self.gradients.during((), f"sum of gradients, epoch {epoch}"),
         ):
             jobs = self._trained(epoch, kind)

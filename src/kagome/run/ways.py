@@ -60,14 +60,14 @@ class Ways:
         self.ladder = Ladder(self._watched, state)
 
     def look(self) -> None:
-        """At the end of a forward, before gradients come: how far rows that may be late have moved."""
-        self._drifts = self.crossing.drifts
+        """At the end of an epoch's first forward, before gradients come: how far rows have moved."""
+        self._drifts = self._drifts or self.crossing.drifts
 
     def moved(self, epoch: int) -> list[float]:
         """How far rows of this part moved, where all want to know it: the most of all its stages."""
         if not self._drifts:
             return []
-        mine = torch.tensor(self._drifts, device=self.mesh.device)
+        mine, self._drifts = torch.tensor(self._drifts, device=self.mesh.device), ()
         found: list[float] = self.mesh.pipe.all_reduce(mine, "max", action=f"drift, epoch {epoch}").tolist()
         return found
 
@@ -76,14 +76,18 @@ class Ways:
         return EXACT if exact and self.guarded else self.ladder.rung
 
     @contextmanager
-    def using(self, rung: Rung) -> Iterator[None]:
-        """Let rows cross by a rung for a block; all ranks do."""
+    def using(self, rung: Rung, *, asks: bool = False) -> Iterator[None]:
+        """Let rows cross by a rung for a block, ``asks``: late also where they would be waited for.
+
+        All ranks do.
+        """
         if not self._halo:
             with self.stages.using(rung.codec):
                 yield
             return
+        ways = {"waits": rung.waits, "chooses": rung.chooses, "asks": asks}
         with (
-            self.crossing.using(rung.codec, rung.codec_backward, waits=rung.waits, chooses=rung.chooses),
+            self.crossing.using(rung.codec, rung.codec_backward, **ways),
             self.stages.using("none" if rung.exact else self._stage),
         ):
             yield

@@ -1,0 +1,65 @@
+"""Kinds: whether a setting's value is of the kind that its annotation says, and how that is said.
+
+Where it sits: ``config`` asks when settings are made, ``written`` when they are read from a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from functools import cache
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+from kagome.errors import ConfigError
+
+WORDS: Final = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+@cache
+def hints_of(settings: Hashable) -> dict[str, Any]:
+    """The annotation of each field of a dataclass."""
+    return get_type_hints(settings)
+
+
+def check_kinds(section: str, settings: Any) -> None:
+    """Refuse values that are not of their fields' kinds.
+
+    Raises:
+        ConfigError: Naming the first.
+    """
+    hints = hints_of(settings.__class__)
+    for field in dataclasses.fields(settings):
+        value, hint = getattr(settings, field.name), hints[field.name]
+        if not fits(value, hint):
+            raise ConfigError(f"{section}.{field.name} takes {takes(hint)}", f"it is {value!r}")
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Whether a value is of a kind; a whole number serves where any number does."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return any(fits(value, kind) for kind in get_args(hint))
+    if origin is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    if origin is tuple:
+        return isinstance(value, (tuple, list)) and all(fits(each, get_args(hint)[0]) for each in value)
+    if isinstance(value, bool):
+        return hint is bool
+    kinds: dict[Any, type] = {int: Integral, float: Real, NoneType: NoneType}
+    return isinstance(value, kinds.get(hint, hint))
+
+
+def takes(hint: Any) -> str:
+    """What a field takes, in words."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(takes(kind) for kind in get_args(hint) if kind is not NoneType)
+    if origin is Literal:
+        known = get_args(hint)
+        return " or ".join(known) if len(known) < 3 else f"one of {', '.join(known)}"
+    if origin is tuple:
+        kind = get_args(hint)[0]
+        return f"a list of {'texts' if kind is str else takes(kind).removeprefix('one of ')}"
+    return WORDS[hint]

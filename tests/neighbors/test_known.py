@@ -1,0 +1,62 @@
+"""Known: when rows that may be late are waited for, and what a codec lost of the epoch before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kagome.neighbors.known import DRIFTED, Known
+from kagome.neighbors.lines import Line
+
+
+@pytest.mark.parametrize(
+    ("drift", "waits"),
+    [
+        (0.0, []),
+        (0.01, [51]),
+        (0.2, [4, 7, 10, 13]),  # three times a fifth is more than a half
+        (0.3, [3, 5, 7, 9, 11, 13]),
+        (DRIFTED + 0.1, list(range(2, 14))),  # late rows would be as far off as that in any epoch
+    ],
+)
+def test_epochs_are_late_until_rows_have_moved_far(drift: float, waits: list[int]) -> None:
+    known, found, last = Known(), [], max([13, *waits])
+    for epoch in range(1, last):
+        known.moved(drift, epoch)
+        known.moved(5.0, epoch)  # said again of an epoch that computes its gradient twice
+        found += [epoch + 1] if known.synchronous else []
+    assert found == waits
+
+
+def test_a_checkpoint_knows_how_far_rows_have_moved() -> None:
+    class Told:
+        epoch = 3
+
+        def take(self, kind: str, key: object, epoch: int) -> dict | None:
+            return dict(states) if (kind, epoch) == ("crossing", 3) else None
+
+    known = Known()
+    known.moved(0.4, 2)
+    states = next(state for kind, _, state in known.carried(2) if kind == "crossing")
+    other = Known()
+    other.forget(Told())
+    for each in (known, other):
+        each.moved(0.2, 3)
+    assert known.synchronous
+    assert other.synchronous
+
+
+def test_drift_is_of_rows_and_not_of_gradients() -> None:
+    known = Known()
+    for direction, drift in ((0, 0.1), (1, 1.5), (2, 0.2), (3, 2.0)):
+        known.lines["site", direction] = Line("site", 1, drift=drift)
+    assert known.drift == 0.2
+
+
+def test_what_a_codec_lost_longer_ago_is_not_made_up_for() -> None:
+    known, rows = Known(), torch.ones(2, 3)
+    known.residuals["site", 0] = rows, 4
+    assert known.residual(("site", 0), 5) is rows
+    assert known.residual(("site", 0), 6) is None  # epoch 5 sent rows as they are
+    assert [kind for kind, *_ in known.carried(4)].count("residual") == 1
+    assert [kind for kind, *_ in known.carried(5)].count("residual") == 0
