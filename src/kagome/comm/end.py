@@ -138,7 +138,7 @@ class End:
         del works[:asked]
         self.traffic.waited[pending.kind] += ended - begun
         if not works:
-            self.traffic.under_way[pending.kind] += ended - pending.begun
+            self.traffic.ended(pending.kind, pending.begun, ended)
 
     def _wait(self, work: Work, begun: float, *, collective: bool) -> None:
         if not self._gloo:

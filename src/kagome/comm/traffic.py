@@ -34,7 +34,9 @@ class Traffic:
     waited: dict[str, float] = field(default_factory=_seconds)
     """Seconds blocked until what peers sent had come."""
     under_way: dict[str, float] = field(default_factory=_seconds)
-    """Seconds from the begin of each exchange to the end of its wait."""
+    """Seconds in which an exchange was between its begin and the end of its wait, however many were."""
+    _until: dict[str, float] = field(default_factory=_seconds, compare=False, repr=False)
+    """By kind, up to when ``under_way`` counts."""
 
     def add(self, other: Traffic) -> None:
         """Add another's counts to these."""
@@ -42,6 +44,15 @@ class Traffic:
             self.bytes[kind] += other.bytes[kind]
             self.waited[kind] += other.waited[kind]
             self.under_way[kind] += other.under_way[kind]
+
+    def ended(self, kind: Kind, begun: float, ended: float) -> None:
+        """An exchange has ended; exchanges end in the order in which this is called.
+
+        Those that share the wire are not counted twice: late rows of all layers are under way at once, an
+        epoch long, and what an epoch of computing hides is at most the epoch.
+        """
+        self.under_way[kind] += max(ended - max(begun, self._until[kind]), 0.0)
+        self._until[kind] = ended
 
     def take(self) -> Traffic:
         """The counts since the last call; they begin anew."""
