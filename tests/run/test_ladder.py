@@ -302,6 +302,21 @@ def test_a_run_whose_probes_are_bad_climbs_to_exact_and_says_so(ranks):
     assert 1 - cosines[4] < 1e-3 < 1 - cosines[0]
 
 
+@pytest.mark.parametrize(
+    "parallel",
+    [{"skip_drift": 0.1, "max_age": 3}, {"codec": "int4", "adaptive_bits": True}, {"halo_sample": 0.5}],
+    ids=["skip", "fit", "sample"],
+)
+def test_what_chooses_among_rows_is_left_rung_by_rung(ranks, parallel):
+    found = ranks(2, guarded, 2.0, parallel, 9)
+    for rank in found:
+        assert rank["rung"] == EXACT
+        assert rank["losses"] == found[0]["losses"]
+    one = found[0]
+    assert one["probes"][0][0] == 2
+    assert max(off(one, epoch) for epoch in range(2, 10)) < 1e-10
+
+
 def test_a_run_whose_probes_are_good_stays_as_it_was_set(ranks):
     found = ranks(2, guarded, -2.0, {"codec": "onebit", "max_age": 1}, 7)
     for rank in found:

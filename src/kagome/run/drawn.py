@@ -26,8 +26,6 @@ OFF: Final = 1e-4
 RIGHT: Final = (aggr.SumAggregation, aggr.MeanAggregation)
 HOLDERS: Final = (aggr.MultiAggregation, aggr.DegreeScalerAggregation, FusedAggregation)
 """Aggregations of others' results."""
-EXTREMES: Final = (aggr.MaxAggregation, aggr.MinAggregation, aggr.SoftmaxAggregation)
-"""Those that are refused where they reduce."""
 
 
 class Bias:
@@ -137,6 +135,6 @@ def _drawn(name: str, value: object) -> bool:
 def _other_than_sums(module: MessagePassing) -> str | None:
     """The class of a layer's reduction that is no sum of messages; None where all are."""
     for each in module.aggr_module.modules() if module.aggr_module is not None else ():
-        if isinstance(each, aggr.Aggregation) and not isinstance(each, (*RIGHT, *HOLDERS, *EXTREMES)):
+        if isinstance(each, aggr.Aggregation) and not isinstance(each, (*RIGHT, *HOLDERS)):
             return type(each).__name__
     return None
