@@ -170,7 +170,7 @@ def steps_of(
     found: Any = None
     if world.rank == 0:
         try:
-            seen = looked_at(model, graph, part, train, device)
+            seen = looked_at(model, graph, part, train, device, named=bool(layers))
             calls, rows = timed(model, graph, seen, part, train, device)
             found = seen, calls, rows, kept(model, graph, part, train, device)
         except ModelError as error:
