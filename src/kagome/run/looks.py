@@ -52,13 +52,19 @@ class Asked(Channel):
 
 
 def sample_scope(
-    part: Partition, vertices: int, train: Train, device: torch.device, channel: Channel | None = None
+    part: Partition,
+    vertices: int,
+    train: Train,
+    device: torch.device,
+    channel: Channel | None = None,
+    *,
+    fast: bool = False,
 ) -> Interception:
     """An interception of a sample of a rank's part, whole and alone."""
     sample = take_sample(part, vertices, train.seed)
     whole = partition(sample, parts=1, method="contiguous")[0]
     solo = channel or Channel(None, device)
-    return Interception(whole, solo, device=device, seed=train.seed, handlers=HANDLERS, fast=False)
+    return Interception(whole, solo, device=device, seed=train.seed, handlers=HANDLERS, fast=fast)
 
 
 def looked_at(

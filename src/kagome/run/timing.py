@@ -39,14 +39,19 @@ def timed(
     part: Partition,
     train: Train,
     device: torch.device,
+    *,
+    fast: bool,
 ) -> tuple[dict[str, Seconds], dict[str, Seconds]]:
-    """Seconds of a call of each step, and of each row in it.
+    """Seconds of a call of each step, and of each row in it; ``fast``: with messages reduced by kernels.
 
     A sample of most rows and one of few tell them apart. Steps that are alike take alike: one that the
     machine held up says nothing of its layer.
+
+    Raises:
+        EscapeError: If a message reaches code that fast paths do not see.
     """
-    most, many = _fastest(model, graph, part, TIMED, train, device)
-    least, few = _fastest(model, graph, part, SAMPLE, train, device)
+    most, many = _fastest(model, graph, part, TIMED, train, device, fast=fast)
+    least, few = _fastest(model, graph, part, SAMPLE, train, device, fast=fast)
     kinds: dict[Hashable, list[str]] = {}
     for step in graph.steps:
         kinds.setdefault(_alike(step, model, seen), []).append(step.name)
@@ -82,11 +87,17 @@ def _alike(step: Step, model: nn.Module, seen: Survey) -> Hashable:
 
 
 def _fastest(
-    model: nn.Module, graph: LayerGraph, part: Partition, vertices: int, train: Train, device: torch.device
+    model: nn.Module,
+    graph: LayerGraph,
+    part: Partition,
+    vertices: int,
+    train: Train,
+    device: torch.device,
+    *,
+    fast: bool,
 ) -> tuple[dict[str, Seconds], int]:
     """Seconds of each step on a sample, each way the least of :data:`RUNS` after a first; its vertices."""
-    scope = sample_scope(part, vertices, train, device)
-    scope.fast = True
+    scope = sample_scope(part, vertices, train, device, fast=fast)
     seconds: dict[str, list[Seconds]] = {step.name: [] for step in graph.steps}
     changed = {name for step in graph.steps for name in step.changes}
     for _ in range(1 + RUNS):
@@ -109,11 +120,10 @@ def _fastest(
 
 
 def kept(
-    model: nn.Module, graph: LayerGraph, part: Partition, train: Train, device: torch.device
+    model: nn.Module, graph: LayerGraph, part: Partition, train: Train, device: torch.device, *, fast: bool
 ) -> dict[str, int]:
-    """Bytes that autograd keeps of each step; of what several keep the first one's."""
-    scope = sample_scope(part, SAMPLE, train, device)
-    scope.fast = True
+    """Bytes that autograd keeps of each step; of what several keep the first one's. As :func:`timed`."""
+    scope = sample_scope(part, SAMPLE, train, device, fast=fast)
     found: dict[str, int] = {}
     with On(model, scope, train):
         values: dict[str, Any] = dict(scope.inputs)
