@@ -67,6 +67,22 @@ class Recurrent(Between):
         return out[:, -1] + last[0]
 
 
+class Named(Between):
+    """Torch calls that give several tensors, which are asked for by name."""
+
+    def between(self, rows: Tensor) -> Tensor:
+        pairs = rows.view(rows.size(0), -1, 2)
+        parts = [pairs.max(-1).values, pairs.min(-1).values, rows.topk(2).values, rows.sort(1).values[:, :1]]
+        return torch.cat([*parts, rows.median(1).values.unsqueeze(1)], 1)[:, -HIDDEN:]
+
+
+class Middle(Between):
+    """A value of all vertices that no sum gives."""
+
+    def between(self, rows: Tensor) -> Tensor:
+        return rows - rows.median(0).values
+
+
 class Attention(Between):
     """Weights of edges and of loops that the layer has added: they have no place in a chunk's edges."""
 
@@ -144,7 +160,20 @@ class Sized(Between):
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
     each.__name__: each
-    for each in (Unmarked, InPlace, Recurrent, Attention, Spectral, Constant, Cached, Fresh, Shifted, Sized)
+    for each in (
+        Unmarked,
+        InPlace,
+        Recurrent,
+        Named,
+        Middle,
+        Attention,
+        Spectral,
+        Constant,
+        Cached,
+        Fresh,
+        Shifted,
+        Sized,
+    )
 }
 
 
@@ -155,7 +184,7 @@ def ran(channel: Channel, name: str, parallel: dict[str, Any], check: bool) -> A
 
 
 @pytest.mark.parametrize(
-    "name", ["Unmarked", "InPlace", "Recurrent", "Attention", "Spectral", "Constant", "Cached"]
+    "name", ["Unmarked", "InPlace", "Recurrent", "Named", "Attention", "Spectral", "Constant", "Cached"]
 )
 def test_it_is_what_one_rank_gives(ranks, name):
     alone = ran(Channel(None, "cpu"), name, {}, False)
@@ -173,6 +202,7 @@ def test_layers_that_keep_what_they_have_seen_do_so_on_one_rank_too():
     ("name", "words"),
     [
         ("Shifted", ["CheckError", "the same on 3 parts as on the whole graph"]),
+        ("Middle", ["ModelError", "calls 'median' over all vertices"]),
         ("Sized", ["ModelError", "add raised RuntimeError", "x.size(0)"]),
     ],
 )
