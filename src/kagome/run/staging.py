@@ -196,7 +196,7 @@ def steps_of(
     found = world.gather_objects(found, "look at the model's steps")[0]
     if isinstance(found, ModelError):
         raise found
-    return Steps(graph, *found)
+    return Steps(found[0].told(graph), *found)
 
 
 def _measured(
@@ -211,5 +211,6 @@ def _measured(
     escape: str = "",
 ) -> tuple[Any, ...]:
     """What :class:`Steps` holds beside the graph."""
+    graph = seen.told(graph)
     calls, rows = timed(model, graph, seen, part, train, device, fast=fast)
     return seen, calls, rows, kept(model, graph, part, train, device, fast=fast), escape

@@ -164,13 +164,12 @@ def _one(
     leaves: list[Tensor] = []
 
     def leaf_of(value: Any) -> Any:
-        if not (isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()):
+        if not _learns(value):
             return value
         roots.append(value)
         leaves.append(value.detach().requires_grad_())
-        mark = scope.marks.get(value)
         given = leaves[-1].clone() if copies else leaves[-1]
-        return given if mark is None else scope.mark(given, mark)
+        return _marked(given, value, scope)
 
     values[step.name] = mapped(out, leaf_of)
     back = 0.0
@@ -182,7 +181,25 @@ def _one(
         back = max(back - empty, 0.0)
     for tensor in (*leaves, *model.parameters()):
         tensor.grad = None
+    # What has come backward by now is gone: those who read what the step wrote to do not come by it again.
+    for name in step.changes:
+        if name in values:
+            values[name] = mapped(values[name], lambda value: _copied(value, scope))
     return turned - begun, back
+
+
+def _learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
+
+
+def _copied(value: Any, scope: Interception) -> Any:
+    """A copy of a new leaf, where the value needs a gradient."""
+    return _marked(value.detach().requires_grad_().clone(), value, scope) if _learns(value) else value
+
+
+def _marked(given: Tensor, like: Tensor, scope: Interception) -> Tensor:
+    mark = scope.marks.get(like)
+    return given if mark is None else scope.mark(given, mark)
 
 
 def _computed(value: Any) -> Any:
