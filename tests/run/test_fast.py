@@ -11,7 +11,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 from training import CLASSES, FEATURES, QUIET, graph, settings
 
-from kagome import Trainer
+from kagome import Parallel, Trainer
 
 
 class _Twice(torch.autograd.Function):
@@ -48,14 +48,20 @@ def zoo(name: str) -> nn.Module:
         "GATv2": lambda: pyg.GAT(FEATURES, 16, 2, CLASSES, heads=4, v2=True),
         "EdgeCNN": lambda: pyg.EdgeCNN(FEATURES, 16, 2, CLASSES),
         "unseen": Unseen,
+        "unseen, then seen": lambda: pyg.Sequential(
+            "x, edge_index",
+            [(Unseen(), "x, edge_index -> x"), (pyg.SAGEConv(CLASSES, CLASSES), "x, edge_index -> x")],
+        ),
     }
     torch.manual_seed(3)
     return kinds[name]()
 
 
-def losses(channel: Any, name: str, fast: bool) -> tuple[list[float], list[str]]:
-    data, model = graph(torch.float64), zoo(name).double()
-    with Trainer(model, data, train=settings(), report=QUIET, fast=fast) as trainer:
+def losses(
+    channel: Any, name: str, fast: bool, parallel: dict[str, Any] | None = None
+) -> tuple[list[float], list[str]]:
+    data, model, mesh = graph(torch.float64), zoo(name).double(), Parallel(**(parallel or {}))
+    with Trainer(model, data, parallel=mesh, train=settings(), report=QUIET, fast=fast) as trainer:
         trainer.fit(5)
         return [record.loss for record in trainer.records], trainer.notes
 
@@ -78,6 +84,18 @@ def test_a_model_that_cannot_be_followed_runs_without_them_and_says_so(
     assert fast == pytest.approx(slow, rel=1e-12)
     assert [note for note in notes if "without fast paths" in note]
     assert not [note for note in quiet if "without fast paths" in note]
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"chunks": 3}, {"pipe": 2, "chunks": 2}, {"pipe": 2, "chunks": 1}], ids=lambda mesh: str(mesh)
+)
+def test_stages_and_chunks_run_without_them_too(ranks: Callable[..., list], mesh: dict[str, Any]) -> None:
+    parallel, world = {**mesh, "cross_chunk": "exact"}, mesh.get("pipe", 1)
+    alone = ranks(1, losses, "unseen, then seen", False)[0][0]
+    for fast in (True, False):
+        for found, notes in ranks(world, losses, "unseen, then seen", fast, parallel):
+            assert found == pytest.approx(alone, rel=1e-9)
+            assert any("without fast paths" in note for note in notes) == fast
 
 
 def test_bf16_on_a_cpu_says_what_it_costs() -> None:

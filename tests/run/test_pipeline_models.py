@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from pipelines import HIDDEN, data, told
 from torch import Tensor, nn
@@ -55,6 +56,34 @@ class InPlace(Between):
         return self.act(rows.add_(0.25))
 
 
+class Rectifies(pyg.SAGEConv):
+    """A layer that begins by writing to what it is given."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return super().forward(F.relu(x, inplace=True), edge_index)
+
+
+class InPlaceInside(Between):
+    """Rows that a layer writes to are read again, under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep, self.two = nn.Identity(), Rectifies(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        rows = self.one(x, edge_index)
+        same = self.keep(rows)
+        return self.three(self.two(same, edge_index).tanh() + rows + same, edge_index)
+
+
+class InputInPlace(Between):
+    """The features are written to by the layer that they are given to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = Rectifies(FEATURES, HIDDEN)
+
+
 class Recurrent(Between):
     """A layer that gives two tensors, both of them read."""
 
@@ -65,6 +94,22 @@ class Recurrent(Between):
     def between(self, rows: Tensor) -> Tensor:
         out, last = self.gru(torch.stack([rows, rows.tanh()], 1))
         return out[:, -1] + last[0]
+
+
+class Named(Between):
+    """Torch calls that give several tensors, which are asked for by name."""
+
+    def between(self, rows: Tensor) -> Tensor:
+        pairs = rows.view(rows.size(0), -1, 2)
+        parts = [pairs.max(-1).values, pairs.min(-1).values, rows.topk(2).values, rows.sort(1).values[:, :1]]
+        return torch.cat([*parts, rows.median(1).values.unsqueeze(1)], 1)[:, -HIDDEN:]
+
+
+class Middle(Between):
+    """A value of all vertices that no sum gives."""
+
+    def between(self, rows: Tensor) -> Tensor:
+        return rows - rows.median(0).values
 
 
 class Attention(Between):
@@ -144,7 +189,22 @@ class Sized(Between):
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
     each.__name__: each
-    for each in (Unmarked, InPlace, Recurrent, Attention, Spectral, Constant, Cached, Fresh, Shifted, Sized)
+    for each in (
+        Unmarked,
+        InPlace,
+        InPlaceInside,
+        InputInPlace,
+        Recurrent,
+        Named,
+        Middle,
+        Attention,
+        Spectral,
+        Constant,
+        Cached,
+        Fresh,
+        Shifted,
+        Sized,
+    )
 }
 
 
@@ -155,7 +215,18 @@ def ran(channel: Channel, name: str, parallel: dict[str, Any], check: bool) -> A
 
 
 @pytest.mark.parametrize(
-    "name", ["Unmarked", "InPlace", "Recurrent", "Attention", "Spectral", "Constant", "Cached"]
+    "name",
+    [
+        "Unmarked",
+        "InPlace",
+        "InPlaceInside",
+        "Recurrent",
+        "Named",
+        "Attention",
+        "Spectral",
+        "Constant",
+        "Cached",
+    ],
 )
 def test_it_is_what_one_rank_gives(ranks, name):
     alone = ran(Channel(None, "cpu"), name, {}, False)
@@ -173,6 +244,8 @@ def test_layers_that_keep_what_they_have_seen_do_so_on_one_rank_too():
     ("name", "words"),
     [
         ("Shifted", ["CheckError", "the same on 3 parts as on the whole graph"]),
+        ("InputInPlace", ["ModelError", "changes 'x' in place (one)"]),
+        ("Middle", ["ModelError", "calls 'median' over all vertices"]),
         ("Sized", ["ModelError", "add raised RuntimeError", "x.size(0)"]),
     ],
 )

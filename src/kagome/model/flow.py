@@ -57,10 +57,11 @@ class Flow:
         changed = {step.name: _roots(step, by_name) for step in graph.steps if step.changes}
         fixed = {name for names in changed.values() for name in names}
         for step in graph.steps:
-            if fixed & set(step.changes) & set(graph.inputs):
+            given = [name for name in step.changes if name in graph.inputs]
+            if given:
                 raise ModelError(
                     "a pipeline gives each stage the graph's own inputs",
-                    f"forward changes {step.changes[0]!r} in place ({step.name})",
+                    f"forward changes {given[0]!r} in place ({step.name})",
                     where=step.line,
                     hint="leave out inplace=True there",
                 )

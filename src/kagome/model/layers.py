@@ -5,13 +5,14 @@ Where it sits: ``stages`` cuts such a graph into the stages of a pipeline; ``run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from kagome.errors import KagomeError
 from kagome.model.calling import Calling
@@ -58,12 +59,22 @@ class Survey:
         draws: The counter of draws before each step.
         changed: Full names of the buffers that a forward changes.
         beyond: The first layer that reads more than the edges into a vertex bring; empty where none does.
+        writes: Step -> the values that it was seen to change in place, whatever it is called.
     """
 
     values: Mapping[str, Value]
     draws: Mapping[str, int]
     changed: frozenset[str] = frozenset()
     beyond: str = ""
+    writes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def told(self, graph: LayerGraph) -> LayerGraph:
+        """The graph, with all that its steps were seen to change."""
+        steps = (
+            replace(step, changes=tuple(dict.fromkeys((*step.changes, *self.writes.get(step.name, ())))))
+            for step in graph.steps
+        )
+        return replace(graph, steps=tuple(steps))
 
 
 def trace(model: nn.Module, names: Sequence[str]) -> LayerGraph:
@@ -126,6 +137,8 @@ def survey(
     """
     values: dict[str, Value] = {}
     counts: dict[str, int] = {}
+    writes: dict[str, tuple[str, ...]] = {}
+    versions = _Versions()
     begun = graph.steps[:1]
 
     def before(step: Step) -> None:
@@ -134,6 +147,11 @@ def survey(
         counts[step.name] = draws()
 
     def after(step: Step, value: Any) -> None:
+        found = versions.risen(step.reads)
+        if found:
+            writes[step.name] = found
+        if step.kind != "attribute":  # weights and buffers have their owners
+            versions.note(step.name, value)
         kind = look(value) if isinstance(value, Tensor) else "none"
         if kind in ("rows", "edges", "fixed"):
             shape = tuple(value.shape) if kind == "fixed" else tuple(value.shape[1:])
@@ -144,6 +162,8 @@ def survey(
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with _modes_kept(model), torch.enable_grad():
+            for name in graph.inputs:
+                versions.note(name, inputs[name])
             graph.run(model.train(), inputs, training=True, before=before, after=after)
     except KagomeError:
         raise
@@ -158,7 +178,35 @@ def survey(
                     changed.add(name)
                 if old is not None and old.shape == buffer.shape:
                     buffer.copy_(old)
-    return Survey(values, counts, frozenset(changed))
+    return Survey(values, counts, frozenset(changed), writes=writes)
+
+
+class _Versions:
+    """Values of a run, to see which of them a step changes in place."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[tuple[str, Tensor, int]]] = {}
+        self._places: dict[str, set[int]] = {}
+
+    def note(self, name: str, value: Any) -> None:
+        """Hold a value as it is: what is freed would give others its place."""
+        with torch._C.DisableTorchFunction():  # it is not the user's computation
+            for leaf in tree_leaves(value):
+                if type(leaf) is Tensor and leaf.layout is torch.strided:
+                    place = leaf.untyped_storage().data_ptr()
+                    self._found.setdefault(place, []).append((name, leaf, leaf._version))
+                    self._places.setdefault(name, set()).add(place)
+
+    def risen(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The values that lie where these do and were written to since the last call."""
+        changed: dict[str, None] = {}
+        with torch._C.DisableTorchFunction():
+            for place in {place for name in names for place in self._places.get(name, ())}:
+                for number, (name, tensor, version) in enumerate(self._found[place]):
+                    if tensor._version > version:
+                        self._found[place][number] = name, tensor, tensor._version
+                        changed[name] = None
+        return tuple(changed)
 
 
 def settled(one: Survey, other: Survey, vertices: tuple[int, int], edges: tuple[int, int]) -> Survey:

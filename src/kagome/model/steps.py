@@ -219,7 +219,10 @@ def mapped(item: Any, change: Callable[[Any], Any]) -> Any:
     """A nest of tuples, lists, dicts and slices with each leaf changed; lists and dicts are new ones."""
     if isinstance(item, tuple):
         parts = [mapped(each, change) for each in item]
-        return type(item)(*parts) if hasattr(item, "_fields") else tuple(parts)
+        if hasattr(item, "_fields"):
+            return type(item)(*parts)
+        # What h.max(-1) gives has names too.
+        return type(item)(parts) if type(item).__module__ == "torch.return_types" else tuple(parts)
     if isinstance(item, list):
         return [mapped(each, change) for each in item]
     if isinstance(item, dict):

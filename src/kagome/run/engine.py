@@ -216,8 +216,7 @@ class Engine:
         except EscapeError as error:
             # All ranks run the same code: they all come here, at the same call.
             self.scope.fast = False
-            instead = " It reads a halo instead of feature slices." if self.scope.slices else ""
-            self._notes.append(f"the model runs without fast paths, as PyG runs it: {error.found}{instead}")
+            self._notes.append(without_fast(error.found, slices=self.scope.slices))
             error.__traceback__ = None  # it would keep all tensors of this forward
             with self.scope.running(epoch, training=training, checked=checked), cast:
                 out = self._calling.call(self.model, self.scope.inputs)
@@ -379,3 +378,9 @@ class Engine:
         out = self.forward(epoch, training=False)
         self.ahead.evaluated(out)
         return columns(out)
+
+
+def without_fast(why: str, *, slices: bool) -> str:
+    """What is said of a model that runs without fast paths."""
+    instead = " It reads a halo instead of feature slices." if slices else ""
+    return f"the model runs without fast paths, as PyG runs it: {why}{instead}"

@@ -15,15 +15,19 @@ from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
 from kagome.config import Train
+from kagome.errors import KagomeError, ModelError
 from kagome.graph.partition import Partition, partition
+from kagome.model.calling import Calling
 from kagome.model.exact import HANDLERS
 from kagome.model.layers import Survey, settled, survey
+from kagome.model.likeness import Heard, hearing, refusal, unlike
 from kagome.model.rules import apply_rules, attends_to_all
-from kagome.model.steps import LayerGraph
+from kagome.model.steps import LayerGraph, Step, failed
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.marks import Kind
 from kagome.run.sample import take_sample
+from kagome.run.task import draws_of, unmoved
 
 SAMPLE: Final = 48
 """Vertices of the sample on which values are looked at; half as many tell what follows their number."""
@@ -48,30 +52,54 @@ class Asked(Channel):
 
 
 def sample_scope(
-    part: Partition, vertices: int, train: Train, device: torch.device, channel: Channel | None = None
+    part: Partition,
+    vertices: int,
+    train: Train,
+    device: torch.device,
+    channel: Channel | None = None,
+    *,
+    fast: bool = False,
 ) -> Interception:
     """An interception of a sample of a rank's part, whole and alone."""
     sample = take_sample(part, vertices, train.seed)
     whole = partition(sample, parts=1, method="contiguous")[0]
     solo = channel or Channel(None, device)
-    return Interception(whole, solo, device=device, seed=train.seed, handlers=HANDLERS, fast=False)
+    return Interception(whole, solo, device=device, seed=train.seed, handlers=HANDLERS, fast=fast)
 
 
 def looked_at(
-    model: nn.Module, graph: LayerGraph, part: Partition, train: Train, device: torch.device
+    model: nn.Module,
+    graph: LayerGraph,
+    part: Partition,
+    train: Train,
+    device: torch.device,
+    *,
+    named: bool = False,
 ) -> Survey:
     """What each step gives.
 
     A value has a row a vertex or an edge where its mark says so, or where its first axis has as many places
     in each of two samples: torch calls that Kagome has no rule for give no mark.
 
+    Args:
+        model: The user's module.
+        graph: Its steps.
+        part: Of the graph.
+        train: Seed and mixed precision.
+        device: Where the model runs.
+        named: Whether the user named the layers.
+
     Raises:
-        ModelError: If a step fails, with its line.
+        ModelError: If a step fails, with its line; or if the steps do not give what forward gives.
+
+    Cost:
+        Two forwards of a sample, and two more in each mode.
     """
     asked = Asked(device)
     scopes = [sample_scope(part, vertices, train, device, asked) for vertices in (SAMPLE, SAMPLE // 2)]
     asked.where = scopes[0].where
     one, other = (_survey(model, graph, scope, train) for scope in scopes)
+    _compare(model, graph, scopes[0], train, named=named)
     vertices = scopes[0].own, scopes[1].own
     edges = scopes[0].part.edge_index.size(1), scopes[1].part.edge_index.size(1)
     return replace(
@@ -96,18 +124,88 @@ def _survey(model: nn.Module, graph: LayerGraph, scope: Interception, train: Tra
         return survey(graph, model, scope.inputs, look=look, draws=lambda: scope.draws)
 
 
-class On(ExitStack):
-    """A model with an interception's hooks, in training, for a block; afterwards it is as it was."""
+def _compare(model: nn.Module, graph: LayerGraph, scope: Interception, train: Train, *, named: bool) -> None:
+    """Refuse steps that do not give what forward gives: notes taken of it can miss what it does."""
+    calling = Calling.of(model, scope.inputs)
+    root = type(model).__name__
 
-    def __init__(self, model: nn.Module, scope: Interception, train: Train) -> None:
+    def whole(heard: Heard, _training: bool) -> None:
+        try:
+            heard.out = calling.call(model, scope.inputs)
+        except KagomeError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                "a pipeline compares a model's forward with its steps, on a small sample of the graph",
+                f"forward raised {type(error).__name__}: {error}",
+                where=scope.fault,
+                hint="let sizes come from the input (x.size(0)), not from the whole graph",
+            ) from error
+
+    def by_steps(heard: Heard, training: bool) -> None:
+        begun: list[Step] = []
+
+        def before(step: Step) -> None:
+            begun[:] = [step]
+            scope.path[:] = [step.within or root]
+
+        try:
+            found = graph.run(model, scope.inputs, training=training, before=before, keep=[graph.output])
+        except KagomeError:
+            raise
+        except Exception as error:
+            raise failed(begun[0], error) from error
+        heard.out = found[graph.output]
+
+    def ran(run: Callable[[Heard, bool], None], training: bool) -> Heard:
+        with (
+            unmoved(scope.inputs.values()),
+            torch.no_grad(),  # checkpointing, which steps leave out, is none then
+            On(model, scope, train, training=training),
+            draws_of(train.seed, 0),
+            hearing(model, graph) as heard,
+        ):
+            run(heard, training)
+        return heard
+
+    kinds = {tensor.dtype for tensor in (*model.parameters(), *scope.inputs.values())}
+    kinds |= {torch.bfloat16} if train.amp == "bf16" else set()
+    epsilon = max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
+    for training in (True, False):
+        one, other = ran(whole, training), ran(by_steps, training)
+        # A forward that does not repeat itself (numbers drawn elsewhere) says nothing of its steps.
+        if unlike(one, other, epsilon) and not unlike(one, ran(whole, training), epsilon):
+            raise refusal(graph, one, other, epsilon, training=training, named=named)
+
+
+class On(ExitStack):
+    """A model with an interception's hooks, in one mode, for a block; afterwards it is as it was.
+
+    Args:
+        model: The user's module.
+        scope: The interception.
+        train: Mixed precision.
+        training: The mode.
+    """
+
+    def __init__(self, model: nn.Module, scope: Interception, train: Train, *, training: bool = True) -> None:
         super().__init__()
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        # What a forward sets on a module, a buffer's name included, goes with it.
         modes = [(module, module.training) for module in model.modules()]
+        held = [
+            (module, dict(vars(module)), dict(module._buffers))
+            for module, _ in modes
+            if not isinstance(module, torch.jit.ScriptModule)
+        ]
 
         def restore() -> None:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+            for module, attributes, named in held:
+                _refill(vars(module), attributes)
+                _refill(module._buffers, named)
             for module, mode in modes:
                 module.training = mode
 
@@ -115,7 +213,12 @@ class On(ExitStack):
         self.callback(apply_rules(model, scope))
         self.callback(install(model, scope))
         self.enter_context(torch.random.fork_rng(devices=[]))
-        model.train()
-        self.enter_context(scope.running(0, training=True))
+        model.train(training)
+        self.enter_context(scope.running(0, training=training))
         device = scope.device.type
         self.enter_context(torch.autocast(device, torch.bfloat16) if train.amp == "bf16" else nullcontext())
+
+
+def _refill(table: dict[str, Any], before: dict[str, Any]) -> None:
+    table.clear()
+    table.update(before)

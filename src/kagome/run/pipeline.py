@@ -33,7 +33,7 @@ from kagome.run.agreement import agreement
 from kagome.run.ahead import Ahead
 from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.chunking import chunked
-from kagome.run.engine import Phases
+from kagome.run.engine import Phases, without_fast
 from kagome.run.gradients import Gradients
 from kagome.run.guard import Epoch, HistoryProbe, guard_of
 from kagome.run.holdings import held_by_chunks
@@ -80,12 +80,12 @@ class Pipeline:
     ) -> None:
         self.model, self.mesh, self.parallel, self.settings = model, mesh, parallel, settings
         self.loss, self.phases, self.channel = loss, phases, mesh.graph
-        self.fast, self.recompute = fast, False
         device = mesh.device
-        self.staging = stage_model(model, part, mesh.world, parallel, settings, device)
+        self.staging = stage_model(model, part, mesh.world, parallel, settings, device, fast=fast)
+        self.fast, self.recompute = fast and not self.staging.escape, False
         self.mine = [stage for stage in self.staging.stages if stage.rank == mesh.stage]
         part = needed(self.mine, part)
-        self.chunks = chunked(part, mesh.graph, parallel, device=device, seed=settings.seed, fast=fast)
+        self.chunks = chunked(part, mesh.graph, parallel, device=device, seed=settings.seed, fast=self.fast)
         self.current = Current([*self.chunks.scopes, *self.chunks.apart])
         self.offload = Offload(parallel, device, lambda tensor: self.current.get().lasting(tensor))
         self.saving = Saving(self.offload, self.chunks, model)
@@ -115,6 +115,8 @@ class Pipeline:
         steps, where = [step.name for stage in self.mine for step in stage.steps], mesh.stage
         self.layout = Layout.of(parallel, part.fingerprint, ids, part=mesh.part, stage=where, steps=steps)
         self._notes = [self._said()]
+        if self.staging.escape:
+            self._notes.append(without_fast(self.staging.escape, slices=parallel.tensor > 1))
         self._put_on()
 
     def _said(self) -> str:

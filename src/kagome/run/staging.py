@@ -19,6 +19,7 @@ from kagome.graph.partition import Partition
 from kagome.model.layers import Survey, chain, trace
 from kagome.model.stages import Stage, cut
 from kagome.model.steps import LayerGraph
+from kagome.neighbors.lazy import EscapeError
 from kagome.run.looks import looked_at
 from kagome.run.timing import Seconds, kept, timed
 
@@ -33,6 +34,7 @@ class Staging:
         stages: The stages, in order.
         seconds: What each step takes for all chunks of a part, forward and backward, told from samples.
         kept: Bytes that autograd keeps of each step, on a sample.
+        escape: Why the model cannot run with fast paths; empty where it can.
     """
 
     graph: LayerGraph
@@ -40,6 +42,7 @@ class Staging:
     stages: tuple[Stage, ...]
     seconds: Mapping[str, float]
     kept: Mapping[str, int]
+    escape: str
 
     def kept_by(self, rank: int) -> float:
         """The share of what autograd keeps of a forward that the stages of a pipeline's rank keep."""
@@ -69,6 +72,7 @@ class Steps:
         calls: Seconds of a call of each, forward and backward.
         rows: Seconds of each row in it, besides.
         kept: Bytes that autograd keeps of each, on a sample.
+        escape: Why they cannot run with fast paths; empty where they can.
     """
 
     graph: LayerGraph
@@ -76,6 +80,7 @@ class Steps:
     calls: Mapping[str, Seconds]
     rows: Mapping[str, Seconds]
     kept: Mapping[str, int]
+    escape: str
 
     def staging(self, parallel: Parallel, part: Partition) -> Staging:
         """Cut them, in the same way whichever part asks.
@@ -107,11 +112,18 @@ class Steps:
             edges=edges,
             ranks=parallel.pipe,
         )
-        return Staging(self.graph, self.survey, stages, seconds, self.kept)
+        return Staging(self.graph, self.survey, stages, seconds, self.kept, self.escape)
 
 
 def stage_model(
-    model: nn.Module, part: Partition, world: Channel, parallel: Parallel, train: Train, device: torch.device
+    model: nn.Module,
+    part: Partition,
+    world: Channel,
+    parallel: Parallel,
+    train: Train,
+    device: torch.device,
+    *,
+    fast: bool = True,
 ) -> Staging:
     """Trace, look, time, cut. All ranks call it.
 
@@ -122,6 +134,7 @@ def stage_model(
         parallel: How many stages and chunks; the names of layers, if the user gave them.
         train: Seed and mixed precision.
         device: Where the model runs.
+        fast: Whether messages are reduced by kernels, where they can be.
 
     Raises:
         ModelError: If the model cannot be traced, or not be cut into so many stages, or if a layer cannot run
@@ -130,7 +143,7 @@ def stage_model(
     Cost:
         As :func:`steps_of`.
     """
-    steps = steps_of(model, part, world, parallel.layers, train, device)
+    steps = steps_of(model, part, world, parallel.layers, train, device, fast=fast)
     if steps.survey.beyond and (parallel.chunks or 1) > 1 and parallel.cross_chunk != "drop":
         raise ModelError(
             f"chunks={parallel.chunks} read their neighbours' rows by the edges into them",
@@ -148,6 +161,8 @@ def steps_of(
     layers: Sequence[str],
     train: Train,
     device: torch.device,
+    *,
+    fast: bool = True,
 ) -> Steps:
     """Trace, look, time. All ranks call it.
 
@@ -158,6 +173,7 @@ def steps_of(
         layers: Names of layers that follow each other, if the user gave them.
         train: Seed and mixed precision.
         device: Where the model runs.
+        fast: Whether messages are reduced by kernels, where they can be.
 
     Raises:
         ModelError: If the model cannot be traced.
@@ -170,12 +186,31 @@ def steps_of(
     found: Any = None
     if world.rank == 0:
         try:
-            seen = looked_at(model, graph, part, train, device)
-            calls, rows = timed(model, graph, seen, part, train, device)
-            found = seen, calls, rows, kept(model, graph, part, train, device)
+            seen = looked_at(model, graph, part, train, device, named=bool(layers))
+            try:
+                found = _measured(model, graph, seen, part, train, device, fast=fast)
+            except EscapeError as error:
+                found = _measured(model, graph, seen, part, train, device, fast=False, escape=error.found)
         except ModelError as error:
             found = error
     found = world.gather_objects(found, "look at the model's steps")[0]
     if isinstance(found, ModelError):
         raise found
-    return Steps(graph, *found)
+    return Steps(found[0].told(graph), *found)
+
+
+def _measured(
+    model: nn.Module,
+    graph: LayerGraph,
+    seen: Survey,
+    part: Partition,
+    train: Train,
+    device: torch.device,
+    *,
+    fast: bool,
+    escape: str = "",
+) -> tuple[Any, ...]:
+    """What :class:`Steps` holds beside the graph."""
+    graph = seen.told(graph)
+    calls, rows = timed(model, graph, seen, part, train, device, fast=fast)
+    return seen, calls, rows, kept(model, graph, part, train, device, fast=fast), escape

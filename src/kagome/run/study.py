@@ -343,7 +343,7 @@ def _steps(model: nn.Module, part: Partition, way: Way) -> Steps | None:
         return None
     device, train = torch.device("cpu"), Train(seed=way.seed, amp="bf16" if way.amp else "none")
     try:
-        return steps_of(model, part, Channel(None, "cpu"), (), train, device)
+        return steps_of(model, part, Channel(None, "cpu"), (), train, device, fast=way.fast)
     except KagomeError:
         return None
 

@@ -39,14 +39,19 @@ def timed(
     part: Partition,
     train: Train,
     device: torch.device,
+    *,
+    fast: bool,
 ) -> tuple[dict[str, Seconds], dict[str, Seconds]]:
-    """Seconds of a call of each step, and of each row in it.
+    """Seconds of a call of each step, and of each row in it; ``fast``: with messages reduced by kernels.
 
     A sample of most rows and one of few tell them apart. Steps that are alike take alike: one that the
     machine held up says nothing of its layer.
+
+    Raises:
+        EscapeError: If a message reaches code that fast paths do not see.
     """
-    most, many = _fastest(model, graph, part, TIMED, train, device)
-    least, few = _fastest(model, graph, part, SAMPLE, train, device)
+    most, many = _fastest(model, graph, part, TIMED, train, device, fast=fast)
+    least, few = _fastest(model, graph, part, SAMPLE, train, device, fast=fast)
     kinds: dict[Hashable, list[str]] = {}
     for step in graph.steps:
         kinds.setdefault(_alike(step, model, seen), []).append(step.name)
@@ -82,11 +87,17 @@ def _alike(step: Step, model: nn.Module, seen: Survey) -> Hashable:
 
 
 def _fastest(
-    model: nn.Module, graph: LayerGraph, part: Partition, vertices: int, train: Train, device: torch.device
+    model: nn.Module,
+    graph: LayerGraph,
+    part: Partition,
+    vertices: int,
+    train: Train,
+    device: torch.device,
+    *,
+    fast: bool,
 ) -> tuple[dict[str, Seconds], int]:
     """Seconds of each step on a sample, each way the least of :data:`RUNS` after a first; its vertices."""
-    scope = sample_scope(part, vertices, train, device)
-    scope.fast = True
+    scope = sample_scope(part, vertices, train, device, fast=fast)
     seconds: dict[str, list[Seconds]] = {step.name: [] for step in graph.steps}
     changed = {name for step in graph.steps for name in step.changes}
     for _ in range(1 + RUNS):
@@ -109,11 +120,10 @@ def _fastest(
 
 
 def kept(
-    model: nn.Module, graph: LayerGraph, part: Partition, train: Train, device: torch.device
+    model: nn.Module, graph: LayerGraph, part: Partition, train: Train, device: torch.device, *, fast: bool
 ) -> dict[str, int]:
-    """Bytes that autograd keeps of each step; of what several keep the first one's."""
-    scope = sample_scope(part, SAMPLE, train, device)
-    scope.fast = True
+    """Bytes that autograd keeps of each step; of what several keep the first one's. As :func:`timed`."""
+    scope = sample_scope(part, SAMPLE, train, device, fast=fast)
     found: dict[str, int] = {}
     with On(model, scope, train):
         values: dict[str, Any] = dict(scope.inputs)
@@ -154,13 +164,12 @@ def _one(
     leaves: list[Tensor] = []
 
     def leaf_of(value: Any) -> Any:
-        if not (isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()):
+        if not _learns(value):
             return value
         roots.append(value)
         leaves.append(value.detach().requires_grad_())
-        mark = scope.marks.get(value)
         given = leaves[-1].clone() if copies else leaves[-1]
-        return given if mark is None else scope.mark(given, mark)
+        return _marked(given, value, scope)
 
     values[step.name] = mapped(out, leaf_of)
     back = 0.0
@@ -172,7 +181,25 @@ def _one(
         back = max(back - empty, 0.0)
     for tensor in (*leaves, *model.parameters()):
         tensor.grad = None
+    # What has come backward by now is gone: those who read what the step wrote to do not come by it again.
+    for name in step.changes:
+        if name in values:
+            values[name] = mapped(values[name], lambda value: _copied(value, scope))
     return turned - begun, back
+
+
+def _learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
+
+
+def _copied(value: Any, scope: Interception) -> Any:
+    """A copy of a new leaf, where the value needs a gradient."""
+    return _marked(value.detach().requires_grad_().clone(), value, scope) if _learns(value) else value
+
+
+def _marked(given: Tensor, like: Tensor, scope: Interception) -> Tensor:
+    mark = scope.marks.get(like)
+    return given if mark is None else scope.mark(given, mark)
 
 
 def _computed(value: Any) -> Any:
