@@ -183,13 +183,14 @@ class Exact:
     Args:
         tables: Of this rank.
         left: What the next epoch's historical rows take of this one's gradients; None for nothing.
+        trains: Whether it is an epoch, whose sums the next one may read, or an evaluation.
 
     Attributes:
         lockstep: The works that meet here; set before each pass.
     """
 
-    def __init__(self, tables: Tables, left: Left | None = None) -> None:
-        self.tables, self.left = tables, left
+    def __init__(self, tables: Tables, left: Left | None = None, *, trains: bool) -> None:
+        self.tables, self.left, self.trains = tables, left, trains
         self.lockstep: Lockstep | None = None
         self._reduced: dict[Hashable, Tensor] = {}
 
@@ -259,7 +260,7 @@ class Exact:
         def settle() -> None:
             found = tables.channel.all_reduce(self._reduced[call], op, action=action, kind=kind, key=key)
             self._reduced[call] = found
-            if not of_gradients(key):
+            if self.trains and not of_gradients(key):
                 tables.statistics[call] = found
 
         self._meet((action, call), settle)
