@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from kagome.errors import ModelError
 from kagome.neighbors.lockstep import Lockstep
 
+HERE = ("here", 0)
+
 
 @pytest.fixture(autouse=True)
 def no_thread_stays() -> Iterator[None]:
@@ -33,7 +35,7 @@ class Log:
         def work() -> None:
             for meeting in range(meetings):
                 self.seen.append(f"{chunk}.{meeting}")
-                self.lockstep.meet(partial(self.seen.append, f"meet {meeting}"))
+                self.lockstep.meet(("place", meeting), partial(self.seen.append, f"meet {meeting}"))
             self.seen.append(f"{chunk}.{meetings}")
 
         return work
@@ -85,7 +87,7 @@ def test_what_a_work_raises_reaches_the_caller_and_ends_the_others(place):
                 for meeting in range(3):
                     if chunk == 1 and meeting == place:
                         raise ValueError("mine")
-                    lockstep.meet(lambda: None)
+                    lockstep.meet(HERE, lambda: None)
             finally:
                 ended.append(chunk)
 
@@ -102,21 +104,31 @@ def test_what_a_settlement_raises_reaches_the_caller():
     def settle() -> None:
         raise RuntimeError("no way across")
 
-    lockstep = Lockstep([lambda: lockstep.meet(settle)] * 2)
+    lockstep = Lockstep([lambda: lockstep.meet(HERE, settle)] * 2)
     with pytest.raises(RuntimeError, match="no way across"):
         run(lockstep, [0, 1])
     lockstep.close()
 
 
-@pytest.mark.parametrize("meetings", [[2, 1], [1, 2]])
+@pytest.mark.parametrize("meetings", [[2, 1], [1, 2], [0, 1], [3, 3, 1], [0, 0, 2]])
 def test_chunks_that_meet_another_number_of_times_are_refused(meetings):
     log = Log(meetings)
-    for _ in range(2):
-        ended = [log.lockstep.advance(chunk) for chunk in range(2)]
-    more = ended.index(False)
-    with pytest.raises(ModelError, match=f"chunk {more} does, and chunk {1 - more} does not"):
-        log.lockstep.advance(more)
+    with pytest.raises(ModelError, match=r"chunk \d does, and chunk \d does not \(place\)"):
+        run(log.lockstep, range(len(meetings)))
     log.lockstep.close()
+
+
+@pytest.mark.parametrize("place", [("there", 0), ("here", 1)])
+def test_chunks_that_meet_at_unlike_places_are_refused(place):
+    settled: list[str] = []
+    lockstep = Lockstep(
+        [lambda at=at: lockstep.meet(at, partial(settled.append, "")) for at in (HERE, place)]
+    )
+    words = r"chunk 0 does, and chunk 1 does not \(here(; there)?\)"
+    with pytest.raises(ModelError, match=words):
+        run(lockstep, [0, 1])
+    lockstep.close()
+    assert not settled
 
 
 def test_closing_ends_what_waits_and_twice_does_no_harm():
@@ -142,7 +154,7 @@ def test_gradients_are_on_where_they_are_in_the_caller(grad):
 
     def work() -> None:
         found.append(torch.is_grad_enabled())
-        lockstep.meet(lambda: None)
+        lockstep.meet(HERE, lambda: None)
         found.append(torch.is_grad_enabled())
 
     lockstep = Lockstep([work, work])
@@ -184,7 +196,7 @@ def test_backward_meets_inside_autograd_too():
         @staticmethod
         def backward(ctx, g):
             seen.append(f"{ctx.chunk} comes")
-            lockstep.meet(lambda: seen.append("all"))
+            lockstep.meet(HERE, lambda: seen.append("all"))
             seen.append(f"{ctx.chunk} goes")
             return g * 2, None
 

@@ -50,8 +50,8 @@ class Reads:
     """What each edge read in this epoch; its gradient is the next epoch's stale one."""
     before: dict[Any, Tensor] = field(default_factory=dict)
     passed_on: list[Tensor] = field(default_factory=list)
-    means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Mean and variance of each norm's rows in the last epoch."""
+    means: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    """Mean and variance of each norm's rows in the last epoch, or what else it sums up."""
 
     def begin(self, orders: list[tuple[int, ...]] | None) -> None:
         """An epoch begins; without orders an exact one."""
@@ -98,6 +98,22 @@ class Reads:
             norm.num_batches_tracked.add_(1)
         return (x - mean) / (var + norm.eps).sqrt() * norm.weight + norm.bias
 
+    def pair(self, name: str, norm: pyg.PairNorm, x: Tensor) -> Tensor:
+        """The same of rows around their mean and of one length."""
+        mean, length = self._known(name) or (x.mean(0), (x - x.mean(0)).square().sum(-1).mean())
+        self.means[name] = x.mean(0).detach(), (x - mean).square().sum(-1).mean().detach()
+        return norm.scale * (x - mean) / (norm.eps + length).sqrt()
+
+    def layer(self, name: str, norm: pyg.LayerNorm, x: Tensor) -> Tensor:
+        """The same of all values of all rows; the spread has a mean of its own."""
+        mean, rest, var = self._known(name) or (x.mean(), (x - x.mean()).mean(), x.var(correction=0))
+        found = x.mean(), (x - mean).mean(), (x - mean - rest).square().mean()
+        self.means[name] = tuple(each.detach() for each in found)
+        return (x - mean) / (var.sqrt() + norm.eps) * norm.weight + norm.bias
+
+    def _known(self, name: str) -> tuple[Tensor, ...] | None:
+        return None if self.step is None else self.means[name]
+
 
 def _noted(value: Tensor) -> Tensor:
     value = value + 0.0
@@ -118,6 +134,10 @@ def rewire(mine: nn.Module, reads: Reads, *, fast: bool) -> None:
     for name, conv in mine.named_modules():
         if isinstance(conv, nn.BatchNorm1d):
             conv.forward = partial(reads.normalise, name, conv)
+        elif isinstance(conv, pyg.PairNorm):
+            conv.forward = partial(reads.pair, name, conv)
+        elif isinstance(conv, pyg.LayerNorm):
+            conv.forward = partial(reads.layer, name, conv)
         elif isinstance(conv, pyg.GATConv):
             _rewire_attention(name, conv, reads)
         elif isinstance(conv, pyg.MessagePassing):

@@ -84,6 +84,18 @@ def test_it_is_the_run_that_was_not_stopped(ranks, tmp_path, name):
     same_curve(ranks(world, run, kind, parallel, EPOCHS, folder, folder), expected)
 
 
+@pytest.mark.parametrize(("world", "eval_every"), [(1, 1), (2, 100)])
+def test_sums_go_on_from_the_last_epoch_s_whether_evaluated_or_not(ranks, tmp_path, world, eval_every):
+    """A resumed run evaluates, to come to all sites: sums of that are no epoch's."""
+    folder, parallel = str(tmp_path / "run"), {"graph": world, "chunks": 3, **HISTORY, "guard": False}
+    given, train = ("paired", parallel), {"eval_every": eval_every}
+    expected = ranks(world, run, *given, 6, None, None, train)[0]
+    ranks(world, run, *given, 3, folder, None, train)
+    found = ranks(world, run, *given, 6, folder, folder, train)
+    for rank in found:
+        torch.testing.assert_close(rank["losses"], expected["losses"], rtol=0, atol=1e-11)
+
+
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["frozen", "late"])
 def test_it_is_another_run_where_rows_were_not_kept(ranks, tmp_path, name):

@@ -20,12 +20,20 @@ def mesh(pipe: int, graph: int, chunks: int, **rest: Any) -> dict[str, Any]:
     return {"pipe": pipe, "graph": graph, "chunks": chunks, **HISTORY, **rest}
 
 
-def compare(ranks: Any, name: str, parallel: dict[str, Any], epochs: int, atol: float, **rest: Any) -> None:
+def compare(
+    ranks: Any,
+    name: str,
+    parallel: dict[str, Any],
+    epochs: int,
+    atol: float,
+    train: dict[str, Any] | None = None,
+    **rest: Any,
+) -> None:
     parts = parallel["graph"]
     if rest.get("fast"):
         found = ranks(parallel["pipe"] * parts, trained, name, parallel, epochs, 0.0, True)
     else:
-        found = ranks(parallel["pipe"] * parts, trained_plainly, name, parallel, epochs)
+        found = ranks(parallel["pipe"] * parts, trained_plainly, name, parallel, epochs, train or {})
     for rank in found:
         assert isinstance(rank, dict), rank
     plain = model(name)
@@ -68,6 +76,12 @@ def test_chunks_in_their_own_order_and_gradients_as_they_are(ranks, pipe, graph)
 @pytest.mark.parametrize(("pipe", "graph"), MESHES)
 def test_norms_go_by_the_last_epoch_s_statistics_and_note_them_once(ranks, pipe, graph):
     compare(ranks, "normed", mesh(pipe, graph, 3, history_epochs=2), 5, 1e-8, history_epochs=2)
+
+
+@pytest.mark.parametrize(("eval_every", "pipe", "graph"), rotated([1, 100], MESHES))
+def test_sums_are_those_of_the_last_epoch_not_of_an_evaluation_after_it(ranks, eval_every, pipe, graph):
+    parallel = mesh(pipe, graph, 3, history_epochs=2)
+    compare(ranks, "paired", parallel, 5, 1e-8, {"eval_every": eval_every}, history_epochs=2)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5])

@@ -262,3 +262,48 @@ def test_a_fault_in_an_action_ends_all_ranks(ranks, kind, failing, how):
     name, text, _ = found[1 - failing]
     assert name == "CommError"
     assert f"rank {failing}, which was last seen in 'epoch 2: {failing}{action}" in text
+
+
+# A chunk that does less than the others -------------------------------------------------------------
+
+
+class Idle(pyg.SAGEConv):
+    """A layer that leaves rows as they are where there are so many edges."""
+
+    edges = -1
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        if edge_index.size(1) == self.edges:
+            return x
+        return super().forward(x, edge_index)
+
+
+def idle(channel: Channel, chunk: int, parallel: dict[str, Any]) -> str:
+    """What each rank raised, where a chunk skips a layer from the second epoch on."""
+    mine = model("sage")
+    mine.convs[1] = layer = Idle(HIDDEN, HIDDEN).double()
+    given = {"parallel": Parallel(**parallel), "train": settings(timeout=4.0, eval_every=9), "report": QUIET}
+    with contextlib.redirect_stderr(io.StringIO()), Trainer(mine, data(), optimizer=sgd, **given) as trainer:
+        trainer.fit(1)
+        edges = [scope.views[0].edge_index.size(1) for scope in trainer.engine.chunks.scopes]
+        assert edges.count(edges[chunk]) == 1
+        layer.edges = edges[chunk]
+        try:
+            trainer.fit(3)
+        except KagomeError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "pipe", "chunk"), [("exact", 1, 0), ("exact", 2, 2), ("history", 2, 0), ("history", 2, 1)]
+)
+def test_chunks_that_read_less_often_than_others_are_refused(ranks, kind, pipe, chunk):
+    """One that ended first was waited for without end; with history others read what it had not written."""
+    guard = {"guard": False} if kind == "history" else {}
+    parallel = {"pipe": pipe, "chunks": 3, "cross_chunk": kind, **guard}
+    found = ranks(pipe, idle, chunk, parallel, spoils=True, timeout=40.0)
+    assert "ModelError: all chunks of a part read their neighbours at the same places" in found[0]
+    assert f"chunk {chunk}" in found[0]
+    assert "convs.1" in found[0]
+    assert all("CommError" in rank for rank in found[1:])

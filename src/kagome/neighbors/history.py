@@ -22,7 +22,7 @@ from kagome.comm.channel import Kind, Op
 from kagome.errors import ModelError
 from kagome.graph.chunks import Chunk, ChunkStep
 from kagome.kernels import ops
-from kagome.neighbors.lockstep import Lockstep
+from kagome.neighbors.lockstep import Lockstep, Place
 from kagome.neighbors.lying import Lying, Whereabouts
 from kagome.neighbors.rows import UnderWay
 from kagome.neighbors.tables import Later, SiteTable, Tables
@@ -93,6 +93,7 @@ class History:
                 where=site.action(words),
                 hint="a forward that does the same in every epoch, or cross_chunk='exact'",
             )
+        tables.came(chunk, _place(site, words))
         current = tables.current(table)
         current.narrow(0, chunk.first, chunk.own).copy_(rows)
         coming = self._exchange(current, step.send, step.send_counts, step.recv_counts, site, words, 0)
@@ -131,6 +132,7 @@ class History:
             return torch.zeros_like(part)
         tables = self.tables
         key = tables.call(chunk, key)
+        tables.came(chunk, (action, key))
         before = tables.gathered.get(key)
         tables.gathered[key] = op, part.clone() if before is None else _join(op, before[1], part)
         known = tables.statistic(key)
@@ -181,13 +183,14 @@ class Exact:
     Args:
         tables: Of this rank.
         left: What the next epoch's historical rows take of this one's gradients; None for nothing.
+        trains: Whether it is an epoch, whose sums the next one may read, or an evaluation.
 
     Attributes:
         lockstep: The works that meet here; set before each pass.
     """
 
-    def __init__(self, tables: Tables, left: Left | None = None) -> None:
-        self.tables, self.left = tables, left
+    def __init__(self, tables: Tables, left: Left | None = None, *, trains: bool) -> None:
+        self.tables, self.left, self.trains = tables, left, trains
         self.lockstep: Lockstep | None = None
         self._reduced: dict[Hashable, Tensor] = {}
 
@@ -213,7 +216,7 @@ class Exact:
                     current[plan.own :].copy_(halo)
 
         def met() -> Tensor:
-            self._meet(settle)
+            self._meet(_place(site, words), settle)
             return current
 
         return Lying(met, tables.whereabouts[chunk.number], tables.by_edge)
@@ -243,7 +246,7 @@ class Exact:
                     gradients.index_add_(0, tables.send, come)
 
         def add() -> Tensor:
-            self._meet(settle)
+            self._meet(_place(site, words), settle)
             return gradients.narrow(0, chunk.first, chunk.own)
 
         return Later(add)
@@ -257,16 +260,21 @@ class Exact:
         def settle() -> None:
             found = tables.channel.all_reduce(self._reduced[call], op, action=action, kind=kind, key=key)
             self._reduced[call] = found
-            if not of_gradients(key):
+            if self.trains and not of_gradients(key):
                 tables.statistics[call] = found
 
-        self._meet(settle)
+        self._meet((action, call), settle)
         found: Tensor = self._reduced[call]
         return found.clone()
 
-    def _meet(self, settle: Callable[[], None]) -> None:
+    def _meet(self, at: Place, settle: Callable[[], None]) -> None:
         assert self.lockstep is not None
-        self.lockstep.meet(settle)
+        self.lockstep.meet(at, settle)
+
+
+def _place(site: Site, words: str) -> Place:
+    """A read, as chunks compare where they are."""
+    return site.action(words), site.key
 
 
 def _join(op: Op, one: Tensor, other: Tensor) -> Tensor:

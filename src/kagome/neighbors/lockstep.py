@@ -12,7 +12,7 @@ read of neighbours' rows, forward and backward. Every chunk has a thread, and on
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ import torch
 from kagome.errors import ModelError
 
 Settle = Callable[[], None]
+Place = tuple[str, Hashable]
+"""Where chunks meet: in words, and what tells it from another place of the same words."""
 
 
 class Lockstep:
@@ -36,7 +38,7 @@ class Lockstep:
         self._threads: list[threading.Thread | None] = [None] * len(works)
         self._done = [False] * len(works)
         self._error: BaseException | None = None
-        self._waiting: dict[int, Settle] = {}
+        self._waiting: dict[int, tuple[Place, Settle]] = {}
         self._settled: set[int] = set()
         self._closed = False
         self._local = threading.local()
@@ -48,19 +50,13 @@ class Lockstep:
             Whether that was its last.
 
         Raises:
-            ModelError: If a chunk ends where another one meets.
+            ModelError: If a chunk ends where another one meets, or they meet at unlike places.
             BaseException: What the chunk's work raised.
         """
-        if chunk in self._waiting and chunk not in self._settled:
-            missing = [other for other in range(len(self._works)) if other not in self._waiting]
-            if missing:
-                raise ModelError(
-                    "all chunks of a part read their neighbours at the same places",
-                    f"chunk {chunk} does, and chunk {missing[0]} does not",
-                    hint="a forward that does the same for every piece of the graph",
-                )
-            self._waiting[chunk]()
-            self._settled = set(self._waiting)
+        if self._done[chunk] or (chunk in self._waiting and chunk not in self._settled):
+            self._settle()
+        if self._done[chunk]:
+            return True
         self._waiting.pop(chunk, None)
         self._settled.discard(chunk)
         thread = self._threads[chunk]
@@ -80,10 +76,25 @@ class Lockstep:
             thread.join()
         return self._done[chunk]
 
-    def meet(self, settle: Settle) -> None:
-        """Called by a chunk's work: return once all chunks have come here and ``settle`` was run, once."""
+    def _settle(self) -> None:
+        """No work can go on by itself: all have ended, or all wait at one place, which is settled."""
+        for chunk, (at, settle) in list(self._waiting.items())[:1]:
+            for other in range(len(self._works)):
+                its, _ = self._waiting.get(other, (("", None), None))
+                if its != at:
+                    raise unlike(f"chunk {chunk} does, and chunk {other} does not", at, its)
+            settle()
+        self._settled = set(self._waiting)
+
+    def meet(self, at: Place, settle: Settle) -> None:
+        """Called by a chunk's work: return once all chunks have come here and ``settle`` was run, once.
+
+        Args:
+            at: The place; the same for all chunks.
+            settle: What is to be done there.
+        """
         chunk: int = self._local.chunk
-        self._waiting[chunk] = settle
+        self._waiting[chunk] = at, settle
         self._back.release()
         self._go[chunk].acquire()
         if self._closed:
@@ -113,6 +124,16 @@ class Lockstep:
             self._error = error
         self._done[chunk] = True
         self._back.release()
+
+
+def unlike(found: str, *places: Place) -> ModelError:
+    """The error of chunks that read their neighbours, or sum over all vertices, at unlike places."""
+    return ModelError(
+        "all chunks of a part read their neighbours at the same places",
+        found,
+        where="; ".join(dict.fromkeys(words for words, _ in places if words)),
+        hint="a forward that does the same for every piece of the graph",
+    )
 
 
 class _ClosedError(BaseException):

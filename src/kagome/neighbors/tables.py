@@ -25,6 +25,7 @@ from kagome.comm.trip import Trip
 from kagome.errors import ModelError
 from kagome.graph.chunks import Chunk, Chunks
 from kagome.neighbors.by_identity import ByIdentity
+from kagome.neighbors.lockstep import Place, unlike
 from kagome.neighbors.lying import Whereabouts
 from kagome.neighbors.recall import NOTHING, Entry, Recall
 from kagome.neighbors.rows import Carrier, NeighborRows, UnderWay
@@ -117,6 +118,7 @@ class Tables:
         self.supplier: Supplier | None = None
         self.recall: Recall = NOTHING
         self._calls: dict[int, Counter[Hashable]] = {}
+        self._came: Counter[tuple[Place, int]] = Counter()
         self.send, self.ids = chunks.send.to(device), chunks.ids.to(device)
         self.reads = [piece.reads.to(device) for piece in pieces]
         self.whereabouts = [Whereabouts(reads) for reads in self.reads]
@@ -145,7 +147,7 @@ class Tables:
         self.epoch, self.supplier = epoch, supplier
         self.passes += 1
         self.gathered = {}
-        self._calls = {}
+        self._calls, self._came = {}, Counter()
 
     def table(self, site: Site, rows: Tensor) -> SiteTable:
         """The table of a site whose rows look like these."""
@@ -254,12 +256,24 @@ class Tables:
         counts[key] += 1
         return key, counts[key]
 
+    def came(self, chunk: Chunk, place: Place) -> None:
+        """A chunk has come to a read or a sum of this pass."""
+        self._came[place, chunk.number] += 1
+
     def end(self) -> None:
         """Sum over the parts what chunks have given to statistics: the next epoch's. All ranks call it.
+
+        Raises:
+            ModelError: If not every chunk has come to what some have: others have read rows that it left as
+                they were.
 
         Cost:
             One all-reduce an operation, of all statistics together.
         """
+        for (place, chunk), many in self._came.items():
+            following = (chunk + 1) % len(self.reads)
+            if self._came[place, following] != many:
+                raise unlike(f"chunk {chunk} does, and chunk {following} does not", place)
         for op in ("sum", "max", "min"):
             keys = sorted((key for key, (how, _) in self.gathered.items() if how == op), key=repr)
             if not keys:

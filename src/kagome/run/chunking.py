@@ -106,15 +106,16 @@ class Chunking:
         steps = self._steps(epoch, refresh=refresh or stale, scaled=not stale)
         return History(self.tables, steps, self._left(epoch) if stale else None)
 
-    def exact(self, epoch: int, *, stale: bool) -> Exact:
+    def exact(self, epoch: int, *, training: bool, stale: bool) -> Exact:
         """What answers reads where all chunks go in lockstep.
 
         Args:
             epoch: Which.
+            training: Whether it is no evaluation.
             stale: Whether the next epoch may take gradients of this one.
         """
         assert self.tables is not None
-        return Exact(self.tables, self._left(epoch) if stale else None)
+        return Exact(self.tables, self._left(epoch) if stale else None, trains=training)
 
     def _left(self, epoch: int) -> Left:
         assert self.tables is not None

@@ -90,7 +90,7 @@ class Passes:
         tables = self.chunks.tables
         assert tables is not None
         jobs = self._jobs(self.chunks.scopes, epoch, training=training, checked=checked)
-        supplier = self.chunks.exact(epoch, stale=stale)
+        supplier = self.chunks.exact(epoch, training=training, stale=stale)
         tables.begin(epoch, supplier)
         messages = self._messages(jobs, epoch, self.codec if training else None)
         passes = (True, False) if training else (True,)
