@@ -212,7 +212,8 @@ class On(ExitStack):
         self.callback(restore)
         self.callback(apply_rules(model, scope))
         self.callback(install(model, scope))
-        self.enter_context(torch.random.fork_rng(devices=[]))
+        generators = [scope.device] if scope.device.type == "cuda" else []
+        self.enter_context(torch.random.fork_rng(devices=generators))
         model.train(training)
         self.enter_context(scope.running(0, training=training))
         device = scope.device.type
