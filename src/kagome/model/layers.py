@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -55,15 +55,17 @@ class Survey:
 
     Args:
         values: By step.
-        draws: The counter of draws before each step.
+        draws: The counter of draws before each step, in training.
         changed: Full names of the buffers that a forward changes.
         beyond: The first layer that reads more than the edges into a vertex bring; empty where none does.
+        eval_draws: The counter of draws before each step in evaluation, where most are left out.
     """
 
     values: Mapping[str, Value]
     draws: Mapping[str, int]
     changed: frozenset[str] = frozenset()
     beyond: str = ""
+    eval_draws: Mapping[str, int] = field(default_factory=dict)
 
 
 def trace(model: nn.Module, names: Sequence[str]) -> LayerGraph:
@@ -107,7 +109,7 @@ def survey(
     look: Callable[[Any], str],
     draws: Callable[[], int],
 ) -> Survey:
-    """Run all steps once in training mode and note what each gives.
+    """Run all steps in training mode and note what each gives, and again in evaluation, which may draw less.
 
     Modes and buffers of the model are as they were afterwards; what layers cache is not.
 
@@ -122,16 +124,17 @@ def survey(
         ModelError: If a step fails, with its line.
 
     Cost:
-        One forward; gradients are prepared for and not computed.
+        Two forwards; gradients are prepared for and not computed.
     """
     values: dict[str, Value] = {}
-    counts: dict[str, int] = {}
-    begun = graph.steps[:1]
+    training: dict[str, int] = {}
+    evaluation: dict[str, int] = {}
+    begun, counts, first = graph.steps[:1], training, 0
 
     def before(step: Step) -> None:
         nonlocal begun
         begun = (step,)
-        counts[step.name] = draws()
+        counts[step.name] = draws() - first
 
     def after(step: Step, value: Any) -> None:
         kind = look(value) if isinstance(value, Tensor) else "none"
@@ -145,6 +148,9 @@ def survey(
     try:
         with _modes_kept(model), torch.enable_grad():
             graph.run(model.train(), inputs, training=True, before=before, after=after)
+            counts, first = evaluation, draws()
+            with torch.no_grad():
+                graph.run(model.eval(), inputs, training=False, before=before)
     except KagomeError:
         raise
     except Exception as error:
@@ -158,7 +164,7 @@ def survey(
                     changed.add(name)
                 if old is not None and old.shape == buffer.shape:
                     buffer.copy_(old)
-    return Survey(values, counts, frozenset(changed))
+    return Survey(values, training, frozenset(changed), eval_draws=evaluation)
 
 
 def settled(one: Survey, other: Survey, vertices: tuple[int, int], edges: tuple[int, int]) -> Survey:
