@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from kagome.graph.partition import Partition
 from kagome.model.layers import Survey, chain, trace
 from kagome.model.stages import Stage, cut
 from kagome.model.steps import LayerGraph
+from kagome.run.first import by_first
 from kagome.run.looks import looked_at
 from kagome.run.timing import Seconds, kept, timed
 
@@ -160,22 +160,16 @@ def steps_of(
         device: Where the model runs.
 
     Raises:
-        ModelError: If the model cannot be traced.
+        ModelError: If the model cannot be traced, or fails on a sample; on every rank.
 
     Cost:
         On rank 0 some forwards and backwards of a sample of at most ``timing.TIMED`` vertices.
     """
     names = ["edge_index", *part.nodes, *part.edges]
     graph = chain(model, layers, names) if layers else trace(model, names)
-    found: Any = None
-    if world.rank == 0:
-        try:
-            seen = looked_at(model, graph, part, train, device)
-            calls, rows = timed(model, graph, seen, part, train, device)
-            found = seen, calls, rows, kept(model, graph, part, train, device)
-        except ModelError as error:
-            found = error
-    found = world.gather_objects(found, "look at the model's steps")[0]
-    if isinstance(found, ModelError):
-        raise found
-    return Steps(graph, *found)
+
+    def look() -> tuple[Survey, Mapping[str, Seconds], Mapping[str, Seconds], Mapping[str, int]]:
+        seen = looked_at(model, graph, part, train, device)
+        return seen, *timed(model, graph, seen, part, train, device), kept(model, graph, part, train, device)
+
+    return Steps(graph, *by_first(world, look, "look at the model's steps"))
