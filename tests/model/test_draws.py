@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 from torch import Tensor
 
 from convolutions import sample_graph
+from kagome.comm.channel import Channel
 from kagome.comm.local import LocalChannel, LocalGroup
 from kagome.errors import ModelError
 from kagome.graph.partition import split_all
@@ -224,3 +226,62 @@ def test_some_columns_are_drawn_as_in_the_whole_row(begin: int, kind: torch.dtyp
     whole = dropout(x, ids, 5, 0.4)
     some = dropout(x[:, begin : begin + 9], ids, 5, 0.4, 0, begin)
     assert torch.equal(some, whole[:, begin : begin + 9])
+
+
+# Draws of no row ------------------------------------------------------------------------------------
+
+WEIGHT = torch.linspace(0.1, 0.9, 12).view(3, 4)
+
+SHARED: dict[str, Callable[[], Tensor]] = {
+    "rand": lambda: torch.rand(3),
+    "randn": lambda: torch.randn((3, 2), dtype=torch.float64),
+    "rand_like": lambda: torch.rand_like(WEIGHT),
+    "randint": lambda: torch.randint(9, (30,)),
+    "randint_like": lambda: torch.randint_like(WEIGHT, 1000),
+    "randperm": lambda: torch.randperm(20),
+    "normal": lambda: torch.normal(WEIGHT, 0.1),
+    "normal of a size": lambda: torch.normal(0.0, 1.0, (3,), device="cpu"),
+    "bernoulli": lambda: torch.bernoulli(WEIGHT.expand(9, 3, 4)),
+    "multinomial": lambda: WEIGHT.view(-1).multinomial(12),
+    "poisson": lambda: torch.poisson(WEIGHT * 100),
+    "in place": lambda: torch.empty(5).uniform_(),
+    "out": lambda: torch.rand(3, out=torch.empty(3)),
+    "gumbel_softmax": lambda: F.gumbel_softmax(WEIGHT),
+    "rrelu": lambda: F.rrelu(-WEIGHT, training=True),
+    "beta": lambda: torch.distributions.Beta(WEIGHT, 1.0).sample(),
+    "normal of a distribution": lambda: torch.distributions.Normal(0.0, WEIGHT).sample(),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_is_no_row_s_is_the_same_wherever_it_is_drawn(name: str) -> None:
+    call = SHARED[name]
+
+    def found(count: int, seed: int = 0, epoch: int = 1, before: int = 0) -> Tensor:
+        pieces = split_all(sample_graph(1), torch.arange(30) % count, count)
+        each = []
+        for rank, piece in enumerate(pieces):
+            scope = Interception(piece, Channel(None, "cpu"), seed=seed, handlers=HANDLERS)
+            torch.manual_seed(rank)
+            with scope.running(epoch, training=True):
+                scope.draws = before
+                each.append(call())
+        assert torch.get_rng_state().equal(torch.random.manual_seed(rank).get_state())
+        assert all(torch.equal(other, each[0]) for other in each)
+        return each[0]
+
+    one = found(1)
+    assert torch.equal(found(3), one)
+    for other in (found(1, seed=1), found(1, epoch=2), found(1, before=1)):
+        assert not torch.equal(other, one)
+
+
+def test_a_generator_of_the_user_s_is_left_to_the_user() -> None:
+    scope = Interception(
+        split_all(sample_graph(1), torch.zeros(30, dtype=torch.long), 1)[0],
+        Channel(None, "cpu"),
+        handlers=HANDLERS,
+    )
+    wanted = torch.randperm(50, generator=torch.Generator().manual_seed(3))
+    with scope.running(1, training=True):
+        assert torch.equal(torch.randperm(50, generator=torch.Generator().manual_seed(3)), wanted)

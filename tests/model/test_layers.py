@@ -160,6 +160,7 @@ class ManyCalls(nn.Module):
         deg = degree(col, x.shape[0], dtype=x.dtype).clamp(min=1)
         h = scatter(h[row] * score.view(-1, 1), col, dim=0, dim_size=x.size(0)) / deg.view(-1, 1)
         h = h - self.mean * 2 + torch.randn(HIDDEN) * self.scale
+        h = h * torch.bernoulli(torch.full((HIDDEN,), 0.5))
         h = h + self.aggr(h[row], col, dim_size=h.size(0))
         with torch.no_grad():
             shift = h.mean(0)
@@ -181,6 +182,7 @@ def test_what_else_a_forward_calls():
         "len",
         "zeros",
         "randn",
+        "bernoulli",
     } <= names
     matmul = next(step for step in graph.steps if "weight" in step.parameters and step.kind == "function")
     assert not matmul.layer
@@ -260,6 +262,12 @@ class Noise(ByHand):
         return self.second(x, edge_index)
 
 
+class Mixed(ByHand):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.first(x, edge_index)
+        return self.second(x * torch.empty(1).uniform_(), edge_index)
+
+
 class Scaled(ByHand):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         x = F.dropout(self.first(x, edge_index), 0.5 if self.training else 0.0)
@@ -298,6 +306,7 @@ class Writes(ByHand):
     [
         (Branches, "if x.size(0) > 3", "cannot be used as inputs to control flow"),
         (Noise, "torch.randn_like", "does the same in training and in evaluation"),
+        (Mixed, ".uniform_()", "draws numbers by uniform_"),
         (Scaled, "F.dropout(", "does the same in training and in evaluation"),
         (Remembers, "self.hidden = ", "sets 'hidden'"),
         (Casts, "self.first(x", "autocast"),
@@ -447,6 +456,7 @@ def test_a_survey_says_what_each_step_gives_and_leaves_the_model_alone():
     assert not model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert list(found.draws.values()) == list(range(len(graph.steps)))
+    assert list(found.eval_draws.values()) == list(range(1, len(graph.steps) + 1))
     value = found.values["convs_0"]
     assert (value.kind, value.shape, value.dtype, value.grad) == ("rows", (HIDDEN,), torch.float32, True)
     assert value.bytes(10, 20) == 10 * HIDDEN * 4

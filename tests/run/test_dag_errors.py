@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import operator
 from typing import Any
 
 import pytest
@@ -72,6 +73,8 @@ def made(model: nn.Module, sample: Any = None, **options: Any) -> Any:
         (Small(nn.BatchNorm1d(6)), r"'between' is a BatchNorm1d(.|\n)*batch_norm=\"micro-batch\""),
         (Small("counts"), "stops it|changes the buffers"),
         (Small(lambda h: h + h.relu_()), r"changes 'first' in|'relu_' changes 'first', which"),
+        (Small(lambda h: h.tanh() if isinstance(h, Tensor) else h), "in training(.|\n)*is last, after first"),
+        (Small(lambda h: operator.iadd(h, h.detach()) + h), "in training(.|\n)*is last, after first"),
         (Small(nn.AlphaDropout(0.5)), "alpha_dropout has none"),
         (Attention(), "scaled_dot_product_attention draws its own"),
         (Pair(nn.ReLU()), "one tensor|type tuple"),

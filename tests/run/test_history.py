@@ -10,7 +10,13 @@ import torch
 from history_reference import reference
 from pipelines import MODELS, SEED, data, model, rotated, trained, trained_plainly
 
+from kagome.comm.channel import Channel
+from kagome.config import Parallel
+from kagome.graph.partition import partition
+from kagome.neighbors.history import Exact
+from kagome.neighbors.turn import Site
 from kagome.run import guard
+from kagome.run.chunking import chunked
 
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 HISTORY = {"cross_chunk": "history", "guard": False}
@@ -123,6 +129,23 @@ def test_history_is_no_exact_training(ranks):
     found = ranks(1, trained, "gcn", mesh(1, 1, 4), 3, 0.0, True)[0]
     assert found["losses"][0] == pytest.approx(exact["losses"][0], abs=1e-12)
     assert abs(found["losses"][2] - exact["losses"][2]) > 1e-5
+
+
+def test_a_site_that_an_epoch_leaves_out_keeps_the_rows_it_had():
+    """Stochastic depth: the half that was not written was taken for the last known rows."""
+    part = partition(data(), parts=1, method="contiguous")[0]
+    settings = Parallel(pipe=2, chunks=3, partitioner="contiguous")
+    cpu = torch.device("cpu")
+    tables = chunked(part, Channel(None, cpu), settings, device=cpu, seed=0, fast=True).tables
+    assert tables is not None
+    site = Site("conv", 1, 1, False, True, ("conv", 1), trains=True)
+    for epoch, comes in enumerate((True, False, False, True, False), 1):
+        tables.begin(epoch, Exact(tables, trains=True))
+        if comes:
+            table = tables.table(site, torch.zeros(1, 2))
+            tables.current(table).fill_(epoch)
+        tables.keep()
+        assert tables.last(table).unique().tolist() == [1 if epoch < 4 else 4]
 
 
 @pytest.mark.some(3)

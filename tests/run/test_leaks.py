@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from training import QUIET, graph, settings
 
 from kagome import Trainer
 from kagome.comm.channel import Channel
-from kagome.config import Model
+from kagome.config import Model, Parallel
 from kagome.model.zoo import build_model
 
 NAMES = ["gcn", "gat", "pna", "edgecnn", "gcn2", "appnp", "resgcn+", "transformer"]
@@ -19,7 +20,9 @@ NAMES = ["gcn", "gat", "pna", "edgecnn", "gcn2", "appnp", "resgcn+", "transforme
 EARLY, LATE = 4, 8
 
 
-def left_behind(channel: Channel, name: str, fast: bool, recompute: bool) -> dict[str, int]:
+def left_behind(
+    channel: Channel, name: str, fast: bool, recompute: bool, parallel: dict[str, Any] | None = None
+) -> dict[str, int]:
     data = graph()
     model = build_model(
         Model(name=name, layers=3, hidden=8, heads=2, dropout=0.3),
@@ -48,6 +51,7 @@ def left_behind(channel: Channel, name: str, fast: bool, recompute: bool) -> dic
     with Trainer(
         model,
         data,
+        parallel=Parallel(**(parallel or {})),
         optimizer=lambda parameters: Counting(parameters, lr=0.01),
         train=settings(eval_every=100),
         report=QUIET,
@@ -75,3 +79,9 @@ def test_nor_on_other_ranks_or_as_pyg_runs_it(ranks, world, name, fast):
 @pytest.mark.parametrize("name", ["sage", "gat", "resgcn+"])
 def test_nor_where_layers_run_again(ranks, name):
     assert ranks(2, left_behind, name, True, True) == [{}] * 2
+
+
+@pytest.mark.parametrize("kind", ["history", "exact", "drop"])
+def test_nor_where_chunks_go_through_stages(ranks, kind):
+    parallel = {"pipe": 2, "chunks": 3, "cross_chunk": kind, "history_epochs": 2}
+    assert ranks(2, left_behind, "gcn2", True, False, parallel) == [{}] * 2

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from pipelines import data, model, told
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import SAGEConv
 
 from kagome.comm.channel import Channel
 from kagome.config import Parallel, Train
+from kagome.errors import DataError
 from kagome.graph.partition import partition, split_all
-from kagome.run import looks, staging, timing
+from kagome.run import check, looks, staging, timing
 
 WIDTH = 6
 
@@ -107,6 +110,33 @@ def test_timing_holds_what_is_still_to_be_read(monkeypatch):
     staged(200, 4)
     assert len(held) > 16
     assert max(held) <= 2
+
+
+FAULTS: dict[str, tuple[Any, str, Exception, str]] = {
+    "looking": (staging, "looked_at", ValueError("too odd"), "ModelError"),
+    "timing": (staging, "timed", DataError("rows", "there are none"), "DataError"),
+    "a step": (timing, "_one", ZeroDivisionError("by none"), "ModelError"),
+    "what is kept": (staging, "kept", RuntimeError("out of it"), "ModelError"),
+    "the check": (check, "check", RuntimeError("out of it"), "ModelError"),
+}
+
+
+def faulty(channel: Channel, name: str) -> Any:
+    """What each rank hears where rank 0 alone fails."""
+    place, called, fault, _ = FAULTS[name]
+    train = {"check": name == "the check", "timeout": 10.0}
+    with mock.patch.object(place, called, side_effect=fault):
+        return told(model("gcn"), data(), 1, {"pipe": 2, "chunks": 1}, train=train)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_whatever_rank_0_raises_reaches_every_rank(ranks, name):
+    *_, fault, leaf = FAULTS[name]
+    for found in ranks(2, faulty, name):
+        assert isinstance(found, str)
+        assert found.startswith(f"{leaf}: ")
+        assert str(fault) in found
+        assert leaf == "DataError" or f"raised {type(fault).__name__}: " in found
 
 
 def test_a_graph_of_a_few_vertices_is_timed_by_calls(monkeypatch):

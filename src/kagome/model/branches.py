@@ -25,7 +25,7 @@ from torch import nn
 from kagome.errors import ModelError
 from kagome.model.layers import trace
 from kagome.model.pieces import Piece
-from kagome.model.probe import Fact, Probe, probe
+from kagome.model.probe import Fact, Probe, compare, probe
 from kagome.model.samples import Batch, inputs_of
 from kagome.model.steps import LayerGraph, Step
 
@@ -233,11 +233,14 @@ def branches_of(model: nn.Module, sample: Batch, *, batch_norm: str = "refuse") 
 
     Raises:
         DataError: If the sample does not fit the model.
-        ModelError: If the model cannot be traced, or its samples read each other.
+        ModelError: If the model cannot be traced, its steps do not give what forward gives, or its samples
+            read each other.
     """
     inputs = inputs_of(model, sample)
     graph = trace(model, list(inputs))
-    return Branches(graph, probe(model, graph, inputs, batch_norm=batch_norm))
+    branches = Branches(graph, probe(model, graph, inputs, batch_norm=batch_norm))
+    compare(model, branches.graph, inputs, batch_norm=batch_norm)
+    return branches
 
 
 def _alive(graph: LayerGraph) -> list[Step]:

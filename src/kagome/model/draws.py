@@ -7,7 +7,9 @@ call, row id, column) alone, so any cut of the graph draws the same ones.
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,6 +21,14 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 _WORD = 1 << 64
+
+
+DRAWS: Final = (
+    *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "binomial"),
+    *("rand_like", "randn_like", "randint_like", "rrelu", "rrelu_", "_standard_gamma", "_sample_dirichlet"),
+    *("bernoulli_", "normal_", "uniform_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_"),
+)
+"""Calls that draw from a generator of torch's, or from one that they are given."""
 
 
 def _signed(word: int) -> int:
@@ -169,3 +179,23 @@ def dropout(x: Tensor, ids: Tensor, key: int, p: float, axis: int = 0, first: in
     flat = rows.reshape(rows.size(0), -1) if x.numel() else rows.reshape(rows.size(0), 0)
     out: Tensor = _Drop.apply(flat, ids, key, p, first)  # type: ignore[no-untyped-call]
     return out.reshape(rows.shape).movedim(0, axis)
+
+
+def of_torch(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether one of :data:`DRAWS` draws by itself, and from torch's own generator."""
+    return not isinstance(func, FunctionType) and kwargs.get("generator") is None
+
+
+def seeded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], key: int) -> Any:
+    """One of torch's own draws, by a generator that begins here.
+
+    Args:
+        func: One of :data:`DRAWS`.
+        args: Its arguments by place.
+        kwargs: Those by name.
+        key: Of the call, from :func:`call_key`.
+    """
+    given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    device = kwargs.get("device") if given is None else given.device
+    generator = torch.Generator(device or torch.get_default_device()).manual_seed(key)
+    return func(*args, **kwargs, generator=generator)

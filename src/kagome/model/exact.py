@@ -82,7 +82,7 @@ def _like_random(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs
         x = scope.made("empty", args, {k: v for k, v in kwargs.items() if k != "generator"})
     axis = scope.axis(x)
     if axis is None:
-        return NotImplemented
+        return _shared(scope, name, func, args, kwargs)
     ids, key, axis = _ids(scope, x, name)
     rows = x.movedim(axis, 0)
     flat = draws.uniform(draws.row_keys(ids, key), rows[:1].numel() if rows.size(0) else 0)
@@ -96,6 +96,22 @@ def _like_random(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs
     else:
         out = (torch.erfinv(number * 2 - 1) * math.sqrt(2)).to(kind)
     return scope.like(out, x)
+
+
+def _shared(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """A draw that is no vertex's and no edge's: the same on every rank, in every stage and for every chunk.
+
+    Torch's own generator stands elsewhere in each of them. What draws for rows is left to the check.
+    """
+    idle = name in ("rrelu", "rrelu_") and not argument(args, kwargs, 3, "training", False)
+    if idle or not draws.of_torch(func, kwargs):
+        return NotImplemented
+    given = [*args, *kwargs.values()]
+    inner = [each for value in given if isinstance(value, (tuple, list)) for each in value]
+    if any(scope.counts(value) for value in (*given, *inner)):
+        return NotImplemented
+    path, index = scope.call()
+    return draws.seeded(func, args, kwargs, draws.call_key(scope.seed, scope.epoch, path, index))
 
 
 # Shapes, attention --------------------------------------------------------------------------------
@@ -124,6 +140,7 @@ def _attention(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) 
 
 HANDLERS: Mapping[str, Handler] = {
     **dict.fromkeys(("dropout", "dropout_", "feature_dropout"), _dropout),
+    **dict.fromkeys(draws.DRAWS, _shared),
     **dict.fromkeys(("rand_like", "randn_like", "rand", "randn", "bernoulli"), _like_random),
     **NORMS,
     **REDUCTIONS,

@@ -56,10 +56,11 @@ class Survey:
 
     Args:
         values: By step.
-        draws: The counter of draws before each step.
+        draws: The counter of draws before each step, in training.
         changed: Full names of the buffers that a forward changes.
         beyond: The first layer that reads more than the edges into a vertex bring; empty where none does.
         writes: Step -> the values that it was seen to change in place, whatever it is called.
+        eval_draws: The counter of draws before each step in evaluation, where most are left out.
     """
 
     values: Mapping[str, Value]
@@ -67,6 +68,7 @@ class Survey:
     changed: frozenset[str] = frozenset()
     beyond: str = ""
     writes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    eval_draws: Mapping[str, int] = field(default_factory=dict)
 
     def told(self, graph: LayerGraph) -> LayerGraph:
         """The graph, with all that its steps were seen to change."""
@@ -118,7 +120,7 @@ def survey(
     look: Callable[[Any], str],
     draws: Callable[[], int],
 ) -> Survey:
-    """Run all steps once in training mode and note what each gives.
+    """Run all steps in training mode and note what each gives, and again in evaluation, which may draw less.
 
     Modes and buffers of the model are as they were afterwards; what layers cache is not.
 
@@ -133,18 +135,19 @@ def survey(
         ModelError: If a step fails, with its line.
 
     Cost:
-        One forward; gradients are prepared for and not computed.
+        Two forwards; gradients are prepared for and not computed.
     """
     values: dict[str, Value] = {}
-    counts: dict[str, int] = {}
     writes: dict[str, tuple[str, ...]] = {}
     versions = _Versions()
-    begun = graph.steps[:1]
+    training: dict[str, int] = {}
+    evaluation: dict[str, int] = {}
+    begun, counts, first = graph.steps[:1], training, 0
 
     def before(step: Step) -> None:
         nonlocal begun
         begun = (step,)
-        counts[step.name] = draws()
+        counts[step.name] = draws() - first
 
     def after(step: Step, value: Any) -> None:
         found = versions.risen(step.reads)
@@ -165,6 +168,9 @@ def survey(
             for name in graph.inputs:
                 versions.note(name, inputs[name])
             graph.run(model.train(), inputs, training=True, before=before, after=after)
+            counts, first = evaluation, draws()
+            with torch.no_grad():
+                graph.run(model.eval(), inputs, training=False, before=before)
     except KagomeError:
         raise
     except Exception as error:
@@ -178,7 +184,7 @@ def survey(
                     changed.add(name)
                 if old is not None and old.shape == buffer.shape:
                     buffer.copy_(old)
-    return Survey(values, counts, frozenset(changed), writes=writes)
+    return Survey(values, training, frozenset(changed), eval_draws=evaluation, writes=writes)
 
 
 class _Versions:

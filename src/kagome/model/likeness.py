@@ -1,24 +1,104 @@
 """Likeness: whether a model's steps give what its forward gives.
 
-Where it sits: ``run.looks`` runs both on a small sample; this file hears what modules give and compares.
+Where it sits: ``run.looks`` and ``probe`` ask it before a model is cut: then steps are all that is run.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kagome.errors import ModelError
-from kagome.model.steps import LayerGraph
-from kagome.model.tracing import HINT, is_whole
+from kagome.errors import KagomeError, ModelError
+from kagome.model.calling import Calling
+from kagome.model.steps import LayerGraph, Step, failed
+from kagome.model.tracing import is_whole
+
+TRACED: Final = "in forward, h = h + a for h += a, and no isinstance(h, Tensor)"
+"""What to try where torch.fx has followed a forward wrongly."""
+
+
+def refuse_unlike(
+    model: nn.Module,
+    graph: LayerGraph,
+    inputs: Mapping[str, Tensor],
+    *,
+    on: Callable[[bool], AbstractContextManager[object]],
+    before: Callable[[Step], None],
+    where: Callable[[], str] = str,
+    hint: str = TRACED,
+    halved: bool = False,
+) -> None:
+    """Run a model as it is and by its steps, in both modes, and compare.
+
+    Args:
+        model: The user's module.
+        graph: Its steps.
+        inputs: A small sample's.
+        on: Puts model, inputs and draws in the same state for one run in training, or in evaluation.
+        before: Called before each step.
+        where: The module that failed.
+        hint: What to try.
+        halved: Whether some of it is computed in bfloat16.
+
+    Raises:
+        ModelError: If outputs, or what a module gives in both runs, differ beyond rounding; if forward or a
+            step fails.
+
+    Cost:
+        Two forwards of the sample in each mode.
+    """
+    calling = Calling.of(model, inputs)
+    kinds = {tensor.dtype for tensor in (*model.parameters(), *inputs.values())}
+    kinds |= {torch.bfloat16} if halved else set()
+    epsilon = max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
+
+    def whole(_training: bool) -> Any:
+        try:
+            return calling.call(model, inputs)
+        except KagomeError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                "a pipeline compares a model's forward with its steps, on a small sample",
+                f"forward raised {type(error).__name__}: {error}",
+                where=where(),
+                hint="let sizes come from the input (x.size(0)), not from all the data",
+            ) from error
+
+    def by_steps(training: bool) -> Any:
+        begun: list[Step] = []
+
+        def begin(step: Step) -> None:
+            begun[:] = [step]
+            before(step)
+
+        try:
+            found = graph.run(model, inputs, training=training, before=begin, keep=[graph.output])
+        except KagomeError:
+            raise
+        except Exception as error:
+            raise failed(begun[0], error) from error
+        return found[graph.output]
+
+    def ran(run: Callable[[bool], Any], training: bool) -> Heard:
+        # Checkpointing, which steps leave out, is none where there are no gradients.
+        with torch.no_grad(), on(training), _hearing(model, graph) as heard:
+            heard.out = _copied(run(training))
+        return heard
+
+    for training in (True, False):
+        one, other = ran(whole, training), ran(by_steps, training)
+        # A forward that does not repeat itself (numbers drawn elsewhere) says nothing of its steps.
+        if _unlike(one, other, epsilon) and not _unlike(one, ran(whole, training), epsilon):
+            raise _refusal(graph, one, other, epsilon, training=training, hint=hint)
 
 
 @dataclass
@@ -30,12 +110,12 @@ class Heard:
         out: The model's output.
     """
 
-    calls: dict[tuple[str, int], Any] = field(default_factory=dict)
-    out: Any = None
+    calls: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
+    out: list[Tensor] = field(default_factory=list)
 
 
 @contextmanager
-def hearing(model: nn.Module, graph: LayerGraph) -> Iterator[Heard]:
+def _hearing(model: nn.Module, graph: LayerGraph) -> Iterator[Heard]:
     """Note what modules give for a block; who runs the model sets the output."""
     heard, counts = Heard(), Counter[str]()
     steps = {id(model.get_submodule(step.path)): step.path for step in graph.steps if step.kind == "module"}
@@ -88,33 +168,18 @@ class _Gap:
         return f"differ by up to {self.most:.2g}, where the greatest number is {self.size:.2g}"
 
 
-def unlike(whole: Heard, steps: Heard, epsilon: float) -> bool:
-    """Whether two runs of a model differ by more than rounding, in the output or in a call that both make.
-
-    Args:
-        whole: What the model as it is gave.
-        steps: What its steps gave.
-        epsilon: The rounding of the least exact type in use.
-    """
+def _unlike(whole: Heard, steps: Heard, epsilon: float) -> bool:
+    """Whether two runs differ by more than rounding, in the output or in a call that both make."""
     shared = whole.calls.keys() & steps.calls.keys()
     pairs = [(whole.calls[call], steps.calls[call]) for call in shared]
-    return any(_gap(one, other, epsilon) for one, other in [(_copied(whole.out), _copied(steps.out)), *pairs])
+    return any(_gap(one, other, epsilon) for one, other in [(whole.out, steps.out), *pairs])
 
 
-def refusal(
-    graph: LayerGraph, whole: Heard, steps: Heard, epsilon: float, *, training: bool, named: bool
+def _refusal(
+    graph: LayerGraph, whole: Heard, steps: Heard, epsilon: float, *, training: bool, hint: str
 ) -> ModelError:
-    """The error for steps that do not give what forward gives.
-
-    Args:
-        graph: The model's steps.
-        whole: What the model as it is gave.
-        steps: What its steps gave.
-        epsilon: The rounding of the least exact type in use.
-        training: The mode.
-        named: Whether the user named the layers.
-    """
-    gap = _gap(_copied(whole.out), _copied(steps.out), epsilon)
+    """The error for steps that do not give what forward gives."""
+    gap = _gap(whole.out, steps.out, epsilon)
     left_out: dict[str, None] = {}
     before = differs = ""
     for (path, number), value in whole.calls.items():
@@ -136,9 +201,7 @@ def refusal(
         "a pipeline runs a model's steps, which are to give what its forward gives",
         found,
         where=next((step.line for step in graph.steps if differs and step.path == differs), ""),
-        hint="what forward does between layers goes into modules, named in their places in --parallel.layers"
-        if named
-        else f"h = h + a for h += a, and no isinstance(h, Tensor), in forward; or {HINT}",
+        hint=hint,
     )
 
 

@@ -31,6 +31,9 @@ class Scope(Protocol):
     def axis(self, tensor: Any) -> int | None:
         """The row axis of a tensor with a row a vertex or an edge."""
 
+    def counts(self, value: Any) -> bool:
+        """Whether a value has a row a vertex or an edge, or is their number."""
+
     def of_vertices(self, tensor: Any) -> bool:
         """Whether the rows are vertices."""
 

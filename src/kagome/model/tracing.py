@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch_geometric
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import Aggregation, MessagePassing
 from torch_geometric.nn.models import MLP, JumpingKnowledge
@@ -24,6 +25,7 @@ from torch_geometric.nn.models import MLP, JumpingKnowledge
 from kagome.errors import ModelError
 from kagome.model import calling as calling_file
 from kagome.model.calling import Calling
+from kagome.model.draws import DRAWS
 from kagome.model.steps import Constant
 
 HINT = "name the layers that follow each other: --parallel.layers conv1 conv2 ..."
@@ -31,12 +33,22 @@ HINT = "name the layers that follow each other: --parallel.layers conv1 conv2 ..
 _LOOKED_INTO = ("torch_geometric.nn.models", "torch_geometric.nn.sequential")
 _FUNCTIONS = (torch_geometric.utils, torch_geometric.nn.pool, torch_geometric.nn.functional)
 _MAKERS = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace", "tensor")
-_DRAWS = ("rand", "randn", "randint", "randperm", "normal")
+_DRAWS = tuple(name for name in DRAWS if not name.startswith("_") and not name.endswith("_"))
 _DEVICES = ("cpu", "cuda")
 
 
 class UntraceableError(Exception):
     """A forward does what steps run one by one would not do."""
+
+
+class _Drawn(TorchFunctionMode):
+    """Refuses a draw that takes no notes: it would be made now, once and for all."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in DRAWS and not any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
+            raise UntraceableError(f"it draws numbers by {name}")
+        return func(*args, **(kwargs or {}))
 
 
 class FaultError(Exception):
@@ -134,7 +146,7 @@ class Tracer(fx.Tracer):
             FaultError: If some forward cannot be traced.
         """
         try:
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]), _Drawn():
                 return self.trace(self._model)
         except Exception as error:
             raise FaultError(self._fault or "", error) from error

@@ -29,6 +29,7 @@ from kagome.neighbors.again import Again
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.by_identity import ByIdentity
 from kagome.neighbors.calls import Calls
+from kagome.neighbors.count import Count
 from kagome.neighbors.handlers import HANDLERS, Handler
 from kagome.neighbors.late import Late
 from kagome.neighbors.lazy import refuse_in_function
@@ -212,6 +213,10 @@ class Interception(Late, TorchFunctionMode):
         """The axis along which a tensor has a row a vertex or an edge; None where it has none."""
         mark = self.marks.get(tensor)
         return mark.axis if mark is not None and mark.kind in ALIGNED else None
+
+    def counts(self, value: Any) -> bool:
+        """Whether a value has a row a vertex or an edge, or is their number."""
+        return isinstance(value, Count) or self.axis(value) is not None
 
     def of_vertices(self, tensor: Any) -> bool:
         """Whether a tensor has a row a vertex."""

@@ -229,10 +229,13 @@ class Tables:
         return known.zero_()
 
     def keep(self) -> None:
-        """The rows of this epoch become the last known ones."""
-        self.now = 1 - self.now
+        """The rows of this epoch become the last known ones; a site that nobody came to has those it had."""
         for table in self.sites.values():
-            table.kept = table.kept or table.written == self.passes
+            if table.written == self.passes:
+                table.kept = True
+            elif table.kept and not table.once:
+                self.current(table).copy_(self.last(table))
+        self.now = 1 - self.now
 
     def drift(self, world: Carrier) -> float:
         """After an exact pass that was kept: how far rows have moved since, on the mean of sites.

@@ -185,7 +185,8 @@ def pipeline_summary(
         transfer: Seconds of a SEND on its link; 0 if None.
 
     Returns:
-        ``bubble``, ``predicted_bubble`` (None where the spans lack a part of the epoch), ``imbalance``,
+        ``bubble``, ``predicted_bubble`` (of the same order, each action at its mean time and a message at
+        ``transfer``, by default none; None where the spans lack a part of the epoch), ``imbalance``,
         ``waiting`` and ``computing``; None where there is no pipeline.
     """
     measured = measure(spans_by_rank, epoch)

@@ -73,7 +73,8 @@ def summary(
         partition: ``rows`` (one a part: part, vertices, edges, halo), ``advice`` (sentences), other facts.
         threads: One a rank: threads that it computed with.
         memory: One a rank: what it holds by kind, ``predicted`` and ``measured`` (``holdings``).
-        pipeline: What ``pipeline_summary`` gave; None where there is no pipeline.
+        pipeline: What ``pipeline_summary`` gave, whose predicted bubble leaves out what messages take; None
+            where there is no pipeline.
         crossing: Codecs by kind, errors by site, ``oldest_age`` and probes; None where all crosses exactly.
         working_memory_bytes: The most that a sum over feature slices took, where that has a bound.
         activations_moved_bytes: The most that a rank moved off its device, or to disk, in one forward.

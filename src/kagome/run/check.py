@@ -19,12 +19,13 @@ from torch_geometric.data import Data
 
 from kagome import config
 from kagome.comm.channel import Channel
-from kagome.errors import CheckError, KagomeError, ModelError
+from kagome.errors import CheckError, ModelError
 from kagome.graph.partition import Partition, split_all
 from kagome.model.copies import copied
 from kagome.model.exact import HANDLERS
 from kagome.neighbors.install import forget
 from kagome.run.drawn import Bias
+from kagome.run.first import by_first
 from kagome.run.sample import cast, take_sample
 from kagome.run.trace import DRAWS, Trace, WholeFailedError, no_draw, split_of, whole_of
 
@@ -183,23 +184,19 @@ def check_on_first(
     """
     if channel.size == 1 and (settings.parallel.chunks or 1) == 1:
         return ()
-    result: object = None
-    if channel.rank == 0:
-        try:
-            cut, seed = settings.parallel, settings.train.seed
-            # Three of anything, and two by two where parts are sliced.
-            both = 1 < cut.tensor * cut.pipe < channel.size
-            parts, tensor = (4, 2) if cut.tensor > 1 and both else (3, 3 if cut.tensor > 1 else 1)
-            fast = settings.model.fast
-            result = check(model, part, seed=seed, parts=parts, tensor=tensor, fast=fast)
-            if cut.halo_sample < 1:
-                result = biased(model, part, cut.halo_sample, seed) or result
-        except KagomeError as error:
-            result = error
-    found = channel.gather_objects(result, "check of the model")[0]
-    if isinstance(found, KagomeError):
-        raise found
-    assert isinstance(found, CheckResult)
+
+    def look() -> CheckResult:
+        cut, seed = settings.parallel, settings.train.seed
+        # Three of anything, and two by two where parts are sliced.
+        both = 1 < cut.tensor * cut.pipe < channel.size
+        parts, tensor = (4, 2) if cut.tensor > 1 and both else (3, 3 if cut.tensor > 1 else 1)
+        result = check(model, part, seed=seed, parts=parts, tensor=tensor, fast=settings.model.fast)
+        refusal = biased(model, part, cut.halo_sample, seed) if cut.halo_sample < 1 else None
+        if refusal is not None:
+            raise refusal
+        return result
+
+    found = by_first(channel, look, "check of the model")
     found.raise_if_different()
     return (f"check: {found.text()}",)
 

@@ -103,9 +103,10 @@ class Job:
         names |= {stage.output} if stage.output is not None else set()
         inputs = {name: scope.inputs[name] for name in stage.inputs}
         root = type(code.model).__name__
+        draws = code.survey.draws if self.training else code.survey.eval_draws
 
         def before(step: Step) -> None:
-            scope.draws = code.survey.draws[step.name]
+            scope.draws = draws[step.name]
             scope.path[:] = [step.within or root]
 
         # The running pass is left at once: what it holds must not outlive the chunk.

@@ -5,8 +5,8 @@ Where it sits: ``staging`` asks before it cuts; ``timing`` runs its samples in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
 
@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
 from kagome.config import Train
-from kagome.errors import KagomeError, ModelError
 from kagome.graph.partition import Partition, partition
-from kagome.model.calling import Calling
 from kagome.model.exact import HANDLERS
 from kagome.model.layers import Survey, settled, survey
-from kagome.model.likeness import Heard, hearing, refusal, unlike
+from kagome.model.likeness import TRACED, refuse_unlike
 from kagome.model.rules import apply_rules, attends_to_all
-from kagome.model.steps import LayerGraph, Step, failed
+from kagome.model.steps import LayerGraph, Step
+from kagome.model.tracing import HINT
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.marks import Kind
@@ -126,56 +125,29 @@ def _survey(model: nn.Module, graph: LayerGraph, scope: Interception, train: Tra
 
 def _compare(model: nn.Module, graph: LayerGraph, scope: Interception, train: Train, *, named: bool) -> None:
     """Refuse steps that do not give what forward gives: notes taken of it can miss what it does."""
-    calling = Calling.of(model, scope.inputs)
     root = type(model).__name__
 
-    def whole(heard: Heard, _training: bool) -> None:
-        try:
-            heard.out = calling.call(model, scope.inputs)
-        except KagomeError:
-            raise
-        except Exception as error:
-            raise ModelError(
-                "a pipeline compares a model's forward with its steps, on a small sample of the graph",
-                f"forward raised {type(error).__name__}: {error}",
-                where=scope.fault,
-                hint="let sizes come from the input (x.size(0)), not from the whole graph",
-            ) from error
-
-    def by_steps(heard: Heard, training: bool) -> None:
-        begun: list[Step] = []
-
-        def before(step: Step) -> None:
-            begun[:] = [step]
-            scope.path[:] = [step.within or root]
-
-        try:
-            found = graph.run(model, scope.inputs, training=training, before=before, keep=[graph.output])
-        except KagomeError:
-            raise
-        except Exception as error:
-            raise failed(begun[0], error) from error
-        heard.out = found[graph.output]
-
-    def ran(run: Callable[[Heard, bool], None], training: bool) -> Heard:
+    @contextmanager
+    def on(training: bool) -> Iterator[None]:
         with (
             unmoved(scope.inputs.values()),
-            torch.no_grad(),  # checkpointing, which steps leave out, is none then
             On(model, scope, train, training=training),
             draws_of(train.seed, 0),
-            hearing(model, graph) as heard,
         ):
-            run(heard, training)
-        return heard
+            yield
 
-    kinds = {tensor.dtype for tensor in (*model.parameters(), *scope.inputs.values())}
-    kinds |= {torch.bfloat16} if train.amp == "bf16" else set()
-    epsilon = max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
-    for training in (True, False):
-        one, other = ran(whole, training), ran(by_steps, training)
-        # A forward that does not repeat itself (numbers drawn elsewhere) says nothing of its steps.
-        if unlike(one, other, epsilon) and not unlike(one, ran(whole, training), epsilon):
-            raise refusal(graph, one, other, epsilon, training=training, named=named)
+    def before(step: Step) -> None:
+        scope.path[:] = [step.within or root]
+
+    hint = "what forward does between layers goes into modules, named in their places in --parallel.layers"
+    refuse_unlike(
+        *(model, graph, scope.inputs),
+        on=on,
+        before=before,
+        where=lambda: scope.fault,
+        hint=hint if named else f"{TRACED}; or {HINT}",
+        halved=train.amp == "bf16",
+    )
 
 
 class On(ExitStack):
@@ -212,7 +184,8 @@ class On(ExitStack):
         self.callback(restore)
         self.callback(apply_rules(model, scope))
         self.callback(install(model, scope))
-        self.enter_context(torch.random.fork_rng(devices=[]))
+        generators = [scope.device] if scope.device.type == "cuda" else []
+        self.enter_context(torch.random.fork_rng(devices=generators))
         model.train(training)
         self.enter_context(scope.running(0, training=training))
         device = scope.device.type

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +19,12 @@ from kagome.model.layers import Survey, chain, trace
 from kagome.model.stages import Stage, cut
 from kagome.model.steps import LayerGraph
 from kagome.neighbors.lazy import EscapeError
+from kagome.run.first import by_first
 from kagome.run.looks import looked_at
 from kagome.run.timing import Seconds, kept, timed
+
+Looked = tuple[Survey, Mapping[str, Seconds], Mapping[str, Seconds], Mapping[str, int], str]
+"""What ``Steps`` holds beside the graph."""
 
 
 @dataclass(frozen=True)
@@ -176,26 +179,22 @@ def steps_of(
         fast: Whether messages are reduced by kernels, where they can be.
 
     Raises:
-        ModelError: If the model cannot be traced.
+        ModelError: If the model cannot be traced, or fails on a sample; on every rank.
 
     Cost:
         On rank 0 some forwards and backwards of a sample of at most ``timing.TIMED`` vertices.
     """
     names = ["edge_index", *part.nodes, *part.edges]
     graph = chain(model, layers, names) if layers else trace(model, names)
-    found: Any = None
-    if world.rank == 0:
+
+    def look() -> Looked:
+        seen = looked_at(model, graph, part, train, device, named=bool(layers))
         try:
-            seen = looked_at(model, graph, part, train, device, named=bool(layers))
-            try:
-                found = _measured(model, graph, seen, part, train, device, fast=fast)
-            except EscapeError as error:
-                found = _measured(model, graph, seen, part, train, device, fast=False, escape=error.found)
-        except ModelError as error:
-            found = error
-    found = world.gather_objects(found, "look at the model's steps")[0]
-    if isinstance(found, ModelError):
-        raise found
+            return _measured(model, graph, seen, part, train, device, fast=fast)
+        except EscapeError as error:
+            return _measured(model, graph, seen, part, train, device, fast=False, escape=error.found)
+
+    found = by_first(world, look, "look at the model's steps")
     return Steps(found[0].told(graph), *found)
 
 
@@ -209,8 +208,8 @@ def _measured(
     *,
     fast: bool,
     escape: str = "",
-) -> tuple[Any, ...]:
-    """What :class:`Steps` holds beside the graph."""
+) -> Looked:
+    """Time the steps of a model, and what they keep."""
     graph = seen.told(graph)
     calls, rows = timed(model, graph, seen, part, train, device, fast=fast)
     return seen, calls, rows, kept(model, graph, part, train, device, fast=fast), escape

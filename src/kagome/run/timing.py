@@ -6,7 +6,8 @@ Where it sits: ``staging`` asks before it cuts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import Any, Final
 
@@ -104,12 +105,8 @@ def _fastest(
         with On(model, scope, train):
             values: dict[str, Any] = dict(scope.inputs)
             for step, over in zip(graph.steps, over_after(graph.steps), strict=True):
-                try:
+                with _named(step):
                     seconds[step.name].append(_one(step, model, values, scope, copies=step.name in changed))
-                except KagomeError:
-                    raise
-                except Exception as error:
-                    raise failed(step, error) from error
                 for name in over:  # the model may be too large for one rank
                     del values[name]
     fastest = {}
@@ -117,6 +114,17 @@ def _fastest(
         forward, backward = zip(*each[1:], strict=True)
         fastest[name] = min(forward), min(backward)
     return fastest, scope.own
+
+
+@contextmanager
+def _named(step: Step) -> Iterator[None]:
+    """Where a step fails, say which."""
+    try:
+        yield
+    except KagomeError:
+        raise
+    except Exception as error:
+        raise failed(step, error) from error
 
 
 def kept(
@@ -136,7 +144,7 @@ def kept(
             return tensor
 
         for step in graph.steps:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with _named(step), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 values[step.name] = step.call(model, values, training=True)
             before = ledger.bytes["activations"]
             ledger.add("activations", alive)

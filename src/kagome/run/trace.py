@@ -8,26 +8,31 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from kagome.comm.local import LocalChannel, LocalGroup
 from kagome.errors import KagomeError, ModelError
 from kagome.graph.partition import Partition
+from kagome.model import draws
 from kagome.model.calling import Calling
 from kagome.model.copies import copied
 from kagome.model.rules import apply_rules
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
+from kagome.opened import opened
 
-DRAWS = frozenset(
+_MEANS = frozenset(
     {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"}
     | {"feature_alpha_dropout", "rand_like", "randn_like", "rand", "randn", "bernoulli"}
 )
+DRAWS = _MEANS.union(draws.DRAWS)
 """Calls that draw: switched off where split and whole are to agree with plain PyG."""
 
 
@@ -53,13 +58,20 @@ class _NoDraws(TorchFunctionMode):
     """Plain PyG with every draw switched off: what split and whole can share number by number."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in DRAWS:
-            return no_draw(None, func.__name__, func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        found = no_draw(None, name, func, args, kwargs) if name in DRAWS else NotImplemented
+        if found is not NotImplemented:
+            return found
+        if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
+            with self:  # gumbel_softmax draws inside
+                return opened(func)(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Answer a draw with its mean: dropout keeps all, random numbers are one half."""
+    """Answer a draw with its mean: dropout keeps all, rand gives one half; or else with the same always."""
+    if name not in _MEANS:
+        return draws.seeded(func, args, kwargs, 0) if draws.of_torch(func, kwargs) else NotImplemented
     if name in ("rand", "randn"):
         made = None if scope is None else scope.made("empty", args, _without_generator(kwargs))
         return (func(*args, **kwargs) if made is None else made).fill_(0.5)

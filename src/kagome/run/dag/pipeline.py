@@ -77,7 +77,8 @@ def pipeline(
 
     Raises:
         DataError: If the sample does not fit the model.
-        ModelError: If the model cannot be traced, or its samples read each other.
+        ModelError: If the model cannot be traced, its steps do not give what forward gives, or its samples
+            read each other.
         PlanError: If the plan does not fit the model, the ranks or the batch.
         ScheduleError: If micro-batches do not fit each other.
 

@@ -1,0 +1,46 @@
+"""First: what one rank finds out for all, whether it finds it or fails.
+
+Where it sits: ``staging`` and ``check`` run a model on rank 0 alone; the others wait for what came out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from kagome.comm.channel import Channel
+from kagome.errors import KagomeError, ModelError
+
+Found = TypeVar("Found")
+
+
+def by_first(channel: Channel, find: Callable[[], Found], action: str) -> Found:
+    """What rank 0 finds. All ranks call it.
+
+    Args:
+        channel: All that are to hear of it.
+        find: Called on rank 0.
+        action: What a rank that waits says it does.
+
+    Raises:
+        KagomeError: What rank 0 raised, on every rank; a :class:`ModelError` in place of any other error.
+    """
+    found: object = None
+    cause: BaseException | None = None
+    if channel.rank == 0:
+        try:
+            found = find()
+        except KagomeError as error:
+            found, cause = error, error.__cause__
+        except Exception as error:
+            words = ": ".join(filter(None, (type(error).__name__, str(error).strip())))
+            found = ModelError(
+                "the model runs on a small sample of the graph",
+                f"rank 0, which runs it for all, raised {words}",
+                where=action,
+            )
+            cause = error
+    found = channel.gather_objects(found, action)[0]
+    if isinstance(found, KagomeError):
+        raise found from cause
+    return cast("Found", found)
