@@ -31,6 +31,7 @@ from kagome.neighbors.recompute import recompute
 from kagome.report.holdings import Holdings
 from kagome.run.agreement import agreement, products
 from kagome.run.ahead import Ahead, Forward
+from kagome.run.buffers import Buffers
 from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.gradients import Gradients
 from kagome.run.holdings import Saved, measure
@@ -45,7 +46,6 @@ from kagome.run.task import (
     columns,
     draws_of,
     row_sum,
-    unmoved,
 )
 
 
@@ -251,7 +251,7 @@ class Engine:
     def _probed(self, epoch: int, stop: bool) -> tuple[float, float]:
         """The exact gradient, after that of rows that cross as they would have."""
         rung = self.ladder.rung
-        with unmoved(self.model.buffers()):
+        with Buffers(self.model).unmoved():
             self._gradient(epoch, stop, rung, asks=True)
         guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
         with self.tally.aside():
@@ -354,15 +354,14 @@ class Engine:
         """
         if not self.ahead.allowed:
             return None
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        buffers = Buffers(self.model)
+        tensors, before = buffers.now(), buffers.copies()
         with draws_of(self.settings.seed, epoch):
             forward = self._train_forward(epoch, watched=True)
         doubt = torch.tensor(float(not forward.plain), device=self.channel.device)
         if self.channel.all_reduce(doubt, "max", action=f"plain forward, epoch {epoch}", kind="other"):
             self.ahead.allowed = False
-            with torch.no_grad():
-                for buffer, before in buffers:  # the epoch will run it again
-                    buffer.copy_(before)
+            buffers.restore(tensors, before)  # the epoch will run it again
             return None
         self.ahead.keep(forward)
         return columns(forward.out.detach())

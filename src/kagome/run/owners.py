@@ -6,7 +6,8 @@ as the best or given back to the user, every rank is given every stage's.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from kagome.comm.channel import Channel
 from kagome.model.stages import Stage, shared_parameters
 from kagome.run.agreement import products
+from kagome.run.buffers import Buffers, Moved
 
 
 class Owners:
@@ -29,28 +31,29 @@ class Owners:
 
     Attributes:
         parameters: Those that this rank trains.
-        buffers: Those that its stages change: all others are only read, and kept by autograd.
+        buffers: Those that its stages use.
     """
 
-    def __init__(
-        self, model: nn.Module, stages: Sequence[Stage], pipe: Channel, changed: Collection[str]
-    ) -> None:
+    def __init__(self, model: nn.Module, stages: Sequence[Stage], pipe: Channel, changed: Set[str]) -> None:
         self.model, self.pipe, self.mine = model, pipe, pipe.rank
         self.shared = shared_parameters(stages)
         """Weights that several ranks have, with these."""
         self.of: dict[str, int] = {}
         """The rank of each parameter and buffer; of shared ones that of the first stage that uses it."""
         for stage in reversed(stages):
-            self.of.update(dict.fromkeys(stage.parameters, stage.rank))
-            paths = {path for step in stage.steps for path in (step.path, step.within) if path}
-            for name, _ in model.named_buffers():
-                if name.rpartition(".")[0] in paths or any(name.startswith(f"{path}.") for path in paths):
-                    self.of[name] = stage.rank
+            self.of.update(dict.fromkeys((*stage.parameters, *stage.buffers), stage.rank))
+        for stage in stages:  # what a forward changes has one stage
+            self.of.update(dict.fromkeys(changed & set(stage.buffers), stage.rank))
         held = {name for stage in stages if stage.rank == self.mine for name in stage.parameters}
         self.parameters = [p for name, p in model.named_parameters() if name in held and p.requires_grad]
-        self.buffers = [
-            b for name, b in model.named_buffers() if name in changed and self.of.get(name, 0) == self.mine
-        ]
+        used = Counter(name for stage in stages for name in set(stage.buffers))
+        here = {name for stage in stages if stage.rank == self.mine for name in stage.buffers}
+        self.buffers = Buffers(model, here)
+        self._moved, self._alone = set(changed & here), {name for name, count in used.items() if count == 1}
+
+    def moved(self, watches: bool) -> Moved:
+        """What lets chunks move this rank's buffers in one pass; ``watches``: and finds others that move."""
+        return Moved(self.buffers, self._moved, self._alone, watches=watches)
 
     def sum_shared(self) -> None:
         """Sum gradients of weights that several ranks use; the others keep none. All of them call it."""

@@ -14,13 +14,13 @@ from functools import cached_property
 from itertools import count
 
 import torch
-from torch import Tensor
 
 from kagome.comm.mesh import Mesh
 from kagome.model.stages import Stage, links
 from kagome.neighbors.history import History
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lockstep import Lockstep
+from kagome.run.buffers import Moved
 from kagome.run.chunking import Chunking
 from kagome.run.engine import Phases
 from kagome.run.job import Job, StageCode
@@ -43,7 +43,7 @@ class Passes:
         chunks: Of its part.
         stages: All.
         phases: Where the time of each action goes.
-        buffers: That its stages change: once an epoch, not by every chunk.
+        moved: Makes what lets buffers move once an epoch, not by every chunk.
         lose: Called with each job whose forward has ended in training.
         codec: How values go from stage to stage in training.
     """
@@ -53,7 +53,7 @@ class Passes:
     chunks: Chunking
     stages: Sequence[Stage]
     phases: Phases
-    buffers: Sequence[Tensor]
+    moved: Callable[[bool], Moved]
     lose: Callable[[Job], None]
     codec: StageCodec
 
@@ -66,7 +66,7 @@ class Passes:
         messages.post(arrivals(programs, self.mesh.stage))
         # Chunks that know nothing of each other note their own statistics, as micro-batches do.
         alike = history is not None
-        moved = _Moved(self.buffers)
+        moved = self.moved(alike)
 
         def compute(action: Action) -> None:
             job = jobs[action.stage, action.chunk]
@@ -96,7 +96,7 @@ class Passes:
         passes = (True, False) if training else (True,)
         for forward in passes:
             messages.post(self._arrivals(len(self.chunks.scopes), forward))
-        numbers, moved = tuple(self.codes), _Moved(self.buffers)
+        numbers, moved = tuple(self.codes), self.moved(training)
         turns = [(stage, way) for way in passes for stage in (numbers if way else numbers[::-1])]
         for stage, forward in turns:
             mine = {chunk: job for (other, chunk), job in jobs.items() if other == stage}
@@ -241,34 +241,6 @@ class Passes:
                 job.take(name, value)
             else:
                 job.returned(name, value)
-
-
-class _Moved:
-    """Buffers in one pass: each chunk moves them as if it were alone, and one chunk's stay."""
-
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
-        self._buffers = list(buffers)
-        self._before = self._copies()
-        self._own: dict[int, list[Tensor]] = {}
-
-    @contextmanager
-    def by(self, chunk: int, *, stays: bool) -> Iterator[None]:
-        """While a chunk runs, or a piece of it."""
-        if stays or not self._buffers:
-            yield
-            return
-        others = self._copies()
-        self._write(self._own.get(chunk, self._before))
-        yield
-        self._own[chunk] = self._copies()
-        self._write(others)
-
-    def _copies(self) -> list[Tensor]:
-        return [buffer.clone() for buffer in self._buffers]
-
-    def _write(self, values: list[Tensor]) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(self._buffers, values)
 
 
 @contextmanager

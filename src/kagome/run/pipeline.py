@@ -103,11 +103,11 @@ class Pipeline:
         found = torch.tensor([int(self.inputs["train_mask"].sum())], device=device)
         self.train_count = int(mesh.graph.all_reduce(found, action="count training vertices", kind="other"))
         self.guard = None if self.chunks.tables is None else guard_of(parallel)
-        self.undo = Undo(model, self.owners.parameters, self.owners.buffers)
+        self.undo = Undo(model, self.owners.parameters, self.owners.buffers.now().values())
         self.crossing, guarded = self.chunks.crossing, self.guard is not None
         self.ways = Ways(self.crossing, mesh, parallel, self.gradients, seed=settings.seed, guarded=guarded)
         self.passes = Passes(
-            *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.buffers, self._lose),
+            *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.moved, self._lose),
             self.ways.stages,
         )
         self._checked, self.ahead = False, Ahead(model)
@@ -282,7 +282,7 @@ class Pipeline:
 
     def _guess(self, epoch: int, kind: Epoch) -> list[Tensor | None]:
         """The gradient of an epoch as it would have been; buffers stay."""
-        with task.unmoved(self.owners.buffers):
+        with self.owners.buffers.unmoved():
             self._gradient(epoch, kind, self.ways.ladder.rung, asks=True)
         return [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
 

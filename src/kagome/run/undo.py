@@ -38,8 +38,14 @@ class Undo:
     ) -> None:
         mine = {id(tensor) for tensor in (*parameters, *buffers)}
         named = (*model.named_parameters(), *model.named_buffers())
-        self._tensors = {name: tensor for name, tensor in named if id(tensor) in mine}
+        self._model, self._names = model, {name for name, tensor in named if id(tensor) in mine}
         self._kept: dict[str, tuple[Tensor, dict[str, Any]]] = {}
+
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        """Those of now: a forward may put another buffer in the place of one."""
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        return {name: tensor for name, tensor in named if name in self._names}
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -74,8 +80,9 @@ class Undo:
 
     @torch.no_grad()
     def _put_back(self, optimizer: Optimizer) -> None:
+        tensors = self._tensors
         for name, (value, state) in self._kept.items():
-            tensor = self._tensors[name]
+            tensor = tensors[name]
             tensor.copy_(value)
             if isinstance(tensor, nn.Parameter):
                 optimizer.state.pop(tensor, None)
