@@ -13,7 +13,8 @@ from training import CLASSES, FEATURES
 
 from kagome.comm.channel import Channel
 from kagome.errors import ModelError
-from kagome.run.buffers import Buffers, Moved
+from kagome.model.buffers import Buffers
+from kagome.run.moved import Moved
 
 
 class Mean(nn.Module):
@@ -60,13 +61,15 @@ class Rooted(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(HIDDEN))
         self.layers = nn.ModuleList([pyg.SAGEConv(FEATURES, HIDDEN), pyg.SAGEConv(HIDDEN, HIDDEN)])
-        self.moves, self.out = Tenth(), pyg.SAGEConv(HIDDEN, CLASSES)
+        self.moves, self.out = Tenth(), pyg.SAGEConv(HIDDEN, HIDDEN)
+        self.last = pyg.SAGEConv(HIDDEN, CLASSES)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x, edge_index).tanh()
         self.mean.add_(self.moves(x.detach().mean(0) - self.mean))
-        return self.out(x - 0.1 * self.mean, edge_index)
+        x = self.out(x - 0.1 * self.mean, edge_index).tanh()
+        return self.last(x - self.mean.mean(), edge_index)
 
 
 def between(how: str) -> nn.Module:
@@ -118,7 +121,7 @@ def test_a_probe_moves_what_is_replaced_once(ranks):
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_the_model_s_own_buffer_has_an_owner(ranks, chunks):
-    """That of the stage that writes to it."""
+    """That of the stage that writes to it, and reads it: a later one would have it as it was."""
     cut = {"chunks": chunks, "cross_chunk": "exact"}
     alone = ranks(1, trained, "rooted", cut)[0]
     for rank in ranks(2, trained, "rooted", {"pipe": 2, **cut}):

@@ -68,8 +68,8 @@ class Flow:
         again: set[str] = set()
         free = set(graph.inputs)
         for step in graph.steps:
-            if step.name in fixed or step.changes:
-                continue
+            if step.name in fixed or step.changes or survey.changed.intersection(step.buffers):
+                continue  # what changes is read where it does, in its turn
             if step.kind == "attribute":
                 again.add(step.name)
                 free |= set() if step.parameters else {step.name}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kagome.model.branches import Branches, branches_of
+from kagome.model.buffers import Buffers
 from kagome.model.masks import Masks
 from kagome.model.pieces import Piece
 from kagome.model.samples import Batch, count_of, inputs_of
@@ -66,7 +67,8 @@ def measured(
     found: dict[str, list[tuple[int, float, float, int]]] = {name: [] for name in branches.operators}
     pieces = {name: branches.alone(name) for name in branches.operators}
     gradients = [(weight, weight.grad) for weight in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = Buffers(model)
+    tensors, before = buffers.now(), buffers.copies()
     modes = [(module, module.training) for module in model.modules()]
     model.train()
     for weight, _ in gradients:
@@ -82,9 +84,7 @@ def measured(
     finally:
         for weight, gradient in gradients:
             weight.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        buffers.restore(tensors, before)
         for module, mode in modes:
             module.training = mode
     weights = {name: weight.nbytes for name, weight in model.named_parameters()}

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from kagome.comm.channel import Channel
 from kagome.config import Parallel, Train
 from kagome.graph.partition import Partition
+from kagome.model.buffers import Buffers
 from kagome.model.calling import Calling
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
@@ -31,7 +32,6 @@ from kagome.neighbors.recompute import recompute
 from kagome.report.holdings import Holdings
 from kagome.run.agreement import agreement, products
 from kagome.run.ahead import Ahead, Forward
-from kagome.run.buffers import Buffers
 from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.gradients import Gradients
 from kagome.run.holdings import Saved, measure

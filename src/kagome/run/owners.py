@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kagome.comm.channel import Channel
+from kagome.model.buffers import Buffers
 from kagome.model.stages import Stage, shared_parameters
 from kagome.run.agreement import products
-from kagome.run.buffers import Buffers, Moved
+from kagome.run.moved import Moved
 
 
 class Owners:

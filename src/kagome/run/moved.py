@@ -1,75 +1,21 @@
-"""Buffers: those of a model by name, whichever tensors they are by now.
+"""Moved: what a forward does to buffers where the graph passes in chunks.
 
-Where it sits: ``passes``, ``owners`` and ``engine`` keep what a forward moves, let chunks move their own, and
-put it back. A forward may write to a buffer or put another tensor in its place.
+Where it sits: ``passes`` has one in each pass, made by ``owners``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kagome.errors import ModelError
+from kagome.model.buffers import Buffers
 
 WATCHED: Final = 64 * 2**20
 """Bytes of a buffer up to which it is copied in each pass, lest it move for the first time."""
-
-
-class Buffers:
-    """Some of a model's buffers.
-
-    Args:
-        model: The user's module.
-        names: Full names; by default all.
-    """
-
-    def __init__(self, model: nn.Module, names: Collection[str] | None = None) -> None:
-        places: dict[int, list[tuple[nn.Module, str]]] = {}
-        for module in model.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    places.setdefault(id(buffer), []).append((module, key))
-        # One buffer may have several places.
-        self._places = {
-            name: places[id(buffer)]
-            for name, buffer in model.named_buffers()
-            if names is None or name in names
-        }
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def now(self) -> dict[str, Tensor]:
-        """The tensors, by name."""
-        return {name: getattr(*places[0]) for name, places in self._places.items()}
-
-    def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put tensors in the places of some."""
-        for name, tensor in tensors.items():
-            for module, key in self._places[name]:
-                setattr(module, key, tensor)
-
-    def copies(self) -> dict[str, Tensor]:
-        """What they hold, by name."""
-        return {name: tensor.clone() for name, tensor in self.now().items()}
-
-    @contextmanager
-    def unmoved(self) -> Iterator[None]:
-        """For a block; they are the same tensors with the same numbers afterwards."""
-        tensors, before = self.now(), self.copies()
-        yield
-        self.restore(tensors, before)
-
-    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        """Put these tensors back, with these values."""
-        self.put(tensors)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(values[name])
 
 
 class Moved:
