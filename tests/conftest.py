@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,9 @@ import torch
 from pool import Pool
 
 pytest_plugins = ["shorter"]
+# How long an example takes is the machine's business.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_report_header() -> str:

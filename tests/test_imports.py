@@ -32,9 +32,10 @@ ANYWHERE = {
 
 MAY = {
     "errors": set(),
-    "config": {"errors", "clashes", "planfile"},
+    "config": {"errors", "clashes", "kinds", "planfile"},
+    "kinds": {"errors"},
     "planfile": {"errors"},
-    "written": {"errors", "config"},
+    "written": {"errors", "config", "kinds"},
     "commands": {"config"},
     "clashes": {"errors", "config"},
     "ranks": {"errors"},

@@ -95,7 +95,7 @@ def every_row(channel: Channel) -> tuple[Tensor, Tensor]:
     own = 2 * channel.rank  # rank 0 has none
     x = torch.full((own, 2), float(channel.rank), dtype=torch.float64, requires_grad=True)
     turn = turn_of()
-    out = all_rows(own, channel, x.device).extend(x, turn, "all")
+    out = all_rows(torch.arange(own), channel).extend(x, turn, "all")
     (out.sum() * (channel.rank + 1) + total(x.sum(0), turn, channel, "sum").sum() + turn.token).backward()
     assert x.grad is not None
     return out.detach()[:, 0], x.grad
@@ -103,7 +103,7 @@ def every_row(channel: Channel) -> tuple[Tensor, Tensor]:
 
 def test_everyone_s_lists_lie_where_rows_do() -> None:
     channel = LocalGroup(1).run(lambda channel: channel)[0]
-    assert all_rows(3, channel, torch.device("meta")).send.device.type == "meta"
+    assert all_rows(torch.arange(3, device="meta"), channel).send.device.type == "meta"
 
 
 def test_everyone_s_rows_come_own_ones_first_and_their_gradients_return(ranks: Callable[..., list]) -> None:

@@ -72,21 +72,24 @@ class Rooted(nn.Module):
         return self.last(x - self.mean.mean(), edge_index)
 
 
-def between(how: str) -> nn.Module:
-    return pyg.Sequential(
-        "x, edge_index",
-        [
-            (pyg.SAGEConv(FEATURES, HIDDEN), "x, edge_index -> x"),
-            (Mean(how), "x -> x"),
-            nn.Tanh(),
-            (pyg.SAGEConv(HIDDEN, CLASSES), "x, edge_index -> x"),
-        ],
-    )
+class Between(nn.Module):
+    """Takes a mean away between two layers."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.mean, self.second = (
+            pyg.SAGEConv(FEATURES, HIDDEN),
+            Mean(how),
+            pyg.SAGEConv(HIDDEN, CLASSES),
+        )
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.second(self.mean(self.first(x, edge_index)).tanh(), edge_index)
 
 
 def trained(channel: Channel, how: str, parallel: dict[str, Any], epochs: int = 4) -> Any:
     torch.manual_seed(1)
-    mine = Rooted() if how == "rooted" else between(how)
+    mine = Rooted() if how == "rooted" else Between(how)
     return told(mine.double(), data(), epochs, parallel, plain_steps=True)
 
 

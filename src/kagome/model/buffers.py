@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 from torch import Tensor, nn
+
+LIBRARIES: Final = ("torch.", "torch_geometric.")
+"""Where a module's class is no user's."""
 
 
 class Buffers:
@@ -40,6 +44,10 @@ class Buffers:
     def now(self) -> dict[str, Tensor]:
         """The tensors, by name."""
         return {name: getattr(*places[0]) for name, places in self._places.items()}
+
+    def of_library(self, name: str) -> bool:
+        """Whether one is of a module of torch's or PyG's own."""
+        return any(type(module).__module__.startswith(LIBRARIES) for module, _ in self._places[name])
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Put tensors in the places of some."""

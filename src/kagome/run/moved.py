@@ -5,10 +5,11 @@ Where it sits: ``passes`` has one in each pass, made by ``owners``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from kagome.errors import ModelError
@@ -21,7 +22,8 @@ WATCHED: Final = 64 * 2**20
 class Moved:
     """Buffers in one pass: each chunk moves them as if it were alone, and one chunk's stay.
 
-    A chunk has tensors of its own: autograd may have kept another chunk's.
+    A chunk has tensors of its own, as autograd may have kept another's; only torch's and PyG's own modules,
+    which keep no such thing, have the same ones with other values.
 
     Args:
         buffers: All that the stages use.
@@ -41,6 +43,8 @@ class Moved:
         self._before = {name: tensors[name].clone() for name in (*known, *few)}
         self._watched = {name: (tensors[name], tensors[name]._version) for name in others}
         self._own: dict[int, dict[str, Tensor]] = {}
+        # What is known of such modules' calls is known by their tensors (``neighbors.calls``).
+        self._still = {name for name in tensors if buffers.of_library(name)}
 
     @contextmanager
     def by(self, chunk: int, *, stays: bool) -> Iterator[None]:
@@ -52,13 +56,22 @@ class Moved:
         if not self._known:
             yield
             return
-        theirs = {name: tensor for name, tensor in self._buffers.now().items() if name in self._known}
         own = self._own.get(chunk, {})
-        fresh = {name: self._before[name].clone() for name in self._known if name not in own}
-        self._buffers.put({**own, **fresh})
+        own |= {name: self._before[name].clone() for name in self._known if name not in own}
+        theirs = self._swap(own)
         yield
-        self._own[chunk] = {n: tensor for n, tensor in self._buffers.now().items() if n in self._known}
-        self._buffers.put(theirs)
+        self._own[chunk] = self._swap(theirs)
+
+    def _swap(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Let buffers be these; what they were."""
+        now = self._buffers.now()
+        still = {name: now[name] for name in values if name in self._still}
+        before = {name: now[name].clone() if name in still else now[name] for name in values}
+        self._buffers.put({name: value for name, value in values.items() if name not in still})
+        with torch.no_grad():
+            for name, tensor in still.items():
+                tensor.copy_(values[name])
+        return before
 
     def _look(self) -> None:
         """Find what has moved for the first time.
