@@ -104,8 +104,6 @@ def test_how_a_buffer_is_moved_is_all_the_same(ranks, cut, one, other):
     torch.testing.assert_close(first["losses"], second["losses"], rtol=0, atol=1e-12)
     for name, value in first["weights"].items():
         torch.testing.assert_close(value, second["weights"][name], rtol=0, atol=1e-12, msg=name)
-    still = ranks(world, trained, one, {**cut, "shuffle_chunks": False}, 1)[0]
-    assert still["weights"].keys() == first["weights"].keys()
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=["exact", "history", "stages"])

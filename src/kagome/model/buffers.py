@@ -38,9 +38,6 @@ class Buffers:
             if names is None or name in names
         }
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     def now(self) -> dict[str, Tensor]:
         """The tensors, by name."""
         return {name: getattr(*places[0]) for name, places in self._places.items()}

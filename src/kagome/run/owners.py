@@ -52,6 +52,10 @@ class Owners:
         self.buffers = Buffers(model, here)
         self._moved, self._alone = set(changed & here), {name for name, count in used.items() if count == 1}
 
+    def moving(self) -> list[Tensor]:
+        """Those of this rank's buffers that a forward is known to change, as they are now."""
+        return [tensor for name, tensor in self.buffers.now().items() if name in self._moved]
+
     def moved(self, watches: bool) -> Moved:
         """What lets chunks move this rank's buffers in one pass; ``watches``: and finds others that move."""
         return Moved(self.buffers, self._moved, self._alone, watches=watches)

@@ -103,7 +103,7 @@ class Pipeline:
         found = torch.tensor([int(self.inputs["train_mask"].sum())], device=device)
         self.train_count = int(mesh.graph.all_reduce(found, action="count training vertices", kind="other"))
         self.guard = None if self.chunks.tables is None else guard_of(parallel)
-        self.undo = Undo(model, self.owners.parameters, self.owners.buffers.now().values())
+        self.undo = Undo(model, self.owners.parameters, self.owners.moving())
         self.crossing, guarded = self.chunks.crossing, self.guard is not None
         self.ways = Ways(self.crossing, mesh, parallel, self.gradients, seed=settings.seed, guarded=guarded)
         self.passes = Passes(
