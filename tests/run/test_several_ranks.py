@@ -14,9 +14,9 @@ from torch import nn
 from torch_geometric.data import Data
 from training import CLASSES, FEATURES, QUIET, Gcn, graph, losses, model, settings
 
-from kagome import Trainer, config
+from kagome import Parallel, Trainer, config
 from kagome.comm.channel import Channel
-from kagome.errors import KagomeError
+from kagome.errors import KagomeError, ModelError
 from kagome.launch import start_local
 from kagome.run import source
 from odd_models import ODD_MODELS
@@ -51,6 +51,39 @@ def same(found: list[dict], alone: dict, atol: float = 1e-9) -> None:
         assert other["losses"] == found[0]["losses"]
         for key, value in other["weights"].items():
             assert torch.equal(value, found[0]["weights"][key]), key
+
+
+def frozen_between(channel: Channel, parallel: dict[str, Any]) -> Any:
+    """Train, freeze a layer, train on, and ask for what cannot be: that it learns again."""
+    torch.manual_seed(1)
+    mine = pyg.GCN(FEATURES, 8, 3, CLASSES).double()
+    mine.convs[2].requires_grad_(False)
+    given = graph()
+    given.x, given.val_mask = given.x.double(), torch.zeros_like(given.val_mask)  # the last epoch is the best
+    with Trainer(mine, given, parallel=Parallel(**parallel), train=settings(), report=QUIET) as trainer:
+        trainer.fit(2)
+        before = {k: v.clone() for k, v in mine.state_dict().items()}
+        mine.convs[0].requires_grad_(False)
+        trainer.fit(4)
+        moved = [k for k, v in mine.state_dict().items() if not torch.equal(v, before[k])]
+        mine.requires_grad_(True)
+        with pytest.raises(ModelError) as refusal:
+            trainer.fit(6)
+        return {"losses": losses(trainer), "moved": moved, "refusal": str(refusal.value)}
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"graph": 2}, {"pipe": 2, "chunks": 1}, {"pipe": 2, "chunks": 3, "cross_chunk": "exact"}],
+    ids=["parts", "one chunk", "exact chunks"],
+)
+def test_a_layer_may_be_frozen_between_two_fits_but_not_unfrozen(ranks, parallel):
+    alone = ranks(1, frozen_between, {})[0]
+    assert alone["moved"] == ["convs.1.bias", "convs.1.lin.weight"]
+    assert "convs.2.bias and 1 more did not then, and do now" in alone["refusal"]
+    for found in ranks(2, frozen_between, parallel):
+        torch.testing.assert_close(found.pop("losses"), alone["losses"], rtol=0, atol=1e-9)
+        assert found == {key: alone[key] for key in ("moved", "refusal")}
 
 
 def by_folder(channel: Channel, folder: str) -> Any:

@@ -85,7 +85,7 @@ class Gradients:
     backward visits one twice (reentrant checkpoints do), which leaves all later sums after backward too.
 
     Args:
-        parameters: Those that need a gradient, the same on all ranks.
+        parameters: Those that need a gradient, the same on all ranks; they may be frozen later.
         channel: The mesh's lane for weights. With one rank nothing is done to a gradient.
         size: Bytes of a bucket; by default what suits the parameters.
         codec: What gradients look like on the wire; counts and notes go as they are.
@@ -134,7 +134,11 @@ class Gradients:
             parameter.grad = None
         self._begin(notes, action)
         hooked = enumerate(self.parameters) if self.channel.size > 1 and self.overlaps is not False else ()
-        hooks = [p.register_post_accumulate_grad_hook(self._hook(place)) for place, p in hooked]
+        hooks = [
+            p.register_post_accumulate_grad_hook(self._hook(place))
+            for place, p in hooked
+            if p.requires_grad  # it may have been frozen since, which leaves its sum after backward
+        ]
         try:
             yield
         except BaseException:

@@ -77,6 +77,30 @@ def optimizer_of(model: nn.Module, train: Train, make: Callable[[Any], Optimizer
     return optimizer
 
 
+def frozen(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters that are not trained: they require no gradient."""
+    return frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
+
+
+def refuse_thawed(model: nn.Module, before: frozenset[str]) -> None:
+    """Parameters that need a gradient only now are in no optimizer and in no sum over ranks.
+
+    Args:
+        model: As it is now.
+        before: What was ``frozen`` when optimizer and engine were made.
+
+    Raises:
+        ModelError: If one of them has been unfrozen since.
+    """
+    if thawed := sorted(before - frozen(model)):
+        more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
+        raise ModelError(
+            "fit trains the parameters that required a gradient when the Trainer was made",
+            f"{thawed[0]}{more} did not then, and {'do' if more else 'does'} now",
+            hint="make a new Trainer of this model, which keeps its weights, and fit with that",
+        )
+
+
 def set_rates(optimizer: Optimizer, train: Train) -> None:
     """Give the default optimizer today's rates, which may be others than a checkpoint's."""
     for group in optimizer.param_groups:

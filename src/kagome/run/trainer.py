@@ -32,7 +32,7 @@ from kagome.graph.store import Meta
 from kagome.report.meters import EpochRecord, Memory
 from kagome.report.progress import Progress, warn
 from kagome.report.spans import Spans
-from kagome.run import checkpoint, source, task
+from kagome.run import checkpoint, learning, source, task
 from kagome.run.accounts import Accounts
 from kagome.run.best import Best
 from kagome.run.check import check_on_first
@@ -40,7 +40,6 @@ from kagome.run.costs import Costs
 from kagome.run.engines import engine_for
 from kagome.run.folder import RunWriter
 from kagome.run.heap import set_aside
-from kagome.run.learning import loss_of, optimizer_of, scheduler_of, set_rates, step_scheduler
 from kagome.run.outcome import original_order, outcome
 from kagome.run.ready import ready
 from kagome.run.stop import asked_to_stop
@@ -173,10 +172,11 @@ class Trainer:
             raise DataError("training needs labels (data.y)", "the data has none")
         y, classes = self.part.nodes["y"], self.meta.num_classes
         self.metric_name = task.metric_name(self.train.metric, task.kind_of(y), classes)
-        self.loss = loss_of(loss, y, classes)
-        self.optimizer = optimizer_of(self.model, self.train, optimizer)
+        self.loss = learning.loss_of(loss, y, classes)
+        self._frozen = learning.frozen(self.model)
+        self.optimizer = learning.optimizer_of(self.model, self.train, optimizer)
         self._default_optimizer = optimizer is None and scheduler is None
-        self.scheduler = scheduler_of(self.optimizer, scheduler)
+        self.scheduler = learning.scheduler_of(self.optimizer, scheduler)
         self.costs = Costs(self.world)
         self.engine = engine_for(
             self.model, self.part, self.mesh, settings=self.settings, loss=self.loss, phases=self.spans
@@ -184,10 +184,9 @@ class Trainer:
         self.accounts = Accounts(self.engine, self.optimizer, self.settings)
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
             self.engine.ahead.allowed = False  # it might write to the weights unseen
-        self.epoch, self._best = 0, Best()
+        self.epoch, self._best, self._was_checked = 0, Best(), False
         self.records: list[EpochRecord] = []
         self._last: dict[str, Tensor] | None = None
-        self._was_checked = False
 
     # Public --------------------------------------------------------------------------------------
 
@@ -207,6 +206,7 @@ class Trainer:
             CheckError: If split and whole differ (``train.check``).
             SystemExit: After SIGTERM, with 143, once a checkpoint is saved.
         """
+        learning.refuse_thawed(self.model, self._frozen)
         epochs = self.train.epochs if epochs is None else epochs
         if self._last is not None:
             self.model.load_state_dict(self._last)
@@ -309,7 +309,7 @@ class Trainer:
             self.costs.scored(found["train"], val)
             self._best.see(epoch, val, self.model)
         if self.scheduler is not None:
-            step_scheduler(self.scheduler, loss, val)
+            learning.step_scheduler(self.scheduler, loss, val)
         return stopped
 
     def _scores(self, out: Tensor | None = None) -> dict[str, float | None]:
@@ -349,7 +349,7 @@ class Trainer:
             seed=self.train.seed,
         )
         if self._default_optimizer:
-            set_rates(self.optimizer, self.train)
+            learning.set_rates(self.optimizer, self.train)
         said = self.engine.resumed(self.optimizer, told)
         self.epoch, self._best = place.epoch, Best.at(place, best)
         self._say(
