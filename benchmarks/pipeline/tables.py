@@ -37,7 +37,7 @@ def cases(rows: Sequence[Row]) -> dict[tuple[str, str], dict[float, dict[str, Ro
 
 
 def crossing(points: Sequence[tuple[float, float]], level: float) -> float | None:
-    """The first rate at which a figure has a level: a straight line over the rate's logarithm.
+    """The highest rate at which a figure has a level: a straight line over the rate's logarithm.
 
     Args:
         points: Rate and figure, rates rising.
@@ -46,7 +46,7 @@ def crossing(points: Sequence[tuple[float, float]], level: float) -> float | Non
     Returns:
         None where no two neighbouring points lie on both sides of the level.
     """
-    for (left, before), (right, after) in itertools.pairwise(points):
+    for (left, before), (right, after) in reversed(list(itertools.pairwise(points))):
         if before != after and min(before, after) <= level <= max(before, after):
             part = (level - before) / (after - before)
             return math.exp(math.log(left) + part * (math.log(right) - math.log(left)))
