@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,39 @@ def test_a_layer_may_be_frozen_between_two_fits_but_not_unfrozen(ranks, parallel
     for found in ranks(2, frozen_between, parallel):
         torch.testing.assert_close(found.pop("losses"), alone["losses"], rtol=0, atol=1e-9)
         assert found == {key: alone[key] for key in ("moved", "refusal")}
+
+
+def used_between(channel: Channel, parallel: dict[str, Any], uses: bool) -> Any:
+    """Train, use the model as the user's own or not at all, and train on."""
+    given = graph()
+    given.x, given.val_mask = given.x.double(), torch.zeros_like(given.val_mask)
+    torch.manual_seed(1)
+    mine = pyg.GCN(FEATURES, 8, 3, CLASSES, dropout=0.3, cached=True).double()
+    more: dict[str, Any] = {"parallel": Parallel(**parallel), "train": settings(), "report": QUIET}
+    with Trainer(mine, given, **more) as trainer:
+        trainer.fit(2)
+        if uses:
+            scores = trainer.predict()
+            with torch.no_grad():
+                alone = mine.eval()(given.x, given.edge_index)  # it caches the whole graph's edges
+            torch.testing.assert_close(scores, alone if channel.rank == 0 else alone[trainer.part.own])
+            for copied in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
+                with Trainer(copied, given, **more) as other:
+                    other.fit(2)
+                    assert losses(other)[-1] < losses(trainer)[0]
+        trainer.fit(4)
+        return losses(trainer)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"graph": 2}, {"pipe": 2, "chunks": 1}, {"pipe": 2, "chunks": 3, "cross_chunk": "exact"}],
+    ids=["parts", "one chunk", "exact chunks"],
+)
+def test_between_two_calls_of_a_trainer_the_model_is_the_users(ranks, parallel):
+    alone = ranks(1, used_between, {}, False)[0]
+    for found in [*ranks(1, used_between, {}, True), *ranks(2, used_between, parallel, True)]:
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-9)
 
 
 def by_folder(channel: Channel, folder: str) -> Any:

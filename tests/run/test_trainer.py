@@ -121,15 +121,28 @@ def test_evaluate_by_name():
 def test_the_model_is_left_without_hooks_and_runs_as_before():
     data, mine = graph(), model("gat", 0.0)
     names = {path: set(vars(module)) for path, module in mine.named_modules()}
+
+    def left_alone() -> None:
+        for path, module in mine.named_modules():
+            assert not module._forward_hooks, path
+            assert not module._forward_pre_hooks, path
+            assert set(vars(module)) == names[path], path
+
     with Trainer(mine, data, train=settings(lr=0.0, weight_decay=0.0), report=QUIET) as trainer:
-        assert any(m._forward_hooks for m in mine.modules())
-        before = trainer.predict()
+        left_alone()
+        with trainer.engine.installed:
+            assert any(m._forward_hooks for m in mine.modules())
+            before = trainer.predict()
+            assert any(m._forward_hooks for m in mine.modules())
+        left_alone()
     trainer.close()  # twice does no harm
-    for path, module in mine.named_modules():
-        assert not module._forward_hooks, path
-        assert not module._forward_pre_hooks, path
-        assert set(vars(module)) == names[path], path
     torch.testing.assert_close(mine.eval()(data.x, data.edge_index), before)
+    with Trainer(
+        mine, data, train=settings(), report=QUIET, loss=lambda out, y: out.sum(1) * math.nan
+    ) as trainer:
+        with pytest.raises(ModelError, match="finite"):
+            trainer.fit(2)
+        left_alone()
 
 
 def test_two_trainers_one_after_the_other_and_one_model_twice():

@@ -7,7 +7,7 @@ around each forward and sums gradients over the ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from kagome.run.ahead import Ahead, Forward
 from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.gradients import Gradients
 from kagome.run.holdings import Saved, measure
+from kagome.run.installed import Installed, while_installed
 from kagome.run.ladder import EXACT, Ladder, LateProbe, Rung
 from kagome.run.offload import Offload
 from kagome.run.tally import Tally
@@ -117,7 +118,7 @@ class Engine:
             )
         self.recompute = recompute
         self._calling = Calling.of(model, set(self.scope.inputs))
-        self._put_on()
+        self.installed = Installed(self._put_on)
         inputs = self.scope.inputs
         self.y = inputs.get("y")
         self.train_rows = part.nodes["train_mask"].nonzero().view(-1).to(channel.device)
@@ -176,27 +177,16 @@ class Engine:
         self.crossing.forget(recall or NOTHING)
         return said_of(recall, late=self.crossing.late)
 
-    def _put_on(self) -> None:
-        self._unrule = apply_rules(self.model, self.scope)  # refuses before it touches the model
-        self._uninstall = install(self.model, self.scope)
-        self._run_once = recompute(self.model, self.scope) if self.recompute else None
-
-    def close(self) -> None:
-        """Leave the model as it was given."""
-        if self._run_once is not None:
-            self._run_once()
-        self._uninstall()
-        self._unrule()
-
     @contextmanager
-    def taken_off(self) -> Iterator[None]:
-        """The model as it was given, for a while: to copy it."""
-        self.close()
-        try:
+    def _put_on(self) -> Iterator[None]:
+        with ExitStack() as undo:
+            undo.callback(apply_rules(self.model, self.scope))  # refuses before it touches the model
+            undo.callback(install(self.model, self.scope))
+            if self.recompute:
+                undo.callback(recompute(self.model, self.scope))
             yield
-        finally:
-            self._put_on()
 
+    @while_installed
     def forward(self, epoch: int, *, training: bool) -> Tensor:
         """Scores of own rows.
 
@@ -223,6 +213,7 @@ class Engine:
         rows = check_rows(out, self.scope.own, self.channel.rank)
         return rows.float() if amp else rows
 
+    @while_installed
     def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:
         """One weight update: forward, loss, backward, the sum of gradients, clipping, step.
 

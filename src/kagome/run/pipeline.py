@@ -12,7 +12,7 @@ Where it sits: ``trainer`` drives it like ``engine.Engine`` where the mesh has s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from kagome.run.engine import Phases, without_fast
 from kagome.run.gradients import Gradients
 from kagome.run.guard import Epoch, HistoryProbe, guard_of
 from kagome.run.holdings import held_by_chunks
+from kagome.run.installed import Installed, while_installed
 from kagome.run.job import Job, StageCode
 from kagome.run.ladder import EXACT, LateProbe, Rung
 from kagome.run.offload import Offload
@@ -117,7 +118,7 @@ class Pipeline:
         self._notes = [self._said()]
         if self.staging.escape:
             self._notes.append(without_fast(self.staging.escape, slices=parallel.tensor > 1))
-        self._put_on()
+        self.installed = Installed(self._put_on)
 
     def _said(self) -> str:
         """What is said before the first epoch."""
@@ -149,23 +150,12 @@ class Pipeline:
         said = () if self.guard is None else self.guard.sum_up(stages=self.parallel.pipe > 1)
         return (*said, *self.ways.tally.sentence(None if self.guard else ladder.found, ladder))
 
-    def _put_on(self) -> None:
-        self._unrule = apply_rules(self.model, self.current.scope)
-        self._uninstall = install(self.model, self.current.scope, several=self.current.several)
-
-    def close(self) -> None:
-        """Leave the model as it was given."""
-        self._uninstall()
-        self._unrule()
-
     @contextmanager
-    def taken_off(self) -> Iterator[None]:
-        """The model as it was given, for a while: to copy it."""
-        self.close()
-        try:
+    def _put_on(self) -> Iterator[None]:
+        with ExitStack() as undo:
+            undo.callback(apply_rules(self.model, self.current.scope))
+            undo.callback(install(self.model, self.current.scope, several=self.current.several))
             yield
-        finally:
-            self._put_on()
 
     def join_weights(self) -> None:
         """Give this rank's model the weights of all stages. All ranks call it."""
@@ -230,6 +220,7 @@ class Pipeline:
 
     # Epochs --------------------------------------------------------------------------------------
 
+    @while_installed
     def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:
         """One weight update: all chunks forward and backward, the sum of gradients, clipping, step.
 
@@ -371,6 +362,7 @@ class Pipeline:
         """Nothing: chunks of the coming epoch read what this one kept."""
         return None
 
+    @while_installed
     @torch.no_grad()
     def evaluate(self, epoch: int) -> Tensor:
         """Scores of the part's own rows with dropout off: exact, through the same stages.

@@ -18,6 +18,7 @@ from kagome.neighbors.crossing import Crossing
 from kagome.report.holdings import Holdings
 from kagome.run.ahead import Ahead
 from kagome.run.carried import Carried, Told
+from kagome.run.installed import Installed
 from kagome.run.offload import Offload
 
 
@@ -43,6 +44,10 @@ class Runner(Protocol):
     @property
     def ahead(self) -> Ahead:
         """Whether an evaluation may be the next epoch's forward."""
+
+    @property
+    def installed(self) -> Installed:
+        """What it sets on the model: on while it trains or evaluates, and in ``with`` blocks."""
 
     @property
     def offload(self) -> Offload:
@@ -91,9 +96,3 @@ class Runner(Protocol):
 
     def take_uncoded(self) -> Mapping[str, int]:
         """Bytes that this rank would have sent without codecs since the last call, by kind."""
-
-    def taken_off(self) -> AbstractContextManager[None]:
-        """The model as it was given, for a block."""
-
-    def close(self) -> None:
-        """Leave the model as it was given."""

@@ -214,7 +214,7 @@ class Trainer:
         if resume is not None:
             self._resume(resume)
         if not self._was_checked:
-            with self.spans.phase("check"), self.engine.taken_off():
+            with self.spans.phase("check"):
                 if self.train.check:
                     self._say_all(check_on_first(self.model, self.part, self.world, self.settings))
                 self._say_all(self.accounts.foresee(self.part, self.world))
@@ -227,7 +227,8 @@ class Trainer:
         progress = Progress(epochs, done=self.epoch, metric_name=name, enabled=shown)
         noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
         ending = self.costs.ending(noting)
-        with asked_to_stop(self.writer is not None) as asked, progress, set_aside(), ending:
+        on = self.engine.installed
+        with asked_to_stop(self.writer is not None) as asked, progress, set_aside(), ending, on:
             while self.epoch < epochs:
                 stop, every = self._one_epoch(epochs, bool(asked)), self.train.save_every
                 saves = stop or bool(every and self.epoch % every == 0)
@@ -271,10 +272,8 @@ class Trainer:
         return own if joined is None or self.mesh.rank else joined
 
     def close(self) -> None:
-        """Leave the model and the ranks; called at exit by itself."""
+        """Leave the ranks; called at exit by itself."""
         atexit.unregister(self.close)
-        if hasattr(self, "engine"):
-            self.engine.close()
         self._stack.__exit__(*sys.exc_info())  # after an error peers are not waited for as long
 
     def __enter__(self) -> Trainer:
