@@ -13,7 +13,7 @@ from torch import Tensor
 from training import QUIET, settings
 
 from kagome import Parallel, Trainer
-from kagome.run.heap import set_aside
+from kagome.run.heap import FEW, set_aside
 from kagome.run.looks import SAMPLE
 
 
@@ -33,13 +33,13 @@ def test_full_collections_go_through_what_epochs_made():
 
     before = len(gc.get_objects())
     with Trainer(model("gcn"), data(), loss=loss, train=settings(), report=QUIET) as trainer:
-        trainer.fit(3)
+        trainer.fit(FEW)
     assert before > 100_000
     assert max(seen[-3:]) < before / 10
     assert gc.get_freeze_count() == 0
 
 
-@set_aside()
+@set_aside(FEW)
 def fail() -> None:
     assert gc.get_freeze_count() > 0
     raise ZeroDivisionError
@@ -51,9 +51,14 @@ def test_it_ends_with_an_error():
     assert gc.get_freeze_count() == 0
 
 
+def test_a_few_epochs_are_not_worth_a_full_collection():
+    with set_aside(FEW - 1):
+        assert gc.get_freeze_count() == 0
+
+
 def test_who_has_set_objects_aside_keeps_them_there():
     gc.freeze()
-    with set_aside():
+    with set_aside(FEW):
         pass
     assert gc.get_freeze_count() > 0
 
@@ -63,7 +68,7 @@ def test_cycles_of_epochs_are_still_collected():
         def __init__(self) -> None:
             self.me, self.rows = self, torch.zeros(2)
 
-    with set_aside():
+    with set_aside(FEW):
         Held()
         assert gc.collect() > 0
 

@@ -9,16 +9,23 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
+
+FEW: Final = 10
+"""Epochs for which a full collection beforehand costs more than it spares: a loop of ``fit`` has one each."""
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
+def set_aside(epochs: int) -> Iterator[None]:
     """For a block no collection looks at what is there now. Who has frozen objects before keeps them.
+
+    Args:
+        epochs: That the block may have; before a few nothing is done.
 
     Cost:
         One full collection.
     """
-    if gc.get_freeze_count():
+    if epochs < FEW or gc.get_freeze_count():
         yield
         return
     gc.collect()

@@ -227,8 +227,8 @@ class Trainer:
         progress = Progress(epochs, done=self.epoch, metric_name=name, enabled=shown)
         noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
         ending = self.costs.ending(noting)
-        on = self.engine.installed
-        with asked_to_stop(self.writer is not None) as asked, progress, set_aside(), ending, on:
+        heap = set_aside(epochs - self.epoch)
+        with asked_to_stop(self.writer is not None) as asked, progress, heap, ending, self.engine.installed:
             while self.epoch < epochs:
                 stop, every = self._one_epoch(epochs, bool(asked)), self.train.save_every
                 saves = stop or bool(every and self.epoch % every == 0)
