@@ -249,7 +249,7 @@ class Trainer:
         return self._finish(set_up)
 
     def evaluate(self, split: str = "test") -> float | None:
-        """The metric over a split's vertices, with the weights as they are; each vertex counts once.
+        """The metric over a split's vertices, with the weights as they are. All ranks call it.
 
         Raises:
             ConfigError: If there is no such split.
@@ -259,7 +259,7 @@ class Trainer:
         return self._scores()[split]
 
     def predict(self) -> Tensor:
-        """Scores: of all vertices in their original order on rank 0, of own rows elsewhere.
+        """Scores: of all vertices in original order on rank 0, of own rows elsewhere. All ranks call it.
 
         Shapes:
             ``[N, C]`` on rank 0, ``[n, C]`` elsewhere.
