@@ -206,6 +206,24 @@ def test_a_model_that_fails_on_the_whole_graph_is_told_so_with_the_layer() -> No
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+class Table(Net):
+    """It reads its table of all vertices whole."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.table = nn.Embedding(60, 6)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return super().forward(x + self.table.weight, edge_index)
+
+
+def test_a_table_of_all_vertices_that_is_read_whole_is_named_with_the_way_to_read_it() -> None:
+    with pytest.raises(ModelError, match="in one process") as caught:
+        check(Table(), data(), vertices=30)
+    assert "table.weight has a row for each of 60 vertices" in caught.value.hint
+    assert "n_id = torch.arange(60)" in caught.value.hint
+
+
 def test_a_model_that_fails_on_a_part_only_is_told_so_with_the_layer() -> None:
     with pytest.raises(ModelError, match="runs on a part") as caught:
         check(Net(Apply(lambda x: x + torch.zeros(60, 1, dtype=x.dtype))), data())

@@ -89,7 +89,7 @@ def cut(
             "a pipeline's last stage gives one tensor with a row a vertex",
             f"{graph.output} is of kind {output.kind!r} and shape {output.shape}",
             where=next((step.line for step in graph.steps if step.name == graph.output), ""),
-            hint="return the scores alone",
+            hint="return the scores alone; a table of all vertices is read by number, with n_id in the data",
         )
     flow = Flow.of(graph, survey)
     allowed = allowed_pieces([_is_layer(step) for step in flow.body], flow.barred())

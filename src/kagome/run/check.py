@@ -153,7 +153,7 @@ def check(
                 f"the model runs on {count} vertices of your graph in one process",
                 f"it raised {type(failure.cause).__name__}: {failure.cause}",
                 where=failure.where,
-                hint="run it once in plain PyTorch Geometric",
+                hint=_table_hint(model, int(data.num_nodes or 0)) or "run it once in plain PyTorch Geometric",
             ) from failure.cause
         first = next((row for row in rows if not row.error <= TOLERANCE[dtype]), None)
         if first is None or max(row.error for row in rows) > FLOAT32_INSIDE:
@@ -167,6 +167,16 @@ def check(
         edges=sample.edge_index.size(1),
         dtype=str(dtype).removeprefix("torch."),
         seconds=time.perf_counter() - begun,
+    )
+
+
+def _table_hint(model: nn.Module, vertices: int) -> str:
+    """What to do about a parameter that has a row for each vertex of the whole graph; empty if none has."""
+    tables = (name for name, p in model.named_parameters() if p.dim() > 1 and p.size(0) == vertices)
+    name = next(tables, "")
+    return name and (
+        f"{name} has a row for each of {vertices} vertices: read those of the given vertices by number, with "
+        f"data.n_id = torch.arange({vertices}) and forward(..., n_id)"
     )
 
 
