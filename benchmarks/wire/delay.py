@@ -106,7 +106,7 @@ def run(options: Options, case: Case) -> dict[str, Any]:
     same = accuracy.Options(epochs=options.epochs, hidden=options.hidden, ranks=1)
     found = accuracy.trained(
         same,
-        accuracy.Case(case.graph, case.model, "none", "waits", False, case.seed),
+        accuracy.Case(case.graph, case.model, "none", "waits", False, case.seed, ""),
         load_data(Data(root=options.data, **accuracy.GRAPHS[case.graph])),
         optimizer=lambda parameters: kind(parameters, lr=case.rate, weight_decay=DECAY),
     )
