@@ -26,12 +26,37 @@ def ready(
     """
     model = model.to(mesh.device)
     materialise(model, part, mesh.device)
-    said: tuple[str, ...] = ()
+    said = unlike(model, part)
     if settings.decouple:
         model = decouple(model, few_rows(part, mesh.device))
-        said = (f"decoupled: {model.text()}",)
+        said = (*said, f"decoupled: {model.text()}")
     broadcast_weights(model, mesh.world)
     return model, said
+
+
+def unlike(model: nn.Module, part: Partition) -> tuple[str, ...]:
+    """What to say of inputs of a number type that no weight has: PyTorch multiplies no two types.
+
+    It is not refused: a model may turn them itself, or not read them.
+    """
+    types = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    found = [
+        (name, value.dtype)
+        for name, value in (*part.nodes.items(), *part.edges.items())
+        if name != "y" and value.is_floating_point() and value.dtype not in types
+    ]
+    if not types or not found:
+        return ()
+    weights = " and ".join(sorted(map(_short, types)))
+    return tuple(
+        f"data.{name} is {_short(given)} and the weights are {weights}: if forward fails for that, "
+        f"data.{name} = data.{name}.to(torch.{_short(min(types, key=str))})"
+        for name, given in found
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def broadcast_weights(model: nn.Module, channel: Channel) -> None:
