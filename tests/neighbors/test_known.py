@@ -50,7 +50,14 @@ def test_drift_is_of_rows_and_not_of_gradients() -> None:
     known = Known()
     for direction, drift in ((0, 0.1), (1, 1.5), (2, 0.2), (3, 2.0)):
         known.lines["site", direction] = Line("site", 1, drift=drift)
-    assert known.drift == 0.2
+    assert known.drifts == (0.2, 1.0)
+
+
+def test_a_part_without_neighbours_says_nothing_of_drift() -> None:
+    # Once its 0 was among those of the mean, and others' rows looked stiller than they were.
+    known = Known()
+    known.lines["site", 0] = Line("site", 1)
+    assert known.drifts == (0.0, 0.0)
 
 
 def test_what_a_codec_lost_longer_ago_is_not_made_up_for() -> None:

@@ -148,8 +148,8 @@ def watched(channel: Channel, *given: Any) -> dict[str, Any]:
     drifts: list[float] = []
     moved = Crossing.moved
 
-    def noted(way: Crossing, drift: float, epoch: int) -> None:
-        drifts.append(drift)
+    def noted(way: Crossing, drift: Sequence[float], epoch: int) -> None:
+        drifts.append(drift[0] / max(drift[1], 1))
         moved(way, drift, epoch)
 
     with mock.patch.object(Crossing, "moved", noted):

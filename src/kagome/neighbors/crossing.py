@@ -124,12 +124,13 @@ class Crossing:
 
     @property
     def drifts(self) -> tuple[float, ...]:
-        """Where all ranks want to know it, how far rows moved here."""
-        return (self.known.drift,) if self.settings.sync_every == "auto" else ()
+        """Where all ranks want to know it, how far rows moved here, and 1; twice 0 where none could move."""
+        return self.known.drifts if self.settings.sync_every == "auto" else ()
 
-    def moved(self, drift: float, epoch: int) -> None:
-        """How far rows moved in an epoch, as all ranks know it: with ``auto`` the next one may wait."""
-        self.known.moved(drift, epoch)
+    def moved(self, drifts: Sequence[float], epoch: int) -> None:
+        """The sum of all ranks' ``drifts`` of an epoch: with ``auto`` the next one may wait."""
+        drift, ranks = drifts or (0.0, 0.0)
+        self.known.moved(drift / max(ranks, 1.0), epoch)
 
     @contextmanager
     def using(

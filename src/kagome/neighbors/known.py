@@ -44,13 +44,15 @@ class Known:
         return max((*skipped, *(line.oldest for line in self.lines.values())), default=0)
 
     @property
-    def drift(self) -> float:
-        """How far rows that came last moved within an epoch: the most of any site.
+    def drifts(self) -> tuple[float, float]:
+        """How far rows that came last moved within an epoch, the most of any site, and 1.
 
-        Not gradients: they move by as much as they are long in every epoch of a run that goes well.
+        Twice 0 where none did: a part without neighbours is not to make others' rows look still. Not
+        gradients: they move by as much as they are long in every epoch of a run that goes well.
         """
         forth = [line.drift for (_, direction), line in self.lines.items() if direction % 2 == 0]
-        return max((drift for drift in forth if drift is not None), default=0.0)
+        found = [drift for drift in forth if drift is not None]
+        return (max(found), 1.0) if found else (0.0, 0.0)
 
     def moved(self, drift: float, epoch: int) -> None:
         """How far rows moved in an epoch: said of it once, whether or not it computes its gradient twice.

@@ -292,7 +292,7 @@ class Engine:
         self._checked = True
         with self.phases.phase("weights", epoch):
             value, stops, doubts, *drift = self.gradients.finish()
-        self.crossing.moved(sum(drift) / self.channel.size, epoch)
+        self.crossing.moved(drift, epoch)
         if compares:
             self.ahead.allowed = not doubts
         return value, stops

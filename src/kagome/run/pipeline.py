@@ -258,7 +258,7 @@ class Pipeline:
             mine = torch.tensor([lost, float(stop), *self.ways.moved(epoch)], dtype=torch.float64)
             mine, action = mine.to(self.mesh.device), f"loss, epoch {epoch}"
             value, stops, *moved = self.mesh.world.all_reduce(mine, action=action, kind="weights").tolist()
-        self.ways.crossing.moved(sum(moved) / self.mesh.size, epoch)
+        self.ways.crossing.moved(moved, epoch)
         task.check_finite(value, epoch)
         if self.guard is not None:
             turn = self.guard.done(kind, value)
