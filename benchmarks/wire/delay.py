@@ -103,10 +103,10 @@ def run(options: Options, case: Case) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     kind = Delayed if case.delayed else torch.optim.Adam
-    same = accuracy.Options(epochs=options.epochs, hidden=options.hidden, ranks=1)
+    same = accuracy.Options(hidden=options.hidden, ranks=1)
     found = accuracy.trained(
         same,
-        accuracy.Case(case.graph, case.model, "none", "waits", False, case.seed, ""),
+        accuracy.Case(case.graph, case.model, "none", "waits", False, case.seed, "", options.epochs),
         load_data(Data(root=options.data, **accuracy.GRAPHS[case.graph])),
         optimizer=lambda parameters: kind(parameters, lr=case.rate, weight_decay=DECAY),
     )
