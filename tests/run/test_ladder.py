@@ -19,7 +19,7 @@ from training import QUIET, settings
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
 from kagome.run import ladder
-from kagome.run.ladder import EXACT, FAIR, GOOD, LONGEST, Ladder, LateProbe, Rung, rungs_of
+from kagome.run.ladder import EXACT, FAIR, FAIR_CODED, GOOD, LONGEST, Ladder, LateProbe, Rung, rungs_of
 
 BITS = ("onebit", "int2", "int4", "int8", "bf16", "none")
 
@@ -100,33 +100,33 @@ def test_what_a_rung_is_called():
 
 def test_good_rows_are_probed_ever_less():
     probed, rungs, said = course(Ladder(Parallel(codec="int8")), [], 400)
-    assert probed[0] == 2  # nobody has an epoch before the first
-    assert [b - a for a, b in pairwise(probed)] == [2, 4, 8, 16, 32, *[LONGEST] * 5]
+    assert probed[:2] == [1, 2]  # the first puts off no other
+    assert [b - a for a, b in pairwise(probed[1:])] == [2, 4, 8, 16, 32, *[LONGEST] * 5]
     assert {rung.text() for rung in rungs} == {"codec int8, none late"}  # there is no lower one
     assert not said
 
 
 def test_rows_between_good_and_fair_are_probed_a_little_less():
-    between = (GOOD + FAIR) / 2
+    between = (GOOD + FAIR_CODED) / 2
     probed, rungs, said = course(Ladder(Parallel(codec="int8")), [between] * 100, 40)
-    assert [b - a for a, b in pairwise(probed)] == list(range(2, 2 + len(probed) - 1))
+    assert [b - a for a, b in pairwise(probed)] == list(range(1, len(probed)))
     assert len(set(rungs)) == 1
     assert not said
 
 
-@pytest.mark.parametrize("bad", [0.0, FAIR - 0.01, -1.0, float("nan")])
+@pytest.mark.parametrize("bad", [0.0, FAIR_CODED - 0.01, -1.0, float("nan")])
 def test_bad_rows_go_one_rung_up_at_once_and_never_above_exact(bad):
     found = Ladder(Parallel(codec="onebit", max_age=1))
     probed, rungs, said = course(found, [bad] * 100, 30)
-    # Exact rows are not looked at.
-    assert probed == list(range(2, 8))
-    assert rungs[:8] == [found.rungs[0], *found.rungs]
-    assert set(rungs[8:]) == {EXACT}
+    # Exact rows are not looked at; no other epoch is trusted before a probe was fair.
+    assert probed == list(range(1, 7))
+    assert rungs[:7] == list(found.rungs)
+    assert set(rungs[7:]) == {EXACT}
     assert len(said) == len(found.climbed) == len(found.rungs) - 1
     assert said[0].startswith(
-        "epoch 2: rows cross with codec onebit, none late from now on (codec onebit, late"
+        "epoch 1: rows cross with codec onebit, none late from now on (codec onebit, late"
     )
-    assert said[-1].startswith("epoch 7: rows cross with codec none, none late from now on")
+    assert said[-1].startswith("epoch 6: rows cross with codec none, none late from now on")
 
 
 def judged(found: Ladder, probes: list[tuple[float, float]], epochs: int) -> tuple[list[int], list[str]]:
@@ -173,28 +173,45 @@ def test_late_rows_that_are_tried_again_are_judged_anew():
 
 def test_one_bad_probe_is_one_rung():
     found = Ladder(Parallel(codec="onebit", max_age=1))
-    _, rungs, said = course(found, [1.0, 1.0, 0.1], 12)
+    _, rungs, said = course(found, [1.0, 1.0, 1.0, 0.1], 12)
     assert rungs[:8] == [Rung("onebit", "onebit", False)] * 8
     assert rungs[8:] == [Rung("onebit", "onebit", True)] * 4
     assert len(said) == 1
-    assert found.climbed == [found.found[2]]
+    assert found.climbed == [found.found[3]]
     assert found.climbed[0].epoch == 8
 
 
 def test_after_the_longest_wait_one_rung_down_is_tried():
     found = Ladder(Parallel(codec="int4", max_age=1))
     low, up = found.rungs[:2]
-    probed, rungs, said = course(found, [0.1, *[1.0] * 8, 0.1], 240)
+    probed, rungs, said = course(found, [0.1, *[1.0] * 8, 1.0, 0.1], 240)
     down = probed[8]  # probes after 1, 2, 4 ... epochs, the last two after the longest wait
-    assert down == 3 + 2 + 4 + 8 + 16 + 32 + 2 * LONGEST
-    assert rungs[:2] == [low] * 2
-    assert set(rungs[2:down]) == {up}
-    assert rungs[down] == low
+    assert down == 2 + 2 + 4 + 8 + 16 + 32 + 2 * LONGEST
+    assert rungs[0] == low
+    assert set(rungs[1:down]) == {up}
+    assert rungs[down : down + 2] == [low] * 2
     assert said[1] == f"epoch {down}: rows cross with {low.text()} again, after {up.text()}"
-    # It is probed once it has rows of an epoch before; and was not worth it.
-    assert probed[9] == down + 2
+    # It is probed at once, and again when it has rows of an epoch before; and was not worth it.
+    assert probed[9:11] == [down + 1, down + 2]
     assert set(rungs[down + 2 :]) == {up}
     assert len(said) == 3
+
+
+def test_what_codes_is_looked_at_before_it_is_tried_again():
+    """Once that epoch was nobody's: with Squirrel's GAT its gradient was 539 times too long."""
+    found = Ladder(Parallel(codec="onebit"))
+    probed, rungs, said = course(found, [0.1, *[1.0] * 8, -0.1], 300)
+    again = rungs.index(found.rungs[0], 1) + 1
+    assert again in probed
+    assert said[1].startswith(f"epoch {again - 1}: rows cross with codec onebit, none late again")
+    assert said[2].startswith(f"epoch {again}: rows cross with codec int2, none late from now on")
+    assert rungs[again] == found.rungs[1]
+
+
+def test_late_rows_without_a_codec_have_nothing_to_look_at_in_the_first_epoch():
+    probed, _, said = course(Ladder(Parallel(max_age=1)), [(FAIR + FAIR_CODED) / 2], 8)
+    assert probed[:3] == [2, 3, 5]
+    assert not said, "a codec's noise is judged more strictly"
 
 
 def test_a_rung_that_failed_again_is_left_alone_for_twice_as_long():
@@ -242,6 +259,7 @@ def guarded(channel: Channel, fair: float, parallel: dict[str, Any], epochs: int
     """Train where probes are bad below a cosine."""
     with (
         mock.patch.object(ladder, "FAIR", fair),
+        mock.patch.object(ladder, "FAIR_CODED", fair),
         Trainer(
             model("sage"),
             data(),
@@ -292,10 +310,9 @@ def test_a_run_whose_probes_are_bad_climbs_to_exact_and_says_so(ranks):
         assert rank["losses"] == found[0]["losses"]
         assert rank["probes"] == found[0]["probes"]
     one = found[0]
-    assert [epoch for epoch, *_ in one["probes"]] == [2, 3, 4, 5, 6, 7]
-    assert off(one, 1) > 1e-3  # coded, and not looked at
+    assert [epoch for epoch, *_ in one["probes"]] == [1, 2, 3, 4, 5, 6]
     # A probe's epoch takes the exact gradient; after the last one up all do.
-    assert max(off(one, epoch) for epoch in range(2, 11)) < 1e-10
+    assert max(off(one, epoch) for epoch in range(1, 11)) < 1e-10
     # Each probe compares what the rung below exact gives: the finer, the nearer.
     cosines = [cosine for _, cosine, _ in one["probes"]]
     assert cosines[0] < 0.999
@@ -313,8 +330,8 @@ def test_what_chooses_among_rows_is_left_rung_by_rung(ranks, parallel):
         assert rank["rung"] == EXACT
         assert rank["losses"] == found[0]["losses"]
     one = found[0]
-    assert one["probes"][0][0] == 2
-    assert max(off(one, epoch) for epoch in range(2, 10)) < 1e-10
+    assert one["probes"][0][0] == 1
+    assert max(off(one, epoch) for epoch in range(1, 10)) < 1e-10
 
 
 def test_a_run_whose_probes_are_good_stays_as_it_was_set(ranks):
@@ -324,7 +341,7 @@ def test_a_run_whose_probes_are_good_stays_as_it_was_set(ranks):
         assert not [note for note in rank["notes"] if "from now on" in note]
     one = found[0]
     probed = [epoch for epoch, *_ in one["probes"]]
-    assert probed[:2] == [2, 4]
+    assert probed[:3] == [1, 2, 4]
     for epoch in range(1, 8):
         assert (off(one, epoch) < 1e-10) == (epoch in probed), epoch
 

@@ -110,13 +110,13 @@ def test_a_rung_that_was_climbed_is_told(ranks):
     """A forced one: no cosine is good enough."""
     for rank in ranks(2, climbing):
         (step, *_) = rank["summary"]["crossing"]["probes"]["climbed"]
-        assert step["epoch"] == 2
+        assert step["epoch"] == 1
         assert step["text"].startswith("codec onebit, none late: gradient")
         assert "times a rung up, at the end codec" in rank["notes"][-1]
 
 
 def climbing(channel: Channel) -> Any:
-    with mock.patch.object(ladder, "FAIR", 2.0):
+    with mock.patch.object(ladder, "FAIR_CODED", 2.0):
         return run(channel, {"codec": "onebit"}, 5)
 
 
