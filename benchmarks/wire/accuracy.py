@@ -268,8 +268,8 @@ def table(kept: Mapping[str, Any]) -> str:
         rows.setdefault((graph, model), {}).setdefault(setting, {})[pair] = row
     lines = [
         "| graph | model | rows cross | epochs | seeds | test % | difference to exact, 95 % "
-        "| halo bytes | climbed |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| halo bytes | climbed | sources |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (graph, model), settings in sorted(rows.items()):
         exact = settings.get("none waits", {})
@@ -285,7 +285,8 @@ def table(kept: Mapping[str, Any]) -> str:
             lines.append(
                 f"| {graph} | {model} | {setting} | {epochs_of(found.values())} | {len(tests)} "
                 f"| {fmean(tests):.2f} | {'' if setting == 'none waits' else interval(pairs)} | "
-                f"{f'{fmean(share):.1%}' if share else ''} | {climbed or ''} |"
+                f"{f'{fmean(share):.1%}' if share else ''} | {climbed or ''} "
+                f"| {', '.join(sorted({source or 'earlier' for _, source in found}))} |"
             )
     return "\n".join(lines) + "\n"
 
