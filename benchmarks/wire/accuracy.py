@@ -277,8 +277,8 @@ def table(kept: Mapping[str, Any]) -> str:
             found = {pair: row for pair, row in every.items() if pair in exact}
             if not found:
                 continue
-            newest = {seed: row for (seed, _), row in found.items()}  # of a seed that two sources ran
-            tests = [row["test"] * 100 for row in newest.values()]
+            seeds = {seed for seed, _ in found}  # one that several sources ran counts once, with its mean
+            tests = [fmean(row["test"] * 100 for (s, _), row in found.items() if s == seed) for seed in seeds]
             pairs = [(found[s]["test"] - exact[s]["test"]) * 100 for s in found]
             share = [found[s]["halo_bytes"] / max(exact[s]["halo_bytes"], 1) for s in found]
             climbed = sum(bool(row["climbed"]) for row in found.values())
