@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from kagome.neighbors.crossing import Crossing
 from kagome.neighbors.known import DRIFTED, Known
 from kagome.neighbors.lines import Line
 
@@ -58,6 +61,15 @@ def test_a_part_without_neighbours_says_nothing_of_drift() -> None:
     known = Known()
     known.lines["site", 0] = Line("site", 1)
     assert known.drifts == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("drifts", "mean"), [((1.2, 2.0), 0.6), ((0.7, 1.0), 0.7), ((0.0, 0.0), 0.0), ((), 0.0)]
+)
+def test_drift_is_the_mean_over_ranks_that_have_some(drifts: tuple[float, ...], mean: float) -> None:
+    way = SimpleNamespace(known=Known())
+    Crossing.moved(way, drifts, 2)
+    assert way.known.drifted == pytest.approx(mean)
 
 
 def test_what_a_codec_lost_longer_ago_is_not_made_up_for() -> None:
