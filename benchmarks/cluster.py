@@ -6,7 +6,7 @@ Where it sits: benchmarks of ranks on several hosts start their ranks with it.
 
     namespace NAME-0      namespace NAME-switch      namespace NAME-1
     eth0 10.77.0.1 ─veth─ port0 ─ bridge ─ port1 ─veth─ eth0 10.77.0.2
-    cgroup NAME/0                                       cgroup NAME/1
+    cgroups NAME/0                                      cgroups NAME/1
 
 Both ends of each veth pair are shaped (``tbf``): the inner end is what a host sends, the outer what it gets.
 Hosts share the kernel's clock, memory and page cache; ranks must be told not to use memory that both see
@@ -155,6 +155,11 @@ class Cluster:
                 tool("tc", "-n", where, *place, *limits, "latency", f"{QUEUE_MS}ms")
         self.rate_mbit = rate_mbit
 
+    def used(self) -> list[float]:
+        """Seconds of CPU that each host has used so far; empty where they are not counted."""
+        seconds = [self._quotas.used(host) for host in range(self.hosts)]
+        return [one for one in seconds if one is not None]
+
     def _left(self) -> list[str]:
         """Namespaces of this name that there are."""
         names = [line.split()[0] for line in tool("ip", "netns", "list").splitlines() if line.strip()]
@@ -196,10 +201,10 @@ class Cluster:
             stderr: The same for its errors.
         """
         enter = ["ip", "netns", "exec", self._spaces[host], *argv]
-        if self._quotas.groups:
-            # The cgroup first: inside a namespace of ip's, /sys shows none. All is done by exec: one process.
+        # Cgroups first: inside a namespace of ip's, /sys shows none. All is done by exec: one process.
+        for group in self._quotas.groups[host]:
             join = 'echo 0 > "$0/cgroup.procs" && exec "$@"'
-            enter = ["sh", "-c", join, str(self._quotas.groups[host]), *enter]
+            enter = ["sh", "-c", join, str(group), *enter]
         full = dict(os.environ if env is None else env)
         return subprocess.Popen(
             enter, env=full, stdout=stdout, stderr=stderr, text=True, start_new_session=True

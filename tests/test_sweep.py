@@ -26,13 +26,16 @@ class Links:
 
     def __init__(self, folder: Path, epochs: int, *, code: int = 0) -> None:
         self.folder, self.epochs, self.code = folder, epochs, code
-        self.rate, self.ended = 0.0, False
+        self.rate, self.ended, self.epoch, self.cpu_share = 0.0, False, 0, 0.5
 
     def shape(self, rate: float) -> None:
         self.rate = rate
 
     def end(self) -> None:
         self.ended = True
+
+    def used(self) -> list[float]:
+        return [self.epoch, 1.5 * self.epoch]
 
     def launch(
         self, words: Sequence[str], env: Mapping[str, str], seconds: float
@@ -42,6 +45,7 @@ class Links:
             for epoch in range(1, self.epochs + 1):
                 before = self.rate
                 time.sleep(0.06)
+                self.epoch = epoch
                 file.write(json.dumps({"epoch": epoch, "rates": [before, self.rate]}) + "\n")
                 file.flush()
                 if self.ended:
@@ -51,6 +55,16 @@ class Links:
 
 def swept(cluster: Any, folder: Path, stretches: Sequence[sweep.Stretch]) -> list[list[dict[str, Any]]]:
     return sweep.swept(cluster, ["train"], folder, stretches, env={}, seconds=9)[1]
+
+
+def test_cores_are_those_in_use_while_epochs_count(tmp_path: Path) -> None:
+    stretches = [sweep.Stretch(100, 8), sweep.Stretch(250, 8)]
+    links: Any = Links(tmp_path, sweep.length(stretches))
+    *_, cores = sweep.swept(links, ["train"], tmp_path, stretches, env={}, seconds=9)
+    for first, second in cores:
+        assert second == pytest.approx(1.5 * first)
+        # A second of CPU in 0.06, or somewhat longer; an epoch may end between two looks.
+        assert 0 < first < 1.25 / 0.06
 
 
 def test_an_epoch_that_has_seen_two_rates_is_not_counted(tmp_path: Path) -> None:

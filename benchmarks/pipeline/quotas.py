@@ -1,4 +1,4 @@
-"""Quotas: a cgroup for each emulated host, so that hosts which wait do not lend their cores to others.
+"""Quotas: cgroups of each emulated host: one that waits lends its cores to no other, and CPU time is counted.
 
 Where it sits: ``benchmarks/cluster.py`` puts each host's processes into one.
 """
@@ -18,7 +18,7 @@ NONE = "no CPU quota"
 
 
 class Quotas:
-    """A cgroup a host, each with a CPU quota; version 1 or 2, whichever can be written.
+    """Cgroups of each host, with a CPU quota and a count; version 1 or 2, whichever can be written.
 
     Args:
         name: Of the cgroup above the hosts'.
@@ -27,28 +27,47 @@ class Quotas:
 
     Attributes:
         kind: ``cgroup v1``, ``cgroup v2`` or ``no CPU quota``.
+        groups: Of each host, those that its processes join: version 1 may count CPU time in another one.
     """
 
     def __init__(self, name: str, hosts: int, share: float) -> None:
-        self.kind, self.groups = NONE, list[Path]()
-        for version, parent in parents():
+        self.kind = NONE
+        self.groups: list[tuple[Path, ...]] = [()] * hosts
+        self._tops: list[Path] = []
+        version = self._add(name, "cpu", share)
+        if version:
+            self.kind = f"cgroup v{version}"
+        if self.used(0) is None:
+            self._add(name, "cpuacct", None)
+
+    def _add(self, name: str, controller: str, share: float | None) -> int:
+        """Give each host a group of this controller.
+
+        Returns:
+            The groups' version; 0 where none can be made.
+        """
+        for version, parent in parents(controller):
             top = parent / name
             self._remove(top)
             try:
-                self.groups = [self._make(version, top, host, share) for host in range(hosts)]
+                made = [self._make(version, top, host, share) for host in range(len(self.groups))]
             except OSError:
                 self._remove(top)
                 continue
-            self.kind, self.top = f"cgroup v{version}", top
-            return
+            self.groups = [(*groups, group) for groups, group in zip(self.groups, made, strict=True)]
+            self._tops.append(top)
+            return version
+        return 0
 
-    def _make(self, version: int, top: Path, host: int, share: float) -> Path:
+    def _make(self, version: int, top: Path, host: int, share: float | None) -> Path:
         group = top / str(host)
         top.mkdir(exist_ok=True)
         if version == 2:
             for above in (top.parent, top):
                 (above / "cgroup.subtree_control").write_text("+cpu")
         group.mkdir()
+        if share is None:
+            return group
         quota = max(int(share * PERIOD_US), 1000)
         if version == 2:
             (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
@@ -56,6 +75,16 @@ class Quotas:
             (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
             (group / "cpu.cfs_quota_us").write_text(str(quota))
         return group
+
+    def used(self, host: int) -> float | None:
+        """Seconds of CPU that a host's processes have used so far; None where they are not counted."""
+        for group in self.groups[host]:
+            if (one := group / "cpuacct.usage").exists():
+                return int(one.read_text()) * 1e-9
+            words = _words(group / "cpu.stat")
+            if "usage_usec" in words:
+                return int(words[words.index("usage_usec") + 1]) * 1e-6
+        return None
 
     def _remove(self, top: Path) -> None:
         """Take the groups away, with whatever still runs in them."""
@@ -73,12 +102,12 @@ class Quotas:
 
     def close(self) -> None:
         """Take all groups away."""
-        if self.groups:
-            self._remove(self.top)
+        for top in self._tops:
+            self._remove(top)
 
 
-def parents() -> list[tuple[int, Path]]:
-    """Folders in which cgroups with a CPU quota might be made, with their version: own ones first."""
+def parents(controller: str = "cpu") -> list[tuple[int, Path]]:
+    """Folders in which cgroups of a controller might be made, with their version: own ones first."""
     found = []
     own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -86,12 +115,12 @@ def parents() -> list[tuple[int, Path]]:
         kind, _, options = rest.split(" ", 2)
         version = {"cgroup": 1, "cgroup2": 2}.get(kind)
         point = Path(where.split()[4])
-        if version is None or (version == 1 and "cpu" not in options.split(" ")[-1].split(",")):
+        if version is None or (version == 1 and controller not in options.split(" ")[-1].split(",")):
             continue
-        if version == 2 and "cpu" not in _words(point / "cgroup.controllers"):
+        if version == 2 and controller not in _words(point / "cgroup.controllers"):
             continue
         for _, kinds, name in own:
-            if ("cpu" in kinds.split(",")) if version == 1 else not kinds:
+            if (controller in kinds.split(",")) if version == 1 else not kinds:
                 folder = point / name.strip("/")
                 found += [(version, one) for one in (folder, *folder.parents) if one.is_relative_to(point)]
     return found

@@ -186,7 +186,7 @@ def measure(
         for case in cases
     }
     try:
-        done, lines = sweep.swept(
+        done, lines, cores = sweep.swept(
             cluster, words, folder, stretches, env=THREADS, seconds=options.limit * len(cases)
         )
     except subprocess.TimeoutExpired as error:
@@ -200,8 +200,9 @@ def measure(
     summary = json.loads((folder / "summary.json").read_text())
     spans = read_trace(folder / "trace.json") if first.pipe > 1 else []
     sent = summary["bytes_per_epoch"].get("stage", 0)
-    for row, found in zip(rows.values(), lines, strict=True):
+    for row, found, used in zip(rows.values(), lines, cores, strict=True):
         row |= figures(found, summary) if found else {"error": "no epochs at this rate"}
+        row |= {"cores": used, "cpu_share": cluster.cpu_share}
         if spans and found:
             row["bubble"] = bubbles(spans, [line["epoch"] for line in found], row["rate"], sent)
     return rows

@@ -7,6 +7,7 @@ Where it sits: ``speed.py`` makes a row of each rate's epochs; starting ranks ta
     metrics.jsonl   1 2 | 3 4 5 6 7 8 | 9 10 | 11 12 ...
     links           100 Mbit/s ───────▲ 250 Mbit/s ─────      set as soon as the last line is there
     counted               3 to 8              11 to ...       epochs that have seen two rates are not
+    cores               │◄──────►│          │◄──              what hosts use between these lines
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def swept(
     *,
     env: Mapping[str, str],
     seconds: float,
-) -> tuple[list[subprocess.CompletedProcess[str]], list[list[dict[str, Any]]]]:
+) -> tuple[list[subprocess.CompletedProcess[str]], list[list[dict[str, Any]]], list[list[float]]]:
     """Run a command on all hosts, with one rate after another.
 
     Args:
@@ -69,28 +70,37 @@ def swept(
         seconds: Time limit of all.
 
     Returns:
-        What each rank said; for each stretch the lines of the epochs that count (none if it was not reached).
+        What each rank said; for each stretch the lines of the epochs that count (none if it was not reached);
+        and cores that each host was using meanwhile (none where CPU time is not counted).
 
     Raises:
         subprocess.TimeoutExpired: After the time limit.
     """
-    file, ends = folder / "metrics.jsonl", [0]
+    file, ends, cores = folder / "metrics.jsonl", [0], list[list[float]]()
     cluster.shape(stretches[0].rate)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(cluster.launch, words, env=env, seconds=seconds)
+
+        def come(goal: int) -> tuple[float, list[float]]:
+            """Time, and CPU time so far, once there are so many lines."""
+            while not running.done() and _lines(file) < goal:
+                time.sleep(LOOK)
+            return time.monotonic(), cluster.used()
+
         try:
-            for before, after in pairwise(stretches):
-                goal = ends[-1] + SETTLE + before.epochs
-                while not running.done() and _lines(file) < goal:
-                    time.sleep(LOOK)
+            for stretch, after in zip(stretches, [*stretches[1:], None], strict=True):
+                begun, before = come(ends[-1] + SETTLE)
+                ended, used = come(ends[-1] + SETTLE + stretch.epochs)
                 ends.append(_lines(file))
-                cluster.shape(after.rate)
+                if after is not None:
+                    cluster.shape(after.rate)
+                cores.append([(b - a) / (ended - begun) for a, b in zip(before, used, strict=True)])
             done = running.result()
         except BaseException:
             cluster.end()
             raise
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return done, [lines[begin + SETTLE : end] for begin, end in pairwise([*ends, len(lines)])]
+    return done, [lines[begin + SETTLE : end] for begin, end in pairwise(ends)], cores
 
 
 def _lines(file: Path) -> int:

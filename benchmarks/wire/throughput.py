@@ -4,7 +4,8 @@ Run: python benchmarks/wire/throughput.py    (as root; resumes where it stopped)
      python benchmarks/wire/throughput.py --hours 0    (measures nothing, writes the table again)
 
 The bound: with rows late and r times fewer bytes an epoch is no shorter than computation, nor than what is
-left of communication. Both are read off the epoch with exact rows: what ranks wait, and the rest.
+left of communication. Both are read off the epoch with exact rows: what ranks wait, and the rest. What
+sending and coding take of a host's CPU is not in it; how busy hosts are stands beside.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ GAINS: Mapping[str, str] = {
     "onebit late bf16": "both, bf16 sums",
 }
 """What is set beside exact rows."""
+
+BUSY = ("fp32", "fp32 late", "onebit late")
+"""Of which the table says how busy hosts are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +154,8 @@ class Point:
     """Times as fast as one bit and late rows can be."""
     hides: float | None = None
     """Of what late rows could hide, what they do."""
+    busy: Mapping[str, float] = field(default_factory=dict)
+    """Of its share of the CPU, what the busiest host uses, by setting: at 1 nothing more can be hidden."""
 
 
 def points(rows: Mapping[str, Any]) -> list[Point]:
@@ -168,6 +174,9 @@ def points(rows: Mapping[str, Any]) -> list[Point]:
         comm = exact["exposed_share"] * whole
         comp = whole - comm
         gains = {name: whole / row["epoch_seconds"] for name, row in by_setting.items()}
+        busy = {
+            name: max(row["cores"]) / row["cpu_share"] for name, row in by_setting.items() if row.get("cores")
+        }
         fewer = bound = hides = None
         if "onebit late" in by_setting:
             sent, few = exact["bytes_per_epoch"], by_setting["onebit late"]["bytes_per_epoch"]
@@ -184,6 +193,7 @@ def points(rows: Mapping[str, Any]) -> list[Point]:
             fewer=fewer,
             bound=bound,
             hides=hides,
+            busy=busy,
         )
         found.append(point)
     return found
@@ -193,8 +203,8 @@ def table(rows: Mapping[str, Any]) -> str:
     """Seconds an epoch by setting, what both together gain, and the bound."""
     lines = [
         "| graph | hidden | Mbit/s | fp32 s | late | one bit | both | both, bf16 sums | fewer halo bytes | "
-        "bound | of it | late hides |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "bound | of it | late hides | CPU fp32 | late | both |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in points(rows):
         gains = [f"{one.gains[name]:.2f}x" if name in one.gains else "" for name in GAINS]
@@ -202,9 +212,10 @@ def table(rows: Mapping[str, Any]) -> str:
         reached = "" if one.bound is None else f"{one.gains['onebit late'] / one.bound:.0%}"
         fewer = "" if one.fewer is None else f"{one.fewer:.1f}"
         hides = "" if one.hides is None else f"{one.hides:.0%}"
+        busy = [f"{one.busy[name]:.0%}" if name in one.busy else "" for name in BUSY]
         lines.append(
             f"| {one.graph} | {one.hidden} | {one.rate:g} | {one.seconds:.3f} | {' | '.join(gains)} | "
-            f"{fewer} | {bound} | {reached} | {hides} |"
+            f"{fewer} | {bound} | {reached} | {hides} | {' | '.join(busy)} |"
         )
     return "\n".join(lines) + "\n"
 
