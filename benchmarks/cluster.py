@@ -155,8 +155,8 @@ class Cluster:
                 tool("tc", "-n", where, *place, *limits, "latency", f"{QUEUE_MS}ms")
         self.rate_mbit = rate_mbit
 
-    def used(self) -> list[float]:
-        """Seconds of CPU that each host has used so far; empty where they are not counted."""
+    def used(self) -> list[tuple[float, float]]:
+        """Seconds of CPU that each host has used so far, its own and its kernel's; empty if not counted."""
         seconds = [self._quotas.used(host) for host in range(self.hosts)]
         return [one for one in seconds if one is not None]
 

@@ -71,8 +71,9 @@ def test_links_and_shares_are_as_asked_and_nothing_is_left() -> None:
         if cluster.quota != quotas.NONE:
             # A machine with other work gives less, never more.
             assert all(one["cores"] < 0.33 for one in probe.spin(cluster, 2))
-            for seconds in cluster.used():
-                assert 0 < seconds < 4
+            for own, kernel in cluster.used():
+                assert 0 < own < 4
+                assert 0 < kernel < 4
             assert len(cluster.used()) in (0, 2)
         lingering = cluster.run(1, ["sleep", "600"])
         assert left()
@@ -163,7 +164,7 @@ def test_gains_are_set_beside_their_bound_and_drawn(tmp_path: Path) -> None:
 
     def row(seconds: float, bytes_: float) -> dict[str, object]:
         sent = {"halo": bytes_, "total": bytes_}
-        busy = {"cores": [0.2, 0.25], "cpu_share": 0.5} if seconds == 0.8 else {}
+        busy = {"cores": [(0.1, 0.1), (0.25, 0.05)], "cpu_share": 0.5} if seconds in (0.8, 1.0) else {}
         return {"epoch_seconds": seconds, "exposed_share": 0.6, "bytes_per_epoch": sent} | busy
 
     rows = {
@@ -179,9 +180,9 @@ def test_gains_are_set_beside_their_bound_and_drawn(tmp_path: Path) -> None:
     one = throughput.points(rows)[0]
     assert (one.rate, one.fewer, one.bound) == (100, 10, pytest.approx(2.5))
     assert one.hides == pytest.approx(0.5)
+    assert one.busiest == pytest.approx(2.0)  # half of its share of the CPU is its own computing
     told = throughput.table(rows)
-    assert (
-        "| made | 8 | 100 | 1.000 | 1.25x |  | 2.00x | 2.50x | 10.0 | 2.50x | 80% | 50% |  | 50% |  |" in told
-    )
+    gains = "| made | 8 | 100 | 1.000 | 1.25x |  | 2.00x | 2.50x | 10.0 |"
+    assert f"{gains} 2.50x | 80% | 2.00x | 100% | 50% | 60% | 60% |  |" in told
     throughput.draw(rows, tmp_path / "drawn.svg")
     assert "made, hidden 8" in (tmp_path / "drawn.svg").read_text()

@@ -34,8 +34,8 @@ class Links:
     def end(self) -> None:
         self.ended = True
 
-    def used(self) -> list[float]:
-        return [self.epoch, 1.5 * self.epoch]
+    def used(self) -> list[tuple[float, float]]:
+        return [(0.75 * self.epoch, 0.25 * self.epoch), (self.epoch, 0.5 * self.epoch)]
 
     def launch(
         self, words: Sequence[str], env: Mapping[str, str], seconds: float
@@ -61,10 +61,10 @@ def test_cores_are_those_in_use_while_epochs_count(tmp_path: Path) -> None:
     stretches = [sweep.Stretch(100, 8), sweep.Stretch(250, 8)]
     links: Any = Links(tmp_path, sweep.length(stretches))
     *_, cores = sweep.swept(links, ["train"], tmp_path, stretches, env={}, seconds=9)
-    for first, second in cores:
-        assert second == pytest.approx(1.5 * first)
+    for (own, kernel), (more, _) in cores:
+        assert own == pytest.approx(3 * kernel) == pytest.approx(0.75 * more)
         # A second of CPU in 0.06, or somewhat longer; an epoch may end between two looks.
-        assert 0 < first < 1.25 / 0.06
+        assert 0 < own + kernel < 1.25 / 0.06
 
 
 def test_an_epoch_that_has_seen_two_rates_is_not_counted(tmp_path: Path) -> None:

@@ -76,14 +76,19 @@ class Quotas:
             (group / "cpu.cfs_quota_us").write_text(str(quota))
         return group
 
-    def used(self, host: int) -> float | None:
-        """Seconds of CPU that a host's processes have used so far; None where they are not counted."""
+    def used(self, host: int) -> tuple[float, float] | None:
+        """Seconds of CPU, own and the kernel's, of a host's processes so far; None where none are counted."""
         for group in self.groups[host]:
-            if (one := group / "cpuacct.usage").exists():
-                return int(one.read_text()) * 1e-9
+            files = [group / f"cpuacct.usage_{who}" for who in ("user", "sys")]
+            if all(file.exists() for file in files):
+                own, kernel = (int(file.read_text()) * 1e-9 for file in files)
+                return own, kernel
             words = _words(group / "cpu.stat")
-            if "usage_usec" in words:
-                return int(words[words.index("usage_usec") + 1]) * 1e-6
+            if "user_usec" in words:
+                own, kernel = (
+                    int(words[words.index(f"{who}_usec") + 1]) * 1e-6 for who in ("user", "system")
+                )
+                return own, kernel
         return None
 
     def _remove(self, top: Path) -> None:

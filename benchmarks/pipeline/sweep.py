@@ -32,6 +32,10 @@ LOOK = 0.02
 """Seconds between looks at the run's lines."""
 
 
+Cores = list[tuple[float, float]]
+"""In use by each host: its own, its kernel's."""
+
+
 @dataclass(frozen=True)
 class Stretch:
     """Some epochs on links of one rate.
@@ -58,7 +62,7 @@ def swept(
     *,
     env: Mapping[str, str],
     seconds: float,
-) -> tuple[list[subprocess.CompletedProcess[str]], list[list[dict[str, Any]]], list[list[float]]]:
+) -> tuple[list[subprocess.CompletedProcess[str]], list[list[dict[str, Any]]], list[Cores]]:
     """Run a command on all hosts, with one rate after another.
 
     Args:
@@ -71,17 +75,17 @@ def swept(
 
     Returns:
         What each rank said; for each stretch the lines of the epochs that count (none if it was not reached);
-        and cores that each host was using meanwhile (none where CPU time is not counted).
+        and cores that each host had in use meanwhile (none where CPU time is not counted).
 
     Raises:
         subprocess.TimeoutExpired: After the time limit.
     """
-    file, ends, cores = folder / "metrics.jsonl", [0], list[list[float]]()
+    file, ends, cores = folder / "metrics.jsonl", [0], list[Cores]()
     cluster.shape(stretches[0].rate)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(cluster.launch, words, env=env, seconds=seconds)
 
-        def come(goal: int) -> tuple[float, list[float]]:
+        def come(goal: int) -> tuple[float, list[tuple[float, float]]]:
             """Time, and CPU time so far, once there are so many lines."""
             while not running.done() and _lines(file) < goal:
                 time.sleep(LOOK)
@@ -94,13 +98,20 @@ def swept(
                 ends.append(_lines(file))
                 if after is not None:
                     cluster.shape(after.rate)
-                cores.append([(b - a) / (ended - begun) for a, b in zip(before, used, strict=True)])
+                cores.append(_in_use(before, used, ended - begun))
             done = running.result()
         except BaseException:
             cluster.end()
             raise
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return done, [lines[begin + SETTLE : end] for begin, end in pairwise(ends)], cores
+
+
+def _in_use(before: Cores, after: Cores, seconds: float) -> Cores:
+    return [
+        ((own - a) / seconds, (kernel - b) / seconds)
+        for (a, b), (own, kernel) in zip(before, after, strict=True)
+    ]
 
 
 def _lines(file: Path) -> int:
