@@ -5,7 +5,7 @@ Run: python benchmarks/wire/throughput.py    (as root; resumes where it stopped)
 
 The bound: with rows late and r times fewer bytes an epoch is no shorter than computation, nor than what is
 left of communication. Both are read off the epoch with exact rows: what ranks wait on the mean, and the rest.
-Beside it the same for the host that computes longest, by the clocks of the hosts' cgroups (its own CPU time; the
+Beside it the same for the host that computes longest, by the clocks of the hosts' cgroups (own CPU time; the
 kernel's is for sending), and how busy hosts are: coding and sending take CPU time, which neither bound has.
 """
 
