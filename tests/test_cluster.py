@@ -180,9 +180,10 @@ def test_gains_are_set_beside_their_bound_and_drawn(tmp_path: Path) -> None:
     one = throughput.points(rows)[0]
     assert (one.rate, one.fewer, one.bound) == (100, 10, pytest.approx(2.5))
     assert one.hides == pytest.approx(0.5)
+    assert one.hides_idle == pytest.approx(0.5)  # it waits and uses its CPU for 0.6 s of 1
     assert one.busiest == pytest.approx(2.0)  # half of its share of the CPU is its own computing
     told = throughput.table(rows)
     gains = "| made | 8 | 100 | 1.000 | 1.25x |  | 2.00x | 2.50x | 10.0 |"
-    assert f"{gains} 2.50x | 80% | 2.00x | 100% | 50% | 60% | 60% |  |" in told
+    assert f"{gains} 2.50x | 80% | 2.00x | 100% | 50% (50%) | 60% | 60% |  |" in told
     throughput.draw(rows, tmp_path / "drawn.svg")
     assert "made, hidden 8" in (tmp_path / "drawn.svg").read_text()

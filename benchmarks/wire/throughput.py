@@ -155,6 +155,8 @@ class Point:
     """Times as fast as one bit and late rows can be."""
     hides: float | None = None
     """Of what late rows could hide, what they do."""
+    hides_idle: float | None = None
+    """The same of what the busiest host's CPU leaves: computing and sending take their time, late or not."""
     busy: Mapping[str, float] = field(default_factory=dict)
     """Of its share of the CPU, what the busiest host uses, by setting: at 1 nothing more can be hidden."""
     busiest: float | None = None
@@ -182,7 +184,7 @@ def points(rows: Mapping[str, Any]) -> list[Point]:
             for name, row in by_setting.items()
             if row.get("cores")
         }
-        fewer = bound = busiest = hides = None
+        fewer = bound = busiest = hides = hides_idle = None
         if "onebit late" in by_setting:
             sent, few = exact["bytes_per_epoch"], by_setting["onebit late"]["bytes_per_epoch"]
             bound = whole / max(comp, comm / (sent["total"] / few["total"]))
@@ -191,7 +193,10 @@ def points(rows: Mapping[str, Any]) -> list[Point]:
                 most = max(own for own, _ in exact["cores"]) / exact["cpu_share"]  # of the epoch
                 busiest = 1 / max(most, (1 - most) / (sent["total"] / few["total"]))
         if "fp32 late" in by_setting:
-            hides = (whole - by_setting["fp32 late"]["epoch_seconds"]) / min(comm, comp)
+            saved = whole - by_setting["fp32 late"]["epoch_seconds"]
+            hides = saved / min(comm, comp)
+            if "fp32" in busy and busy["fp32"] < 1:
+                hides_idle = saved / (whole - max(comm, busy["fp32"] * whole))
         point = Point(
             graph=graph,
             hidden=hidden,
@@ -201,6 +206,7 @@ def points(rows: Mapping[str, Any]) -> list[Point]:
             fewer=fewer,
             bound=bound,
             hides=hides,
+            hides_idle=hides_idle,
             busy=busy,
             busiest=busiest,
         )
@@ -223,6 +229,7 @@ def table(rows: Mapping[str, Any]) -> str:
         ]
         fewer = "" if one.fewer is None else f"{one.fewer:.1f}"
         hides = "" if one.hides is None else f"{one.hides:.0%}"
+        hides += "" if one.hides_idle is None else f" ({one.hides_idle:.0%})"
         busy = [f"{one.busy[name]:.0%}" if name in one.busy else "" for name in BUSY]
         lines.append(
             f"| {one.graph} | {one.hidden} | {one.rate:g} | {one.seconds:.3f} | {' | '.join(gains)} | "
