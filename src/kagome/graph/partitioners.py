@@ -18,14 +18,20 @@ from torch import Tensor
 from kagome.errors import PartitionError
 from kagome.graph import edges, kernels
 
+Starts = tuple[tuple[float, tuple[float | None, ...]], ...]
+
 #: No part should hold more than this times the mean, in vertices or in in-edges.
 BALANCE: Final = 1.25
 #: Up to so many edges METIS is started in several ways and the best cut is kept.
 SEVERAL_STARTS: Final = 5_000_000
 #: Ways to start: a vertex weighs this share and its in-degree over the mean (inf: all weigh the same); then
-#: the balances that the start is mended to.
-STARTS: Final = ((math.inf, (1.1, BALANCE)), (3.0, (1.1, BALANCE)), (1.0, (1.1, BALANCE)))
-ONE_START: Final = ((3.0, (BALANCE,)),)
+#: the balances that the start is mended to (None: as METIS left it).
+STARTS: Final[Starts] = (
+    (math.inf, (1.1, BALANCE)),
+    (3.0, (None, 1.1, BALANCE)),
+    (1.0, (None, 1.1, BALANCE)),
+)
+ONE_START: Final[Starts] = ((3.0, (BALANCE,)),)
 
 
 class Partitioner(Protocol):
@@ -108,8 +114,9 @@ def metis(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
 
     METIS (as ``pymetis`` builds it) balances one weight a vertex. Unit weights leave a part of Squirrel with
     4.8 times the mean in-edges; a weight that adds the in-degree gives parts of many small or few large
-    vertices. So it starts from several weights, mends each, and keeps the cut with the fewest halo rows among
-    those in balance.
+    vertices. So it starts from several weights, mends each, and of those in balance keeps the one whose halo
+    rows times the work of its fullest part are fewest. By halo rows alone, Flickr in 4 parts had 0.6 % fewer,
+    and a part with 1.19 times the mean work in place of 1.00, for which all others waited.
 
     Args:
         edge_index: Edges; direction, self-loops and duplicates do not count for the cut.
@@ -132,14 +139,16 @@ def metis(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
     edges.sort_rows(graph.indptr, graph.indices)
     simple = edges.simple(graph.indptr, graph.indices)
     mean = float(graph.weight.mean())
-    best: tuple[tuple[float, int], NDArray[np.int64]] | None = None
+    best: tuple[tuple[float, float], NDArray[np.int64]] | None = None
     for share, slacks in STARTS if edge_index.size(1) <= SEVERAL_STARTS else ONE_START:
         weights = None if share == math.inf else np.round(10 * (share + graph.weight / mean)).astype(np.int64)
         start = _start(simple, parts, seed, weights)
         for slack in slacks:
             owner = start.copy()
-            kernels.mend(graph.indptr, graph.indices, graph.weight, owner, graph.bounds(parts, slack), 6)
-            score = graph.excess(owner, parts), _halo(edge_index, owner, parts)
+            if slack is not None:
+                bounds = graph.bounds(parts, slack)
+                kernels.mend(graph.indptr, graph.indices, graph.weight, owner, bounds, 6)
+            score = graph.excess(owner, parts), _halo(edge_index, owner, parts) * graph.work(owner, parts)
             if best is None or score < best[0]:
                 best = score, owner
     assert best is not None
@@ -176,6 +185,11 @@ class _Adjacency(NamedTuple):
         vertices = np.bincount(owner, minlength=parts).max() / bounds[0]
         edges = np.bincount(owner, weights=self.weight, minlength=parts).max() / bounds[1]
         return round(max(0.0, float(max(vertices, edges)) - 1.0), 2)
+
+    def work(self, owner: NDArray[np.int64], parts: int) -> float:
+        """Vertices and in-edges of the part with most of both together, over the mean part's."""
+        each = 1 / self.weight.size + self.weight / self.weight.sum()
+        return float(np.bincount(owner, each, minlength=parts).max()) * parts / 2
 
 
 def _halo(edge_index: Tensor, owner: NDArray[np.int64], parts: int) -> int:
