@@ -139,7 +139,7 @@ def metis(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
     edges.sort_rows(graph.indptr, graph.indices)
     simple = edges.simple(graph.indptr, graph.indices)
     mean = float(graph.weight.mean())
-    best: tuple[tuple[float, float], NDArray[np.int64]] | None = None
+    best: tuple[tuple[float, float, float], NDArray[np.int64]] | None = None
     for share, slacks in STARTS if edge_index.size(1) <= SEVERAL_STARTS else ONE_START:
         weights = None if share == math.inf else np.round(10 * (share + graph.weight / mean)).astype(np.int64)
         start = _start(simple, parts, seed, weights)
@@ -148,7 +148,8 @@ def metis(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
             if slack is not None:
                 bounds = graph.bounds(parts, slack)
                 kernels.mend(graph.indptr, graph.indices, graph.weight, owner, bounds, 6)
-            score = graph.excess(owner, parts), _halo(edge_index, owner, parts) * graph.work(owner, parts)
+            work = graph.work(owner, parts)
+            score = graph.excess(owner, parts), _halo(edge_index, owner, parts) * work, work
             if best is None or score < best[0]:
                 best = score, owner
     assert best is not None
