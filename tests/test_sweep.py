@@ -61,6 +61,7 @@ def test_cores_are_those_in_use_while_epochs_count(tmp_path: Path) -> None:
     stretches = [sweep.Stretch(100, 8), sweep.Stretch(250, 8)]
     links: Any = Links(tmp_path, sweep.length(stretches))
     *_, cores = sweep.swept(links, ["train"], tmp_path, stretches, env={}, seconds=9)
+    assert [len(hosts) for hosts in cores] == [2, 2]
     for (own, kernel), (more, _) in cores:
         assert own == pytest.approx(3 * kernel) == pytest.approx(0.75 * more)
         # A second of CPU in 0.06, or somewhat longer; an epoch may end between two looks.

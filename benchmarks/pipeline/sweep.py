@@ -33,7 +33,7 @@ LOOK = 0.02
 
 
 Cores = list[tuple[float, float]]
-"""In use by each host: its own, its kernel's."""
+"""In use by each host, or so many seconds of them: its own, its kernel's."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def swept(
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(cluster.launch, words, env=env, seconds=seconds)
 
-        def come(goal: int) -> tuple[float, list[tuple[float, float]]]:
+        def come(goal: int) -> tuple[float, Cores]:
             """Time, and CPU time so far, once there are so many lines."""
             while not running.done() and _lines(file) < goal:
                 time.sleep(LOOK)
