@@ -80,14 +80,15 @@ def test_a_hub_takes_no_part_down_with_it() -> None:
 
 
 def test_no_part_has_most_of_both_vertices_and_edges() -> None:
-    # By halo rows alone the fullest part had 1.04 times the mean work, for half a per cent fewer rows.
+    # By vertices and in-edges added up a part had 1.06 times the mean in-edges and few vertices, and another
+    # the reverse: models that spend most on either waited for one of them.
     made = "sbm:vertices=3000,degree=30,features=4,classes=3,power=2.0"
     data = load_data(config.Data(name=made))
-    assert work(data.edge_index, 3000, 4) <= 1.01
+    assert load(data.edge_index, 3000, 4) <= 1.025
 
 
 def test_of_cuts_without_a_halo_the_most_even_one_is_kept() -> None:
-    # Rings of so many vertices that point to so many next ones: the first cut found had 1.08 times the work.
+    # Rings of so many vertices that point to so many next ones: the first cut found had 1.08 times the load.
     pieces, count = [], 0
     for size, hops in ((9, 4), (23, 1), (14, 4), (23, 3), (28, 2), (9, 4), (18, 1), (15, 3)):
         ids = torch.arange(size)
@@ -95,14 +96,13 @@ def test_of_cuts_without_a_halo_the_most_even_one_is_kept() -> None:
         count += size
     edge_index = torch.cat(pieces, 1)
     assert sum(quality(edge_index, assign("metis", edge_index, count, 2), 2).halo) == 0
-    assert work(edge_index, count, 2) <= 1.01
+    assert load(edge_index, count, 2) <= 1.07
 
 
-def work(edge_index: Tensor, count: int, parts: int) -> float:
-    """Of the part with most vertices and in-edges together, over the mean part's."""
+def load(edge_index: Tensor, count: int, parts: int) -> float:
+    """Of the part with most vertices, or most in-edges, over the mean part's."""
     found = quality(edge_index, assign("metis", edge_index, count, parts), parts)
-    each = zip(found.vertices, found.in_edges, strict=True)
-    return max(v / count + e / edge_index.size(1) for v, e in each) * parts / 2
+    return max(found.vertex_balance, found.edge_balance)
 
 
 def test_unknown_names_list_the_known() -> None:
