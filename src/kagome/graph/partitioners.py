@@ -181,8 +181,8 @@ class _Adjacency(NamedTuple):
         """By how much the fullest part is over the balance aimed at, rounded so that a hair is none."""
         vertices, edges = self.loads(owner, parts)
         most = self.bounds(parts, BALANCE)
-        share = max(vertices * self.weight.size / most[0], edges * float(self.weight.sum()) / most[1]) / parts
-        return round(max(0.0, share - 1.0), 2)
+        of_most = vertices * self.weight.size / most[0], edges * self.weight.sum() / most[1]
+        return round(max(0.0, float(max(of_most)) / parts - 1.0), 2)
 
     def loads(self, owner: NDArray[np.int64], parts: int) -> tuple[float, float]:
         """Most vertices and most in-edges of a part, over the mean part's."""
