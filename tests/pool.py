@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import random
 import signal
 import sys
 import time
@@ -187,6 +188,7 @@ def _work(rank: int, port: int, connection: Connection) -> None:
                     shelf = None
                 _join(dist.PrefixStore(f"pool-{generation}", store), rank, world)
             torch.manual_seed(0)
+            random.seed()  # PyG names a Sequential's class by it: the same name again is the same class
             channel = Channel(dist.group.WORLD if world > 1 else None, "cpu", timeout=CHANNEL_SECONDS)
             if new:
                 shelf = open_shelf(channel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,17 @@ def test_stages_and_chunks_run_without_them_too(ranks: Callable[..., list], mesh
         for found, notes in ranks(world, losses, "unseen, then seen", fast, parallel):
             assert found == pytest.approx(alone, rel=1e-9)
             assert any("without fast paths" in note for note in notes) == fast
+
+
+def drawn_and_seeded(channel: Any) -> float:
+    drawn = random.random()
+    random.seed(5)
+    return drawn
+
+
+def test_what_one_test_seeds_no_other_builds_models_by(ranks: Callable[..., list]) -> None:
+    # Two of PyG's Sequentials that are built after the same seed share one forward, whatever their layers.
+    assert len({ranks(1, drawn_and_seeded)[0] for _ in range(3)}) == 3
 
 
 def test_bf16_on_a_cpu_says_what_it_costs() -> None:
