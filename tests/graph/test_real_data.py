@@ -74,9 +74,9 @@ def test_metis_evens_out_vertices_and_edges(name: str, parts: int, root: Path) -
     assert found.edge_balance <= 1.26
 
 
-def test_no_part_of_flickr_has_most_of_both(root: Path) -> None:
-    # It had 1.25 times the mean vertices and 1.12 times the edges: its host was the one that all waited for.
+def test_no_part_of_flickr_has_most_of_either(root: Path) -> None:
+    # One had 1.25 times the mean vertices, then (by the sum of both) 1.22: all others waited for its host.
     data = load_data(config.Data(name="flickr-attributed", root=str(root), project=16, undirected=True))
     found = quality(data.edge_index, assign("metis", data.edge_index, data.num_nodes, 4), 4)
-    each = zip(found.vertices, found.in_edges, strict=True)
-    assert max(v / data.num_nodes + e / data.num_edges for v, e in each) <= 2.1 / 4
+    assert found.vertex_balance <= 1.03
+    assert found.edge_balance <= 1.03
