@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import cluster as emulated
 
-NAME = "kagome-test"
+NAME = f"kagome-{os.environ.get('PYTEST_XDIST_WORKER', 'test')}"
+"""Of a cluster: each worker of a test run has its own, as there is one of a name at a time."""
 
 
 def need_cluster() -> None:

@@ -218,20 +218,20 @@ def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor
     """
     ledger = Ledger(0, 0, chunks.scopes[0].device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
-    add_tables(ledger, chunks)
+    _add_tables(ledger, chunks)
     for scope in dict.fromkeys((*chunks.scopes, *chunks.apart)):
-        add_scope(ledger, scope)
+        _add_scope(ledger, scope)
     return ledger
 
 
-def add_tables(ledger: Ledger, chunks: Chunking) -> None:
+def _add_tables(ledger: Ledger, chunks: Chunking) -> None:
     """Count the rows that chunks read of each other."""
     sites = () if chunks.tables is None else chunks.tables.sites.values()
     known = (each for site in sites for each in (site.rows, site.gradients, site.due))
     ledger.add("halo", (each for each in known if each is not None))
 
 
-def add_scope(ledger: Ledger, scope: Interception) -> None:
+def _add_scope(ledger: Ledger, scope: Interception) -> None:
     """Count what one chunk keeps from one forward to the next."""
     for kind, tensor in holding(scope):
         ledger.add("tables" if kind in ("kept", "send") else kind, [tensor])

@@ -329,7 +329,7 @@ class Pipeline:
 
     def _lose(self, job: Job) -> None:
         """At the end of a job's forward: its loss, where its stage gives the output."""
-        self.saving.look(job.scope)
+        self.saving.look()
         self.ways.look()
         out = self._out(job)
         if out is None:

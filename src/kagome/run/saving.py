@@ -13,9 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from kagome.neighbors.intercept import Interception
 from kagome.run.chunking import Chunking
-from kagome.run.holdings import HeldTensor, Ledger, add_scope, add_tables, restored
+from kagome.run.holdings import HeldTensor, ledger_of_chunks, restored
 from kagome.run.offload import Offload
 
 WATCHED: Final = 2
@@ -31,18 +30,16 @@ class Saving:
         model: The user's module.
 
     Cost:
-        In the first epochs some microseconds a tensor that autograd saves, and a look at all of them after
-        each chunk's forward.
+        In the first epochs some microseconds a tensor that autograd saves, and after each chunk's forward a
+        look at all of them and at what all chunks hold.
     """
 
     def __init__(self, offload: Offload, chunks: Chunking, model: nn.Module) -> None:
-        self.offload, self.chunks = offload, chunks
+        self.offload, self.chunks, self.model = offload, chunks, model
         self.most: int | None = None
         """Bytes kept at once, at most; None where nothing was watched."""
         self._left = 0 if offload.moves else WATCHED
         self._found: list[weakref.ref[HeldTensor]] = []
-        self._anyhow = Ledger(0, 0, chunks.scopes[0].device)
-        self._anyhow.add("weights", (*model.parameters(), *model.buffers()))
 
     def saving(self) -> AbstractContextManager[None]:
         """Around a forward of training."""
@@ -50,15 +47,15 @@ class Saving:
             return self.offload.saving()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, restored)
 
-    def look(self, scope: Interception) -> None:
-        """A chunk's forward has ended: count what is kept of it and of those before, and not anyhow."""
+    def look(self) -> None:
+        """A chunk's forward has ended: count what is kept of it and of all others, and not anyhow."""
         if not self._left:
             return
         alive = [(reference, kept.tensor) for reference in self._found if (kept := reference()) is not None]
         self._found = [reference for reference, _ in alive]
-        add_tables(self._anyhow, self.chunks)
-        add_scope(self._anyhow, scope)
-        self.most = max(self.most or 0, self._anyhow.beside(tensor for _, tensor in alive))
+        # In lockstep others are on their way too. What lies anyhow is asked anew: memory changes hands.
+        anyhow = ledger_of_chunks(self.chunks, self.model)
+        self.most = max(self.most or 0, anyhow.beside(tensor for _, tensor in alive))
 
     def done(self) -> None:
         """An epoch has ended."""
