@@ -300,7 +300,7 @@ def test_ranks_that_crowd_a_machine_are_slower() -> None:
 
 def test_stages_wait_for_each_other() -> None:
     """Fill-drain over 8 chunks: the second stage begins an eighth later; exact order waits more."""
-    cut = Cut((0.5, 0.5), 8e3, (1, 1), (0.5, 0.5))
+    cut = Cut((0.5, 0.5), 8e3, (1, 1), (0.5, 0.5), ((32, 32),) * 2)
     alone = [Load(110, 900, 0, 0, 3e6)]
     rates, fast = replace(RATES, row=1e-2), replace(ONE, inside=1e12)
     history, exact, one = (
@@ -328,7 +328,7 @@ def test_stages_wait_for_each_other() -> None:
     both = pipes(cut, 2, LOADS, RATES, ONE, 0.0, chunks=8)
     assert both.name == "pipe=2 graph=2"
     assert both.bytes_per_epoch["halo"] == 50 * 64 + round(50 * 64 * 2 / 3)
-    dealt = Cut((0.25,) * 4, 3 * 8e3, (1,) * 4, (0.25,) * 4, dealt=2)
+    dealt = Cut((0.25,) * 4, 3 * 8e3, (1,) * 4, (0.25,) * 4, ((16, 16),) * 4, dealt=2)
     found = pipes(dealt, 1, [whole], rates, fast, 0.0, chunks=8)
     assert found.name == "pipe=2 stages_per_rank=2"
     # Each rank does half of everything; the second begins a sixteenth of its time later, not an eighth.
@@ -609,7 +609,7 @@ def test_the_page_draws_stages_over_time() -> None:
         weights=(1e5,),
     )
     cluster = Cluster("two", 1, 2, 2e9, 1.0, 1e9, 1e9, 1e-5)
-    cut = Cut((0.5, 0.5), 1e7, (1, 1), (0.5, 0.5))
+    cut = Cut((0.5, 0.5), 1e7, (1, 1), (0.5, 0.5), ((0, 0),) * 2)
     candidates = [
         parts(2, uneven, rates, cluster, 0.0),
         pipes(cut, 1, [load], rates, cluster, 0.0, chunks=8),

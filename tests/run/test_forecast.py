@@ -20,9 +20,10 @@ from kagome.config import Train
 from kagome.errors import ModelError
 from kagome.graph.partition import split_all
 from kagome.graph.partitioners import assign
+from kagome.model.steps import LayerGraph
 from kagome.model.zoo import build_model
 from kagome.report.holdings import Holdings
-from kagome.run import accounts
+from kagome.run import accounts, staging
 from kagome.run.counts import UNITS, counts_of, split_counts
 from kagome.run.forecast import Way, optimizer_bytes, rates_of
 from kagome.run.made import made_pieces
@@ -125,15 +126,62 @@ def in_pipelines(channel: Channel, cuts: list[dict[str, Any]]) -> list[list[dict
     ],
 )
 def test_stages_hold_what_was_foretold(ranks, world: int, cut: dict[str, Any]) -> None:
-    """Of tables roughly: how wide each layer's reads are is not known by stage."""
     for memory in ranks(world, in_pipelines, [cut])[0]:
         assert len(memory) == world
-        for one in memory:
-            predicted, measured = one["predicted"], one["measured"]
-            for kind in ("weights", "gradients", "optimizer", "features", "edges"):
-                assert predicted[kind] == measured[kind], kind
-            assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.1)
-            assert predicted["halo"] == pytest.approx(measured["halo"], rel=0.35)
+        as_foretold(memory)
+
+
+def as_foretold(memory: list[dict[str, Any]]) -> None:
+    """Of tables but for degrees, which each stage reads anew: four bytes a row, twice."""
+    for one in memory:
+        predicted, measured = one["predicted"], one["measured"]
+        for kind in ("weights", "gradients", "optimizer", "features", "edges"):
+            assert predicted[kind] == measured[kind], kind
+        assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.05)
+        assert predicted["halo"] == pytest.approx(measured["halo"], rel=0.05, abs=8 * 600)
+
+
+def at_each_cut(channel: Channel, name: str, cut: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Two stages, cut after each step that they can be cut after."""
+    data = kagome.load("sbm:vertices=600,degree=8,features=16,classes=4,communities=8")
+    found = []
+    for place in range(10):
+
+        def heavy(model: nn.Module, graph: LayerGraph, *rest: Any, at: int = place, **named: Any) -> Any:
+            """Two steps that follow each other take all the time: the cut lies between them."""
+            names = [step.name for step in graph.steps]
+            spent = {each: (1.0, 1.0) if each in names[at : at + 2] else (0.0, 0.0) for each in names}
+            return spent, dict.fromkeys(names, (0.0, 0.0))
+
+        torch.manual_seed(0)
+        chosen = config.Model(name=name, layers=3, hidden=16, heads=4, dropout=0.5)
+        mine = build_model(chosen, in_channels=16, out_channels=4, num_nodes=600)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(staging, "timed", heavy)
+            memory = held(mine, data, parallel=config.Parallel(pipe=2, reuse=False, **cut))
+        if memory not in found:
+            found.append(memory)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        ("gcn", {"cross_chunk": "exact"}),
+        pytest.param("gcn2", {}, marks=pytest.mark.slow),
+        pytest.param("gat", {"chunks": 1}, marks=pytest.mark.slow),
+        pytest.param("gat", {"cross_chunk": "drop"}, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_hold_what_was_foretold_wherever_they_are_cut(ranks, name: str, cut: dict[str, Any]) -> None:
+    """Which cut is best is measured, so that it may be any one.
+
+    In lockstep seven chunks of a stage that ended with a layer's sum were said to keep what all have anyhow.
+    """
+    found = ranks(2, at_each_cut, name, cut)[0]
+    assert len(found) >= 4
+    for memory in found:
+        as_foretold(memory)
 
 
 def test_counts_of_a_cut_are_those_of_its_parts() -> None:

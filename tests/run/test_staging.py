@@ -116,7 +116,7 @@ FAULTS: dict[str, tuple[Any, str, Exception, str]] = {
     "looking": (staging, "looked_at", ValueError("too odd"), "ModelError"),
     "timing": (staging, "timed", DataError("rows", "there are none"), "DataError"),
     "a step": (timing, "_one", ZeroDivisionError("by none"), "ModelError"),
-    "what is kept": (staging, "kept", RuntimeError("out of it"), "ModelError"),
+    "what is kept": (staging, "keeping", RuntimeError("out of it"), "ModelError"),
     "the check": (check, "check", RuntimeError("out of it"), "ModelError"),
 }
 

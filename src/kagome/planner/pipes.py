@@ -17,6 +17,10 @@ from kagome.schedule.schedules import Shape, fill_drain
 from kagome.schedule.schedules import exact as exact_program
 from kagome.schedule.simulate import simulate
 
+HALVES = 2
+"""Rows that a stage with chunks keeps for each of a part and each read: of this epoch and of one before. With
+history as many of gradients, else one."""
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -26,7 +30,8 @@ class Cut:
         shares: Of the computing, by stage.
         crossing: Bytes of all messages between stages of an epoch, of the whole graph.
         reads: Of neighbours, by stage.
-        kept: Of what autograd keeps of a forward, by stage.
+        kept: Of what autograd keeps of a forward, by stage; what crosses between two lies with both.
+        widths: Bytes of a row at all reads of neighbours, and of its gradients, by stage.
         dealt: Stages of each rank, dealt round.
         chunks: Whether chunks can pass it: every layer reads by the edges into a vertex alone.
     """
@@ -35,6 +40,7 @@ class Cut:
     crossing: float
     reads: tuple[int, ...]
     kept: tuple[float, ...]
+    widths: tuple[tuple[float, float], ...]
     dealt: int = 1
     chunks: bool = True
 
@@ -47,15 +53,22 @@ class Cut:
         """A rank's share of what autograd keeps."""
         return sum(self.kept[rank :: self.ranks])
 
+    def tables(self, rank: int, *, old: bool) -> float:
+        """Bytes that a rank with chunks keeps of a row, for its reads.
+
+        Args:
+            rank: Which.
+            old: Whether gradients of an epoch before are kept too.
+        """
+        mine = self.widths[rank :: self.ranks]
+        return sum(HALVES * forward + (HALVES if old else 1) * backward for forward, backward in mine)
+
 
 CHUNK = 6e-4
 """Seconds that a core takes for a chunk and a read of neighbours, both ways, beyond its rows: 0.55 to 0.65 ms
 of three models (benchmarks/pipeline/chunk.py)."""
 LOSS = 16.0
 """Bytes of the sum of the loss, and of who was asked to stop; elsewhere they go along with gradients."""
-HALVES = 2
-"""Rows that a stage with chunks keeps for each of a part and each read: of this epoch and of one before. With
-history as many of gradients, else one."""
 FRESH = 2 / 3
 """Of the rows that cross between parts in chunks with history, those whose gradients go back: a row is fresh
 for a chunk that comes after its own, so ``1 - 1 / (r + 1)`` of those that r chunks read; two on average."""
@@ -120,7 +133,6 @@ def pipes(
     if sliced is not None:
         waits += sliced.sent / number / tensor / cluster.bandwidth(tensor)
     busy = max(map(run.busy, range(ranks)))
-    tables = HALVES * rates.forward + (HALVES if old else 1) * rates.backward if chunks > 1 else 0.0
     settings = settings_of(False, pipe=ranks, stages_per_rank=cut.dealt, graph=number, tensor=tensor)
     settings |= {"chunks": chunks} if chunks != default_chunks(ranks, tensor) else {}
     settings |= {"cross_chunk": "exact"} if exact else {}
@@ -132,7 +144,9 @@ def pipes(
         run.seconds + waits - busy,
         sent,
         max(
-            load.whole + (load.memory - load.whole + tables * (load.rows + load.halo)) * cut.kept_by(rank)
+            load.whole
+            + (load.memory - load.whole) * cut.kept_by(rank)
+            + (cut.tables(rank, old=old) * (load.rows + load.halo) if chunks > 1 else 0.0)
             for load in loads
             for rank in range(ranks)
         ),

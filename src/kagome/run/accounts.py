@@ -30,7 +30,6 @@ from kagome.report.units import bytes_text
 from kagome.run.counts import Counts, Team, counts_of, split_counts
 from kagome.run.forecast import Rates, Way, rates_of
 from kagome.run.pipeline import Pipeline
-from kagome.run.rates import crossing
 from kagome.run.ready import materialise
 from kagome.run.runner import Runner
 from kagome.run.stage_forecast import Share, held_by_stages, share_of
@@ -55,8 +54,6 @@ class Account(NamedTuple):
     """Rows that it reads of ranks that do not slice features with it."""
     share: Share | None = None
     """What it has of its part's model, in a pipeline."""
-    crossing: tuple[float, float] | None = None
-    """Bytes of a row at all reads of neighbours, and of its gradients, in a pipeline."""
 
 
 @dataclass
@@ -88,8 +85,9 @@ class Accounts:
         """
         train, engine = self.settings.train, self.engine
         parallel = self.settings.parallel.fit(channel.size)
-        share = share_of(engine, self.optimizer) if isinstance(engine, Pipeline) else None
-        tensor, rates, crosses = parallel.tensor, None, None
+        counts = counts_of(part)
+        share = share_of(engine, counts, self.optimizer) if isinstance(engine, Pipeline) else None
+        tensor, rates = parallel.tensor, None
         if channel.rank == 0:
             way = Way(
                 several=channel.size > 1 or (parallel.chunks or 1) > 1,
@@ -100,16 +98,12 @@ class Accounts:
             )
             slices = () if tensor == 1 else (tensor,) if tensor <= MANY else (2, 4)
             rates = rates_of(engine.model, self.optimizer, part, way, slices=slices)
-            if share is not None and not rates.fault:
-                crosses = _crossing(engine.model, part, way)
         validates = "val_mask" in part.nodes and bool(part.nodes["val_mask"].any())
         outside = sum(
             count for rank, count in enumerate(part.recv_counts) if rank // tensor != part.part // tensor
         )
         now = engine.held(self.optimizer, None).total
-        offer = Account(
-            counts_of(part), *_place(channel.device), now, validates, rates, outside, share, crosses
-        )
+        offer = Account(counts, *_place(channel.device), now, validates, rates, outside, share)
         found: list[Any] = channel.gather_objects(offer, "foresee memory")
         offers: list[Account] = found
         rates = offers[0].rates
@@ -122,7 +116,7 @@ class Accounts:
             rates.at(one.counts, keeps_best=keeps_best, team=team)
             if one.share is None
             else held_by_stages(
-                *(rates, offers[0].crossing, one.counts, one.share, parallel),
+                *(rates, one.counts, one.share, parallel),
                 keeps_best=keeps_best,
                 team=team,
             )
@@ -148,13 +142,6 @@ class Accounts:
         engine, device = self.engine, self.engine.channel.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.peak()
         return peak, side_by_side(self.predicted, engine.held(self.optimizer, best).beside(peak))
-
-
-def _crossing(model: nn.Module, part: Partition, way: Way) -> tuple[float, float] | None:
-    try:
-        return crossing(model, part, way, settled=False)
-    except Exception:  # a forecast never ends a run
-        return None
 
 
 def _teams(offers: Sequence[Account], tensor: int) -> list[Team | None]:

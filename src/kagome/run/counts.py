@@ -6,13 +6,18 @@ there.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Final
+from itertools import chain
+from typing import Final, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kagome.graph.partition import Partition
+
+Kind = TypeVar("Kind", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -116,3 +121,27 @@ def split_counts(
         [0] * parts if train is None else by_part(learns),
     )
     return tuple(Counts(*row) for row in zip(*columns, strict=True))
+
+
+def fitted(
+    counts: Sequence[Counts], found: Sequence[Mapping[Kind, int]], among: Collection[str] = UNITS
+) -> dict[Kind, tuple[float, ...]]:
+    """Bytes for each of :data:`UNITS`, by kind: whole numbers where all is linear.
+
+    Args:
+        counts: Of some parts.
+        found: Bytes of each of them.
+        among: Which units count: no more than there are parts.
+    """
+    units = np.array([one.units for one in counts], dtype=np.float64)
+    there = units.any(axis=0) & np.isin(UNITS, list(among))
+    scale = units[:, there].max(axis=0)
+    rates = {}
+    for kind in dict.fromkeys(chain.from_iterable(found)):
+        bytes_ = np.array([one.get(kind, 0) for one in found], dtype=np.float64)
+        solved = np.linalg.lstsq(units[:, there] / scale, bytes_, rcond=None)[0] / scale
+        near = np.round(solved)
+        row = np.zeros(len(UNITS))
+        row[there] = np.where(np.abs(solved - near) < 1e-4 * np.maximum(1, np.abs(near)), near, solved)
+        rates[kind] = tuple(row.tolist())
+    return rates

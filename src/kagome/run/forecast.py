@@ -13,9 +13,8 @@ of many sizes tells how many bytes each of these costs, and a part's counts say 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, product
 from typing import Any, Final
@@ -37,10 +36,11 @@ from kagome.neighbors.lazy import EscapeError
 from kagome.neighbors.recompute import recompute
 from kagome.report.holdings import Holdings
 from kagome.run.check import twin_of
-from kagome.run.counts import UNITS, Counts, Team, counts_of, split_counts
+from kagome.run.counts import UNITS, Counts, Team, counts_of, fitted, split_counts
 from kagome.run.gradients import message_bytes
 from kagome.run.holdings import Saved, ledger_of
 from kagome.run.made import drawn, made_pieces
+from kagome.run.task import undisturbed
 
 FITTED: Final = ("features", "edges", "tables", "activations", "halo")
 """Kinds that grow with the graph."""
@@ -175,12 +175,12 @@ def rates_of(
     by_share: dict[str, tuple[float, ...]] = {}
     try:
         pieces = made_pieces(part, several=way.several, loops=loops, seed=way.seed)
-        with _undisturbed():
+        with undisturbed():
             found = _steps(twin_of(model), pieces, way)
         graded = [any(has) for has in zip(*(one.graded for one in found), strict=True)]
-        by_unit = _fit([counts_of(piece) for piece in pieces], [one.bytes for one in found])
+        by_unit = fitted([counts_of(piece) for piece in pieces], [one.bytes for one in found])
         if slices:
-            with _undisturbed():
+            with undisturbed():
                 twin = twin_of(model)
                 by_slice, by_share = (_by_slice(twin, part, way, slices, groups) for groups in (1, 2))
     except Exception as error:  # a forecast never ends a run
@@ -262,18 +262,6 @@ def _given(part: Partition) -> dict[str, tuple[float, ...]]:
 class _Step:
     bytes: Mapping[str, int]
     graded: tuple[bool, ...]
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Whatever draws inside, all generators go on as if it had not."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _steps(twin: nn.Module, pieces: Sequence[Partition], way: Way, tensor: int = 1) -> list[_Step]:
@@ -367,19 +355,3 @@ def _by_slice(
         return tuple(rates.tolist())
 
     return {kind: solved(kind) for kind in SLICE_KINDS}
-
-
-def _fit(counts: Sequence[Counts], found: Sequence[Mapping[str, int]]) -> dict[str, tuple[float, ...]]:
-    """Bytes a unit, by kind: whole numbers where all is linear, as tensors have whole bytes a row."""
-    units = np.array([one.units for one in counts], dtype=np.float64)
-    there = units.any(axis=0)
-    scale = units[:, there].max(axis=0)
-    rates = {}
-    for kind in FITTED:
-        bytes_ = np.array([one[kind] for one in found], dtype=np.float64)
-        solved = np.linalg.lstsq(units[:, there] / scale, bytes_, rcond=None)[0] / scale
-        near = np.round(solved)
-        row = np.zeros(len(UNITS))
-        row[there] = np.where(np.abs(solved - near) < 1e-4 * np.maximum(1, np.abs(near)), near, solved)
-        rates[kind] = tuple(row.tolist())
-    return rates

@@ -46,10 +46,7 @@ class Ledger:
             rows: Whether the share of halo rows in them counts as ``halo``.
         """
         for tensor in tensors:
-            if tensor.device.type != self.device.type or tensor.layout != torch.strided:
-                continue
-            storage = tensor.untyped_storage()
-            place, size = storage.data_ptr(), storage.nbytes()
+            place, size = self._lies(tensor)
             if not size or place in self._seen:
                 continue
             self._seen.add(place)
@@ -57,12 +54,16 @@ class Ledger:
             self.bytes["halo"] += away
             self.bytes[kind] += size - away
 
-    def beside(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of what has not been counted; it is not from here on either."""
-        other = Ledger(self.own, self.halo, self.device)
-        other._seen = set(self._seen)
-        other.add("beside", tensors)
-        return other.bytes["beside"]
+    def apart(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+        """Bytes of each place in memory that has not been counted; it is not from here on either."""
+        return {place: size for place, size in map(self._lies, tensors) if size and place not in self._seen}
+
+    def _lies(self, tensor: Tensor) -> tuple[int, int]:
+        """Where a tensor's memory begins, and its bytes; none where it is not of those that count."""
+        if tensor.device.type != self.device.type or tensor.layout != torch.strided:
+            return 0, 0
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
 
     def _away(self, tensor: Tensor, size: int) -> int:
         """Bytes of the halo rows in a tensor of own and halo rows, or of halo rows alone."""

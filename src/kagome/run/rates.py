@@ -152,24 +152,21 @@ def _epochs(
     return found
 
 
-def crossing(model: nn.Module, part: Partition, way: Way, *, settled: bool = True) -> tuple[float, float]:
+def crossing(model: nn.Module, part: Partition, way: Way) -> tuple[float, float]:
     """Bytes of halos of an epoch: forward for a row that is sent, backward for one that is read.
 
     Args:
         model: Any.
         part: Where attributes are drawn from.
         way: How the model will be run.
-        settled: Whether what is computed of constant features alone has crossed before.
     """
     pieces = made_pieces(part, several=True, loops=False, seed=way.seed)
-    sent, halo = _by_row(model, pieces, way, WHOLE, SETTLED if settled else 1)
+    sent, halo = _by_row(model, pieces, way, WHOLE)
     return float(round(sent)), float(round(halo))
 
 
-def _by_row(
-    model: nn.Module, pieces: Sequence[Partition], way: Way, cut: Parallel, count: int = SETTLED
-) -> tuple[float, float]:
-    found = [each[-1].bytes["halo"] for each in epochs(model, pieces, count, way, cut)]
+def _by_row(model: nn.Module, pieces: Sequence[Partition], way: Way, cut: Parallel) -> tuple[float, float]:
+    found = [each[-1].bytes["halo"] for each in epochs(model, pieces, SETTLED, way, cut)]
     counts = [counts_of(piece) for piece in pieces]
     units = np.array([[one.sent, one.halo] for one in counts], dtype=float)
     rates = np.linalg.lstsq(units, np.array(found, dtype=float), rcond=None)[0]

@@ -55,7 +55,7 @@ class Saving:
         self._found = [reference for reference, _ in alive]
         # In lockstep others are on their way too. What lies anyhow is asked anew: memory changes hands.
         anyhow = ledger_of_chunks(self.chunks, self.model)
-        self.most = max(self.most or 0, anyhow.beside(tensor for _, tensor in alive))
+        self.most = max(self.most or 0, sum(anyhow.apart(tensor for _, tensor in alive).values()))
 
     def done(self) -> None:
         """An epoch has ended."""

@@ -33,6 +33,7 @@ class Share:
     Args:
         now: What it holds before the first epoch.
         kept: Of what autograd keeps of a forward, the share of its stages.
+        read: Bytes of a row at all reads of neighbours by its stages, and of its gradients.
         flight: Of its chunks, the most that are on their way at once.
         gradients: Bytes of its stages' weights.
         optimizer: Bytes of the optimizer's state for them; None where that is not known.
@@ -42,6 +43,7 @@ class Share:
 
     now: Holdings
     kept: float
+    read: tuple[float, float]
     flight: float
     gradients: int
     optimizer: int | None
@@ -49,11 +51,12 @@ class Share:
     edges: int
 
 
-def share_of(pipeline: Pipeline, optimizer: Optimizer) -> Share:
+def share_of(pipeline: Pipeline, counts: Counts, optimizer: Optimizer) -> Share:
     """A rank's, before its first epoch.
 
     Args:
         pipeline: Of this rank.
+        counts: Of its part.
         optimizer: Over the model's parameters.
     """
     rank, chunks, learning = pipeline.mesh.stage, pipeline.chunks, pipeline.owners.parameters
@@ -63,20 +66,23 @@ def share_of(pipeline: Pipeline, optimizer: Optimizer) -> Share:
         flight = simulate(programs, lambda _: 1.0).held[rank] / (chunks.count * len(pipeline.mine))
     own = sum(p.nbytes for p in learning)
     several = pipeline.mesh.weights.size > 1
+    reads = sum(scope.views[0].rows.halo for scope in chunks.apart) if chunks.count > 1 else 0
+    edges = sum(scope.views[0].edge_index.size(1) for scope in chunks.apart)
+    here = counts if chunks.count == 1 else replace(counts, halo=reads, edges=edges, cut=0)
     return Share(
         pipeline.held(optimizer, None),
-        pipeline.staging.kept_by(rank),
+        pipeline.staging.kept_by(rank, here),
+        pipeline.staging.read_by(rank),
         flight,
         sum(message_bytes(learning, 0)) if several else own,
         optimizer_bytes(optimizer, learning),
-        sum(scope.views[0].rows.halo for scope in chunks.apart) if chunks.count > 1 else 0,
-        sum(scope.views[0].edge_index.size(1) for scope in chunks.apart),
+        reads,
+        edges,
     )
 
 
 def held_by_stages(
     rates: Rates,
-    crossing: tuple[float, float] | None,
     counts: Counts,
     share: Share,
     parallel: Parallel,
@@ -88,7 +94,6 @@ def held_by_stages(
 
     Args:
         rates: Of the whole model.
-        crossing: Bytes of a row at all reads of neighbours, and of its gradients; None if not known.
         counts: Of the part.
         share: Of the model.
         parallel: How it is split.
@@ -97,7 +102,7 @@ def held_by_stages(
     """
     whole = rates.at(counts, team=team)
     kept: float | None = whole.activations
-    halo: float | None = whole.halo
+    halo = None if whole.halo is None else whole.halo * share.kept
     if parallel.chunks != 1:
         # Rows that chunks read elsewhere lie in the tables; a layer that gathers them keeps them besides.
         whole = rates.at(replace(counts, halo=0, cut=0, edges=share.edges))
@@ -106,13 +111,11 @@ def held_by_stages(
         kept = None
         if whole.activations is not None:
             kept = whole.activations + gathered * share.reads
-        halo = None
-        if crossing is not None:
-            forward, backward = crossing
-            # Gradients of one epoch; with a guard, those that the next one may take too.
-            own = parallel.cross_chunk == "history" and (parallel.guard or parallel.stale_gradients)
-            each = 2 * forward + (0 if drops else backward * (2 if own else 1))
-            halo = each * (counts.rows + counts.halo)
+        forward, backward = share.read
+        # Gradients of one epoch; with a guard, those that the next one may take too.
+        own = parallel.cross_chunk == "history" and (parallel.guard or parallel.stale_gradients)
+        each = 2 * forward + (0 if drops else backward * (2 if own else 1))
+        halo = each * (counts.rows + counts.halo)
     return Holdings(
         weights=share.now.weights + rates.best * keeps_best,
         gradients=share.gradients,
@@ -121,5 +124,5 @@ def held_by_stages(
         edges=share.now.edges,
         tables=max(share.now.tables, whole.tables),
         activations=None if kept is None else round(kept * share.kept * share.flight),
-        halo=None if halo is None else round(halo * share.kept),
+        halo=None if halo is None else round(halo),
     )

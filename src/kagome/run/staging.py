@@ -19,11 +19,13 @@ from kagome.model.layers import Survey, chain, trace
 from kagome.model.stages import Stage, cut
 from kagome.model.steps import LayerGraph
 from kagome.neighbors.lazy import EscapeError
+from kagome.run.counts import Counts
 from kagome.run.first import by_first
+from kagome.run.keeping import Keeping, keeping
 from kagome.run.looks import looked_at
-from kagome.run.timing import Seconds, kept, timed
+from kagome.run.timing import Seconds, timed
 
-Looked = tuple[Survey, Mapping[str, Seconds], Mapping[str, Seconds], Mapping[str, int], str]
+Looked = tuple[Survey, Mapping[str, Seconds], Mapping[str, Seconds], Keeping, str]
 """What ``Steps`` holds beside the graph."""
 
 
@@ -36,7 +38,7 @@ class Staging:
         survey: What each step's value looks like.
         stages: The stages, in order.
         seconds: What each step takes for all chunks of a part, forward and backward, told from samples.
-        kept: Bytes that autograd keeps of each step, on a sample.
+        keeping: What autograd keeps of each step, and how wide each reads neighbours' rows.
         escape: Why the model cannot run with fast paths; empty where it can.
     """
 
@@ -44,16 +46,33 @@ class Staging:
     survey: Survey
     stages: tuple[Stage, ...]
     seconds: Mapping[str, float]
-    kept: Mapping[str, int]
+    keeping: Keeping
     escape: str
 
-    def kept_by(self, rank: int) -> float:
-        """The share of what autograd keeps of a forward that the stages of a pipeline's rank keep."""
-        return sum(self.kept_of(stage) for stage in self.stages if stage.rank == rank)
+    def kept_by(self, rank: int, counts: Counts) -> float:
+        """Of what autograd keeps of a forward, the share that the stages of a pipeline's rank keep.
 
-    def kept_of(self, stage: Stage) -> float:
+        Together ranks keep more than the whole: what crosses between stages lies with both.
+
+        Args:
+            rank: Of the pipeline.
+            counts: Of the part.
+        """
+        return sum(self.kept_of(stage, counts) for stage in self.stages if stage.rank == rank)
+
+    def kept_of(self, stage: Stage, counts: Counts) -> float:
         """The share of one of the stages."""
-        return sum(self.kept[step.name] for step in stage.steps) / max(sum(self.kept.values()), 1)
+        return self.keeping.share([step.name for step in stage.steps], counts)
+
+    def read_by(self, rank: int) -> tuple[float, float]:
+        """Bytes of a row at all reads of neighbours by a rank's stages, and of its gradients."""
+        both = zip(*(self.read_of(stage) for stage in self.stages if stage.rank == rank), strict=True)
+        forward, backward = map(sum, both)
+        return forward, backward
+
+    def read_of(self, stage: Stage) -> tuple[float, float]:
+        """The same of one of the stages."""
+        return self.keeping.read([step.name for step in stage.steps])
 
 
 def needed(stages: Sequence[Stage], part: Partition) -> Partition:
@@ -74,7 +93,7 @@ class Steps:
         survey: What each one's value looks like.
         calls: Seconds of a call of each, forward and backward.
         rows: Seconds of each row in it, besides.
-        kept: Bytes that autograd keeps of each, on a sample.
+        keeping: What autograd keeps of each, and how wide each reads neighbours' rows.
         escape: Why they cannot run with fast paths; empty where they can.
     """
 
@@ -82,7 +101,7 @@ class Steps:
     survey: Survey
     calls: Mapping[str, Seconds]
     rows: Mapping[str, Seconds]
-    kept: Mapping[str, int]
+    keeping: Keeping
     escape: str
 
     def staging(self, parallel: Parallel, part: Partition) -> Staging:
@@ -115,7 +134,7 @@ class Steps:
             edges=edges,
             ranks=parallel.pipe,
         )
-        return Staging(self.graph, self.survey, stages, seconds, self.kept, self.escape)
+        return Staging(self.graph, self.survey, stages, seconds, self.keeping, self.escape)
 
 
 def stage_model(
@@ -182,7 +201,8 @@ def steps_of(
         ModelError: If the model cannot be traced, or fails on a sample; on every rank.
 
     Cost:
-        On rank 0 some forwards and backwards of a sample of at most ``timing.TIMED`` vertices.
+        On rank 0 some forwards and backwards of a sample of at most ``timing.TIMED`` vertices, and those of
+        :func:`keeping`.
     """
     names = ["edge_index", *part.nodes, *part.edges]
     graph = chain(model, layers, names) if layers else trace(model, names)
@@ -212,4 +232,4 @@ def _measured(
     """Time the steps of a model, and what they keep."""
     graph = seen.told(graph)
     calls, rows = timed(model, graph, seen, part, train, device, fast=fast)
-    return seen, calls, rows, kept(model, graph, part, train, device, fast=fast), escape
+    return seen, calls, rows, keeping(model, graph, part, train, fast=fast), escape

@@ -187,13 +187,15 @@ class Study:
             cut = None if self.steps is None else _cut(model, self.steps, self.part, self.graph, parallel)
             if cut is None:
                 return []
-            return [list(cut.shares), cut.crossing, list(cut.reads), list(cut.kept), cut.chunks]
+            lists = map(list, (cut.shares, cut.reads, cut.kept, cut.widths))
+            return [cut.crossing, cut.chunks, *lists]
 
         found = self.kept.value("cut", [self.facts[0], ranks, dealt, chunks], measure)
         if not found:
             return None
-        shares, sent, reads, kept, in_chunks = found
-        return Cut(tuple(shares), sent, tuple(reads), tuple(kept), dealt, in_chunks)
+        sent, in_chunks, shares, reads, kept, widths = found
+        each = tuple((forward, backward) for forward, backward in widths)
+        return Cut(tuple(shares), sent, tuple(reads), tuple(kept), each, dealt, in_chunks)
 
     def plans(self, cluster: Cluster, allow: Collection[Allowed] = ()) -> Plans:
         """Rank the cuts for a cluster.
@@ -357,11 +359,13 @@ def _cut(model: nn.Module, steps: Steps, part: Partition, graph: Graph, parallel
     spent = [sum(staging.seconds.get(step.name, 0.0) for step in stage.steps) for stage in staging.stages]
     total = sum(spent) or 1.0
     reads = sum(isinstance(module, MessagePassing) for module in model.modules())
+    whole = Counts(graph.vertices, 0, graph.edges, 0, 0, 0, 0)
     return Cut(
         tuple(each / total for each in spent),
         float(stage_bytes(staging.stages, staging.survey, graph.vertices, graph.edges)),
         tuple(max(1, round(reads * each / total)) for each in spent),
-        tuple(map(staging.kept_of, staging.stages)),
+        tuple(staging.kept_of(stage, whole) for stage in staging.stages),
+        tuple(map(staging.read_of, staging.stages)),
         parallel.stages_per_rank,
         not steps.survey.beyond,
     )

@@ -7,10 +7,12 @@ they pass in.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -229,6 +231,18 @@ def draws_of(seed: int, epoch: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         seeds((seed * 1_000_003 + epoch) % 2**63)
         yield
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Whatever draws inside, all generators go on as if it had not."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Timing: seconds of each step of a model, and what autograd keeps of it, on samples of a graph.
+"""Timing: seconds of each step of a model, on samples of a graph.
 
-Where it sits: ``staging`` asks before it cuts.
+Where it sits: ``staging`` asks before it cuts; ``keeping`` meters other things in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from kagome.model.layers import Survey
 from kagome.model.steps import LayerGraph, Ref, Step, failed, mapped, over_after
 from kagome.neighbors import algebra
 from kagome.neighbors.intercept import Interception
-from kagome.run.holdings import ledger_of
 from kagome.run.looks import SAMPLE, On, sample_scope
 
 TIMED: Final = 20_000
@@ -100,20 +99,42 @@ def _fastest(
     """Seconds of each step on a sample, each way the least of :data:`RUNS` after a first; its vertices."""
     scope = sample_scope(part, vertices, train, device, fast=fast)
     seconds: dict[str, list[Seconds]] = {step.name: [] for step in graph.steps}
-    changed = {name for step in graph.steps for name in step.changes}
+    # A thread's own time does not count what the machine gives to others meanwhile.
+    alone = scope.device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
     for _ in range(1 + RUNS):
         with On(model, scope, train):
-            values: dict[str, Any] = dict(scope.inputs)
-            for step, over in zip(graph.steps, over_after(graph.steps), strict=True):
-                with _named(step):
-                    seconds[step.name].append(_one(step, model, values, scope, copies=step.name in changed))
-                for name in over:  # the model may be too large for one rank
-                    del values[name]
+            for step, spent in step_by_step(model, graph, scope, clock):
+                seconds[step.name].append(spent)
     fastest = {}
     for name, each in seconds.items():
         forward, backward = zip(*each[1:], strict=True)
         fastest[name] = min(forward), min(backward)
     return fastest, scope.own
+
+
+def step_by_step(
+    model: nn.Module, graph: LayerGraph, scope: Interception, clock: Callable[[], float]
+) -> Iterator[tuple[Step, Seconds]]:
+    """Run all steps, each forward and at once backward: what each one takes, by some meter.
+
+    Args:
+        model: With the interception's hooks.
+        graph: Its steps.
+        scope: The interception.
+        clock: Seconds, or whatever else goes up meanwhile.
+
+    Raises:
+        ModelError: If a step fails, with its line.
+    """
+    values: dict[str, Any] = dict(scope.inputs)
+    changed = {name for step in graph.steps for name in step.changes}
+    for step, over in zip(graph.steps, over_after(graph.steps), strict=True):
+        with _named(step):
+            spent = _one(step, model, values, scope, clock=clock, copies=step.name in changed)
+        yield step, spent
+        for name in over:  # the model may be too large for one rank
+            del values[name]
 
 
 @contextmanager
@@ -127,42 +148,20 @@ def _named(step: Step) -> Iterator[None]:
         raise failed(step, error) from error
 
 
-def kept(
-    model: nn.Module, graph: LayerGraph, part: Partition, train: Train, device: torch.device, *, fast: bool
-) -> dict[str, int]:
-    """Bytes that autograd keeps of each step; of what several keep the first one's. As :func:`timed`."""
-    scope = sample_scope(part, SAMPLE, train, device, fast=fast)
-    found: dict[str, int] = {}
-    with On(model, scope, train):
-        values: dict[str, Any] = dict(scope.inputs)
-        ledger = ledger_of(scope, model)
-        alive: list[Tensor] = []
-
-        def keep(tensor: Tensor) -> Tensor:
-            if not scope.lasting(tensor):
-                alive.append(tensor.detach())
-            return tensor
-
-        for step in graph.steps:
-            with _named(step), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                values[step.name] = step.call(model, values, training=True)
-            before = ledger.bytes["activations"]
-            ledger.add("activations", alive)
-            found[step.name] = ledger.bytes["activations"] - before
-    return found
-
-
 def _one(
-    step: Step, model: nn.Module, values: dict[str, Any], scope: Interception, *, copies: bool = False
+    step: Step,
+    model: nn.Module,
+    values: dict[str, Any],
+    scope: Interception,
+    *,
+    clock: Callable[[], float],
+    copies: bool,
 ) -> Seconds:
-    """Run a step forward and backward; the seconds of each.
+    """Run a step forward and backward; what each takes.
 
     What it gives are leaves for the steps that read it, each of which comes backward alone; or copies of
     leaves, where a later step writes to them.
     """
-    # A thread's own time does not count what the machine gives to others meanwhile.
-    alone = scope.device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.process_time if alone else time.perf_counter
     _wait(scope.device)
     begun = clock()
     out = mapped(step.call(model, values, training=True), _computed)
@@ -180,6 +179,11 @@ def _one(
         return _marked(given, value, scope)
 
     values[step.name] = mapped(out, leaf_of)
+    token = scope.turn.token
+    if token.grad_fn is not None:  # peers come by all exchanges in backward, also where no rows are read
+        roots.append(token)
+        leaves.append(token.detach().requires_grad_())
+        scope.turn.token = leaves[-1]
     back = 0.0
     if roots:
         views = [leaf.view_as(leaf) for leaf in leaves]

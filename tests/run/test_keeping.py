@@ -1,0 +1,148 @@
+"""What steps keep for backward, and read: told apart by steps and by rows, also where a cut parts them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.nn import GATConv, SAGEConv
+
+from kagome.config import Train
+from kagome.graph.partition import Partition, partition
+from kagome.model.layers import trace
+from kagome.run import keeping
+from kagome.run.counts import Counts
+from kagome.run.keeping import Keeping
+
+WIDTH, HIDDEN = 6, 10
+
+
+class Shared(nn.Module):
+    """What the ReLU gives is kept by itself and by the layers that read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = SAGEConv(WIDTH, HIDDEN, aggr="max"), nn.Linear(HIDDEN, 3)
+        self.heads = GATConv(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        hidden = self.first(x, edge_index).relu()
+        return self.last(hidden) + self.heads(hidden, edge_index)[:, :3]
+
+
+class Odd(nn.Module):
+    def __init__(self, refuses: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.inner, self.refuses = SAGEConv(WIDTH, 3), refuses
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        if self.refuses(x):
+            raise ValueError("not such a graph")
+        return self.inner(x, edge_index).tanh()
+
+
+class Around(nn.Module):
+    def __init__(self, refuses: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.odd = Odd(refuses)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.odd(x, edge_index).sigmoid()
+
+
+def part() -> Partition:
+    generator = torch.Generator().manual_seed(2)
+    data = Data(
+        x=torch.randn(300, WIDTH, generator=generator),
+        edge_index=torch.randint(0, 300, (2, 1500), generator=generator),
+        y=torch.zeros(300, dtype=torch.long),
+    )
+    return partition(data, parts=1, method="contiguous")[0]
+
+
+def found(model: nn.Module, train: Train | None = None) -> Keeping:
+    here = part()
+    graph = trace(model, ["edge_index", *here.nodes])
+    return keeping.keeping(model, graph, here, train or Train(), fast=True)
+
+
+def of(rows: int, edges: int = 0) -> Counts:
+    return Counts(rows=rows, halo=0, edges=edges, loops=0, cut=0, sent=0, train=0)
+
+
+def test_what_two_steps_keep_lies_with_both_where_a_cut_parts_them() -> None:
+    kept = found(Shared())
+    relu = next(name for name in kept.reads if "relu" in name)
+    (shared,) = (rates for names, rates in kept.pieces.items() if relu in names)
+    (names,) = (names for names in kept.pieces if relu in names)
+    assert names >= {relu, "last"}
+    assert shared[1] == 4 * HIDDEN
+    counts = of(100, 400)
+    before, after = ["first", relu], [name for name in kept.reads if name not in ("first", relu)]
+    both = kept.share(before, counts) + kept.share(after, counts)
+    whole = np.array(list(kept.pieces.values())).sum(0) @ counts.units
+    assert both == pytest.approx(1 + 4 * HIDDEN * 100 / whole)
+    assert kept.share([*before, *after], counts) == pytest.approx(1)
+    assert kept.share([], counts) == 0
+
+
+def test_edges_weigh_where_there_are_many() -> None:
+    """Attention keeps numbers an edge; a sample of few vertices has few edges among them."""
+    kept = found(Shared())
+    few, many = (kept.share(["heads"], of(100, edges)) for edges in (0, 10_000))
+    assert few < many < 1
+
+
+def test_reads_are_as_wide_as_the_rows_that_cross() -> None:
+    kept = found(Shared())
+    assert kept.read(["first"]) == (4 * WIDTH, 0)  # features pass no gradient on
+    forward, backward = kept.read(["heads"])
+    assert forward == backward >= 4 * HIDDEN
+    assert kept.read(["last"]) == (0, 0)
+    both = kept.read(["first", "heads"])
+    assert both == (4 * WIDTH + forward, backward)
+
+
+def test_halves_are_half_as_wide() -> None:
+    full, half = (found(Shared(), Train(amp=amp)).read(["heads"])[0] for amp in ("none", "bf16"))
+    assert 0 < half < full
+
+
+def test_a_model_that_made_graphs_do_not_suit_is_run_on_its_own() -> None:
+    kept = found(Around(lambda x: x.size(0) not in (48, 24)))
+    counts = of(48, 100)
+    assert set(kept.pieces) == {frozenset({"odd"}), frozenset({"sigmoid"})}
+    assert all(rates[1] == 12 for rates in kept.pieces.values())
+    assert kept.share(["odd"], counts) == pytest.approx(0.5)
+    assert kept.read(["odd"]) == (0, 0)  # of rows that cross a sample tells nothing
+
+
+def test_of_a_model_that_runs_on_none_all_may_lie_anywhere() -> None:
+    kept = found(Around(lambda x: x.size(0) < 100))
+    assert kept == Keeping({}, {})
+    assert kept.share(["odd"], of(48)) == 1
+    assert kept.read(["odd"]) == (0, 0)
+
+
+def test_asking_changes_nothing() -> None:
+    model = Shared().eval()
+    before = copy.deepcopy(model.state_dict())
+
+    def draws() -> tuple[float, float, float]:
+        return float(torch.rand(1)), float(np.random.rand()), random.random()
+
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    expected = draws()
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    found(model)
+    assert draws() == expected
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not model.training
+    assert not any(module._forward_hooks for module in model.modules())
