@@ -60,7 +60,7 @@ def start(tmp_path):
             job.kill()
 
 
-def ended(job: subprocess.Popen, timeout: float = 90) -> tuple[int, str, str]:
+def ended(job: subprocess.Popen, timeout: float = 180) -> tuple[int, str, str]:
     out, err = job.communicate(timeout=timeout)
     return job.returncode, out, err
 
@@ -99,7 +99,7 @@ def test_a_rank_that_dies_ends_the_job_soon_with_its_own_traceback(start):
     job = start("train", *FEW[:2], *flags, "--train.epochs", "9999", "--report.no-progress")
     begun = time.monotonic()
     code, out, err = ended(job)
-    assert time.monotonic() - begun < 15 + 20  # the start of four processes included
+    assert time.monotonic() - begun < 80  # of 300 for which the others would wait; a machine may be busy
     assert code == 1
     assert "rank 1 failed" in err
     assert "ZeroDivisionError: its own bug" in err
@@ -113,13 +113,13 @@ def test_sigterm_saves_and_a_resume_on_other_ranks_goes_on(start, tmp_path, monk
     many = ("train", *FEW[:2], "--train.epochs", "100000", "--report.no-progress", "--train.no-check")
     job = start(*many, "--nproc", str(nproc), "--out", "run")
     lines = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not lines.exists() or lines.read_text().count("\n") < 3:
         assert time.monotonic() < deadline
         assert job.poll() is None, job.communicate()
         time.sleep(0.1)
     job.send_signal(signal.SIGTERM)
-    code, out, err = ended(job, timeout=40)
+    code, out, err = ended(job, timeout=120)
     assert code == 128 + signal.SIGTERM
     assert "Traceback" not in err + out
     saved = int((tmp_path / "run" / "checkpoints" / "latest").read_text().strip().removeprefix("epoch-"))

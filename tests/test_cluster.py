@@ -35,7 +35,7 @@ def outside() -> list[str]:
 
 def reached(cluster: emulated.Cluster, way: str, low: float, high: float) -> float:
     """Mbit/s of a link: never more than ``high``; less than ``low`` only while others keep the cores busy."""
-    for _ in range(5):
+    for _ in range(30):
         found: float = probe.rate(probe.link(cluster, 0, 1)["seconds"][way])
         if not found < low:
             return found

@@ -146,7 +146,7 @@ def test_a_failed_rank_ends_the_job_soon_with_its_own_words(how, words, no_words
     begun = time.monotonic()
     with pytest.raises(LaunchError) as caught:
         start_local(3, fails, how, loaded=LOADED if how in ("bug", "killed") else ())
-    assert time.monotonic() - begun < 15 + 10  # the start of three processes included
+    assert time.monotonic() - begun < 60  # of the 100 for which a rank sleeps; a machine may be busy
     for word in words:
         assert word in str(caught.value)
     for word in no_words:
@@ -198,7 +198,7 @@ def script(folder: Path, function: str, argument: str, loaded: tuple[str, ...] =
 
 def ready(folder: Path) -> None:
     """Wait until both ranks are there."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while len(list(folder.glob("ready-*"))) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -211,7 +211,7 @@ def test_ranks_outlive_no_launcher(tmp_path, loaded):
     job = script(tmp_path, "save_at_sigterm", str(tmp_path), loaded)
     ready(tmp_path)
     job.kill()
-    job.communicate(timeout=40)  # the ranks have the other end of its output: they have ended
+    job.communicate(timeout=120)  # the ranks have the other end of its output: they have ended
     assert len(list(tmp_path.glob("saved-*"))) == 2
 
 
@@ -225,15 +225,15 @@ def test_a_stop_reaches_the_ranks_once_and_lets_them_save(tmp_path, how):
     else:
         os.kill(job.pid, signal.SIGTERM)
     begun = time.monotonic()
-    job.communicate(timeout=40)
+    job.communicate(timeout=120)
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
-    assert time.monotonic() - begun < 12  # nobody was waited for after it had saved
+    assert time.monotonic() - begun < launch.SAVE_SECONDS  # nobody was waited for after it had saved
     assert job.returncode not in (0, None)
 
 
 def test_output_of_the_ranks_goes_through_and_failure_is_a_code(tmp_path):
     job = script(tmp_path, "speaks_then_fails", "hello")
-    out, _ = job.communicate(timeout=60)
+    out, _ = job.communicate(timeout=180)
     assert "hello from 0" in out
     assert "hello from 1" in out
     assert "rank 0 failed" in out
@@ -247,4 +247,4 @@ def speaks_then_fails(word: str) -> None:
     time.sleep(1.0)
     if rank == "0":
         raise ValueError("on purpose")
-    time.sleep(60)
+    time.sleep(170)

@@ -323,7 +323,7 @@ def test_a_late_peer_is_named_with_what_it_did(ranks, world, how):
     answers = ranks(world, too_late, how, spoils=True)
     texts = [text for text, _ in answers if text]
     assert all("'halo of conv1.x, epoch 3'" in text for text in texts)
-    assert all(seconds < 4 for _, seconds in answers)
+    assert all(seconds < 20 for _, seconds in answers)
     # With several ranks the first to give up closes its connections; the others may see that instead.
     late = [text for text in texts if "nothing came within 1 s" in text]
     assert late

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -12,8 +13,11 @@ import torch.distributed as dist
 
 from kagome.comm.watch import Watch
 
+WARN = 0.5
+"""Seconds from which on a wait is told."""
 
-def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
@@ -25,7 +29,12 @@ def two():
     store, lines = dist.HashStore(), []
     watches = [
         Watch(
-            store, rank, 2, say=lambda line, rank=rank: lines.append((rank, line)), every=0.05, warn_after=0.3
+            store,
+            rank,
+            2,
+            say=lambda line, rank=rank: lines.append((rank, line)),
+            every=0.05,
+            warn_after=WARN,
         )
         for rank in (0, 1)
     ]
@@ -39,23 +48,23 @@ def test_a_long_wait_is_told_once_with_what_the_peer_does(two):
     second.doing("epoch 2: optimizer")
     with first.waiting("halo forward of conv1.x, epoch 3", [1]):
         until(lambda: lines)
-        time.sleep(0.3)
-    assert lines == [
-        (
-            0,
-            "rank 0 has waited 0 s in 'halo forward of conv1.x, epoch 3' for rank 1, "
-            "which was last seen in 'epoch 2: optimizer' 0 s ago",
-        )
-    ]
+        time.sleep(WARN)
+    ((rank, line),) = lines
+    assert rank == 0
+    assert re.fullmatch(
+        r"rank 0 has waited \d+ s in 'halo forward of conv1.x, epoch 3' for rank 1, "
+        r"which was last seen in 'epoch 2: optimizer' \d+ s ago",
+        line,
+    )
     with first.waiting("the next", [1]):
         until(lambda: len(lines) == 2)
 
 
 def test_short_waits_are_not_told(two):
     first, _, lines = two
-    for _ in range(20):
+    for _ in range(40):
         with first.waiting("halo", [1]):
-            time.sleep(0.02)
+            time.sleep(WARN / 20)
     assert not lines
 
 
@@ -80,7 +89,7 @@ def test_a_rank_that_stopped_publishing_gives_no_sign_of_life(two):
     first, second, _ = two
     second.close()
     time.sleep(1.1)
-    assert "no sign of life for 1 s" in first.describe(1)
+    assert re.search(r"no sign of life for [1-9]\d* s", first.describe(1))
 
 
 def test_a_rank_never_seen(two):
@@ -110,14 +119,13 @@ def test_a_blocking_call_on_the_run_s_store_does_not_hold_the_news_back():
     other = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     first = Watch(store, 0, 2, say=print, every=0.05)
     second = Watch(other, 1, 2, say=print, every=0.05)
-    blocked = threading.Thread(target=lambda: store.wait(["never"], timedelta(seconds=1.5)), daemon=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading, "excepthook", lambda args: None)  # that wait fails in the end, as it must
-        blocked.start()
-        first.doing("epoch 9")
-        until(lambda: "'epoch 9'" in second.describe(0), seconds=1.0)
-        assert blocked.is_alive()
-        blocked.join()
+    blocked = threading.Thread(target=lambda: store.wait(["late"], timedelta(seconds=120)), daemon=True)
+    blocked.start()
+    first.doing("epoch 9")
+    until(lambda: "'epoch 9'" in second.describe(0))
+    assert blocked.is_alive()
+    other.set("late", "here")
+    blocked.join()
     first.close()
     second.close()
 
