@@ -170,7 +170,7 @@ def measure(
     folder = options.runs / "-".join(first.key.replace(f"/{first.rate:g}", "").split("/")).replace(" ", "_")
     shutil.rmtree(folder, ignore_errors=True)
     words = command(first, options, folder, sweep.length(stretches))
-    told = " ".join(["kagome", *words[3:]]).replace(str(folder), "DIR")
+    told = " ".join(["kagome", *words[3:]]).replace(str(folder), "DIR").replace(str(options.data), "DATA")
     rows = {
         case.key: {
             "key": case.key,
