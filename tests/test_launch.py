@@ -247,4 +247,4 @@ def speaks_then_fails(word: str) -> None:
     time.sleep(1.0)
     if rank == "0":
         raise ValueError("on purpose")
-    time.sleep(170)
+    time.sleep(600)

@@ -328,7 +328,7 @@ def test_stages_wait_for_each_other() -> None:
     both = pipes(cut, 2, LOADS, RATES, ONE, 0.0, chunks=8)
     assert both.name == "pipe=2 graph=2"
     assert both.bytes_per_epoch["halo"] == 50 * 64 + round(50 * 64 * 2 / 3)
-    dealt = Cut((0.25,) * 4, 3 * 8e3, (1,) * 4, (0.25,) * 4, ((16, 16),) * 4, dealt=2)
+    dealt = Cut((0.25,) * 4, 3 * 8e3, (1,) * 4, (0.5,) * 2, ((32, 32),) * 2, dealt=2)
     found = pipes(dealt, 1, [whole], rates, fast, 0.0, chunks=8)
     assert found.name == "pipe=2 stages_per_rank=2"
     # Each rank does half of everything; the second begins a sixteenth of its time later, not an eighth.

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
+from torch_geometric.nn import GCNConv, SAGEConv
 from training import CLASSES, FEATURES, QUIET, Gat, Gcn, graph, model, settings
 
 import kagome
@@ -132,13 +133,51 @@ def test_stages_hold_what_was_foretold(ranks, world: int, cut: dict[str, Any]) -
 
 
 def as_foretold(memory: list[dict[str, Any]]) -> None:
-    """Of tables but for degrees, which each stage reads anew: four bytes a row, twice."""
+    """Of tables but for degrees, which count for each layer and are read once a stage."""
     for one in memory:
         predicted, measured = one["predicted"], one["measured"]
         for kind in ("weights", "gradients", "optimizer", "features", "edges"):
             assert predicted[kind] == measured[kind], kind
-        assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.05)
-        assert predicted["halo"] == pytest.approx(measured["halo"], rel=0.05, abs=8 * 600)
+        assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.04)
+        assert predicted["halo"] == pytest.approx(measured["halo"], rel=0.1)
+
+
+class TwoReads(nn.Module):
+    """Two layers read the features, which are kept; one of them takes extremes and gathers no row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (SAGEConv(16, 16, aggr="max") for _ in range(2))
+        self.inner, self.last = nn.Linear(16, 16), SAGEConv(16, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        hidden = self.inner(self.one(x, edge_index).relu()).relu()
+        return self.last(hidden + self.other(x, edge_index).relu(), edge_index)
+
+
+class Skip(nn.Module):
+    """The first rows are read again by the last layer: with dealt stages the same rank may have both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs, self.last = nn.ModuleList(GCNConv(16, 16) for _ in range(5)), GCNConv(16, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        first = hidden = self.convs[0](x, edge_index).relu()
+        for conv in list(self.convs)[1:]:
+            hidden = conv(hidden, edge_index).relu()
+        return self.last(hidden * first, edge_index)
+
+
+def skipping(channel: Channel) -> list[dict[str, Any]]:
+    data = kagome.load("sbm:vertices=600,degree=8,features=16,classes=4,communities=8")
+    torch.manual_seed(0)
+    cut = config.Parallel(pipe=2, stages_per_rank=2, chunks=4, reuse=False)
+    return held(Skip(), data, parallel=cut)
+
+
+def test_what_stages_of_one_rank_share_counts_once(ranks) -> None:
+    as_foretold(ranks(2, skipping)[0])
 
 
 def at_each_cut(channel: Channel, name: str, cut: dict[str, Any]) -> list[list[dict[str, Any]]]:
@@ -154,8 +193,10 @@ def at_each_cut(channel: Channel, name: str, cut: dict[str, Any]) -> list[list[d
             return spent, dict.fromkeys(names, (0.0, 0.0))
 
         torch.manual_seed(0)
-        chosen = config.Model(name=name, layers=3, hidden=16, heads=4, dropout=0.5)
-        mine = build_model(chosen, in_channels=16, out_channels=4, num_nodes=600)
+        mine: nn.Module = TwoReads()
+        if name != "two reads":
+            chosen = config.Model(name=name, layers=3, hidden=16, heads=4, dropout=0.5)
+            mine = build_model(chosen, in_channels=16, out_channels=4, num_nodes=600)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(staging, "timed", heavy)
             memory = held(mine, data, parallel=config.Parallel(pipe=2, reuse=False, **cut))
@@ -168,6 +209,7 @@ def at_each_cut(channel: Channel, name: str, cut: dict[str, Any]) -> list[list[d
     ("name", "cut"),
     [
         ("gcn", {"cross_chunk": "exact"}),
+        ("two reads", {}),
         pytest.param("gcn2", {}, marks=pytest.mark.slow),
         pytest.param("gat", {"chunks": 1}, marks=pytest.mark.slow),
         pytest.param("gat", {"cross_chunk": "drop"}, marks=pytest.mark.slow),

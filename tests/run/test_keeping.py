@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -78,18 +79,18 @@ def of(rows: int, edges: int = 0) -> Counts:
 
 def test_what_two_steps_keep_lies_with_both_where_a_cut_parts_them() -> None:
     kept = found(Shared())
-    relu = next(name for name in kept.reads if "relu" in name)
-    (shared,) = (rates for names, rates in kept.pieces.items() if relu in names)
-    (names,) = (names for names in kept.pieces if relu in names)
+    every = set(chain(*kept.pieces))
+    relu = next(name for name in every if "relu" in name)
+    ((names, shared),) = ((names, rates) for names, rates in kept.pieces.items() if relu in names)
     assert names >= {relu, "last"}
     assert shared[1] == 4 * HIDDEN
-    counts = of(100, 400)
-    before, after = ["first", relu], [name for name in kept.reads if name not in ("first", relu)]
-    both = kept.share(before, counts) + kept.share(after, counts)
+    counts, before = of(100, 400), {"first", relu}
+    both = kept.share(before, counts) + kept.share(every - before, counts)
     whole = np.array(list(kept.pieces.values())).sum(0) @ counts.units
     assert both == pytest.approx(1 + 4 * HIDDEN * 100 / whole)
-    assert kept.share([*before, *after], counts) == pytest.approx(1)
+    assert kept.share(every, counts) == pytest.approx(1)
     assert kept.share([], counts) == 0
+    assert kept.whole(counts) == pytest.approx(whole)
 
 
 def test_edges_weigh_where_there_are_many() -> None:
@@ -102,36 +103,72 @@ def test_edges_weigh_where_there_are_many() -> None:
 def test_reads_are_as_wide_as_the_rows_that_cross() -> None:
     kept = found(Shared())
     assert kept.read(["first"]) == (4 * WIDTH, 0)  # features pass no gradient on
-    forward, backward = kept.read(["heads"])
-    assert forward == backward >= 4 * HIDDEN
+    assert kept.read(["heads"]) == (4 * HIDDEN + 4, 4 * HIDDEN + 4)  # and a number for its one head
     assert kept.read(["last"]) == (0, 0)
-    both = kept.read(["first", "heads"])
-    assert both == (4 * WIDTH + forward, backward)
+    assert kept.read(["first", "heads"]) == (4 * (WIDTH + HIDDEN) + 4, 4 * HIDDEN + 4)
+
+
+def test_features_that_two_layers_read_cross_for_each_stage_and_once_for_one() -> None:
+    """Rows that do not change are kept; a stage that begins later has not kept them."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = (SAGEConv(WIDTH, 3, aggr="max") for _ in range(2))
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.one(x, edge_index) + self.other(x, edge_index)
+
+    kept = found(Twice())
+    assert kept.read(["one"]) == kept.read(["other"]) == kept.read(["one", "other"]) == (4 * WIDTH, 0)
 
 
 def test_halves_are_half_as_wide() -> None:
-    full, half = (found(Shared(), Train(amp=amp)).read(["heads"])[0] for amp in ("none", "bf16"))
-    assert 0 < half < full
+    """Of rows that attention reads; what it weighs a head by stays whole."""
+    full, half = (found(Shared(), Train(amp=amp)).read(["heads"]) for amp in ("none", "bf16"))
+    assert full == (4 * HIDDEN + 4, 4 * HIDDEN + 4)
+    assert half == (2 * HIDDEN + 4, 2 * HIDDEN + 4)
 
 
 def test_a_model_that_made_graphs_do_not_suit_is_run_on_its_own() -> None:
     kept = found(Around(lambda x: x.size(0) not in (48, 24)))
-    counts = of(48, 100)
     assert set(kept.pieces) == {frozenset({"odd"}), frozenset({"sigmoid"})}
     assert all(rates[1] == 12 for rates in kept.pieces.values())
-    assert kept.share(["odd"], counts) == pytest.approx(0.5)
-    assert kept.read(["odd"]) == (0, 0)  # of rows that cross a sample tells nothing
+    assert kept.share(["odd"], of(48, 100)) == pytest.approx(0.5)
+    assert kept.read(["odd"]) is None  # of rows that cross a sample tells nothing
 
 
 def test_of_a_model_that_runs_on_none_all_may_lie_anywhere() -> None:
     kept = found(Around(lambda x: x.size(0) < 100))
-    assert kept == Keeping({}, {})
+    assert kept == Keeping({}, None)
+    assert kept.whole(of(48)) is None
     assert kept.share(["odd"], of(48)) == 1
-    assert kept.read(["odd"]) == (0, 0)
+    assert kept.read(["odd"]) is None
+
+
+class Noisy(SAGEConv):
+    """One step, which draws from whatever there is."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        noise = random.random() + float(np.random.rand()) + float(torch.rand(1))
+        out: Tensor = super().forward(x, edge_index) * noise
+        return out
+
+
+class Moving(nn.Module):
+    """It draws, and moves a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.noisy = nn.BatchNorm1d(WIDTH), Noisy(WIDTH, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.noisy(self.norm(x), edge_index)
 
 
 def test_asking_changes_nothing() -> None:
-    model = Shared().eval()
+    model, here = Moving().eval(), part()
+    graph = trace(model, ["edge_index", *here.nodes])
     before = copy.deepcopy(model.state_dict())
 
     def draws() -> tuple[float, float, float]:
@@ -140,8 +177,9 @@ def test_asking_changes_nothing() -> None:
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
     expected = draws()
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
-    found(model)
+    kept = keeping.keeping(model, graph, here, Train(), fast=True)
     assert draws() == expected
+    assert kept.pieces
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert not model.training

@@ -356,6 +356,11 @@ class Interception(Late, TorchFunctionMode):
         self._wholes.clear()
         self._parts.clear()
 
+    def forget_kept(self) -> None:
+        """What was computed, or read, of lasting tensors is not known any more."""
+        self.remembered.clear()
+        self._constants.clear()
+
     def mark(self, tensor: Tensor, mark: Mark) -> Tensor:
         """Say what a tensor stands for."""
         return self.marks.put(tensor, mark)

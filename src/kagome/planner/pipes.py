@@ -30,8 +30,8 @@ class Cut:
         shares: Of the computing, by stage.
         crossing: Bytes of all messages between stages of an epoch, of the whole graph.
         reads: Of neighbours, by stage.
-        kept: Of what autograd keeps of a forward, by stage; what crosses between two lies with both.
-        widths: Bytes of a row at all reads of neighbours, and of its gradients, by stage.
+        kept: Of what autograd keeps of a forward, by rank; what crosses between two lies with both.
+        widths: Bytes of a row at all reads of neighbours, and of its gradients, by rank; None if not known.
         dealt: Stages of each rank, dealt round.
         chunks: Whether chunks can pass it: every layer reads by the edges into a vertex alone.
     """
@@ -40,7 +40,7 @@ class Cut:
     crossing: float
     reads: tuple[int, ...]
     kept: tuple[float, ...]
-    widths: tuple[tuple[float, float], ...]
+    widths: tuple[tuple[float, float], ...] | None
     dealt: int = 1
     chunks: bool = True
 
@@ -49,19 +49,16 @@ class Cut:
         """Those that the stages are dealt to."""
         return len(self.shares) // self.dealt
 
-    def kept_by(self, rank: int) -> float:
-        """A rank's share of what autograd keeps."""
-        return sum(self.kept[rank :: self.ranks])
-
-    def tables(self, rank: int, *, old: bool) -> float:
+    def tables(self, rank: int, rates: Rates, *, old: bool) -> float:
         """Bytes that a rank with chunks keeps of a row, for its reads.
 
         Args:
             rank: Which.
+            rates: Of the whole model: so much it may be where widths are not known.
             old: Whether gradients of an epoch before are kept too.
         """
-        mine = self.widths[rank :: self.ranks]
-        return sum(HALVES * forward + (HALVES if old else 1) * backward for forward, backward in mine)
+        forward, backward = (rates.forward, rates.backward) if self.widths is None else self.widths[rank]
+        return HALVES * forward + (HALVES if old else 1) * backward
 
 
 CHUNK = 6e-4
@@ -145,8 +142,8 @@ def pipes(
         sent,
         max(
             load.whole
-            + (load.memory - load.whole) * cut.kept_by(rank)
-            + (cut.tables(rank, old=old) * (load.rows + load.halo) if chunks > 1 else 0.0)
+            + (load.memory - load.whole) * cut.kept[rank]
+            + (cut.tables(rank, rates, old=old) * (load.rows + load.halo) if chunks > 1 else 0.0)
             for load in loads
             for rank in range(ranks)
         ),

@@ -115,11 +115,7 @@ class Accounts:
         held = [
             rates.at(one.counts, keeps_best=keeps_best, team=team)
             if one.share is None
-            else held_by_stages(
-                *(rates, one.counts, one.share, parallel),
-                keeps_best=keeps_best,
-                team=team,
-            )
+            else held_by_stages(rates, one.counts, one.share, parallel, keeps_best=keeps_best, team=team)
             for one, team in zip(offers, teams, strict=True)
         ]
         self.predicted = held[channel.rank]

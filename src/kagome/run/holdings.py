@@ -55,7 +55,14 @@ class Ledger:
             self.bytes[kind] += size - away
 
     def apart(self, tensors: Iterable[Tensor]) -> dict[int, int]:
-        """Bytes of each place in memory that has not been counted; it is not from here on either."""
+        """What has not been counted; it is not from here on either.
+
+        Args:
+            tensors: Any.
+
+        Returns:
+            Place in memory -> its bytes.
+        """
         return {place: size for place, size in map(self._lies, tensors) if size and place not in self._seen}
 
     def _lies(self, tensor: Tensor) -> tuple[int, int]:

@@ -3,22 +3,25 @@
 Where it sits: ``staging`` asks before it cuts a model; memory is foretold by what each stage keeps and reads.
 
 Steps share memory: what a ReLU gives it keeps itself, and so does the layer that reads it. Where a cut lies
-between them each stage has a piece of its own, else there is one for both::
+between them each stage has a piece of its own, else there is one for both. Reads of the same rows likewise::
 
-    conv ── relu ── dropout ── conv      pieces: {relu, dropout}, {dropout, conv}
-              └──1──┘ └───2─────┘        a stage has those that any of its steps keeps
+    first ── relu ── last        pieces: {first}, {relu, last}
+                │                a rank has those that any step of its stages keeps
+           (a cut here)
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kagome.comm.local import LocalChannel, LocalGroup
+from kagome.comm.local import Come, LocalChannel, LocalGroup
 from kagome.config import Train
 from kagome.graph.partition import Partition, partition
 from kagome.model.copies import copied
@@ -28,7 +31,7 @@ from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
 from kagome.run.check import twin_of
 from kagome.run.counts import UNITS, Counts, counts_of, fitted
-from kagome.run.holdings import ledger_of
+from kagome.run.holdings import HeldTensor, ledger_of, restored
 from kagome.run.looks import SAMPLE, On
 from kagome.run.made import made_pieces
 from kagome.run.sample import take_sample
@@ -36,7 +39,9 @@ from kagome.run.task import undisturbed
 from kagome.run.timing import step_by_step
 
 Pieces = Mapping[frozenset[str], int]
-"""Bytes that autograd keeps, by the steps that keep them."""
+"""Bytes that autograd keeps, or rows that are read, by the steps that share them."""
+Pair = tuple[float, float]
+"""Forward, and backward."""
 
 
 @dataclass(frozen=True)
@@ -44,35 +49,56 @@ class Keeping:
     """Of a model's steps, by their names.
 
     Args:
-        pieces: The steps that keep some memory -> its bytes for each of ``counts.UNITS``.
-        reads: Step -> bytes of a row that it reads of neighbours, and of that row's gradient.
+        pieces: The steps that keep some memory -> its bytes for each of ``counts.UNITS``; none if not known.
+        reads: The steps that read some rows of neighbours -> bytes of such a row, and of its gradient; None
+            if not known.
     """
 
     pieces: Mapping[frozenset[str], tuple[float, ...]]
-    reads: Mapping[str, tuple[float, float]]
+    reads: Mapping[frozenset[str], Pair] | None
+
+    def whole(self, counts: Counts) -> float | None:
+        """Bytes that autograd keeps of the whole model; None where that is not known.
+
+        Args:
+            counts: Of what the model is run on.
+        """
+        return sum(self._sizes(counts).values()) if self.pieces else None
 
     def share(self, steps: Collection[str], counts: Counts) -> float:
         """Of what autograd keeps of the whole model, what it keeps of some steps.
 
         Args:
-            steps: Those of a stage.
+            steps: Those of all stages of a rank.
             counts: Of what the model is run on.
 
         Returns:
             All of it where nothing is known.
         """
-        names = set(steps)
-        every = {
-            keepers: max(sum(rate * unit for rate, unit in zip(rates, counts.units, strict=True)), 0.0)
-            for keepers, rates in self.pieces.items()
-        }
+        names, every = set(steps), self._sizes(counts)
         whole = sum(every.values())
         return sum(size for keepers, size in every.items() if keepers & names) / whole if whole else 1.0
 
-    def read(self, steps: Collection[str]) -> tuple[float, float]:
-        """Bytes of a row at all reads of neighbours by some steps, and of its gradients."""
-        forward, backward = (sum(self.reads.get(name, (0.0, 0.0))[way] for name in steps) for way in (0, 1))
-        return forward, backward
+    def _sizes(self, counts: Counts) -> dict[frozenset[str], float]:
+        return {
+            keepers: max(sum(rate * unit for rate, unit in zip(rates, counts.units, strict=True)), 0.0)
+            for keepers, rates in self.pieces.items()
+        }
+
+    def read(self, steps: Collection[str]) -> Pair | None:
+        """Bytes of a row at all reads of neighbours by some steps, and of its gradients.
+
+        Args:
+            steps: Those of all stages of a rank.
+
+        Returns:
+            None where that is not known.
+        """
+        if self.reads is None:
+            return None
+        names = set(steps)
+        mine = [pair for readers, pair in self.reads.items() if readers & names]
+        return sum(there for there, _ in mine), sum(back for _, back in mine)
 
 
 def keeping(model: nn.Module, graph: LayerGraph, part: Partition, train: Train, *, fast: bool) -> Keeping:
@@ -92,7 +118,8 @@ def keeping(model: nn.Module, graph: LayerGraph, part: Partition, train: Train, 
         EscapeError: If a message reaches code that fast paths do not see.
 
     Cost:
-        Seven forwards and backwards on 261 rows altogether, in threads of this process; a copy of the model.
+        Seven forwards and backwards on 261 rows altogether, in threads of this process (where they fail two
+        more, on samples); a copy of the model, and in each thread gradients of one step.
     """
     # Of samples, each by itself, no row crosses; there are two.
     for groups, among in ((_made, UNITS), (_sampled, ("rows", "edges"))):
@@ -105,7 +132,7 @@ def keeping(model: nn.Module, graph: LayerGraph, part: Partition, train: Train, 
             raise
         except Exception:  # a forecast never ends a run
             continue
-    return Keeping({}, {})
+    return Keeping({}, None)
 
 
 def _made(part: Partition, seed: int) -> list[list[Partition]]:
@@ -120,19 +147,45 @@ def _sampled(part: Partition, seed: int) -> list[list[Partition]]:
 @dataclass(frozen=True)
 class _Ran:
     pieces: Pieces
-    sent: Mapping[str, tuple[float, float]]
-    """Step -> bytes of halos that it sent forward, and backward."""
+    there: Pieces
+    """Bytes of halos that were sent forward, by the steps that read the same rows."""
+    back: Mapping[str, float]
+    """Step -> bytes of halos that it sent backward."""
 
 
 def _told(pieces: Sequence[Partition], ran: Sequence[_Ran], among: Collection[str]) -> Keeping:
     counts = [counts_of(piece) for piece in pieces]
-    rows = sum(one.sent for one in counts), sum(one.halo for one in counts)
-    sent = {name: [sum(one.sent[name][way] for one in ran) for way in (0, 1)] for name in ran[0].sent}
     kept = fitted(counts, [one.pieces for one in ran], among)
-    return Keeping(
-        kept,
-        {name: (there / max(rows[0], 1), back / max(rows[1], 1)) for name, (there, back) in sent.items()},
-    )
+    sent, read = (sum(getattr(one, unit) for one in counts) for unit in ("sent", "halo"))
+    if not sent or not read:
+        return Keeping(kept, None)
+    reads: dict[frozenset[str], Pair] = {}
+    for readers in dict.fromkeys(chain.from_iterable(one.there for one in ran)):
+        reads[readers] = sum(one.there.get(readers, 0) for one in ran) / sent, 0.0
+    for name in ran[0].back:
+        there, _ = reads.get(frozenset([name]), (0.0, 0.0))
+        reads[frozenset([name])] = there, sum(one.back[name] for one in ran) / read
+    return Keeping(kept, reads)
+
+
+class _Noting(LocalChannel):
+    """Notes of which rows a message was, and how many bytes of it went."""
+
+    def __init__(self, group: LocalGroup, rank: int) -> None:
+        super().__init__(group, rank)
+        self.gone: list[tuple[Tensor, int]] = []
+
+    @property
+    def halo(self) -> int:
+        """Bytes of halos that were sent so far."""
+        return self.bytes["halo"]
+
+    def start_exchange(self, rows: Tensor, *counts: Sequence[int], **rest: Any) -> Come:
+        """See :meth:`LocalChannel.start_exchange`."""
+        before = self.halo
+        come = super().start_exchange(rows, *counts, **rest)
+        self.gone.append((rows.detach(), self.halo - before))  # alive: nothing else comes to lie there
+        return come
 
 
 def _of_group(
@@ -141,11 +194,12 @@ def _of_group(
     models = [_sharing(twin) for _ in pieces]
     group = LocalGroup(len(pieces))
 
-    def work(channel: LocalChannel) -> _Ran:
-        scope = Interception(pieces[channel.rank], channel, seed=train.seed, handlers=HANDLERS, fast=fast)
-        return _run(models[channel.rank], graph, scope, channel, train)
+    def work(rank: int) -> _Ran:
+        channel = _Noting(group, rank)
+        scope = Interception(pieces[rank], channel, seed=train.seed, handlers=HANDLERS, fast=fast)
+        return _run(models[rank], graph, scope, channel, train)
 
-    return [work(LocalChannel(group, 0))] if len(pieces) == 1 else group.run(work)
+    return [work(0)] if len(pieces) == 1 else group.run(lambda channel: work(channel.rank))
 
 
 def _sharing(twin: nn.Module) -> nn.Module:
@@ -154,33 +208,40 @@ def _sharing(twin: nn.Module) -> nn.Module:
     return copied(twin, weights)
 
 
-def _run(
-    model: nn.Module, graph: LayerGraph, scope: Interception, channel: LocalChannel, train: Train
-) -> _Ran:
+def _run(model: nn.Module, graph: LayerGraph, scope: Interception, channel: _Noting, train: Train) -> _Ran:
     alive: list[Tensor] = []
-    found: list[tuple[str, list[Tensor]]] = []
-    sent: dict[str, tuple[float, float]] = {}
+    kept: list[tuple[str, list[Tensor]]] = []
+    read: list[tuple[str, Tensor, int]] = []
+    back: dict[str, float] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        alive.append(tensor.detach())  # alive, so that nothing else comes to lie there
-        return tensor
+    def keep(tensor: Tensor) -> HeldTensor:
+        alive.append(tensor.detach())  # nothing else comes to lie there
+        return HeldTensor(tensor)
 
-    def crossed() -> float:
-        return float(channel.bytes["halo"])
-
-    with On(model, scope, train), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        for step, bytes_ in step_by_step(model, graph, scope, crossed):
-            sent[step.name] = bytes_
-            found.append((step.name, alive))
-            alive = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, restored)
+    with On(model, scope, train), hooks:
+        for step, (forward, backward) in step_by_step(model, graph, scope, lambda: float(channel.halo)):
+            kept.append((step.name, alive))
+            back[step.name] = backward
+            for rows, size in channel.gone:
+                if size and forward > 0:  # what goes forward goes first
+                    read.append((step.name, rows, size))
+                    forward -= size
+            alive, channel.gone = [], []
+            scope.forget_kept()  # a stage that begins later reads and computes it anew
         ledger = ledger_of(scope, model)
-        keepers: dict[int, set[str]] = defaultdict(set)
-        sizes: dict[int, int] = {}
-        for name, tensors in found:
-            for place, size in ledger.apart(tensors).items():
-                keepers[place].add(name)
-                sizes[place] = size
+        held = [(name, *place) for name, some in kept for place in ledger.apart(some).items()]
+    return _Ran(_shared(held), _shared((name, rows.data_ptr(), size) for name, rows, size in read), back)
+
+
+def _shared(found: Iterable[tuple[str, int, int]]) -> Pieces:
+    """Bytes by the steps that share them, of steps and the places in memory that each has."""
+    names: dict[int, set[str]] = defaultdict(set)
+    sizes: dict[int, int] = {}
+    for name, place, size in found:
+        names[place].add(name)
+        sizes[place] = max(size, sizes.get(place, 0))
     pieces: dict[frozenset[str], int] = defaultdict(int)
-    for place, names in keepers.items():
-        pieces[frozenset(names)] += sizes[place]
-    return _Ran(pieces, sent)
+    for place, some in names.items():
+        pieces[frozenset(some)] += sizes[place]
+    return pieces

@@ -8,7 +8,7 @@ row, ``staging`` which share of it a rank's stages keep.
     there already       weights, features, edges
     of its stages       gradients, the optimizer's state
     whole x share       what autograd keeps: of all chunks in flight
-    tables              of each read: rows of this epoch and of one before, and gradients
+    tables              of each read of its stages: rows of this epoch and of one before, and gradients
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from kagome.config import Parallel
 from kagome.report.holdings import Holdings
-from kagome.run.counts import UNITS, Counts, Team
+from kagome.run.counts import Counts, Team
 from kagome.run.forecast import Rates, optimizer_bytes
 from kagome.run.gradients import message_bytes
+from kagome.run.keeping import Pair
 from kagome.run.pipeline import Pipeline
 from kagome.schedule.simulate import simulate
 
@@ -32,22 +33,24 @@ class Share:
 
     Args:
         now: What it holds before the first epoch.
+        whole: Bytes that autograd keeps of a forward of all its chunks, in whatever stage; None if that is
+            not known.
         kept: Of what autograd keeps of a forward, the share of its stages.
-        read: Bytes of a row at all reads of neighbours by its stages, and of its gradients.
+        read: Bytes of a row at all reads of neighbours by its stages, and of its gradients; None if that is
+            not known.
         flight: Of its chunks, the most that are on their way at once.
         gradients: Bytes of its stages' weights.
         optimizer: Bytes of the optimizer's state for them; None where that is not known.
-        reads: Rows that its chunks read elsewhere in training, all together.
         edges: Edges of its chunks in training: fewer than its part's where some are dropped.
     """
 
     now: Holdings
+    whole: float | None
     kept: float
-    read: tuple[float, float]
+    read: Pair | None
     flight: float
     gradients: int
     optimizer: int | None
-    reads: int
     edges: int
 
 
@@ -71,12 +74,12 @@ def share_of(pipeline: Pipeline, counts: Counts, optimizer: Optimizer) -> Share:
     here = counts if chunks.count == 1 else replace(counts, halo=reads, edges=edges, cut=0)
     return Share(
         pipeline.held(optimizer, None),
+        pipeline.staging.keeping.whole(here),
         pipeline.staging.kept_by(rank, here),
         pipeline.staging.read_by(rank),
         flight,
         sum(message_bytes(learning, 0)) if several else own,
         optimizer_bytes(optimizer, learning),
-        reads,
         edges,
     )
 
@@ -104,18 +107,15 @@ def held_by_stages(
     kept: float | None = whole.activations
     halo = None if whole.halo is None else whole.halo * share.kept
     if parallel.chunks != 1:
-        # Rows that chunks read elsewhere lie in the tables; a layer that gathers them keeps them besides.
         whole = rates.at(replace(counts, halo=0, cut=0, edges=share.edges))
-        gathered = rates.by_unit.get("halo", (0.0,) * len(UNITS))[UNITS.index("halo")]
-        drops = parallel.cross_chunk == "drop"
-        kept = None
-        if whole.activations is not None:
-            kept = whole.activations + gathered * share.reads
-        forward, backward = share.read
-        # Gradients of one epoch; with a guard, those that the next one may take too.
-        own = parallel.cross_chunk == "history" and (parallel.guard or parallel.stale_gradients)
-        each = 2 * forward + (0 if drops else backward * (2 if own else 1))
-        halo = each * (counts.rows + counts.halo)
+        kept, drops = share.whole, parallel.cross_chunk == "drop"
+        halo = None
+        if share.read is not None:
+            forward, backward = share.read
+            # Gradients of one epoch; with a guard, those that the next one may take too.
+            own = parallel.cross_chunk == "history" and (parallel.guard or parallel.stale_gradients)
+            each = 2 * forward + (0 if drops else backward * (2 if own else 1))
+            halo = each * (counts.rows + counts.halo)
     return Holdings(
         weights=share.now.weights + rates.best * keeps_best,
         gradients=share.gradients,

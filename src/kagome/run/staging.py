@@ -21,7 +21,7 @@ from kagome.model.steps import LayerGraph
 from kagome.neighbors.lazy import EscapeError
 from kagome.run.counts import Counts
 from kagome.run.first import by_first
-from kagome.run.keeping import Keeping, keeping
+from kagome.run.keeping import Keeping, Pair, keeping
 from kagome.run.looks import looked_at
 from kagome.run.timing import Seconds, timed
 
@@ -52,27 +52,27 @@ class Staging:
     def kept_by(self, rank: int, counts: Counts) -> float:
         """Of what autograd keeps of a forward, the share that the stages of a pipeline's rank keep.
 
-        Together ranks keep more than the whole: what crosses between stages lies with both.
+        Together ranks keep more than the whole: what crosses between two lies with both.
 
         Args:
             rank: Of the pipeline.
             counts: Of the part.
         """
-        return sum(self.kept_of(stage, counts) for stage in self.stages if stage.rank == rank)
+        return self.keeping.share(self._names(rank), counts)
 
-    def kept_of(self, stage: Stage, counts: Counts) -> float:
-        """The share of one of the stages."""
-        return self.keeping.share([step.name for step in stage.steps], counts)
+    def read_by(self, rank: int) -> Pair | None:
+        """Bytes of a row at all reads of neighbours by a rank's stages, and of its gradients.
 
-    def read_by(self, rank: int) -> tuple[float, float]:
-        """Bytes of a row at all reads of neighbours by a rank's stages, and of its gradients."""
-        both = zip(*(self.read_of(stage) for stage in self.stages if stage.rank == rank), strict=True)
-        forward, backward = map(sum, both)
-        return forward, backward
+        Args:
+            rank: Of the pipeline.
 
-    def read_of(self, stage: Stage) -> tuple[float, float]:
-        """The same of one of the stages."""
-        return self.keeping.read([step.name for step in stage.steps])
+        Returns:
+            None where that is not known.
+        """
+        return self.keeping.read(self._names(rank))
+
+    def _names(self, rank: int) -> list[str]:
+        return [step.name for stage in self.stages if stage.rank == rank for step in stage.steps]
 
 
 def needed(stages: Sequence[Stage], part: Partition) -> Partition:

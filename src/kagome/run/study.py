@@ -187,14 +187,14 @@ class Study:
             cut = None if self.steps is None else _cut(model, self.steps, self.part, self.graph, parallel)
             if cut is None:
                 return []
-            lists = map(list, (cut.shares, cut.reads, cut.kept, cut.widths))
-            return [cut.crossing, cut.chunks, *lists]
+            widths = None if cut.widths is None else [list(each) for each in cut.widths]
+            return [cut.crossing, cut.chunks, list(cut.shares), list(cut.reads), list(cut.kept), widths]
 
         found = self.kept.value("cut", [self.facts[0], ranks, dealt, chunks], measure)
         if not found:
             return None
         sent, in_chunks, shares, reads, kept, widths = found
-        each = tuple((forward, backward) for forward, backward in widths)
+        each = None if widths is None else tuple((there, back) for there, back in widths)
         return Cut(tuple(shares), sent, tuple(reads), tuple(kept), each, dealt, in_chunks)
 
     def plans(self, cluster: Cluster, allow: Collection[Allowed] = ()) -> Plans:
@@ -360,12 +360,13 @@ def _cut(model: nn.Module, steps: Steps, part: Partition, graph: Graph, parallel
     total = sum(spent) or 1.0
     reads = sum(isinstance(module, MessagePassing) for module in model.modules())
     whole = Counts(graph.vertices, 0, graph.edges, 0, 0, 0, 0)
+    widths = [staging.read_by(rank) for rank in range(parallel.pipe)]
     return Cut(
         tuple(each / total for each in spent),
         float(stage_bytes(staging.stages, staging.survey, graph.vertices, graph.edges)),
         tuple(max(1, round(reads * each / total)) for each in spent),
-        tuple(staging.kept_of(stage, whole) for stage in staging.stages),
-        tuple(map(staging.read_of, staging.stages)),
+        tuple(staging.kept_by(rank, whole) for rank in range(parallel.pipe)),
+        None if None in widths else tuple(each for each in widths if each is not None),
         parallel.stages_per_rank,
         not steps.survey.beyond,
     )

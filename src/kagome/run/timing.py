@@ -115,14 +115,17 @@ def _fastest(
 
 def step_by_step(
     model: nn.Module, graph: LayerGraph, scope: Interception, clock: Callable[[], float]
-) -> Iterator[tuple[Step, Seconds]]:
-    """Run all steps, each forward and at once backward: what each one takes, by some meter.
+) -> Iterator[tuple[Step, tuple[float, float]]]:
+    """Run all steps, each forward and at once backward.
 
     Args:
         model: With the interception's hooks.
         graph: Its steps.
         scope: The interception.
         clock: Seconds, or whatever else goes up meanwhile.
+
+    Yields:
+        Each step, and by how much the clock went up in its forward and in its backward.
 
     Raises:
         ModelError: If a step fails, with its line.
@@ -156,8 +159,8 @@ def _one(
     *,
     clock: Callable[[], float],
     copies: bool,
-) -> Seconds:
-    """Run a step forward and backward; what each takes.
+) -> tuple[float, float]:
+    """Run a step forward and backward; by how much the clock went up in each.
 
     What it gives are leaves for the steps that read it, each of which comes backward alone; or copies of
     leaves, where a later step writes to them.
