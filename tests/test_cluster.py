@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import cluster as emulated  # noqa: E402
-from pipeline import probe, quotas, tables  # noqa: E402
+from pipeline import probe, quotas, speed, tables  # noqa: E402
 from wire import throughput  # noqa: E402
 
 from hosts import NAME, need_cluster  # noqa: E402
@@ -49,6 +49,13 @@ def test_a_slow_link_has_room_for_the_largest_packet() -> None:
     payload, header = 1448, 66  # of TCP over links of 1,500 bytes
     pieces = 65_535 // payload
     assert pieces * (payload + header) < emulated.LEAST_BURST
+
+
+def test_a_recorded_command_names_no_folder_of_this_machine() -> None:
+    """Replaced anywhere in it, a folder that is called data made --DATA.root of --data.root."""
+    words = ("--data.root", "data", "--data.edges", "data/e.csv", "--out", "/tmp/run", "database")
+    told = [speed.nameless(word, Path("/tmp/run"), Path("data")) for word in words]
+    assert told == ["--data.root", "DATA", "--data.edges", "DATA/e.csv", "--out", "DIR", "database"]
 
 
 def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

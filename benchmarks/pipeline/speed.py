@@ -149,6 +149,14 @@ def command(case: Case, options: Options, folder: Path, epochs: int) -> list[str
     return [*words, *options.more.split()]
 
 
+def nameless(word: str, folder: Path, data: Path) -> str:
+    """A word of a command as another machine could say it: without where this one's folders lie."""
+    for place, name in ((str(folder), "DIR"), (str(data), "DATA")):
+        if word == place or word.startswith(f"{place}/"):
+            return name + word.removeprefix(place)
+    return word
+
+
 def measure(
     cases: Sequence[Case], options: Options, cluster: Cluster, epochs: Sequence[int] | None = None
 ) -> dict[str, dict[str, Any]]:
@@ -170,7 +178,7 @@ def measure(
     folder = options.runs / "-".join(first.key.replace(f"/{first.rate:g}", "").split("/")).replace(" ", "_")
     shutil.rmtree(folder, ignore_errors=True)
     words = command(first, options, folder, sweep.length(stretches))
-    told = " ".join(["kagome", *words[3:]]).replace(str(folder), "DIR").replace(str(options.data), "DATA")
+    told = " ".join(["kagome", *(nameless(word, folder, options.data) for word in words[3:])])
     rows = {
         case.key: {
             "key": case.key,
