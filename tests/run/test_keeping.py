@@ -123,6 +123,22 @@ def test_features_that_two_layers_read_cross_for_each_stage_and_once_for_one() -
     assert kept.read(["one"]) == kept.read(["other"]) == kept.read(["one", "other"]) == (4 * WIDTH, 0)
 
 
+def test_rows_that_change_cross_for_each_layer_that_reads_them() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.map = nn.Linear(WIDTH, HIDDEN)
+            self.one, self.other = (SAGEConv(HIDDEN, 3, aggr="max") for _ in range(2))
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            hidden = self.map(x)
+            return self.one(hidden, edge_index) + self.other(hidden, edge_index)
+
+    kept = found(Both())
+    assert kept.read(["one"]) == kept.read(["other"]) == (4 * HIDDEN, 4 * HIDDEN)
+    assert kept.read(["one", "other"]) == (8 * HIDDEN, 8 * HIDDEN)
+
+
 def test_halves_are_half_as_wide() -> None:
     """Of rows that attention reads; what it weighs a head by stays whole."""
     full, half = (found(Shared(), Train(amp=amp)).read(["heads"]) for amp in ("none", "bf16"))

@@ -184,7 +184,7 @@ class _Noting(LocalChannel):
         """See :meth:`LocalChannel.start_exchange`."""
         before = self.halo
         come = super().start_exchange(rows, *counts, **rest)
-        self.gone.append((rows.detach(), self.halo - before))  # alive: nothing else comes to lie there
+        self.gone.append((rows.detach(), self.halo - before))
         return come
 
 
@@ -211,7 +211,7 @@ def _sharing(twin: nn.Module) -> nn.Module:
 def _run(model: nn.Module, graph: LayerGraph, scope: Interception, channel: _Noting, train: Train) -> _Ran:
     alive: list[Tensor] = []
     kept: list[tuple[str, list[Tensor]]] = []
-    read: list[tuple[str, Tensor, int]] = []
+    read: list[tuple[str, int, int]] = []
     back: dict[str, float] = {}
 
     def keep(tensor: Tensor) -> HeldTensor:
@@ -225,13 +225,15 @@ def _run(model: nn.Module, graph: LayerGraph, scope: Interception, channel: _Not
             back[step.name] = backward
             for rows, size in channel.gone:
                 if size and forward > 0:  # what goes forward goes first
-                    read.append((step.name, rows, size))
+                    # Rows that change cross for each layer; those that last are kept by who has read them.
+                    place = rows.data_ptr() if scope.lasting(rows) else -len(read) - 1
+                    read.append((step.name, place, size))
                     forward -= size
             alive, channel.gone = [], []
             scope.forget_kept()  # a stage that begins later reads and computes it anew
         ledger = ledger_of(scope, model)
         held = [(name, *place) for name, some in kept for place in ledger.apart(some).items()]
-    return _Ran(_shared(held), _shared((name, rows.data_ptr(), size) for name, rows, size in read), back)
+    return _Ran(_shared(held), _shared(read), back)
 
 
 def _shared(found: Iterable[tuple[str, int, int]]) -> Pieces:
