@@ -78,6 +78,8 @@ class Box:
 
     def open(self, peer: int, offer: tuple[int, int, bytes]) -> bool:
         """Open a peer's box; False where this process cannot, or finds something else there."""
+        if [type(each) for each in offer] != [int, int, bytes]:  # a path is made of it
+            return False
         try:
             file = self._reach(offer)
         except OSError:

@@ -5,7 +5,6 @@ Where it sits: made by ``mesh``; ``neighbors`` and ``run`` exchange rows, sums a
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
@@ -15,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kagome.comm import letters, summing
+from kagome.comm import letters, objects, summing
 from kagome.comm.end import End
 from kagome.comm.pending import Pending, Sending, Sheets
 from kagome.comm.summing import PendingSum
 from kagome.comm.traffic import KINDS, Kind
 from kagome.comm.trip import Trip
 from kagome.comm.wire import Wire
-from kagome.errors import KagomeError
+from kagome.errors import CommError, KagomeError
 
 __all__ = ["KINDS", "Channel", "Kind", "Op", "Pending", "PendingSum", "Sending"]
 
@@ -327,14 +326,37 @@ class Channel(End):
         received = self.start_parts(parts, counts, action, kind).wait()
         return list(torch.split(received, counts)) if gets[self.rank] else None
 
-    def gather_objects(self, obj: object, action: str) -> list[object]:
-        """Every rank's object, on every rank: for small ones that pickle, from ranks that are trusted."""
+    def gather_objects(self, obj: object, action: str, kinds: Sequence[type] = ()) -> list[object]:
+        """Every rank's object, on every rank. Objects are plain data: what comes cannot run.
+
+        Args:
+            obj: What :func:`kagome.comm.objects.pack` takes. It comes back itself on one rank, as a copy on
+                several, with its tensors on the CPU.
+            action: What this is, for errors.
+            kinds: The record classes that may come, the same on all ranks.
+
+        Raises:
+            CommError: If a rank sent something else.
+
+        Cost:
+            The object's bytes to each peer.
+        """
         if self.size == 1:
             return [obj]
-        packed = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        parts = self.gather_rows(packed, action=action)
+        parts = self.gather_rows(objects.to_bytes(obj, kinds), action=action)
         assert parts is not None
-        return [pickle.loads(part.cpu().numpy().tobytes()) for part in parts]
+        found = []
+        for rank, part in enumerate(parts):
+            try:
+                found.append(objects.from_bytes(part.cpu(), kinds))
+            except objects.ObjectError as error:
+                raise CommError(
+                    f"rank {self.names[self.rank]} expects plain data from rank {self.names[rank]}"
+                    f" in {action!r}",
+                    f"what came cannot be read: {error}",
+                    hint="the same version of Kagome on all ranks",
+                ) from None
+        return found
 
     def barrier(self, action: str) -> None:
         """Return when all ranks have come here."""

@@ -35,7 +35,7 @@ from kagome.comm.watch import Watch
 from kagome.config import Parallel
 from kagome.errors import CommError
 from kagome.ranks import Ranks, environment
-from kagome.threads import seat, threads
+from kagome.threads import Seat, seat, threads
 
 TAKEN_WITHIN = 10.0
 """Seconds that a rank stays at the end for its peers to take what lies on its shelf."""
@@ -173,7 +173,7 @@ def open_mesh(
 def _fitting_threads(channel: Channel) -> Iterator[tuple[int, ...]]:
     """Give torch, which the compiled loops follow, this rank's share of its host's cores for a while."""
     before = torch.get_num_threads()
-    found: Any = channel.gather_objects(seat(before), "cores of each rank")
+    found: Any = channel.gather_objects(seat(before), "cores of each rank", [Seat])
     counts = threads(found)
     torch.set_num_threads(counts[channel.rank])
     try:

@@ -104,7 +104,7 @@ class Accounts:
         )
         now = engine.held(self.optimizer, None).total
         offer = Account(counts, *_place(channel.device), now, validates, rates, outside, share)
-        found: list[Any] = channel.gather_objects(offer, "foresee memory")
+        found: list[Any] = channel.gather_objects(offer, "foresee memory", [Account])
         offers: list[Account] = found
         rates = offers[0].rates
         assert rates is not None

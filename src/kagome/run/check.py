@@ -206,7 +206,7 @@ def check_on_first(
             raise refusal
         return result
 
-    found = by_first(channel, look, "check of the model")
+    found = by_first(channel, look, "check of the model", [CheckResult])
     found.raise_if_different()
     return (f"check: {found.text()}",)
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from kagome.comm.channel import Channel
 from kagome.errors import CheckpointError
 from kagome.report.files import write_json, write_text
-from kagome.run.carried import SECTION, UNREADABLE, Carried, Told, reason
+from kagome.run.carried import SECTION, UNREADABLE, Carried, Named, Told, reason
 
 KEEP = 2
 """Whole checkpoints that stay; older ones are removed."""
@@ -93,7 +93,9 @@ def save(
     state = _state(model, optimizer, best)
     if carried is not None:
         state[SECTION] = carried.tensors
-    kept = channel.gather_objects(None if carried is None else carried.plain(), "what epochs hand on")
+    kept = channel.gather_objects(
+        None if carried is None else carried.plain(), "what epochs hand on", [Named]
+    )
     _agree(channel, _make_room(fresh) if channel.rank == 0 else "", target)
     fault = ""
     try:

@@ -5,7 +5,7 @@ Where it sits: ``staging`` and ``check`` run a model on rank 0 alone; the others
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 from kagome.comm.channel import Channel
@@ -14,13 +14,14 @@ from kagome.errors import KagomeError, ModelError
 Found = TypeVar("Found")
 
 
-def by_first(channel: Channel, find: Callable[[], Found], action: str) -> Found:
+def by_first(channel: Channel, find: Callable[[], Found], action: str, kinds: Sequence[type] = ()) -> Found:
     """What rank 0 finds. All ranks call it.
 
     Args:
         channel: All that are to hear of it.
         find: Called on rank 0.
         action: What a rank that waits says it does.
+        kinds: The record classes that ``find`` may give.
 
     Raises:
         KagomeError: What rank 0 raised, on every rank; a :class:`ModelError` in place of any other error.
@@ -40,7 +41,7 @@ def by_first(channel: Channel, find: Callable[[], Found], action: str) -> Found:
                 where=action,
             )
             cause = error
-    found = channel.gather_objects(found, action)[0]
+    found = channel.gather_objects(found, action, kinds)[0]
     if isinstance(found, KagomeError):
         raise found from cause
     return cast("Found", found)

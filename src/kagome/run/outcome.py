@@ -57,7 +57,7 @@ def outcome(
         meta: Of the whole graph.
         facts: What every rank knows by itself: the other arguments of :func:`kagome.report.summary.summary`.
     """
-    gathered: Any = channel.gather_objects((*memory, spans.as_list(), spans.seconds()), "reports")
+    gathered: Any = channel.gather_objects((*memory, spans.as_list(), spans.seconds()), "reports", [Span])
     peaks, held, all_spans, phases = (list(column) for column in zip(*gathered, strict=True))
     values = summary(
         records=records,

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kagome.comm.channel import Channel
+from kagome.comm.objects import ObjectError, pack
+from kagome.errors import CheckpointError
 from kagome.model.buffers import Buffers
 from kagome.model.stages import Stage, shared_parameters
 from kagome.run.agreement import products
@@ -133,7 +135,9 @@ class Owners:
                     for name in names
                     if named[name] in optimizer.state
                 ]
-            told: Any = self.pipe.gather_objects(facts, "optimizer state")[rank]
+            told: Any = self.pipe.gather_objects(_plain(facts), "optimizer state")[rank]
+            if isinstance(told, CheckpointError):
+                raise told
             tensors = [
                 optimizer.state[named[name]][key]
                 if rank == self.mine
@@ -158,6 +162,19 @@ class Owners:
         mine = {id(parameter) for parameter in self.parameters}
         for parameter in [p for p in optimizer.state if id(p) not in mine]:
             del optimizer.state[parameter]
+
+
+def _plain(facts: list[tuple[str, dict[str, Any]]]) -> object:
+    """Facts that the other ranks can be told; the error where they cannot."""
+    try:
+        pack(facts)
+    except ObjectError as error:
+        return CheckpointError(
+            "an optimizer's state is to be saved",
+            str(error),
+            hint="state of tensors and plain values: numbers, texts, lists, dicts",
+        )
+    return facts
 
 
 def _facts(state: Mapping[str, Any]) -> dict[str, Any]:

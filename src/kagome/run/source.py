@@ -50,7 +50,7 @@ def for_all_stages(take: Callable[[Channel], tuple[Partition, Meta]], mesh: Mesh
             found = take(mesh.graph)
         except KagomeError as error:
             found = error
-    found = mesh.pipe.gather_objects(found, "the part, for all stages")[0]
+    found = mesh.pipe.gather_objects(found, "the part, for all stages", [Partition, Meta])[0]
     if isinstance(found, KagomeError):
         raise found
     part: tuple[Partition, Meta] = found  # type: ignore[assignment]
@@ -168,10 +168,10 @@ def from_settings(
     with ExitStack() as stack:
         source = Parts(settings, method, seed, channel.size, cache.opened(reuse)) if first else None
         # All hosts cut alike: with the least memory of any, and by the partitioner that one has parts of.
-        facts = channel.gather_objects(source and source.look(), "look for kept parts")
+        facts = channel.gather_objects(source and source.look(), "look for kept parts", [Look])
         seen = [fact for fact in facts if isinstance(fact, Look)]
         made = source and source.make(stack, seen)
-        offers = channel.gather_objects(made, "load and cut the graph")
+        offers = channel.gather_objects(made, "load and cut the graph", [Offer])
         for offer in offers:
             if isinstance(offer, Offer) and offer.error is not None:
                 raise offer.error

@@ -214,7 +214,7 @@ def steps_of(
         except EscapeError as error:
             return _measured(model, graph, seen, part, train, device, fast=False, escape=error.found)
 
-    found = by_first(world, look, "look at the model's steps")
+    found = by_first(world, look, "look at the model's steps", [Survey, Keeping])
     return Steps(found[0].told(graph), *found)
 
 

@@ -359,7 +359,9 @@ class Trainer:
         """Begin ``metrics.jsonl`` or go on with it; all ranks know the epochs before a resume."""
         if self.writer is None:
             return
-        before: Any = self.world.gather_objects(self.writer.open(after=self.epoch), "earlier epochs")[0]
+        before: Any = self.world.gather_objects(
+            self.writer.open(after=self.epoch), "earlier epochs", [EpochRecord]
+        )[0]
         self.records = before or self.records[: self.epoch]
 
     def _finish(self, set_up: float) -> dict[str, Any]:

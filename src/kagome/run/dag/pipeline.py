@@ -288,7 +288,7 @@ class Pipeline:
 
     def all_spans(self) -> list[list[Span]]:
         """Every rank's spans, on all ranks, which all call it: for ``report.timeline.write_trace``."""
-        return cast("list[list[Span]]", self.channel.gather_objects(self.spans, "spans"))
+        return cast("list[list[Span]]", self.channel.gather_objects(self.spans, "spans", [Span]))
 
     def report(self, folder: Path | str) -> Path | None:
         """Write what was done so far: ``report.html``, ``summary.json``, ``trace.json``, ``plan.json``.
