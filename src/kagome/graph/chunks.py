@@ -139,7 +139,6 @@ def _piece(part: Partition, number: int, mine: Tensor, first: int, edge_ids: Ten
     reads, local = torch.unique(source[~inside], return_inverse=True)
     source = source - first
     source[~inside] = local + mine.numel()
-    order = torch.argsort(target, stable=True)
     back = torch.empty_like(place)
     back[place] = torch.arange(place.numel())
     ids = torch.cat([part.own, part.halo])
@@ -147,13 +146,13 @@ def _piece(part: Partition, number: int, mine: Tensor, first: int, edge_ids: Ten
         part,
         own=part.own[mine],
         halo=ids[back[reads]],
-        edge_index=torch.stack([source[order], target[order]]),
-        edge_ids=part.edge_ids[edge_ids][order],
+        edge_index=torch.stack([source, target]),
+        edge_ids=part.edge_ids[edge_ids],
         send=torch.empty(0, dtype=torch.int64),
         send_counts=(),
         recv_counts=(),
         nodes={name: value[mine] for name, value in part.nodes.items()},
-        edges={name: value[edge_ids][order] for name, value in part.edges.items()},
+        edges={name: value[edge_ids] for name, value in part.edges.items()},
     )
     return Chunk(number, chunk, first, reads)
 

@@ -99,9 +99,9 @@ def sent_by(readers: Longs, own: Longs, parts: int) -> tuple[Longs, Longs]:
 
 @compiled
 def edges_of(
-    source: Longs, target: Longs, owner: Ints, part: int, local: Longs, own: int
+    source: Longs, target: Longs, owner: Ints, part: int, local: Longs
 ) -> tuple[Longs, Longs]:
-    """In-edges of a part in local ids, by target, edges of one target in their given order.
+    """In-edges of a part in local ids, in the order of the whole list.
 
     Args:
         source: Sources of all edges.
@@ -109,29 +109,24 @@ def edges_of(
         owner: Part of each vertex.
         part: The part.
         local: Local id of each vertex that the part owns or reads.
-        own: Vertices that it owns.
 
     Returns:
-        The edges ``[2, E]``, and the place of each in the whole list.
+        The edges ``[2, E]``, and the place of each in the whole list, ascending.
 
     Cost: two passes over all edges.
     """
-    start = np.zeros(own + 1, np.int64)
+    count = 0
+    for e in range(target.size):
+        count += owner[target[e]] == part
+    edge_index = np.empty((2, count), np.int64)
+    edge_ids = np.empty(count, np.int64)
+    k = 0
     for e in range(target.size):
         if owner[target[e]] == part:
-            start[local[target[e]] + 1] += 1
-    for v in range(own):
-        start[v + 1] += start[v]
-    edge_index = np.empty((2, start[own]), np.int64)
-    edge_ids = np.empty(start[own], np.int64)
-    for e in range(target.size):
-        if owner[target[e]] == part:
-            row = local[target[e]]
-            k = start[row]
-            start[row] += 1
             edge_index[0, k] = local[source[e]]
-            edge_index[1, k] = row
+            edge_index[1, k] = local[target[e]]
             edge_ids[k] = e
+            k += 1
     return edge_index, edge_ids
 
 

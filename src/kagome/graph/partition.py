@@ -35,8 +35,8 @@ class Partition:
         own: Original ids of own rows, ascending.
         halo: Original ids of rows that are read here and owned by others, by owner, then ascending.
         edge_index: In-edges of own vertices in local ids: row 0 the source, own below n, halo k is n + k; row
-            1 the target. Sorted by target; edges of one target keep the order of the whole graph.
-        edge_ids: Position of each edge in the whole graph's ``edge_index``.
+            1 the target. In the order of the whole graph: on one part this is the given ``edge_index``.
+        edge_ids: Position of each edge in the whole graph's ``edge_index``, ascending.
         send: Own local rows that peers read, by peer, then ascending.
         send_counts: Rows sent to each part.
         recv_counts: Halo rows from each part.
@@ -133,7 +133,7 @@ def extract(
     local[own.numpy()] = np.arange(own.numel())
     local[halo] = np.arange(own.numel(), own.numel() + halo.size)
     edge_index, edge_ids = (
-        _tensor(ids) for ids in edges.edges_of(source, target, owners, part, local, own.numel())
+        _tensor(ids) for ids in edges.edges_of(source, target, owners, part, local)
     )
     of_nodes, of_edges = split_attributes(data)
     return Partition(

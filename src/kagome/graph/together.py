@@ -39,14 +39,16 @@ def together(chunks: Chunks) -> Chunk:
             torch.stack([source + torch.where(away, halo - piece.own, piece.first), target + piece.first])
         )
         halo += piece.reads.numel()
+    edge_ids = torch.cat([part.edge_ids for part in parts])
+    order = torch.argsort(edge_ids)
     part = replace(
         parts[0],
         own=torch.cat([part.own for part in parts]),
         halo=torch.cat([part.halo for part in parts]),
-        edge_index=torch.cat(edges, 1),
-        edge_ids=torch.cat([part.edge_ids for part in parts]),
+        edge_index=torch.cat(edges, 1)[:, order],
+        edge_ids=edge_ids[order],
         nodes={name: torch.cat([part.nodes[name] for part in parts]) for name in parts[0].nodes},
-        edges={name: torch.cat([part.edges[name] for part in parts]) for name in parts[0].edges},
+        edges={name: torch.cat([part.edges[name] for part in parts])[order] for name in parts[0].edges},
     )
     return Chunk(0, part, 0, torch.cat([piece.reads for piece in pieces]))
 

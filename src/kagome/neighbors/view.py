@@ -22,9 +22,9 @@ class View:
 
     Args:
         ids: Original ids of own rows, then of halo rows.
-        edge_index: Local ids; row 0 is read (own or halo), row 1 is own. Stably sorted by row 1.
+        edge_index: Local ids; row 0 is read (own or halo), row 1 is own. In the order of the whole graph.
         given: The same edges as a user's model is given them: row 0 is the graph's own row 0.
-        edge_ids: Position of each edge in the whole graph; view 0's stay where the partition has them.
+        edge_ids: Position of each edge in the whole graph, ascending; view 0's stay where the partition has them.
         attributes: Edge attributes, in the order of ``edge_index``.
         rows: Who supplies the rows that row 0 names.
 
@@ -85,7 +85,6 @@ def out_view(view: View, channel: Carrier) -> View:
     mine = view.ids[:own]
     target = torch.searchsorted(mine, owned)
     order = torch.argsort(edge_ids)
-    order = order[torch.argsort(target[order], stable=True)]
     read, target, edge_ids = read[order], target[order], edge_ids[order]
     origin = torch.repeat_interleave(torch.arange(channel.size), torch.tensor(take)).to(read.device)[order]
 
