@@ -133,7 +133,7 @@ def without_rows(channel: Channel, kind: str, parallel: dict[str, Any], folder: 
 
         def spoiled(*given: Any) -> str:
             said = resumed(*given)
-            for file in Path(folder).glob("checkpoints/*/*.distcp"):
+            for file in Path(folder).glob("checkpoints/*/rank-*.safetensors"):
                 file.write_bytes(b"")
             return said
 
@@ -170,7 +170,7 @@ def layout(stage: int = 0, steps: tuple[str, ...] = ("one",), **settings: Any) -
 
 
 def told_by(*stages: tuple[Layout, list[tuple[str, Any, dict[str, Any]]]]) -> Told:
-    ranks = [Carried.of(each, {}, entries).plain() for each, entries in stages]
+    ranks = [Carried.of(each, {}, entries).plain("rank-00000.safetensors") for each, entries in stages]
     return Told(Path(), 3, {}, ranks)
 
 

@@ -12,8 +12,6 @@ a run that goes on.
 
 from __future__ import annotations
 
-import pickle
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
@@ -22,20 +20,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
+from kagome import sealed
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
 from kagome.errors import CheckpointError
 from kagome.neighbors.recall import Entry, Recall, State
 from kagome.neighbors.turn import SiteKey
-
-UNREADABLE: Final = (
-    *(OSError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError),
-    *(pickle.UnpicklingError, CheckpointException),
-)
-"""What reading a damaged checkpoint may raise."""
+from kagome.sealed import SealError
 
 SECTION: Final = "carried"
 """Of a checkpoint."""
@@ -127,22 +119,22 @@ class Carried:
             if isinstance(value, Tensor)
         }
 
-    def plain(self) -> dict[str, Any]:
-        """All the rest, with names in place of tensors."""
+    def plain(self, file: str) -> dict[str, Any]:
+        """All the rest, with names in place of tensors, which lie in a file."""
         entries = [
-            (*key, {name: self._named(place, name, value) for name, value in state.items()})
+            (*key, {name: self._named(file, place, name, value) for name, value in state.items()})
             for place, (key, state) in enumerate(self.entries.items())
         ]
         return {**asdict(self.layout), "entries": entries}
 
     def _path(self, place: int, name: str) -> str:
-        return f"{self.layout.part}/{self.layout.stage}/{place}/{name}"
+        return f"{SECTION}.{self.layout.part}/{self.layout.stage}/{place}/{name}"
 
-    def _named(self, place: int, name: str, value: Any) -> Any:
+    def _named(self, file: str, place: int, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         accelerated = value.device.type != "cpu"
-        return Named(self._path(place, name), tuple(value.shape), str(value.dtype), accelerated)
+        return Named(file, self._path(place, name), tuple(value.shape), str(value.dtype), accelerated)
 
 
 @dataclass(frozen=True)
@@ -150,12 +142,14 @@ class Named:
     """Where a tensor lies in a checkpoint.
 
     Args:
+        file: The file that holds it.
         path: Its name there.
         shape: Its shape.
         dtype: Its type.
         accelerated: Whether it lay on the accelerator.
     """
 
+    file: str
     path: str
     shape: tuple[int, ...]
     dtype: str
@@ -188,19 +182,20 @@ class Recalled:
         if state is None or not self.epoch - 1 <= epoch <= self.epoch:
             return None
         named = {name: value for name, value in state.items() if isinstance(value, Named)}
-        rows = {each.path: torch.empty(each.shape, dtype=_dtype(each.dtype)) for each in named.values()}
-        if rows:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    load_state({SECTION: rows}, checkpoint_id=self.folder, no_dist=True)
-            except UNREADABLE as error:
-                raise CheckpointError(
-                    f"rows of epoch {self.epoch - 1} were expected in {self.folder}",
-                    f"they cannot be read: {reason(error)}",
-                    where=f"{kind} {key}",
-                    hint="an earlier checkpoint of the run",
-                ) from None
+        rows: dict[str, Tensor] = {}
+        try:
+            for each in named.values():
+                rows |= sealed.read_tensors(self.folder / each.file, [each.path])[0]
+                found = rows[each.path]
+                if (tuple(found.shape), str(found.dtype)) != (each.shape, each.dtype):
+                    raise SealError(f"{each.path} is {list(found.shape)} {found.dtype}")
+        except SealError as error:
+            raise CheckpointError(
+                f"rows of epoch {self.epoch - 1} were expected in {self.folder}",
+                f"they cannot be read: {error}",
+                where=f"{kind} {key}",
+                hint="an earlier checkpoint of the run",
+            ) from None
         for each in named.values():
             if each.accelerated:
                 rows[each.path] = rows[each.path].to(self.device)
@@ -264,21 +259,7 @@ def said_of(recall: Recall | None, *, late: bool, history: bool = False) -> str:
     return f"; it has no rows of its last epoch for these ranks, chunks and settings: the next one {begins}"
 
 
-def reason(error: BaseException) -> str:
-    """The first line of what happened, on the first rank that it happened to."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 def _ambiguous(entries: Sequence[tuple[str, Any, State]]) -> bool:
     """Whether sites have a name in common: which is which depends on where a rank's stages begin."""
     keys = [(kind, key) for kind, key, _ in entries if kind in AT]
     return len(set(keys)) < len(keys) or any(AT[kind](key)[1] > 1 for kind, key in keys)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(found, torch.dtype)
-    return found

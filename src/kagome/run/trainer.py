@@ -342,6 +342,7 @@ class Trainer:
         folder = checkpoint.latest(where)
         place, best, told = checkpoint.load(
             folder,
+            self.world,
             model=self.model,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
