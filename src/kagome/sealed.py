@@ -105,13 +105,14 @@ def _no_constant(text: str) -> Any:
 # Tensors -----------------------------------------------------------------------------------------
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: str = "") -> Seal:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: str = "", *, sync: bool = True) -> Seal:
     """Write tensors to the disk.
 
     Args:
         path: The file, ``*.safetensors``.
         tensors: By name, on any device.
         facts: A text that goes with them.
+        sync: Wait until it is on the disk.
 
     Raises:
         OSError: If the file cannot be written.
@@ -138,7 +139,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: str = "") ->
         save_file(alone, path, metadata={"kagome": facts, _OTHERS: json.dumps(others)})
     except SafetensorError as error:
         raise OSError(_line(error)) from None
-    return _seal_of(path, sync=True)
+    return _seal_of(path, sync=sync)
 
 
 def read_tensors(

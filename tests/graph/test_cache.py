@@ -169,12 +169,17 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_dead_process_left_goes_after_a_day(tmp_path: Path) -> None:
-    for name, age in ((".making-old", 2 * 86_400), (".making-new", 60)):
-        (tmp_path / name).mkdir()
-        os.utime(tmp_path / name, (time.time() - age, time.time() - age))
-    Cache(tmp_path).sweep()
-    assert [entry.name for entry in tmp_path.iterdir()] == [".making-new"]
+def test_what_a_dead_process_left_goes_at_the_next_start(tmp_path: Path) -> None:
+    """Not what a process is at work on, however old, and not what was made this moment."""
+    with Cache(tmp_path).making() as alive:
+        assert alive is not None
+        for name, age in ((".making-old", 100), (".gone-x-1", 100), (".making-new", 0), (alive.name, 10**6)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            os.utime(tmp_path / name, (time.time() - age, time.time() - age))
+        with Cache(tmp_path).making() as fresh:
+            assert fresh is not None
+            left = {entry.name for entry in tmp_path.iterdir()}
+            assert left == {".making-new", alive.name, fresh.name}
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import pickle
+import random
 import tempfile
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +20,19 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch_geometric.data import Data
 
+from kagome import sealed
 from kagome.errors import PartitionError
-from kagome.graph.partition import Partition, fingerprint, split_all
+from kagome.graph.partition import Partition, fingerprint, graph_of, split_all
 from kagome.graph.store import PAGE, Meta, describe, load_meta, load_part, save
+
+CUTS = (("metis", 0, 2), ("random", 0, 2), ("metis", 1, 2), ("metis", 0, 3))
 
 
 def written(folder: Path, seed: int = 0) -> tuple[list[Partition], Meta]:
     data = Data(
         x=torch.randn(5, 3),
         y=torch.tensor([0, 1, 2, 0, 1]),
-        edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]),
+        edge_index=torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]]),
         num_nodes=5,
     )
     owner = torch.tensor([0, 0, 1, 1, 1])
@@ -64,7 +73,7 @@ def test_the_page_says_all_that_a_rank_needs(tmp_path: Path) -> None:
     read = load_meta(tmp_path / "cut")
     assert read == meta
     assert (read.num_classes, read.task, read.features, read.notes) == (3, "multiclass", 3, ("A note.",))
-    assert read.quality.halo == (0, 1)
+    assert read.quality.halo == (1, 1)
     assert sorted(file.name for file in (tmp_path / "cut").iterdir()) == [
         "part-00000.safetensors",
         "part-00001.safetensors",
@@ -124,8 +133,10 @@ def test_a_damaged_page(tmp_path: Path, text: str) -> None:
 def test_a_page_of_another_format(tmp_path: Path) -> None:
     written(tmp_path / "cut")
     page = tmp_path / "cut" / PAGE
-    page.write_text(json.dumps({**json.loads(page.read_text()), "format": 99}))
-    with pytest.raises(PartitionError, match=r"format 1, but .* has format 99"):
+    facts = {**json.loads(page.read_text()), "format": 99}
+    facts.pop(sealed.SEAL)
+    sealed.write_page(page, facts)
+    with pytest.raises(PartitionError, match=r"has format 99, and this version reads format 2"):
         load_meta(tmp_path / "cut")
 
 
@@ -134,5 +145,176 @@ def test_a_part_of_another_cut(tmp_path: Path) -> None:
     written(tmp_path / "other", seed=1)
     name = "part-00000.safetensors"
     (tmp_path / "one" / name).write_bytes((tmp_path / "other" / name).read_bytes())
-    with pytest.raises(PartitionError, match="was expected, but the file holds"):
+    with pytest.raises(PartitionError, match=r"part-00000\.safetensors has been altered"):
         load_part(tmp_path / "one", 0)
+    resealed(tmp_path / "one", name)
+    with pytest.raises(PartitionError, match=r"holds part 0 of 2 of the cut .* was expected"):
+        load_part(tmp_path / "one", 0)
+
+
+def test_the_fingerprint_names_the_graph_and_its_cut_apart(tmp_path: Path) -> None:
+    pieces = [written(tmp_path / str(seed), seed)[0][0] for seed in (0, 1)]
+    assert pieces[0].fingerprint != pieces[1].fingerprint
+    x = torch.arange(15.0).view(5, 3)
+    data = Data(x=x, edge_index=torch.tensor([[0], [1]]), num_nodes=5)
+    marks = {graph_of(fingerprint(data, method, seed, parts)) for method, seed, parts in CUTS}
+    assert len(marks) == 1
+    data.x = x + torch.eye(5, 3) * 1e-6
+    assert graph_of(fingerprint(data, *CUTS[0])) not in marks
+
+
+# Altered -------------------------------------------------------------------------------------------
+
+
+def resealed(folder: Path, *names: str, **facts: Any) -> None:
+    """Make a page that says that all of it belongs there, as one who edits a partition on purpose would."""
+    page = {**json.loads((folder / PAGE).read_text()), **facts}
+    page.pop(sealed.SEAL)
+    for name in names:
+        page["files"][name] = [
+            (folder / name).stat().st_size,
+            f"{zlib.crc32((folder / name).read_bytes()):08x}",
+        ]
+    sealed.write_page(folder / PAGE, page)
+
+
+def test_each_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    written(tmp_path / "cut")
+    draw = random.Random(0)
+    for file in sorted((tmp_path / "cut").iterdir()):
+        whole = file.read_bytes()
+        for _ in range(60):
+            flipped = bytearray(whole)
+            flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+            file.write_bytes(flipped)
+            with pytest.raises(PartitionError, match=rf"is damaged: {file.name} "):
+                [load_part(tmp_path / "cut", part) for part in (0, 1)]
+        file.write_bytes(whole)
+
+
+def edited(
+    name: str, change: Callable[[Tensor], Tensor]
+) -> Callable[[dict[str, Tensor], dict[str, Any]], None]:
+    return lambda tensors, _: tensors.update({name: change(tensors[name])})
+
+
+def told(**facts: Any) -> Callable[[dict[str, Tensor], dict[str, Any]], None]:
+    return lambda _, said: said.update(facts)
+
+
+def put(index: Any, value: int) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        copy = tensor.clone()
+        copy[index] = value
+        return copy
+
+    return change
+
+
+EDITS = {
+    "own holds -3": edited("own", put(0, -3)),
+    "own holds 99": edited("own", put(-1, 99)),
+    "own is not ascending": edited("own", lambda ids: ids.flip(0)),
+    "own has the shape .* torch.float32": edited("own", lambda ids: ids.float()),
+    "halo holds -1": edited("halo", put(0, -1)),
+    "is in own and in the halo": edited("halo", put(0, 2)),
+    "edge_index.0. holds 40": edited("edge_index", put((0, 0), 40)),
+    "edge_index.1. holds -1": edited("edge_index", put((1, 0), -1)),
+    "no edge reads vertex": edited("edge_index", put((0, 0), 0)),
+    "edge_index is": edited("edge_index", lambda ids: ids.t().contiguous()),
+    "edge_ids is not ascending": edited("edge_ids", lambda ids: ids.flip(0)),
+    "vertices, in-edges and halo rows": edited("own", lambda ids: ids[1:]),
+    "send holds 7": edited("send", put(0, 7)),
+    "send_counts come to": edited("send", lambda ids: torch.cat([ids, ids])),
+    "send_counts is no count": told(send_counts=[1]),
+    "recv_counts is no count": told(recv_counts=["a", 1]),
+    "recv_counts come to": told(recv_counts=[10**12, 0]),
+    "recv_counts is no count ": told(recv_counts=[2, -1]),
+    "num_nodes is ": told(num_nodes=-5),
+    "of a graph of 6 vertices": told(num_nodes=6),
+    "num_edges is ": told(num_edges="5"),
+    "last_vertex is 5": told(last_vertex=5),
+    "missing|part": told(part=None),
+    "y holds the class 9": edited("node.y", put(0, 9)),
+    "y is torch.int16": edited("node.y", lambda y: y.short()),
+    "x is torch.float64": edited("node.x", lambda x: x.double()),
+    "node.x is torch.float32 .2. here": edited("node.x", lambda x: x[:, :2].contiguous()),
+    "x is .2, 3., where a row for each vertex of 3": edited("node.x", lambda x: x[:2]),
+    "node.y is missing here": lambda tensors, _: tensors.pop("node.y"),
+    "node.more is .* here, and missing": lambda tensors, _: tensors.update({"node.more": torch.zeros(3)}),
+    "'send'": lambda tensors, _: tensors.pop("send"),
+    "unexpected keyword": told(more=1),
+}
+
+
+@pytest.mark.parametrize("says", EDITS)
+def test_a_part_that_does_not_hang_together_is_refused(tmp_path: Path, says: str) -> None:
+    """Its checksum is right: only its structure tells."""
+    written(tmp_path / "cut")
+    file = tmp_path / "cut" / "part-00001.safetensors"
+    tensors, text = sealed.read_tensors(file)
+    tensors, facts = {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(text)
+    EDITS[says](tensors, facts)
+    sealed.write_tensors(file, tensors, json.dumps(facts))
+    resealed(tmp_path / "cut", file.name)
+    with pytest.raises(PartitionError, match=rf"is damaged: (.|\n)*({says})"):
+        load_part(tmp_path / "cut", 1)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"num_nodes": 6},
+        {"num_edges": 3},
+        {"num_nodes": -5},
+        {"num_parts": 3},
+        {"num_parts": 10**12},
+        {"num_classes": "3"},
+        {"features": 2},
+        {"task": "other"},
+        {"seed": None},
+        {"notes": [1]},
+        {"quality": {}},
+        {"files": {}},
+        {"files": {"../x": [1, "a"]}},
+        {"attributes": {"node.x": 1}},
+        {"attributes": None},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_page_that_does_not_hang_together_is_refused(tmp_path: Path, facts: dict[str, Any]) -> None:
+    written(tmp_path / "cut")
+    resealed(tmp_path / "cut", **facts)
+    with pytest.raises(PartitionError, match=r"is damaged: \S+"):
+        load_meta(tmp_path / "cut")
+
+
+def test_no_file_of_a_partition_can_run(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    for name in (PAGE, "part-00000.safetensors"):
+        written(tmp_path / "cut")
+        (tmp_path / "cut" / name).write_bytes(pickle.dumps(Runs(mark)))
+        if name != PAGE:
+            resealed(tmp_path / "cut", name)
+        with pytest.raises(PartitionError, match="damaged"):
+            load_part(tmp_path / "cut", 0)
+        assert not mark.exists()
+
+
+class Runs:
+    """What a pickle of it would do to the one who reads it."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.write_text, (self.mark, "it ran"))
+
+
+def test_what_a_killed_writer_left_goes_with_the_next(tmp_path: Path) -> None:
+    left = tmp_path / ".cut.4.new"
+    left.mkdir()
+    os.utime(left, (1, 1))
+    written(tmp_path / "cut")
+    assert [path.name for path in tmp_path.iterdir()] == ["cut"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from torch_geometric.data import Data
 from training import graph
 
-from kagome import config
+from kagome import config, sealed
 from kagome.comm.channel import Channel
 from kagome.errors import DataError, KagomeError, PartitionError
 from kagome.run import source
@@ -309,3 +310,57 @@ def test_auto_streams_where_metis_does_not_fit_and_says_so(ranks, tmp_path):
     assert ranks(2, short_of_memory, folder, 10**12) == [[("metis", 0)] * 2] * 2
     # Parts that METIS has made are as good with little memory.
     assert ranks(2, short_of_memory, folder, 1000) == [[("metis", 0), ("streaming", 1)]] * 2
+
+
+# Saved partitions that were altered --------------------------------------------------------------------
+
+
+def taken_from(channel: Channel, folder: str) -> str:
+    try:
+        source.from_folder(folder, channel)
+    except KagomeError as error:
+        return str(error)
+    return "taken"
+
+
+def test_a_damaged_part_of_one_rank_is_told_by_all(ranks, tmp_path):
+    """The others waited for a rank that had given up."""
+    cut = tmp_path / "cut"
+    source.prepare(config.Data(name=SBM), method="random", seed=0, parts=3, folder=cut)
+    assert ranks(3, taken_from, str(cut)) == ["taken"] * 3
+    file = cut / "part-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    for text in ranks(3, taken_from, str(cut)):
+        assert "part-00001.safetensors has been altered: its checksum is" in text
+
+
+def test_parts_that_expect_other_rows_than_are_sent_are_refused(ranks, tmp_path):
+    """Each part hangs together, and has the checksum that the page says."""
+    cut = tmp_path / "cut"
+    source.prepare(config.Data(name=SBM), method="random", seed=0, parts=3, folder=cut)
+    file = cut / "part-00001.safetensors"
+    tensors, text = sealed.read_tensors(file)
+    halo, own, counts = tensors["halo"].clone(), tensors["own"], json.loads(text)["recv_counts"]
+    free = sorted(set(range(int(halo[0]), int(halo[1]))) - set(own.tolist()) - set(halo.tolist()))
+    assert counts[0] > 1
+    assert free, "another draw of the test's graph"
+    halo[0] = free[0]
+    seal = sealed.write_tensors(file, {**{n: t.clone() for n, t in tensors.items()}, "halo": halo}, text)
+    page = sealed.read_page(cut / "partition.json")
+    page["files"][file.name] = [seal.bytes, seal.crc32]
+    sealed.write_page(cut / "partition.json", page)
+    for text in ranks(3, taken_from, str(cut)):
+        assert "send each other the rows that they expect, but part 1 expects others" in text
+
+
+def test_a_damaged_part_of_the_cache_is_thrown_away_and_cut_anew(ranks, tmp_path):
+    folder, data = tmp_path / "cache", edges_file(tmp_path / "g.npz", 1)
+    before = ranks(2, reusing, data, str(folder), 0, True)
+    (file,) = folder.glob("partitions/parts-*/part-00001.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(
+        PartitionError, match=r"has been altered(.|\n)*start again: what was kept is thrown away"
+    ):
+        ranks(2, reusing, data, str(folder), 0, True)
+    assert not file.exists()
+    assert ranks(2, reusing, data, str(folder), 0, True) == before

@@ -13,9 +13,8 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kagome import config
+from kagome import config, leftovers
 from kagome.errors import KagomeError
 from kagome.graph import store
 
@@ -33,8 +32,6 @@ LIMIT_BYTES: Final = 20 * 2**30
 LIMIT_ENTRIES: Final = 256
 #: Entries of this size are told of when they are made.
 LARGE_BYTES: Final = 2**30
-#: What a process that died left half-made goes after a day.
-ABANDONED_SECONDS: Final = 86_400
 OWNERS: Final = "owner.npy"
 _CODE: Final = Path(__file__).parent
 _MAKERS: Final = ("kagome", "numpy", "torch", "torch-geometric", "pymetis", "scikit-learn")
@@ -126,15 +123,13 @@ class Cache:
     def parts(self, key: str) -> tuple[Path, store.Meta] | None:
         """A partition that was kept; None where there is none. A damaged one is thrown away.
 
-        Cost: the head of each part is read.
+        Cost: a look at each file; a rank that reads its part compares its checksum.
         """
         entry = self.folder / key
         if not entry.is_dir():
             return None
         try:
-            meta = store.load_meta(entry)
-            for part in range(meta.num_parts):
-                store.load_part(entry, part)
+            meta = store.verify_sizes(entry)
         except KagomeError:
             _discard(entry)
             return None
@@ -180,9 +175,12 @@ class Cache:
         fresh: Path | None = None
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
+            leftovers.clear(self.folder, ".making-*")
+            leftovers.clear(self.folder, ".gone-*")
             fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=self.folder))
         try:
-            yield fresh
+            with nullcontext() if fresh is None else leftovers.held(fresh):
+                yield fresh
         finally:
             if fresh is not None:
                 shutil.rmtree(fresh, ignore_errors=True)
@@ -218,10 +216,7 @@ class Cache:
             for entry in self.folder.iterdir():
                 with suppress(OSError):
                     used = entry.stat().st_mtime
-                    if entry.name.startswith("."):
-                        if time.time() - used > ABANDONED_SECONDS:
-                            shutil.rmtree(entry, ignore_errors=True)
-                    elif entry.is_dir():
+                    if entry.is_dir() and not entry.name.startswith("."):
                         entries.append((used, size(entry), entry))
         total = number = 0
         for _, bytes_, entry in sorted(entries, reverse=True):

@@ -1,5 +1,7 @@
 """Store: partitions on disk, a safetensors file a part and one page of facts; a rank needs no more.
 
+The page has a checksum of itself and of each part: what was altered is named before it is used.
+
 Where it sits: ``kagome partition`` saves here, each rank of ``kagome train --data.partition`` loads its own.
 """
 
@@ -9,27 +11,28 @@ import dataclasses
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
 
+from kagome import leftovers, sealed
 from kagome.errors import PartitionError
 from kagome.graph.partition import Partition
 from kagome.graph.quality import Quality, measured
+from kagome.graph.sound import COUNTS, Attributes, attributes_of, fault_of, quality_fault
 from kagome.graph.validate import Task, num_classes, task
+from kagome.kinds import fits
+from kagome.sealed import Seal, SealError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 PAGE: Final = "partition.json"
 _PLAIN: Final = ("own", "halo", "edge_index", "edge_ids", "send")
-_COUNTS: Final = ("part", "num_parts", "num_nodes", "num_edges", "last_vertex")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +154,6 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
     Raises:
         PartitionError: If the folder holds something else or cannot be written.
     """
-    from safetensors.torch import save_file
-
     folder = Path(folder)
     if folder.exists() and not (folder / PAGE).exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PartitionError(
@@ -162,24 +163,47 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
         )
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     stale = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    for ending in ("new", "old"):
+        leftovers.clear(folder.parent, f".{folder.name}.*.{ending}")
     try:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
-        for piece in partitions:
-            facts = {
-                name: getattr(piece, name) for name in (*_COUNTS, "send_counts", "recv_counts", "fingerprint")
-            }
-            save_file(_tensors(piece), _file(fresh, piece.part), metadata={"kagome": json.dumps(facts)})
-        (fresh / PAGE).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(meta)}, indent=1) + "\n")
-        if folder.exists():
-            folder.rename(stale)
-        fresh.rename(folder)
+        with leftovers.held(fresh):
+            _write(partitions, fresh, meta)
+            if folder.exists():
+                folder.rename(stale)
+            fresh.rename(folder)
     except OSError as error:
-        raise PartitionError(f"a partition was to be written to {folder}", f"it cannot be: {error}") from None
+        raise PartitionError(
+            f"a partition was to be written to {folder}", f"it cannot be: {error.strerror or error}"
+        ) from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         if folder.exists():
             shutil.rmtree(stale, ignore_errors=True)
+
+
+def _write(partitions: Iterable[Partition], fresh: Path, meta: Meta) -> None:
+    seals: dict[str, Seal] = {}
+    attributes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for piece in partitions:
+        facts = {
+            name: getattr(piece, name) for name in (*COUNTS, "send_counts", "recv_counts", "fingerprint")
+        }
+        file = _file(fresh, piece.part)
+        seals[file.name] = sealed.write_tensors(file, _tensors(piece), json.dumps(facts), sync=False)
+        attributes = attributes_of(piece)
+    page = {"format": FORMAT, **dataclasses.asdict(meta), "attributes": attributes}
+    sealed.write_page(fresh / PAGE, {**page, "files": sealed.told_of(seals)})
+
+
+@dataclass(frozen=True)
+class _Page:
+    """What the page of a partition says, beside what a rank keeps of it."""
+
+    meta: Meta
+    attributes: dict[str, tuple[str, tuple[int, ...]]]
+    files: dict[str, Seal]
 
 
 def load_meta(folder: str | Path) -> Meta:
@@ -188,30 +212,89 @@ def load_meta(folder: str | Path) -> Meta:
     Raises:
         PartitionError: If there is none, or it cannot be read.
     """
-    page = Path(folder) / PAGE
+    return _page(Path(folder)).meta
+
+
+def verify_sizes(folder: str | Path) -> Meta:
+    """Read the facts of a saved partition whose files have the sizes that they were written with.
+
+    Raises:
+        PartitionError: If there is none, or a file is missing or of another size.
+
+    Cost: a look at each file.
+    """
+    page = _page(Path(folder))
     try:
-        facts: dict[str, Any] = json.loads(page.read_text())
-        form = facts.pop("format")
+        for name, seal in page.files.items():
+            sealed.verify_size(Path(folder) / name, seal)
+    except SealError as error:
+        raise _damaged(Path(folder), str(error)) from None
+    return page.meta
+
+
+def _page(folder: Path) -> _Page:
+    if not (folder / PAGE).exists():
+        raise PartitionError(
+            f"a saved partition was expected in {folder}",
+            f"{PAGE} is missing",
+            hint="kagome partition --data... --parts P --out DIR makes one",
+        )
+    try:
+        facts = sealed.read_page(folder / PAGE)
+        form = facts.pop("format", None)
+        if form != FORMAT:
+            raise SealError(f"{PAGE} has format {str(form)[:40]}, and this version reads format {FORMAT}")
+        files = sealed.seals_of(facts.pop("files", None))
+        attributes = {
+            name: (str(kind), tuple(shape)) for name, (kind, shape) in facts.pop("attributes").items()
+        }
         figures: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in facts.pop("quality").items()
         }
-        if form != FORMAT:
-            raise PartitionError(
-                f"this version reads partitions of format {FORMAT}",
-                f"{page} has format {form}",
-                hint="make it again with kagome partition",
-            )
-        return Meta(**{**facts, "notes": tuple(facts["notes"]), "quality": Quality(**figures)})
-    except OSError as error:
-        raise PartitionError(
-            f"a saved partition was expected in {folder}",
-            f"{PAGE} cannot be read: {error.strerror}",
-            hint="kagome partition --data... --parts P --out DIR makes one",
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise PartitionError(
-            f"{page} must be a page that kagome partition wrote", f"it is damaged: {error}"
-        ) from None
+        meta = Meta(**{**facts, "notes": tuple(facts["notes"]), "quality": Quality(**figures)})
+    except SealError as error:
+        raise _damaged(folder, str(error)) from None
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise _damaged(folder, f"{PAGE} is damaged: {type(error).__name__}: {error}") from None
+    fault = _meta_fault(meta, attributes) or (
+        "it does not name a file for each part"
+        if set(files) != {_file(folder, part).name for part in range(min(meta.num_parts, len(files) + 1))}
+        else ""
+    )
+    if fault:
+        raise _damaged(folder, f"{PAGE} is damaged: {fault}")
+    return _Page(meta, attributes, files)
+
+
+def _meta_fault(meta: Meta, attributes: Attributes) -> str:
+    """What is wrong with facts that were read; empty if nothing is."""
+    for name, hint in get_type_hints(Meta).items():
+        value = getattr(meta, name)
+        if not fits(value, hint) or (type(value) is int and value < 0 and name != "seed"):
+            return f"{name} is {str(value)[:40]!r}"
+    for name, hint in get_type_hints(Quality).items():
+        if not fits(getattr(meta.quality, name), hint):
+            return f"quality.{name} is {str(getattr(meta.quality, name))[:40]!r}"
+    width = attributes.get("node.x", ("", ()))[1]
+    if width and width[-1] != meta.features:
+        return f"features is {meta.features}, and x has {width[-1]} columns"
+    return quality_fault(meta.quality, meta.num_parts, meta.num_nodes, meta.num_edges)
+
+
+def _labels_fault(y: Tensor | None, meta: Meta) -> str:
+    """Whether classes go beyond those that the page counts."""
+    classes = y is not None and y.dim() == 1 and not y.is_floating_point() and meta.task == "multiclass"
+    if y is None or not classes or not y.numel() or int(y.max()) < meta.num_classes:
+        return ""
+    return f"y holds the class {int(y.max())}, and the page counts {meta.num_classes}"
+
+
+def _damaged(folder: Path, fault: str) -> PartitionError:
+    return PartitionError(
+        f"{folder} must hold what kagome partition wrote",
+        f"it is damaged: {fault}",
+        hint="make it again with kagome partition",
+    )
 
 
 def load_part(folder: str | Path, part: int) -> Partition:
@@ -227,41 +310,37 @@ def load_part(folder: str | Path, part: int) -> Partition:
     Raises:
         PartitionError: If it is missing, damaged, or of another cut than the folder's page says.
     """
-    from safetensors import SafetensorError, safe_open
-
-    meta = load_meta(folder)
+    folder = Path(folder)
+    page = _page(folder)
+    meta = page.meta
     if not 0 <= part < meta.num_parts:
         raise PartitionError(
             f"part {part} was asked for",
             f"{folder} holds {meta.num_parts} parts, counted from 0",
             hint=f"use {meta.num_parts} graph parts, or partition again",
         )
-    file = _file(Path(folder), part)
-    if not file.exists():
-        raise PartitionError(
-            f"part {part} of {meta.num_parts} was expected in {folder}", f"{file.name} is missing"
-        )
+    file = _file(folder, part)
     try:
-        with safe_open(file, framework="pt") as opened:
-            facts = json.loads((opened.metadata() or {})["kagome"])
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+        sealed.verify(file, page.files[file.name])
+        tensors, text = sealed.read_tensors(file)
+        facts: dict[str, Any] = json.loads(text)
         for name in ("send_counts", "recv_counts"):
             facts[name] = tuple(facts[name])
         nodes, edges = _under(tensors, "node."), _under(tensors, "edge.")
-        piece = Partition(**facts, **{name: tensors[name] for name in _PLAIN}, nodes=nodes, edges=edges)
-    except (SafetensorError, OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise PartitionError(
-            f"{file} must be a part that kagome partition wrote",
-            f"it is damaged: {error}",
-            hint="make it again with kagome partition",
-        ) from None
-    if (piece.fingerprint, piece.part, piece.num_parts) != (meta.fingerprint, part, meta.num_parts):
-        raise PartitionError(
-            f"part {part} of {meta.num_parts} of the cut {meta.fingerprint} was expected",
-            f"the file holds part {piece.part} of {piece.num_parts} of the cut {piece.fingerprint}",
-            where=str(file),
-            hint="make it again with kagome partition",
-        )
+        facts |= {name: tensors[name] for name in _PLAIN}
+        piece = Partition(**facts, nodes=nodes, edges=edges)
+        if (piece.fingerprint, piece.part, piece.num_parts) != (meta.fingerprint, part, meta.num_parts):
+            raise SealError(
+                f"{file.name} holds part {piece.part} of {piece.num_parts} of the cut {piece.fingerprint}, "
+                f"and part {part} of {meta.num_parts} of the cut {meta.fingerprint} was expected"
+            )
+        fault = fault_of(piece, meta.quality, page.attributes)
+        fault = fault or _labels_fault(piece.nodes.get("y"), meta)
+    except (SealError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        fault = str(error) if isinstance(error, SealError) else f"{file.name}: {error}"
+        raise _damaged(folder, fault) from None
+    if fault:
+        raise _damaged(folder, f"{file.name}: {fault}")
     return piece
 
 
@@ -272,15 +351,7 @@ def _file(folder: Path, part: int) -> Path:
 def _tensors(piece: Partition) -> dict[str, Tensor]:
     tensors = {name: getattr(piece, name) for name in _PLAIN}
     tensors |= {f"node.{name}": value for name, value in piece.nodes.items()}
-    tensors |= {f"edge.{name}": value for name, value in piece.edges.items()}
-    # safetensors refuses views that share memory; a tensor that has its memory to itself needs no copy.
-    alone = Counter(value.untyped_storage().data_ptr() for value in tensors.values())
-    return {
-        name: value.contiguous()
-        if alone[value.untyped_storage().data_ptr()] == 1
-        else value.clone(memory_format=torch.contiguous_format)
-        for name, value in tensors.items()
-    }
+    return tensors | {f"edge.{name}": value for name, value in piece.edges.items()}
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

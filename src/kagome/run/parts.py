@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kagome import config, errors
+from kagome import config, errors, leftovers
 from kagome.available import available_bytes
 from kagome.errors import KagomeError, PartitionError
 from kagome.graph import cache
@@ -98,7 +98,9 @@ class Parts:
         if self._found is not None and self._found[1].method == method:
             return Offer(str(self._found[0]), (cache.reused(self._found[0]),), None)
         amounts = [look.available for look in seen if look.available is not None]
+        leftovers.clear(Path(tempfile.gettempdir()), "kagome-parts-*")
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kagome-parts-")), "parts")
+        stack.enter_context(leftovers.held(folder.parent))
         if self.kept is None or self._key is None:
             error = self._run([folder], method, min(amounts, default=None))
             return Offer(str(folder), (), error)
@@ -116,6 +118,13 @@ class Parts:
             f"The partition, {size / 2**30:.1f} GiB, is kept in {cache.shown(entry)} (--parallel.no-reuse)."
         )
         return Offer(str(entry), (kept,) if size >= cache.LARGE_BYTES else (), None)
+
+    def forget(self, offer: Offer) -> bool:
+        """Throw parts that turned out to be damaged out of the cache; False if they are not of it."""
+        if self.kept is None or self._found is None or offer.folder != str(self._found[0]):
+            return False
+        self.kept.drop(self._found[0])
+        return True
 
     def end(self) -> None:
         """Once all ranks have opened their parts: keep the cache within its limits."""

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch_geometric.data import Data
@@ -128,13 +129,53 @@ def from_folder(folder: str | Path, channel: Channel) -> tuple[Partition, Meta]:
             f"{folder} holds {meta.num_parts}",
             hint=f"start {meta.num_parts} ranks, or kagome partition --parts {channel.size}",
         )
-    part = store.load_part(folder, channel.rank)
-    marks = channel.gather_objects(part.fingerprint, "compare the ranks' parts")
+    found: Partition | KagomeError
+    try:
+        found = store.load_part(folder, channel.rank)
+        mine: object = found.fingerprint, found.send_counts, found.recv_counts
+    except KagomeError as error:
+        found = mine = error
+    told = channel.gather_objects(mine, "compare the ranks' parts")
+    for each in (found, *told):
+        if isinstance(each, KagomeError):
+            raise each
+    assert isinstance(found, Partition)
+    facts = cast("list[tuple[str, tuple[int, ...], tuple[int, ...]]]", told)
+    marks = [mark for mark, *_ in facts]
     if len(set(marks)) > 1:
         raise PartitionError(
             "all ranks read parts of one cut", f"they read parts of {len(set(marks))}: {marks}"
         )
-    return part, meta
+    _refuse_unlike_lists(found, facts, channel, folder)
+    return found, meta
+
+
+def _refuse_unlike_lists(
+    part: Partition,
+    facts: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]],
+    channel: Channel,
+    folder: str | Path,
+) -> None:
+    """Refuse parts that do not send each other the rows that they expect. All ranks call it.
+
+    Cost:
+        8 bytes a halo row.
+    """
+    sends = torch.tensor([send for _, send, _ in facts]).view(channel.size, -1)
+    expects = torch.tensor([recv for *_, recv in facts]).view(channel.size, -1)
+    unlike = (sends != expects.t()).nonzero().tolist()
+    if not unlike:
+        ids = part.own[part.send].to(channel.device)
+        came = channel.exchange(ids, part.send_counts, part.recv_counts, action="compare the ranks' halos")
+        differs = not torch.equal(came.cpu(), part.halo)
+        ranks = channel.gather_objects(differs, "compare the ranks' halos")
+        unlike = [[rank] for rank, each in enumerate(ranks) if each]
+    if unlike:
+        raise PartitionError(
+            f"the parts in {folder} send each other the rows that they expect",
+            f"part {unlike[0][-1]} expects others",
+            hint="make them again with kagome partition",
+        )
 
 
 def from_settings(
@@ -177,7 +218,13 @@ def from_settings(
                 raise offer.error
         place = offers[hosts.index(host)]
         assert isinstance(place, Offer)
-        part, meta = from_folder(place.folder, channel)
+        try:
+            part, meta = from_folder(place.folder, channel)
+        except PartitionError as error:
+            if source is None or not source.forget(place):
+                raise
+            hint = "start again: what was kept is thrown away, and the graph is cut anew"
+            raise PartitionError(error.asked, error.found, where=error.where, hint=hint) from None
         channel.barrier("all parts are read")
         if source is not None:
             source.end()
