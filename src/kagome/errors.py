@@ -75,5 +75,9 @@ class CheckpointError(KagomeError):
     """A checkpoint cannot be written, read, or does not fit this run."""
 
 
+class CallbackError(KagomeError):
+    """A callback raised on another rank, or did on one rank what all ranks do together."""
+
+
 class LaunchError(KagomeError):
     """Ranks could not be started, or one of them died."""

@@ -20,20 +20,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from kagome.allocator import keep_freed_memory
 from kagome.comm.channel import Channel
 from kagome.comm.groups import Groups
+from kagome.comm.joined import Joined, current, given_store, join
 from kagome.comm.watch import Watch
 from kagome.config import Parallel
-from kagome.errors import CommError
 from kagome.ranks import Ranks, environment
 from kagome.threads import Seat, seat, threads
 
@@ -100,9 +98,10 @@ def open_mesh(
 ) -> Iterator[Mesh]:
     """Join the ranks that the environment names, and leave them at the end, after an error too.
 
-    A process group that the script has made itself is used and left as it is. With one rank there is none,
-    unless ``always_group`` asks for it. Until the end torch has the threads that are this rank's share of its
-    host, unless the user chose their number: see :func:`kagome.threads.chosen`.
+    A process group that the script has made itself is used and left as it is; one that another open mesh has
+    made is shared. With one rank there is none, unless ``always_group`` asks for it. Until the end torch has
+    the threads that are this rank's share of its host, unless the user chose their number: see
+    :func:`kagome.threads.chosen`.
 
     Args:
         parallel: How to split; must fit the number of ranks.
@@ -118,17 +117,16 @@ def open_mesh(
         CommError: If the ranks do not meet.
         LaunchError: If the environment is no sense.
     """
-    given = dist.is_initialized()
+    given = dist.is_initialized() and current() is None
     ranks = _given_ranks() if given else environment()
     fitted = (parallel or Parallel()).fit(ranks.size)
     device = _own_device(ranks)
     if given and dist.get_backend() == "gloo":
         device = torch.device("cpu")
-    store: Store | None = None
-    if given:
-        store = _given_store()
-    elif ranks.size > 1 or always_group:
-        store = _join(ranks, device, timeout)
+    joined: Joined | None = None
+    if not given and (ranks.size > 1 or always_group):
+        joined = join(ranks, device, timeout)
+    store = given_store() if given else joined
     watch: Watch | None = None
     channels: list[Channel] = []
     groups = Groups(ranks.rank, fitted.pipe, ranks.size // fitted.pipe, device, timeout)
@@ -136,7 +134,7 @@ def open_mesh(
     stack = ExitStack()
     try:
         if store is not None and ranks.size > 1:
-            watch = Watch(store, ranks.rank, ranks.size, say=say)
+            watch = Watch(_of_this_mesh(store, ranks.rank), ranks.rank, ranks.size, say=say)
         world, graph, pipe = groups.open(
             channels, watch, shared_memory=fitted.shared_memory, late=fitted.max_age > 0
         )
@@ -165,8 +163,8 @@ def open_mesh(
         for each in reversed(channels):
             each.close(max(0.0, limit - time.monotonic()))
         groups.close()
-        if not given and dist.is_initialized():
-            dist.destroy_process_group()  # gloo aborts the process at its exit otherwise
+        if joined is not None:
+            joined.leave()
 
 
 @contextmanager
@@ -180,37 +178,6 @@ def _fitting_threads(channel: Channel) -> Iterator[tuple[int, ...]]:
         yield counts
     finally:
         torch.set_num_threads(before)
-
-
-def _join(ranks: Ranks, device: torch.device, timeout: float) -> Store:
-    limit = timedelta(seconds=timeout)
-    if ranks.size > 1:
-        url = f"tcp://{ranks.host}:{ranks.port}?rank={ranks.rank}&world_size={ranks.size}"
-        where = f"{ranks.host}:{ranks.port}"
-    else:
-        # Nobody else comes: any free port will do, and RANK and MASTER_PORT need not be set.
-        url, where = "", "this process"
-    try:
-        store = next(iter(rendezvous(url, timeout=limit)))[0] if url else HashStore()
-        # torchrun's store outlives a group: what the ranks of an earlier one left there would be believed.
-        opened = store.add(f"kagome-opened/{ranks.rank}", 1)
-        backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(f"kagome-{opened}", store),
-            rank=ranks.rank,
-            world_size=ranks.size,
-            timeout=limit,
-            device_id=own,
-        )
-    except RuntimeError as error:
-        raise CommError(
-            f"rank {ranks.rank} was to meet {ranks.size - 1} other ranks at {where}",
-            f"that failed: {str(error).splitlines()[0]}",
-            where=f"ranks set by {ranks.source}",
-            hint="see that all ranks were started, and that the host and port can be reached from each host",
-        ) from error
-    return store
 
 
 def _own_device(ranks: Ranks) -> torch.device:
@@ -231,8 +198,6 @@ def _given_ranks() -> Ranks:
     )
 
 
-def _given_store() -> Store | None:
-    # torch keeps the default group's store to itself; without it waits are limited all the same, but nobody
-    # can say what a late peer was doing.
-    find = getattr(dist.distributed_c10d, "_get_default_store", None)
-    return None if find is None else find()
+def _of_this_mesh(store: Store, rank: int) -> Store:
+    """A store in which no other mesh has left anything: all ranks open their meshes in one order."""
+    return PrefixStore(f"kagome-mesh-{store.add(f'kagome-meshes/{rank}', 1)}", store)

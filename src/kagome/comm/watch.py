@@ -136,13 +136,17 @@ class Watch:
         return [peer for peer in peers if not self._waits_in(action, peer)]
 
     def close(self) -> None:
-        """End the thread, and leave word of where this rank stopped; may be called twice."""
+        """End the thread, leave word of where this rank stopped, and let go of the store; works twice."""
         self._closed.set()
-        if self._thread is not None and self._thread.is_alive():
-            self._thread.join(timeout=5.0)
-            if not self._thread.is_alive():
-                with suppress(RuntimeError):  # the store's host is gone
-                    self._publish()
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        if thread is not threading.current_thread():  # the garbage collector may run in it
+            thread.join(timeout=5.0)
+        if not thread.is_alive():
+            with suppress(RuntimeError):  # the store's host is gone
+                self._publish()
+            del self._store
 
     def _waits_in(self, action: str, peer: int) -> bool:
         seen = self.seen(peer)

@@ -51,13 +51,14 @@ def summary(
     working_memory_bytes: int | None = None,
     activations_moved_bytes: int | None = None,
     history: Mapping[str, Any] | None = None,
+    weights_epoch: int | None = None,
 ) -> dict[str, Any]:
     """Build what ``summary.json`` holds.
 
     Args:
         records: All epochs of the run, those before a resume too; bytes of all ranks.
-        test_metric: The metric on the test vertices with the weights of ``best_epoch``.
-        val_metric: The metric on the validation vertices in ``best_epoch``.
+        test_metric: The metric on the test vertices with the weights of ``weights_epoch``.
+        val_metric: The metric on the validation vertices with the same weights.
         metric_name: For example ``accuracy``.
         best_epoch: The epoch whose weights were kept; None where nothing was evaluated.
         peak_memory_bytes: One a rank.
@@ -80,6 +81,7 @@ def summary(
         activations_moved_bytes: The most that a rank moved off its device, or to disk, in one forward.
         history: What rows of other chunks cost: ``probes``, ``careful_from``, ``exact_epochs``,
             ``plateau_epochs``, and how often weights were put back (``undone``).
+        weights_epoch: The epoch whose weights the model was left with; None before any.
 
     Returns:
         Plain values in the order of the file.
@@ -104,6 +106,7 @@ def summary(
     }
     kinds = dict.fromkeys(kind for record in costly for kind in record.waited)
     extra = {
+        "weights_epoch": weights_epoch,
         "waited_per_epoch": {
             kind: fmean(record.waited.get(kind, 0.0) for record in costly) for kind in kinds
         },

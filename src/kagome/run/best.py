@@ -1,10 +1,14 @@
-"""Best: the best epoch so far and its weights.
+"""Best: the best epoch so far and its weights; copies and marks of a model's weights.
 
-Where it sits: ``trainer`` shows it every evaluation; checkpoints carry it.
+Where it sits: ``trainer`` shows it every evaluation; checkpoints carry it; ``callbacks`` asks for marks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
+import torch
 from torch import Tensor, nn
 
 from kagome.run import checkpoint
@@ -33,7 +37,7 @@ class Best:
             return
         self.epoch, self.metric, self.waited = epoch, metric, 0
         self.weights = None  # the old copy goes before there is a new one
-        self.weights = None if metric is None else _copy(model)
+        self.weights = None if metric is None else copied(model.state_dict())
 
     def restore(self, model: nn.Module, epoch: int) -> dict[str, Tensor] | None:
         """Give the model the best epoch's weights.
@@ -47,7 +51,7 @@ class Best:
         """
         if self.weights is None or self.epoch == epoch:
             return None
-        last = _copy(model)
+        last = copied(model.state_dict())
         model.load_state_dict(self.weights)
         return last
 
@@ -56,5 +60,39 @@ class Best:
         return checkpoint.Place(epoch, seed, self.epoch, self.metric, self.waited, world_size, fingerprint)
 
 
-def _copy(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+Mark = tuple[tuple[int, int], ...]
+"""How often each tensor of a model was written to, and a sum of its bits."""
+
+_WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of a state dict that later epochs do not change."""
+    return {name: value.detach().clone() for name, value in weights.items()}
+
+
+def holds(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
+    """Whether a model's state is this one, bit by bit."""
+    state = model.state_dict()
+    return state.keys() == weights.keys() and all(
+        value.shape == weights[name].shape and bits(value) == bits(weights[name])
+        for name, value in state.items()
+    )
+
+
+def mark(model: nn.Module) -> Mark:
+    """A mark of weights and buffers; writing to one of them makes another, also through ``.data``.
+
+    Cost:
+        One pass over them.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    return tuple((tensor._version, bits(tensor)) for tensor in tensors)
+
+
+def bits(tensor: Tensor) -> int:
+    """The sum of a tensor's bits, taken as whole numbers: the same on all ranks for the same values."""
+    plain = tensor.detach()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    return int(plain.view(_WHOLE[plain.element_size()]).sum(dtype=torch.int64))

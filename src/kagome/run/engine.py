@@ -152,8 +152,8 @@ class Engine:
         beside = [self.train_rows]
         return measure(self.scope, self.model, optimizer, self.saved, best=best, beside=beside)
 
-    def join_weights(self) -> None:
-        """Give this rank's model all weights: it has them."""
+    def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Give this rank's model, or a copy of its weights, those of all stages: it has them."""
 
     @contextmanager
     def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Iterator[None]:

@@ -72,6 +72,12 @@ class RunWriter:
         if self._board is not None:
             self._board.write(record)
 
+    def close(self) -> None:
+        """Close the files; closing twice does no harm."""
+        for stream in (self._lines, self._board):
+            if stream is not None:
+                stream.close()
+
     def _predicted(self) -> dict[str, Any] | None:
         """What the planner said of this run, if it chose the cut."""
         path = self.folder / "plan.json"
@@ -107,9 +113,7 @@ class RunWriter:
         from kagome.report.summary import write_summary
         from kagome.report.timeline import write_trace
 
-        for stream in (self._lines, self._board):
-            if stream is not None:
-                stream.close()
+        self.close()
         score = scores.detach().float().cpu()
         several = target.dim() > 1
         single = (score[:, 0] > 0).long() if score.size(1) == 1 else score.argmax(1)

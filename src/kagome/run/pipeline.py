@@ -157,16 +157,17 @@ class Pipeline:
             undo.callback(install(self.model, self.current.scope, several=self.current.several))
             yield
 
-    def join_weights(self) -> None:
-        """Give this rank's model the weights of all stages. All ranks call it."""
-        self.owners.share(self.model.state_dict(), "weights of all stages")
+    def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Give this rank's model, or a copy of its weights, those of all stages. All ranks call it."""
+        state = self.model.state_dict() if weights is None else weights
+        self.owners.share(state, "weights of all stages")
 
     @contextmanager
     def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Iterator[None]:
         """Weights, the optimizer's state and the best weights of all stages, for a block."""
         self.join_weights()
         if best is not None:
-            self.owners.share(best, "best weights of all stages")
+            self.join_weights(best)
         self.owners.share_optimizer(optimizer)
         yield
         self.owners.forget_others(optimizer)

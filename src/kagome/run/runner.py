@@ -70,8 +70,8 @@ class Runner(Protocol):
     def evaluate(self, epoch: int) -> Tensor:
         """Scores of own rows with dropout off, exact."""
 
-    def join_weights(self) -> None:
-        """Give the model the weights of all stages."""
+    def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Give the model, or a copy of its weights, those of all stages."""
 
     def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
         """Weights, the optimizer's state and the best weights of all stages, for a block."""

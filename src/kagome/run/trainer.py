@@ -6,11 +6,11 @@ rank's part, checks the model, and drives ``engine``; what happened goes to ``re
 
 from __future__ import annotations
 
-import atexit
 import signal
 import sys
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,7 +34,8 @@ from kagome.report.progress import Progress, warn
 from kagome.report.spans import Spans
 from kagome.run import checkpoint, learning, source, task
 from kagome.run.accounts import Accounts
-from kagome.run.best import Best
+from kagome.run.best import Best, bits, copied, holds
+from kagome.run.callbacks import Callbacks
 from kagome.run.check import check_on_first
 from kagome.run.costs import Costs
 from kagome.run.engines import engine_for
@@ -71,6 +72,12 @@ class Trainer:
         fast: Whether messages are reduced by kernels; off, all runs as PyG runs it.
         recompute: Whether each layer keeps its inputs only, and runs again in backward: less memory.
         out: Folder for the run's files; None writes none.
+        callbacks: Objects with some of ``on_fit_start(trainer)``, ``on_epoch_end(record)``,
+            ``on_checkpoint(path)`` and ``on_fit_end(summary)``. They run on rank 0 alone, unless they say
+            ``all_ranks = True``.
+
+    A Trainer holds connections, memory and files until :meth:`close`, the end of its ``with`` block, or until
+    nobody holds the Trainer.
 
     Raises:
         KagomeError: A leaf for each thing that is wrong with the data, the model, the settings or the ranks.
@@ -90,6 +97,7 @@ class Trainer:
         fast: bool = True,
         recompute: bool = False,
         out: str | Path | None = None,
+        callbacks: Sequence[object] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ModelError(
@@ -109,7 +117,7 @@ class Trainer:
             return source.from_data(data, channel, method=method, seed=seed, reuse=reuse)
 
         plain = getattr(model, "_orig_mod", model)  # torch.compile hides calls from the interception
-        self._open(settings, take, lambda *_: plain, loss, optimizer, scheduler, out)
+        self._open(settings, take, lambda *_: plain, loss, optimizer, scheduler, out, callbacks)
 
     @classmethod
     def from_settings(cls, settings: config.Run, build: Build, *, out: Out = None) -> Trainer:
@@ -134,11 +142,13 @@ class Trainer:
         optimizer: Callable[[Any], Optimizer] | None,
         scheduler: Callable[[Optimizer], Any] | None,
         out: Out,
+        callbacks: Sequence[object] = (),
     ) -> None:
         self._begun, self.spans = time.perf_counter(), Spans(most=10_000)  # a pipeline has one an action
         self._stack = ExitStack()
         self.settings, self.train = settings, settings.train
-        atexit.register(self.close)
+        # Nothing on the stack may hold the trainer. What is not gone before ends with the process.
+        self._closing = weakref.finalize(self, self._stack.close)
         try:
             mesh = open_mesh(settings.parallel, timeout=self.train.timeout, say=warn)
             self.mesh = self._stack.enter_context(mesh)
@@ -155,9 +165,12 @@ class Trainer:
                 self.model, said = ready(given, self.part, self.mesh, settings.parallel)
             self._say_all(said)
             self._learn(loss, optimizer, scheduler)
+            self._callbacks = Callbacks(callbacks, self.world, self.model)
             chosen = (out() if self.mesh.rank == 0 else None) if callable(out) else out
             folder = self.world.gather_objects(chosen, "the run's folder")[0]
             self.writer = None if folder is None else RunWriter(str(folder), settings, self.mesh.rank)
+            if self.writer is not None:
+                self._stack.callback(self.writer.close)
         except BaseException:
             self.close()
             raise
@@ -187,32 +200,44 @@ class Trainer:
         self.epoch, self._best, self._was_checked = 0, Best(), False
         self.records: list[EpochRecord] = []
         self._last: dict[str, Tensor] | None = None
+        self._is_whole = True
 
     # Public --------------------------------------------------------------------------------------
 
-    def fit(self, epochs: int | None = None, *, resume: str | Path | None = None) -> dict[str, Any]:
-        """Train; afterwards the model holds the weights of the best epoch.
+    def fit(
+        self, epochs: int | None = None, *, resume: str | Path | None = None, restore_best: bool = True
+    ) -> dict[str, Any]:
+        """Train until so many epochs are done.
 
-        Called again, it goes on where it stopped: with the last epoch's weights, not the best one's.
+        Called again it goes on with the last epoch's weights, or with yours where you have changed the
+        model's in between, on all ranks alike. For a loop of one epoch each, with the weights of the last
+        epoch in the model each time: ``trainer.fit(trainer.epoch + 1, restore_best=False)``.
 
         Args:
             epochs: Epochs in all, those before too; by default ``train.epochs``.
             resume: A run's folder or a checkpoint to go on from.
+            restore_best: Leave the weights of the best epoch in the model, by the validation metric; else
+                those of the last epoch. :meth:`best_weights` and :meth:`last_weights` give either.
 
         Returns:
-            What ``summary.json`` holds.
+            What ``summary.json`` holds; its metrics are of the weights that the model is left with.
 
         Raises:
             CheckError: If split and whole differ (``train.check``).
+            ModelError: If the ranks' weights were changed so that they differ.
+            CallbackError: If a callback raised on another rank.
             SystemExit: After SIGTERM, with 143, once a checkpoint is saved.
         """
+        self._together("fit")
         learning.refuse_thawed(self.model, self._frozen)
         epochs = self.train.epochs if epochs is None else epochs
-        if self._last is not None:
-            self.model.load_state_dict(self._last)
-            self._last = None
+        self._go_on()
         if resume is not None:
             self._resume(resume)
+        if self.epoch >= epochs > 0:
+            self._say(
+                f"{self.epoch} epochs are done, and fit({epochs}) asks for {epochs} in all: none is left"
+            )
         if not self._was_checked:
             with self.spans.phase("check"):
                 if self.train.check:
@@ -223,16 +248,20 @@ class Trainer:
             self._was_checked = True
         set_up = time.perf_counter() - self._begun
         self._open_files()
+        self._callbacks.tell("on_fit_start", self)
         name, shown = self.metric_name, self.settings.report.progress and self.mesh.rank == 0
         progress = Progress(epochs, done=self.epoch, metric_name=name, enabled=shown)
         noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
+        heard = self._callbacks.hear("on_epoch_end")
+        noting += [self._tell_callbacks] if heard else []
+        self._is_whole = False
         ending = self.costs.ending(noting)
         heap = set_aside(epochs - self.epoch)
         with asked_to_stop(self.writer is not None) as asked, progress, heap, ending, self.engine.installed:
             while self.epoch < epochs:
                 stop, every = self._one_epoch(epochs, bool(asked)), self.train.save_every
                 saves = stop or bool(every and self.epoch % every == 0)
-                self.costs.tell(noting, keep=self.settings.parallel.max_age > 0 and not saves)
+                self.costs.tell(noting, keep=self.settings.parallel.max_age > 0 and not saves and not heard)
                 if saves:
                     self._save()
                 if stop:
@@ -244,9 +273,40 @@ class Trainer:
         self.costs.drop()
         if self.writer is not None and self.epoch:
             self._save()
-        self._last = self._best.restore(self.model, self.epoch)
-        self.engine.join_weights()
-        return self._finish(set_up)
+        self._join_weights()
+        if restore_best and self._best.weights is not None:
+            self.engine.join_weights(self._best.weights)
+            self._last = self._best.restore(self.model, self.epoch)
+        self._is_whole = True
+        values = self._finish(set_up)
+        self._callbacks.tell("on_fit_end", values)
+        return values
+
+    def last_weights(self) -> dict[str, Tensor]:
+        """A copy of the weights after the last epoch, as a state dict. All ranks call it.
+
+        Cost:
+            A copy of the weights; in a pipeline, those of each stage to the others.
+        """
+        self._together("last_weights")
+        if self._last is not None:
+            return copied(self._last)
+        self._join_weights()
+        return copied(self.model.state_dict())
+
+    def best_weights(self) -> dict[str, Tensor]:
+        """A copy of the weights of the best epoch so far, as a state dict. All ranks call it.
+
+        Where nothing was evaluated on validation vertices, the last epoch is the best.
+
+        Cost:
+            A copy of the weights; in a pipeline, those of each stage to the others.
+        """
+        self._together("best_weights")
+        if self._best.weights is None:
+            return self.last_weights()
+        self.engine.join_weights(self._best.weights)
+        return copied(self._best.weights)
 
     def evaluate(self, split: str = "test") -> float | None:
         """The metric over a split's vertices, with the weights as they are. All ranks call it.
@@ -254,6 +314,7 @@ class Trainer:
         Raises:
             ConfigError: If there is no such split.
         """
+        self._together("evaluate")
         if split not in SPLITS:
             raise ConfigError(f"evaluate takes one of {', '.join(SPLITS)}", f"it was given {split!r}")
         return self._scores()[split]
@@ -267,13 +328,17 @@ class Trainer:
         Cost:
             N rows to rank 0.
         """
+        self._together("predict")
         own = self.engine.evaluate(self.epoch)
         joined = original_order(own, self.part, self.channel, "predictions")
         return own if joined is None or self.mesh.rank else joined
 
     def close(self) -> None:
-        """Leave the ranks; called at exit by itself."""
-        atexit.unregister(self.close)
+        """Leave the ranks, and let go of all connections, threads and files. It may be called twice.
+
+        A Trainer that nobody holds any more, and one that is left at exit, closes by itself.
+        """
+        self._closing.detach()
         self._stack.__exit__(*sys.exc_info())  # after an error peers are not waited for as long
 
     def __enter__(self) -> Trainer:
@@ -283,6 +348,49 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    # Weights and callbacks -----------------------------------------------------------------------
+
+    def _together(self, what: str) -> None:
+        """Before what all ranks do together: refuse it where they are left, or where one rank is alone."""
+        if not self._closing.alive:
+            raise ConfigError(
+                f"{what} needs the ranks", "this Trainer is closed", hint="call it inside the with block"
+            )
+        self._callbacks.refuse_alone(what)
+
+    def _go_on(self) -> None:
+        """Give the model the weights that training goes on with; those of all ranks must be the same."""
+        changed = self._last is not None and not holds(self.model, self._best.weights or {})
+        sums = [bits(parameter) for parameter in self.model.parameters()]
+        found: Any = self.world.gather_objects((changed, sums), "compare the ranks' weights")
+        if self._last is not None and not any(each for each, _ in found):
+            self.model.load_state_dict(self._last)
+        elif self._is_whole and any(theirs != found[0][1] for _, theirs in found):
+            names = [name for name, _ in self.model.named_parameters()]
+            rank, place = next(
+                (rank, place)
+                for rank, (_, theirs) in enumerate(found)
+                for place in range(len(names))
+                if theirs[place] != found[0][1][place]
+            )
+            raise ModelError(
+                "all ranks train the same weights",
+                f"rank {rank}'s {names[place]} is not rank 0's",
+                hint="change weights on every rank in the same way",
+            )
+        elif self._last is not None:
+            self._say("the model's weights were changed since the last fit: training goes on with them")
+        self._last = None
+
+    def _join_weights(self) -> None:
+        """Give every rank the weights of all stages, unless it has them."""
+        if not self._is_whole:
+            self.engine.join_weights()
+
+    def _tell_callbacks(self, record: EpochRecord) -> None:
+        if self._callbacks.tell("on_epoch_end", record):
+            self.engine.ahead.drop()  # what was computed ahead of this has read other weights
 
     # Epochs --------------------------------------------------------------------------------------
 
@@ -327,7 +435,7 @@ class Trainer:
             self.spans.phase("checkpoint", self.epoch),
             self.engine.joined(self.optimizer, self._best.weights),
         ):
-            checkpoint.save(
+            path = checkpoint.save(
                 self.writer.checkpoints,
                 self._best.place(self.epoch, self.train.seed, self.mesh.size, self.meta.fingerprint),
                 self.world,
@@ -337,6 +445,7 @@ class Trainer:
                 best=self._best.weights,
                 carried=self.engine.carried(self.epoch) if self.train.save_rows else None,
             )
+        self._callbacks.tell("on_checkpoint", path)
 
     def _resume(self, where: str | Path) -> None:
         folder = checkpoint.latest(where)
@@ -374,6 +483,7 @@ class Trainer:
             "val_metric": found["val"],
             "metric_name": self.metric_name,
             "best_epoch": self._best.epoch or None,
+            "weights_epoch": (self.epoch if self._last is None else self._best.epoch) or None,
             **self.engine.facts(),
             "world_size": self.mesh.size,
             "parallel": asdict(self.settings.parallel.fit(self.mesh.size)),
