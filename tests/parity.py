@@ -254,6 +254,6 @@ def _error(a: Tensor, b: Tensor, scale: float | None = None) -> float:
     assert a.shape == b.shape, (a.shape, b.shape)
     if not b.numel():
         return 0.0
-    base = float(b.abs().max()) if scale is None else scale
-    gap = float((a - b).abs().max())
+    base = float(b.double().abs().max()) if scale is None else scale
+    gap = float((a.double() - b.double()).abs().max())
     return gap / base if base else gap

@@ -270,7 +270,7 @@ def test_an_order_leaves_torch_s_generator_alone():
 @given(case=cases(), refresh=st.booleans())
 @settings(deadline=None, max_examples=40)
 def test_all_chunks_together_are_what_they_are_apart(case, refresh):
-    """The same edges, in the order of the graph, each reading the same place of the table, fresh or historical."""
+    """The same edges, in the graph's order, each reading the same place of the table, fresh or historical."""
     for number, steps in enumerate(case.planned(refresh=refresh)):
         chunks = case.chunks[number]
         whole, step = together(chunks), at_once(steps)

@@ -98,9 +98,7 @@ def sent_by(readers: Longs, own: Longs, parts: int) -> tuple[Longs, Longs]:
 
 
 @compiled
-def edges_of(
-    source: Longs, target: Longs, owner: Ints, part: int, local: Longs
-) -> tuple[Longs, Longs]:
+def edges_of(source: Longs, target: Longs, owner: Ints, part: int, local: Longs) -> tuple[Longs, Longs]:
     """In-edges of a part in local ids, in the order of the whole list.
 
     Args:

@@ -22,7 +22,9 @@ class Current:
     """
 
     def __init__(self, scopes: Sequence[Interception]) -> None:
-        vars(self).update(_first=scopes[0], _local=threading.local(), _several=len(set(scopes)) > 1)
+        vars(self).update(
+            _scopes=tuple(scopes), _first=scopes[0], _local=threading.local(), _several=len(set(scopes)) > 1
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.get(), name)
@@ -34,6 +36,11 @@ class Current:
     def several(self) -> bool:
         """Whether it stands for more than one."""
         return bool(vars(self)["_several"])
+
+    @property
+    def scopes(self) -> Sequence[Interception]:
+        """All that it may stand for."""
+        return cast(tuple[Interception, ...], vars(self)["_scopes"])
 
     def get(self) -> Interception:
         """The one that is running."""

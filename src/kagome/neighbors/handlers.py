@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kagome.errors import ModelError
-from kagome.neighbors import dense
+from kagome.neighbors import dense, edge_places
 from kagome.neighbors.algebra import all_computed
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.count import Count, NoneHere
@@ -311,7 +311,8 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     what = mark if mark.axis == 0 else replace(mark, axis=0)
     if mark.kind in IDS:
         what = Mark(Kind.PAIRS, mark.view, 0, args[0] if mark.kind is Kind.EDGES else mark.edges)
-    count = size[axis] = Count(size[axis], what, lambda: scope.number_of(what.kind, int(count)))
+    kind = edge_places.counts(scope, what)
+    count = size[axis] = kind(size[axis], what, lambda: scope.number_of(what.kind, int(count)))
     return torch.Size(size) if dim is None else count
 
 

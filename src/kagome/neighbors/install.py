@@ -31,6 +31,8 @@ def install(model: nn.Module, scope: Interception, *, several: bool = False) -> 
         A function that takes everything off again and forgets what layers had cached of this part.
     """
     removers: list[Callable[[], None]] = []
+    for each in scope.scopes:
+        each.keeps(model)
     for path, module in model.named_modules():
         name = path or type(module).__name__
         caches = any(key.startswith("_cached_") for key in vars(module))

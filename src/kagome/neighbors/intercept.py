@@ -11,20 +11,20 @@ there is one, and its number in this forward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from kagome.errors import ModelError
 from kagome.graph.partition import Partition
-from kagome.neighbors import algebra, sliced
+from kagome.neighbors import algebra, edge_places, edge_tables, sliced
 from kagome.neighbors.again import Again
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.by_identity import ByIdentity
@@ -74,7 +74,10 @@ class Interception(Late, TorchFunctionMode):
         Late.__init__(self, fast, min(tensor, channel.size), sums_only=sums_only and channel.size > 1)
         self.part, self.channel, self.seed = part, Taped(channel), seed
         self.device = torch.device(device)
-        self.marks = Marks()
+        self.ascending = bool((part.own[1:] > part.own[:-1]).all())
+        self.parted = not self.ascending or part.own.numel() < part.num_nodes or channel.size > 1
+        self.edge_tables: edge_tables.EdgeTables | None = None
+        self.marks = Marks(whole=not self.parted)
         self.views: list[View] = [in_view(part, self.channel, self.device, rows)]
         self.turn = Turn(0, checked=False, device=self.device, grad=False)
         self.path: list[str] = []
@@ -83,7 +86,8 @@ class Interception(Late, TorchFunctionMode):
         self.training = False
         self.fault = ""
         self._handlers: dict[str, list[Handler]] = {}
-        for table in (handlers or {}, HANDLERS, sliced.HANDLERS):
+        first = (edge_places.HANDLERS,) if self.parted else ()
+        for table in (*first, handlers or {}, HANDLERS, sliced.HANDLERS):
             for name, handler in table.items():
                 self._handlers.setdefault(name, []).append(handler)
         self._constants: ByIdentity[Any] = ByIdentity()
@@ -146,6 +150,8 @@ class Interception(Late, TorchFunctionMode):
             yield self.turn
         self.turn.over = True
         self.forget_reads()
+        if self.edge_tables is not None:
+            self.edge_tables.forget()
 
     def where(self) -> str:
         """The module that is running, for names and messages."""
@@ -159,6 +165,8 @@ class Interception(Late, TorchFunctionMode):
             return func(*args)
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if self.edge_tables is not None:
+            args, kwargs = self.edge_tables.cut(self, name, func, args, kwargs)
         notes, given = self.notes, (args, kwargs)
         asks = algebra.asks(name, func)
         lazy = self.fast and algebra.has_lazy(args, kwargs) and not asks
@@ -185,7 +193,13 @@ class Interception(Late, TorchFunctionMode):
         if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
             with self:  # normalize, gumbel_softmax, multi_head_attention_forward: call by call
                 return opened(func)(*args, **kwargs)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, IndexError):
+            met = edge_tables.met(self, args, kwargs) if self.parted else None
+            if met is None:
+                raise
+            return self.__torch_function__(func, types, *met)
         if name != "__get__" or isinstance(result, Tensor):
             self.marks.spread(attribute(func) if name == "__get__" else name, args, kwargs, result)
         if notes is not None:
@@ -203,6 +217,25 @@ class Interception(Late, TorchFunctionMode):
     def own(self) -> int:
         """Own rows."""
         return self.views[0].rows.own
+
+    @property
+    def edges(self) -> int:
+        """Edges of the whole graph."""
+        return self.part.num_edges
+
+    @property
+    def scopes(self) -> Sequence[Interception]:
+        """Itself alone."""
+        return (self,)
+
+    def keeps(self, model: nn.Module) -> None:
+        """Look for tensors with a row an edge that a model keeps: a part reads its own edges' rows.
+
+        Raises:
+            ModelError: If it is not known whose rows they are.
+        """
+        if self.parted:
+            self.edge_tables = edge_tables.tables_of(model, self.part.num_edges, self.part.num_nodes)
 
     @property
     def epoch(self) -> int:

@@ -70,10 +70,15 @@ Rule = Callable[["Marks", tuple[Any, ...], dict[str, Any], Any, Mark], Any]
 
 
 class Marks:
-    """The marks of all living tensors of one forward, and the rules by which they spread."""
+    """The marks of all living tensors of one forward, and the rules by which they spread.
 
-    def __init__(self) -> None:
+    Args:
+        whole: Whether all of the graph is here, in its own order: ids mean what they mean to the user.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
         self._table: ByIdentity[Mark] = ByIdentity()
+        self.whole = whole
 
     def get(self, tensor: Any) -> Mark | None:
         """The mark of a tensor, or None."""
@@ -81,7 +86,7 @@ class Marks:
 
     def put(self, tensor: Tensor, mark: Mark | None) -> Tensor:
         """Mark a tensor (or take its mark away) and return it."""
-        if mark is not None:
+        if mark is not None and not (self.whole and mark.kind in (Kind.MIXED, Kind.LOCAL)):
             self._table[tensor] = mark
         elif tensor in self._table:
             del self._table[tensor]
@@ -199,7 +204,10 @@ def _spread_ids(
         return
     elif name in _KEEP or (name in _RESHAPE and lead.kind is not Kind.EDGES):
         across = name == "sort" and kwargs.get("dim", args[1] if len(args) > 1 else -1) in (0, -2)
-        for out in list(_outputs(result))[:1]:
+        for place, out in enumerate(_outputs(result)):
+            if place:  # of a sort: places among a part's own
+                marks.put(out, Mark(Kind.LOCAL))
+                continue
             whole = lead.kind is not Kind.EDGES or (_two_rows(out) and not across)
             marks.put(out, lead if whole else Mark(Kind.MIXED))
     elif name in ("unbind", "split", "chunk", "tensor_split") and lead.kind is Kind.EDGES:
@@ -278,6 +286,9 @@ def _count(marks: Marks, result: Any, lead: Mark, found: list[Mark], first: Any)
             marks.put(out, Mark(Kind.LOCAL if own_only else Kind.MIXED))
 
 
+_PLACES = frozenset(["argsort", "sort", "topk", "kthvalue", "nonzero", "where", "unique"])
+"""Calls that give places among a part's own edges."""
+
 # Rows --------------------------------------------------------------------------------------------
 
 
@@ -291,3 +302,5 @@ def _spread_rows(
         place = place_of(name, args, kwargs, carrier, axis, rows, out)
         if place is not None:
             marks.put(out, replace(mark, axis=place))
+        elif mark.kind is Kind.PAIRS and name in _PLACES and out.dtype == torch.int64:
+            marks.put(out, Mark(Kind.LOCAL))

@@ -1,0 +1,38 @@
+"""Caller: the line of a user's code that made a torch call.
+
+Where it sits: errors name it, so that a refusal points into the user's forward and not only at a module.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+_LIBRARIES: Final = ("kagome", "torch", "torch_geometric", "threading", "contextlib")
+
+
+def user_line() -> str:
+    """The innermost line outside of Kagome, torch and PyG, as ``file.py, line 12: code``; empty if none."""
+    frame = _frame(_LIBRARIES)
+    if frame is None:
+        return ""
+    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}, in {frame.f_code.co_name}"
+
+
+def from_library() -> bool:
+    """Whether PyG's code, and not the user's, made the call that is being answered."""
+    frame = _frame(("kagome", "torch", "threading", "contextlib"))
+    return frame is not None and _library(frame) == "torch_geometric"
+
+
+def _frame(skip: tuple[str, ...]) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _library(frame) in skip:
+        frame = frame.f_back
+    return frame
+
+
+def _library(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -1,0 +1,280 @@
+"""Edge tables: tensors of the model with a row for each edge of the whole graph, cut with their edges.
+
+Where it sits: ``install`` looks for them in a user's modules; ``intercept`` puts a part's own rows in their
+place in each torch call. The tables themselves stay whole on all ranks, and so do their gradients: each rank
+adds those of its own edges.
+
+::
+
+    self.w = nn.Parameter(E numbers)    w * messages    w[edge_ids] * messages: own rows, in the part's order
+                                        w[data.e_id]    the whole table, read by numbers of edges
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kagome.errors import ModelError
+from kagome.neighbors.axes import attribute
+from kagome.neighbors.by_identity import ByIdentity
+from kagome.neighbors.caller import user_line
+from kagome.neighbors.lasting import Lasting
+from kagome.neighbors.marks import Kind, Mark, Marks
+from kagome.neighbors.view import View
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+WAY_OUT: Final = "give it to the model as an attribute of the edges (data.edge_attr), or as data.e_id"
+_OWN: Final = ("torch_geometric.nn.", "torch.nn.")
+_HOLDERS: Final = (nn.ParameterList, nn.ParameterDict, nn.Embedding)
+_ROWS_FIRST: Final = frozenset(
+    [
+        "linear",
+        "bilinear",
+        "embedding",
+        "embedding_bag",
+        "batch_norm",
+        "layer_norm",
+        "group_norm",
+        "instance_norm",
+        "matmul",
+        "mm",
+        "bmm",
+        "__matmul__",
+        "conv1d",
+    ]
+)
+"""Calls in which what stands behind the first argument are weights, however many rows they have."""
+_READS: Final = frozenset(["__getitem__", "index_select", "gather", "take", "take_along_dim", "embedding"])
+_SKIPPED: Final = frozenset(
+    [
+        "__hash__",
+        "__repr__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "__setstate__",
+        "__set__",
+        "__delete__",
+        "__dir__",
+        "__format__",
+        "requires_grad_",
+        "register_hook",
+        "dim",
+        "ndimension",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "get_device",
+    ]
+)
+_ATTRIBUTES: Final = frozenset(["shape", "T", "mT", "data"])
+
+
+class Cutter(Protocol):
+    """What is asked of the running interception."""
+
+    marks: Marks
+    views: list[View]
+    constants: Lasting
+
+    @property
+    def edges(self) -> int:
+        """Edges of the whole graph."""
+
+    def where(self) -> str:
+        """The running module."""
+
+
+class EdgeTables:
+    """The tables of one model, and their own rows on this part.
+
+    Args:
+        names: What each table is called.
+    """
+
+    def __init__(self, names: ByIdentity[str]) -> None:
+        self.names = names
+        self._own: ByIdentity[tuple[int, bool, Tensor]] = ByIdentity()
+
+    def cut(self, scope: Cutter, name: str, func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """A call's arguments with own rows in the place of tables.
+
+        Raises:
+            ModelError: If it writes to a table.
+        """
+        if name in _SKIPPED or (name == "__get__" and attribute(func) not in _ATTRIBUTES):
+            return args, kwargs
+        first = args[0] if args else None
+        if first in self and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+            raise ModelError(
+                "a tensor that the model keeps for the edges is not written to in forward",
+                f"{name} writes to {self.names[first]}, which has a row for each of {scope.edges:,} edges",
+                where="; ".join(filter(None, (scope.where(), user_line()))),
+                hint="compute a new tensor from it, or train on one rank",
+            )
+        whole = name in _READS and first in self and _by_number(args[1:], kwargs)
+        if name in _ROWS_FIRST and args:
+            return (self._of(scope, first, whole=whole), *args[1:]), kwargs
+        return (
+            tuple(self._of(scope, value, whole=whole and place == 0) for place, value in enumerate(args)),
+            {key: self._of(scope, value) for key, value in kwargs.items()},
+        )
+
+    def forget(self) -> None:
+        """A forward has ended: its rows of what is learned are no later one's."""
+        self._own.clear()
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, Tensor) and value in self.names
+
+    def _of(self, scope: Cutter, value: Any, *, whole: bool = False) -> Any:
+        if isinstance(value, (tuple, list)):
+            return (
+                type(value)(self._of(scope, each) for each in value)
+                if type(value) in (tuple, list)
+                else value
+            )
+        if value not in self or whole:
+            return value
+        version, grad, own = self._own.get(value, (-1, False, value))
+        if version != value._version or grad != torch.is_grad_enabled():
+            own = own_edges(scope, value, _axis(value, scope.edges), Mark(Kind.PAIRS))
+            self._own[value] = value._version, torch.is_grad_enabled(), own
+        return own
+
+
+def own_edges(scope: Cutter, table: Tensor, axis: int, like: Mark) -> Tensor:
+    """Own rows of a tensor with a row for each edge of the graph, in the order of the part's edges.
+
+    Args:
+        scope: The running interception.
+        table: The tensor.
+        axis: Where its rows lie.
+        like: The mark of what it meets: which edges.
+
+    Shapes:
+        ``[..., E, ...]`` -> ``[..., e, ...]``.
+    """
+    view = scope.views[like.view]
+    with torch._C.DisableTorchFunction():
+        own = table.index_select(axis, view.edge_ids.to(table.device))
+    return scope.marks.put(own, Mark(Kind.PAIRS, like.view, axis, edges=view.given))
+
+
+def tables_of(model: nn.Module, edges: int, vertices: int) -> EdgeTables | None:
+    """The tensors that a model keeps with a row for each edge; None if there are none.
+
+    Weights of torch's and PyG's own layers are none, whatever their sizes.
+
+    Args:
+        model: The user's module.
+        edges: Edges of the whole graph.
+        vertices: Its vertices.
+
+    Raises:
+        ModelError: If there are as many vertices as edges, so that nobody can know which rows they are.
+    """
+    names: ByIdentity[str] = ByIdentity()
+    for name, tensor in _tensors_of(model):
+        places = [axis for axis, size in enumerate(tensor.shape) if size == edges]
+        if edges < 2 or not places or tensor.layout is not torch.strided:
+            continue
+        if edges == vertices or len(places) > 1:
+            what = "as many edges as vertices" if edges == vertices else "one axis of edges"
+            raise ModelError(
+                f"a tensor of {edges:,} rows that the model keeps belongs to the vertices or to the edges",
+                f"{name} has the shape {list(tensor.shape)}, and the graph {what}",
+                where=name,
+                hint=f"{WAY_OUT}; or train on one rank",
+            )
+        names[tensor] = name
+    return EdgeTables(names) if len(names) else None
+
+
+def met(scope: Cutter, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """A call's arguments with own rows of tensors that have a row for each edge, where they meet a part's.
+
+    Returns:
+        None where no argument has a row for each of the part's edges, or none has one for each of all.
+    """
+    found = next(((t, m) for t in _flat(args, kwargs) if (m := _edges_mark(scope, t)) is not None), None)
+    if found is None:
+        return None
+    right, cut = found[1].axis - found[0].dim(), False
+
+    def own(value: Any) -> Any:
+        nonlocal cut
+        if type(value) in (tuple, list):
+            return type(value)(own(each) for each in value)
+        if not isinstance(value, Tensor) or scope.marks.get(value) is not None or value.dim() < -right:
+            return value
+        axis = value.dim() + right
+        if value.size(axis) != scope.edges:
+            axis = _axis(value, scope.edges) if value.dtype == torch.bool else -1
+        if axis < 0:
+            return value
+        cut = True
+        return own_edges(scope, value, axis, found[1])
+
+    args, kwargs = tuple(own(value) for value in args), {key: own(value) for key, value in kwargs.items()}
+    return (args, kwargs) if cut else None
+
+
+def _edges_mark(scope: Cutter, tensor: Tensor) -> Mark | None:
+    """The mark of a tensor with an entry for each of the part's edges, in their order, by the axis."""
+    mark = scope.marks.get(tensor)
+    if mark is None or mark.kind not in (Kind.EDGES, Kind.SOURCE, Kind.TARGET, Kind.PAIRS):
+        return None
+    axis = mark.axis if mark.kind is Kind.PAIRS else tensor.dim() - 1 if mark.kind is Kind.EDGES else 0
+    fits = tensor.dim() > axis and tensor.size(axis) == scope.views[mark.view].edge_ids.numel()
+    return Mark(Kind.PAIRS, mark.view, axis) if fits else None
+
+
+def _axis(tensor: Tensor, edges: int) -> int:
+    return next((axis for axis, size in enumerate(tensor.shape) if size == edges), -1)
+
+
+def _by_number(rest: Args, kwargs: Kwargs) -> bool:
+    """Whether rows are read by numbers of edges, and not by a slice or a flag an edge."""
+    items: list[Any] = []
+    for value in (*rest, *kwargs.values()):
+        items += value if isinstance(value, (tuple, list)) else [value]
+    numbers = [each for each in items if isinstance(each, Tensor)]
+    if any(each.dtype not in (torch.bool, torch.uint8) for each in numbers):
+        return True
+    return not numbers and isinstance(items[0] if items else None, int)
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers, and tensors among the attributes of the user's own modules."""
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith(_OWN) and not isinstance(module, _HOLDERS):
+            continue
+        held = {**vars(module), **module._parameters, **module._buffers}
+        for name, value in held.items():
+            label = f"{path}.{name}" if path else name
+            if name in ("_parameters", "_buffers", "_modules") or "hook" in name:
+                continue
+            if isinstance(value, Tensor):
+                yield label, value
+            elif isinstance(value, dict):
+                yield from (
+                    (f"{label}[{key!r}]", each) for key, each in value.items() if isinstance(each, Tensor)
+                )
+            elif isinstance(value, (tuple, list)):
+                yield from (
+                    (f"{label}[{key}]", each) for key, each in enumerate(value) if isinstance(each, Tensor)
+                )
+
+
+def _flat(args: Args, kwargs: Kwargs) -> list[Tensor]:
+    out: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        inner = value if isinstance(value, (tuple, list)) else (value,)
+        out.extend(each for each in inner if isinstance(each, Tensor))
+    return out

@@ -1,0 +1,48 @@
+"""Outcomes: a model by Kagome on some ranks, as a result to compare, or the sentence that refused it.
+
+Where it sits: tests of tables of models that must be equal to plain PyG or refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+from torch import Tensor
+from torch_geometric.data import Data
+
+from convolutions import double_precision
+from kagome.comm.channel import Channel
+from kagome.comm.local import LocalGroup
+from kagome.errors import KagomeError
+from parity import Build, Result, Share, alone, joined, parity, seeded
+
+
+def outcome(build: Build, data: Data, owner: Tensor, world: int, **more: int) -> Result | str:
+    """Train a model on so many ranks, each a thread.
+
+    Args:
+        build: Makes the model.
+        data: The whole graph.
+        owner: Part of each vertex.
+        world: Ranks.
+        more: As of ``parity``.
+
+    Returns:
+        What the ranks left, or what the first of them said when it refused the model.
+    """
+    with double_precision():
+        model = seeded(build, 0)
+        return _outcome(partial(copy.deepcopy, model), data, owner, world, more)
+
+
+def _outcome(build: Build, data: Data, owner: Tensor, world: int, more: dict[str, int]) -> Result | str:
+    def work(channel: Channel) -> Share | str:
+        try:
+            return parity(channel, build, data, owner, **more)
+        except KagomeError as refused:
+            return f"{type(refused).__name__}: {refused}"
+
+    shares = [work(alone())] if world == 1 else LocalGroup(world).run(work)
+    said = [share for share in shares if isinstance(share, str)]
+    return said[0] if said else joined(shares, data.num_nodes)
