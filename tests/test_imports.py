@@ -24,9 +24,12 @@ ANYWHERE = {
     "available",
     "commands",
     "compiled",
+    "leftovers",
     "opened",
     "planfile",
     "written",
+    "sealed",
+    "kinds",
 }
 """Leaves without torch that every folder may import."""
 
@@ -43,6 +46,8 @@ MAY = {
     "allocator": set(),
     "available": set(),
     "compiled": set(),
+    "leftovers": set(),
+    "sealed": set(),
     "opened": set(),
     "launch": {"errors", "ranks"},
     "graph": {"graph"},
