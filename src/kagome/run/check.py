@@ -28,6 +28,7 @@ from kagome.run.drawn import Bias
 from kagome.run.first import by_first
 from kagome.run.sample import cast, take_sample
 from kagome.run.trace import DRAWS, Trace, WholeFailedError, no_draw, split_of, whole_of
+from kagome.run.wrappers import as_written, unwrapped
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 """Largest difference, relative to the largest entry, that is rounding."""
@@ -110,6 +111,7 @@ class CheckResult:
             )
 
 
+@as_written
 def check(
     model: nn.Module,
     data: Data | Partition,
@@ -142,6 +144,7 @@ def check(
     generator = torch.Generator().manual_seed(seed)
     count = int(sample.num_nodes or 0)
     owner = torch.randint(0, parts, (count,), generator=generator)
+    model = unwrapped(model)
     twin = twin_of(model)
     for dtype in (torch.float64, torch.float32):
         try:

@@ -35,6 +35,7 @@ from kagome.run.kept import Kept, opened
 from kagome.run.ready import few_rows, materialise
 from kagome.run.source import from_data
 from kagome.run.study import Study
+from kagome.run.wrappers import as_written, unwrapped
 from kagome.threads import chosen as chosen_threads
 from kagome.threads import cores, local
 
@@ -62,6 +63,7 @@ def _threads(ranks: int) -> int:
     return chosen_threads(os.environ) or local(ranks)
 
 
+@as_written
 def studied(
     asked: PlanCommand,
     build: Callable[[Partition, Meta, Channel], nn.Module],
@@ -99,7 +101,7 @@ def studied(
         graph = Graph(int(data.num_nodes or 0), int(data.edge_index.size(1)), data)
     part, meta = from_data(data, alone, method="contiguous", seed=seed)
     torch.manual_seed(seed)
-    model = build(part, meta, alone)
+    model = unwrapped(build(part, meta, alone))
     device = torch.device("cpu")
     materialise(model, part, device)
     first, notes = None, []

@@ -44,6 +44,7 @@ from kagome.run.heap import set_aside
 from kagome.run.outcome import original_order, outcome
 from kagome.run.ready import ready
 from kagome.run.stop import asked_to_stop
+from kagome.run.wrappers import as_written, unwrapped
 
 AFTER_IMPORTS: Final = Memory()
 """Resident size once everything is imported: what peaks are measured from."""
@@ -60,7 +61,9 @@ class Trainer:
 
     Args:
         model: A module over ``(x, edge_index, ...)`` (or one ``Data`` object); further inputs by their names
-            in the data. On several ranks all get rank 0's weights.
+            in the data. On several ranks all get rank 0's weights. ``torch.compile``,
+            ``DistributedDataParallel`` and ``DataParallel`` around it are taken off; compiled layers and
+            functions in it run as they were written.
         data: A PyG ``Data``, or the folder of a saved partition.
         parallel: How to split.
         loss: ``loss(out, y)`` with a value a row; by default (binary) cross entropy.
@@ -116,8 +119,7 @@ class Trainer:
             method, seed, reuse = settings.cut(channel.size)
             return source.from_data(data, channel, method=method, seed=seed, reuse=reuse)
 
-        plain = getattr(model, "_orig_mod", model)  # torch.compile hides calls from the interception
-        self._open(settings, take, lambda *_: plain, loss, optimizer, scheduler, out, callbacks)
+        self._open(settings, take, lambda *_: model, loss, optimizer, scheduler, out, callbacks)
 
     @classmethod
     def from_settings(cls, settings: config.Run, build: Build, *, out: Out = None) -> Trainer:
@@ -133,6 +135,7 @@ class Trainer:
 
     # Setting up ----------------------------------------------------------------------------------
 
+    @as_written
     def _open(
         self,
         settings: config.Run,
@@ -160,7 +163,7 @@ class Trainer:
                 self.part, self.meta = source.for_all_stages(take, self.mesh)
             self._say_all(self.meta.notes)
             torch.manual_seed(self.train.seed)
-            given = build(self.part, self.meta, self.channel)
+            given = unwrapped(build(self.part, self.meta, self.channel))
             with self.spans.phase("load"):
                 self.model, said = ready(given, self.part, self.mesh, settings.parallel)
             self._say_all(said)
@@ -204,6 +207,7 @@ class Trainer:
 
     # Public --------------------------------------------------------------------------------------
 
+    @as_written
     def fit(
         self, epochs: int | None = None, *, resume: str | Path | None = None, restore_best: bool = True
     ) -> dict[str, Any]:
@@ -308,6 +312,7 @@ class Trainer:
         self.engine.join_weights(self._best.weights)
         return copied(self._best.weights)
 
+    @as_written
     def evaluate(self, split: str = "test") -> float | None:
         """The metric over a split's vertices, with the weights as they are. All ranks call it.
 
@@ -319,6 +324,7 @@ class Trainer:
             raise ConfigError(f"evaluate takes one of {', '.join(SPLITS)}", f"it was given {split!r}")
         return self._scores()[split]
 
+    @as_written
     def predict(self) -> Tensor:
         """Scores: of all vertices in original order on rank 0, of own rows elsewhere. All ranks call it.
 
