@@ -124,9 +124,18 @@ def test_a_mark_is_what_the_entries_show(edges: int, choices: list[int]) -> None
             # What is not known is refused where rows are read by it.
             assert x.numel() <= 1 or (mark is not None and mark.kind in (Kind.MIXED, Kind.LOCAL))
             return
+        if mark.both:  # both directions in one list: either row may name halo rows
+            assert mark.kind is Kind.EDGES
+            assert all(watching.marks.get(row).kind is Kind.SOURCE for row in unbound(watching, x))
+            return
         assert mark.kind is true
         if mark.kind is Kind.EDGES:
             assert mark.swapped is (shown(x[0]) is Kind.TARGET)
+
+
+def unbound(watching: Watching, edges: Tensor) -> tuple[Tensor, Tensor]:
+    with watching:
+        return edges[0], edges[1]
 
 
 def _relation(values: Tensor) -> Callable[[Tensor], Tensor]:
@@ -147,7 +156,8 @@ KNOWN: dict[str, tuple[Callable[[Tensor], Tensor], Kind]] = {
     "of targets": (lambda e: e[1] + 1, Kind.LOCAL),
     "a loop": (lambda e: e[0] == e[1], Kind.PAIRS),
     "mixed ends": (lambda e: torch.cat([e[0], e[1]]), Kind.MIXED),
-    "one way and the other": (lambda e: torch.cat([e, e.flip(0)], dim=1), Kind.MIXED),
+    "one way and the other": (lambda e: torch.cat([e, e.flip(0)], dim=1), Kind.EDGES),
+    "targets of both ways": (lambda e: torch.cat([e, e.flip(0)], dim=1)[1], Kind.SOURCE),
     # Each of these was once taken for something else.
     "last edge first": (lambda e: e.flip(1)[0], Kind.SOURCE),
     "both turned round": (lambda e: e.flip([0, 1])[0], Kind.TARGET),

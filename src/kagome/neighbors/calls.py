@@ -15,7 +15,7 @@ torch shows. A hook, a setting, another weight, shape or mode is another call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -184,7 +184,7 @@ def _same(one: Mark | None, other: Mark | None) -> bool:
         return True
     if one is None or other is None or one.edges is not other.edges:
         return False
-    return (one.kind, one.view, one.axis, one.swapped) == (other.kind, other.view, other.axis, other.swapped)
+    return replace(one, edges=None) == replace(other, edges=None)
 
 
 def _cast() -> bool:

@@ -203,7 +203,7 @@ def _marked(scope: Edges, out: Tensor, base: Tensor, mark: Mark, items: list[Any
         return scope.marks.put(out, replace(_subset(base, mark), axis=place))
     head = items[0]
     if mark.kind is Kind.EDGES and at == 1 and isinstance(head, int):
-        target = (head % 2 == 1) is not mark.swapped
+        target = (head % 2 == 1) is not mark.swapped and not mark.both
         return scope.marks.put(out, Mark(Kind.TARGET if target else Kind.SOURCE, mark.view))
     if mark.kind is Kind.EDGES and not (isinstance(head, slice) and head == FULL and out.dim() == 2):
         return scope.marks.put(out, Mark(Kind.MIXED))

@@ -202,7 +202,7 @@ def met(scope: Cutter, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None
     Returns:
         None where no argument has a row for each of the part's edges, or none has one for each of all.
     """
-    found = next(((t, m) for t in _flat(args, kwargs) if (m := _edges_mark(scope, t)) is not None), None)
+    found = next(((t, m) for t in flat(args, kwargs) if (m := _edges_mark(scope, t)) is not None), None)
     if found is None:
         return None
     right, cut = found[1].axis - found[0].dim(), False
@@ -272,7 +272,8 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 )
 
 
-def _flat(args: Args, kwargs: Kwargs) -> list[Tensor]:
+def flat(args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """The tensors among a call's arguments, one list deep."""
     out: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         inner = value if isinstance(value, (tuple, list)) else (value,)

@@ -283,8 +283,12 @@ def _flip(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     edges = args[0]
     dims = kwargs.get("dims", args[1:])
     dims = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    if edges is scope.inputs.get("edge_index") and tuple(d % 2 for d in dims) == (0,):
+    if tuple(d % 2 for d in dims) != (0,):
+        return NotImplemented
+    if edges is scope.inputs.get("edge_index"):
         return scope.out_edges().edge_index
+    if len(scope.views) > 1 and edges is scope.views[1].edge_index:
+        return scope.views[0].edge_index
     return NotImplemented
 
 

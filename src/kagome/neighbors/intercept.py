@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from kagome.errors import ModelError
 from kagome.graph.partition import Partition
-from kagome.neighbors import algebra, edge_places, edge_tables, sliced
+from kagome.neighbors import algebra, edge_places, edge_tables, edge_views, sliced
 from kagome.neighbors.again import Again
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.by_identity import ByIdentity
@@ -167,6 +167,8 @@ class Interception(Late, TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self.edge_tables is not None:
             args, kwargs = self.edge_tables.cut(self, name, func, args, kwargs)
+        if self.parted and len(self.views) > 1:
+            args, kwargs = edge_views.aligned(self, name, args, kwargs)
         notes, given = self.notes, (args, kwargs)
         asks = algebra.asks(name, func)
         lazy = self.fast and algebra.has_lazy(args, kwargs) and not asks

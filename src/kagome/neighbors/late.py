@@ -342,4 +342,7 @@ class Late:
         edges = self.edge_set(mark)
         if edges is None or dim % value.dim() != 0 or value.size(0) != edges.structure.edges:
             return None
-        return edges if isinstance(value, Lazy) or supports(value) else None
+        if not isinstance(value, Lazy):
+            return edges if supports(value) else None
+        held = self.marks.get(value)  # a message along other edges is first computed
+        return edges if held is None or held.edges is mark.edges else None

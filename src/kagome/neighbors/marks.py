@@ -55,6 +55,7 @@ class Mark:
         axis: ROWS and PAIRS: the axis along which the rows lie.
         edges: PAIRS, SOURCE, TARGET: the EDGES tensor they came from, where known.
         swapped: EDGES: row 0 holds the targets.
+        both: EDGES: either row may name halo rows, as edges of both directions lie there.
     """
 
     kind: Kind
@@ -62,6 +63,7 @@ class Mark:
     axis: int = 0
     edges: Tensor | None = None
     swapped: bool = False
+    both: bool = False
 
 
 IDS = (Kind.EDGES, Kind.SOURCE, Kind.TARGET)
@@ -221,8 +223,9 @@ def _spread_ids(
         kinds = {m.kind for m in found}
         dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
         whole = kinds == {Kind.EDGES} and (dim in (1, -1) or name == "hstack")
-        same = len({m.swapped for m in found}) == 1 and len(kinds) == 1 and (whole or Kind.EDGES not in kinds)
-        marks.put(result, replace(lead, edges=None) if same else Mark(Kind.MIXED))
+        same = len({m.view for m in found}) == 1 and len(kinds) == 1 and (whole or Kind.EDGES not in kinds)
+        both = any(m.both for m in found) or len({m.swapped for m in found}) > 1
+        marks.put(result, replace(lead, edges=None, both=both) if same else Mark(Kind.MIXED))
     elif name in ("stack", "vstack") and len(found) == 2:
         kinds2 = [m.kind for m in found]
         if kinds2 == [Kind.SOURCE, Kind.TARGET]:
@@ -253,7 +256,7 @@ def _two_rows(ends: Tensor) -> bool:
 
 
 def _end(edges: Any, mark: Mark, row: int) -> Mark:
-    target = (row % 2 == 1) is not mark.swapped
+    target = (row % 2 == 1) is not mark.swapped and not mark.both
     return Mark(Kind.TARGET if target else Kind.SOURCE, mark.view, edges=edges)
 
 
@@ -286,6 +289,7 @@ def _count(marks: Marks, result: Any, lead: Mark, found: list[Mark], first: Any)
             marks.put(out, Mark(Kind.LOCAL if own_only else Kind.MIXED))
 
 
+_JOINS = frozenset(["cat", "concat", "concatenate", "hstack", "vstack"])
 _PLACES = frozenset(["argsort", "sort", "topk", "kthvalue", "nonzero", "where", "unique"])
 """Calls that give places among a part's own edges."""
 
@@ -302,5 +306,14 @@ def _spread_rows(
         place = place_of(name, args, kwargs, carrier, axis, rows, out)
         if place is not None:
             marks.put(out, replace(mark, axis=place))
+        elif (
+            mark.kind is Kind.PAIRS
+            and name in _JOINS
+            and all(
+                held is not None and (held.kind, held.view, held.axis) == (mark.kind, mark.view, mark.axis)
+                for held in map(marks.get, tensors(args, kwargs))
+            )
+        ):
+            marks.put(out, replace(mark, edges=None))
         elif mark.kind is Kind.PAIRS and name in _PLACES and out.dtype == torch.int64:
             marks.put(out, Mark(Kind.LOCAL))

@@ -28,9 +28,11 @@ class View:
             them.
         attributes: Edge attributes, in the order of ``edge_index``.
         rows: Who supplies the rows that row 0 names.
+        across: View 1: who supplies what belongs to these edges, from rows of view 0's.
+        pick: View 1: where among those each edge is.
 
     Shapes:
-        ``ids [n + H]``, ``edge_index [2, E]``, ``edge_ids [E]``, attributes ``[E, ...]``.
+        ``ids [n + H]``, ``edge_index [2, E]``, ``edge_ids [E]``, ``pick [E]``, attributes ``[E, ...]``.
     """
 
     ids: Tensor
@@ -39,6 +41,8 @@ class View:
     edge_ids: Tensor
     rows: NeighborRows
     attributes: dict[str, Tensor] = field(default_factory=dict)
+    across: NeighborRows | None = None
+    pick: Tensor | None = None
 
 
 def in_view(
@@ -71,7 +75,7 @@ def out_view(view: View, channel: Carrier) -> View:
     counts = torch.tensor([own, *plan.recv_counts])
     holder = torch.repeat_interleave(torch.tensor([channel.rank, *range(channel.size)]), counts)
     to = holder.to(view.ids.device)[view.edge_index[0]]
-    order = torch.argsort(to, stable=True)
+    places = order = torch.argsort(to, stable=True)
     give = torch.bincount(to, minlength=channel.size).tolist()
     take = _swap_counts(give, channel)
 
@@ -117,7 +121,34 @@ def out_view(view: View, channel: Carrier) -> View:
             ids,
         ),
         attributes={name: value[order] for name, value in attributes.items()},
+        across=(across := _across(places, give, take, channel)),
+        pick=_picked(places, give, take, across)[order],
     )
+
+
+def _across(places: Tensor, give: list[int], take: list[int], channel: Carrier) -> NeighborRows:
+    """Who supplies rows of edges that others hold as in-edges.
+
+    Args:
+        places: The part's in-edges by the rank that holds their source.
+        give: How many of them go to each rank, this one too.
+        take: How many come from each.
+        channel: The way to the peers.
+    """
+    me = channel.rank
+    begin = sum(give[:me])
+    send = torch.cat([places[:begin], places[begin + give[me] :]])
+    gives = tuple(0 if peer == me else count for peer, count in enumerate(give))
+    takes = tuple(0 if peer == me else count for peer, count in enumerate(take))
+    return NeighborRows(places.numel(), sum(takes), send, gives, takes, channel)
+
+
+def _picked(places: Tensor, give: list[int], take: list[int], across: NeighborRows) -> Tensor:
+    """Where among own in-edges and those of others each edge is, in the order in which they came."""
+    me = across.channel.rank
+    begin, before = sum(give[:me]), sum(take[:me])
+    away = torch.arange(across.own, across.own + across.halo, device=places.device)
+    return torch.cat([away[:before], places[begin : begin + give[me]], away[before:]])
 
 
 def _swap_counts(give: list[int], channel: Carrier) -> list[int]:
