@@ -6,7 +6,6 @@ rank's part, checks the model, and drives ``engine``; what happened goes to ``re
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 import weakref
@@ -43,7 +42,7 @@ from kagome.run.folder import RunWriter
 from kagome.run.heap import set_aside
 from kagome.run.outcome import original_order, outcome
 from kagome.run.ready import ready
-from kagome.run.stop import asked_to_stop
+from kagome.run.stop import asked_to_stop, ended_by
 from kagome.run.wrappers import as_written, unwrapped
 
 AFTER_IMPORTS: Final = Memory()
@@ -230,7 +229,9 @@ class Trainer:
             CheckError: If split and whole differ (``train.check``).
             ModelError: If the ranks' weights were changed so that they differ.
             CallbackError: If a callback raised on another rank.
-            SystemExit: After SIGTERM, with 143, once a checkpoint is saved.
+            KeyboardInterrupt: After Ctrl-C on one rank, once a checkpoint is saved (with ``out``).
+            SystemExit: Likewise after SIGTERM with 143, after SIGHUP with 129, after Ctrl-C on several ranks
+                with 130; on all ranks, whichever of them was asked.
         """
         self._together("fit")
         learning.refuse_thawed(self.model, self._frozen)
@@ -264,13 +265,14 @@ class Trainer:
         with asked_to_stop(self.writer is not None) as asked, progress, heap, ending, self.engine.installed:
             while self.epoch < epochs:
                 stop, every = self._one_epoch(epochs, bool(asked)), self.train.save_every
+                stop |= self.world.size == 1 and bool(asked)  # in this epoch; nobody need be told
                 saves = stop or bool(every and self.epoch % every == 0)
                 self.costs.tell(noting, keep=self.settings.parallel.max_age > 0 and not saves and not heard)
                 if saves:
                     self._save()
                 if stop:
                     self._say(f"asked to stop: epoch {self.epoch} is saved, go on with --resume")
-                    raise SystemExit(128 + signal.SIGTERM)
+                    raise self._ended(asked)
                 if self.train.patience and self._best.waited >= self.train.patience:
                     break
         self.engine.ahead.drop()
@@ -424,6 +426,11 @@ class Trainer:
         if self.scheduler is not None:
             learning.step_scheduler(self.scheduler, loss, val)
         return stopped
+
+    def _ended(self, asked: list[int]) -> BaseException:
+        """How the run ends that a signal to some rank has stopped; all ranks call it."""
+        found: Any = self.world.gather_objects(asked[0] if asked else None, "how the run was stopped")
+        return ended_by(next(number for number in found if number is not None), self.world.size)
 
     def _scores(self, out: Tensor | None = None) -> dict[str, float | None]:
         """The metric by split, with the weights as they are; ``out`` are their scores, if known."""
