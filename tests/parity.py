@@ -28,6 +28,7 @@ from kagome.model.rules import apply_rules
 from kagome.neighbors.bounded import Bound
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
+from kagome.neighbors.lazy import EscapeError
 from odd_models import ODD_MODELS
 
 Build = Callable[[], nn.Module]
@@ -121,11 +122,29 @@ def parity(
         tensor: How many ranks reduce some columns of a part each, where columns do not meet.
         bound: Bytes of working memory of such sums.
     """
+    try:
+        return _parity(channel, build, data, owner, seed, epochs, tensor, bound, fast=True)
+    except EscapeError:  # as the engine does; all ranks come here
+        return _parity(channel, build, data, owner, seed, epochs, 1, None, fast=False)
+
+
+def _parity(
+    channel: Channel,
+    build: Build,
+    data: Data,
+    owner: Tensor,
+    seed: int,
+    epochs: int,
+    tensor: int,
+    bound: int | None,
+    *,
+    fast: bool,
+) -> Share:
     with double_precision():
         part = extract(data, owner, channel.rank, channel.size)
         x = part.nodes["x"] = part.nodes["x"].detach().clone().requires_grad_(data.x.requires_grad)
         model = seeded(build, seed)
-        scope = Interception(part, channel, seed=seed, handlers=HANDLERS, tensor=tensor)
+        scope = Interception(part, channel, seed=seed, handlers=HANDLERS, fast=fast, tensor=tensor)
         if bound is not None:
             scope.bound = Bound(bound, scope.device)
         uninstall = install(model, scope)

@@ -1,7 +1,12 @@
 """Ops: every kernel, done by the loops, by Triton or in plain PyTorch, as the tensors' device and type allow.
 
-Where it sits: ``neighbors`` calls these from its autograd functions; nothing here keeps a gradient. A result
-is the same by all three ways to rounding, and the same to the bit at any number of threads.
+Where it sits: ``neighbors`` calls these from its autograd functions. A result is the same by all three ways
+to rounding, and the same to the bit at any number of threads.
+
+[Note: second derivatives] Autograd runs a function's forward with gradients off, and its backward with
+gradients on only where that backward is to be differentiated again (``create_graph=True``). Then these calls
+run in plain PyTorch, which keeps the gradient. So an autograd function whose backward is made of these calls,
+of torch's own, of its inputs and of its outputs can be differentiated any number of times.
 
 ::
 
@@ -68,7 +73,10 @@ def _module(device: str, dtype: torch.dtype) -> ModuleType:
     return plain
 
 
-def _way(x: Tensor) -> ModuleType:
+def _way(x: Tensor, *others: Tensor | None) -> ModuleType:
+    """The module that does a kernel on these tensors: see [Note: second derivatives]."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
+        return plain
     return _module(x.device.type, x.dtype)
 
 
@@ -102,7 +110,9 @@ def sum_rows(
     Cost:
         Reads a row of x an edge; writes the result once.
     """
-    out: Tensor = _way(x).sum_rows(layout, x, weight, scale, span=span, offset=offset, rows=rows, into=into)
+    out: Tensor = _way(x, weight).sum_rows(
+        layout, x, weight, scale, span=span, offset=offset, rows=rows, into=into
+    )
     return out
 
 
@@ -122,7 +132,7 @@ def dot_edges(
     Shapes:
         ``a [R, H, C]``, ``b [*, H, C]``; result ``[E, H]``.
     """
-    out: Tensor = _way(a).dot_edges(layout, a, b, span=span, offset=offset, into=into)
+    out: Tensor = _way(a, b).dot_edges(layout, a, b, span=span, offset=offset, into=into)
     return out
 
 
@@ -151,7 +161,7 @@ def extreme_back(layout: Layout, x: Tensor, best: Tensor, ties: Tensor, g: Tenso
     Shapes:
         ``x [whole, F]``; the others ``[own, F]``; result ``[whole, F]``.
     """
-    out: Tensor = _way(x).extreme_back(layout, x, best, ties, g)
+    out: Tensor = _way(x, g).extreme_back(layout, x, best, ties, g)
     return out
 
 
@@ -171,7 +181,7 @@ def extreme_edges_back(layout: Layout, values: Tensor, best: Tensor, ties: Tenso
     Shapes:
         ``values [E, F]``, the others ``[R, F]``; result ``[E, F]``.
     """
-    out: Tensor = _way(values).extreme_edges_back(layout, values, best, ties, g)
+    out: Tensor = _way(values, g).extreme_edges_back(layout, values, best, ties, g)
     return out
 
 
@@ -191,7 +201,7 @@ def softmax_edges_back(layout: Layout, alpha: Tensor, g: Tensor) -> Tensor:
     Shapes:
         All ``[E, H]``.
     """
-    out: Tensor = _way(alpha).softmax_edges_back(layout, alpha, g)
+    out: Tensor = _way(alpha, g).softmax_edges_back(layout, alpha, g)
     return out
 
 
@@ -201,7 +211,7 @@ def softmax_sum(layout: Layout, a: Tensor, b: Tensor, slope: float) -> Tensor:
     Shapes:
         ``a [R, H]``, ``b [*, H]``; result ``[E, H]``.
     """
-    out: Tensor = _way(a).softmax_sum(layout, a, b, slope)
+    out: Tensor = _way(a, b).softmax_sum(layout, a, b, slope)
     return out
 
 
@@ -213,7 +223,7 @@ def softmax_sum_back(
     Shapes:
         ``a [own, H]``, ``b [whole, H]``, ``alpha [E, H]``, ``g [E, H]``; results like a and b.
     """
-    ga, gb = _way(a).softmax_sum_back(structure, a, b, slope, alpha, g)
+    ga, gb = _way(a, b, alpha, g).softmax_sum_back(structure, a, b, slope, alpha, g)
     return ga, gb
 
 
@@ -223,7 +233,7 @@ def leaky_dots(layout: Layout, a: Tensor, b: Tensor, att: Tensor, slope: float) 
     Shapes:
         ``a [R, H, C]``, ``b [*, H, C]``, ``att [H, C]``; result ``[E, H]``.
     """
-    out: Tensor = _way(a).leaky_dots(layout, a, b, att, slope)
+    out: Tensor = _way(a, b, att).leaky_dots(layout, a, b, att, slope)
     return out
 
 
@@ -235,7 +245,7 @@ def leaky_dots_back(
     Shapes:
         ``a [own, H, C]``, ``b [whole, H, C]``, ``att [H, C]``, ``g [E, H]``; results like the first three.
     """
-    ga, gb, gatt = _way(a).leaky_dots_back(structure, a, b, att, slope, g)
+    ga, gb, gatt = _way(a, b, att, g).leaky_dots_back(structure, a, b, att, slope, g)
     return ga, gb, gatt
 
 
@@ -278,7 +288,7 @@ def column_softmax(layout: Layout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor
     Shapes:
         ``z [*, F]``, ``m [*, F]``; results ``[R, F]``.
     """
-    out, top, total = _way(z).column_softmax(layout, z, m)
+    out, top, total = _way(z, m).column_softmax(layout, z, m)
     return out, top, total
 
 
@@ -299,7 +309,7 @@ def column_softmax_back(
     Shapes:
         ``z`` and ``m`` ``[whole, F]``, the others ``[own, F]``; results ``[whole, F]``.
     """
-    gz, gm = _way(z).column_softmax_back(layout, z, m, out, top, total, g)
+    gz, gm = _way(z, m, out, g).column_softmax_back(layout, z, m, out, top, total, g)
     return gz, gm
 
 
@@ -309,7 +319,7 @@ def join_edges(structure: Structure, a: Tensor, b: Tensor, slope: float | None) 
     Shapes:
         ``a [own, ...]``, ``b [whole, ...]``; result ``[E, ...]``.
     """
-    out: Tensor = _way(a).join_edges(structure, a, b, slope)
+    out: Tensor = _way(a, b).join_edges(structure, a, b, slope)
     return out
 
 
@@ -321,5 +331,5 @@ def join_edges_back(
     Shapes:
         ``g [E, ...]``; results like a and b.
     """
-    ga, gb = _way(a).join_edges_back(structure, a, b, slope, g)
+    ga, gb = _way(a, b, g).join_edges_back(structure, a, b, slope, g)
     return ga, gb

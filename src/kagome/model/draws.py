@@ -153,7 +153,8 @@ class _Drop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _scaled(grads[0].contiguous(), *ctx.given), None, None, None, None
+        # It is its own transpose, and as a function of its own it can be differentiated again.
+        return _Drop.apply(grads[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 def dropout(x: Tensor, ids: Tensor, key: int, p: float, axis: int = 0, first: int = 0) -> Tensor:

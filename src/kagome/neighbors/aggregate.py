@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from kagome.kernels import ops
 from kagome.kernels.structure import Structure
 from kagome.neighbors.lying import Lying
 from kagome.neighbors.rows import Road
-from kagome.neighbors.turn import Turn
+from kagome.neighbors.turn import Turn, inside
 
 
 def neighbor_sum(
@@ -67,7 +68,7 @@ def neighbor_sum(
         return out
     given = turn.token
     out, token = _SumOverRoad.apply(  # type: ignore[no-untyped-call]
-        rows, weight, scale, factor, given, edges, road
+        rows, weight, scale, factor, given, edges, road, turn
     )
     if road.site.grad:
         turn.token = token
@@ -140,9 +141,8 @@ class _Sum(torch.autograd.Function):
         edges: Structure,
     ) -> Tensor:
         ctx.edges, ctx.scale, ctx.factor = edges, scale, factor
-        rows = _times(rows, factor)
         ctx.save_for_backward(weight, rows if ctx.needs_input_grad[1] else None)
-        return ops.sum_rows(edges.by_target, rows, weight, scale)
+        return ops.sum_rows(edges.by_target, _times(rows, factor), weight, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -153,6 +153,7 @@ class _Sum(torch.autograd.Function):
             g_rows = ops.sum_rows(ctx.edges.by_source, g, weight, ctx.factor)
         g_weight = None
         if ctx.needs_input_grad[1]:
+            rows = _times(rows, ctx.factor)
             g_weight = ops.dot_edges(ctx.edges.by_target, *_headed(weight, g, rows)).view_as(weight)
         return g_rows, g_weight, None, None, None
 
@@ -170,10 +171,11 @@ class _SumOverRoad(torch.autograd.Function):
         token: Tensor,
         edges: Structure,
         road: Road,
+        turn: Turn,
     ) -> tuple[Tensor, Tensor]:
         coming = road.fetch(rows)
         near, far = (None, None) if factor is None else (factor[: edges.own], factor[edges.own :])
-        rows = _times(rows, near)
+        given, rows = rows, _times(rows, near)
         out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
         keep = ctx.needs_input_grad[1]
         halo = coming.wait().view(-1, *rows.shape[1:]) if keep else None
@@ -184,22 +186,27 @@ class _SumOverRoad(torch.autograd.Function):
             with coming.lent() if halo is None else nullcontext(halo) as come:
                 come = _times(come.view(-1, *rows.shape[1:]), far)
                 ops.sum_rows(edges.by_target, come, weight, scale, span="halo", offset=edges.own, into=out)
-        ctx.edges, ctx.scale, ctx.near, ctx.far, ctx.road = edges, scale, near, far, road
-        ctx.save_for_backward(weight, rows if keep else None, halo if keep else None)
+        ctx.edges, ctx.scale, ctx.factor, ctx.road, ctx.turn = edges, scale, factor, road, ref(turn)
+        ctx.save_for_backward(weight, given if keep else None, halo if keep else None)
         return out, torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        turn = inside(ctx.turn)
+        if turn is not None and torch.is_grad_enabled():
+            g_rows, g_weight = _SumOverRoad.again(ctx, turn, grads[0])
+            return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
         weight, rows, halo = ctx.saved_tensors
         edges, road, g_rows, g_weight = ctx.edges, ctx.road, None, None
+        near, far = (None, None) if ctx.factor is None else (ctx.factor[: edges.own], ctx.factor[edges.own :])
         g = _times(grads[0], ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:
             beyond = slice(edges.own, edges.whole)
-            away = ops.sum_rows(edges.by_source, g, weight, ctx.far, rows=beyond)
+            away = ops.sum_rows(edges.by_source, g, weight, far, rows=beyond)
             coming = road.give(away)
-            g_rows = ops.sum_rows(edges.by_source, g, weight, ctx.near, rows=slice(0, edges.own))
+            g_rows = ops.sum_rows(edges.by_source, g, weight, near, rows=slice(0, edges.own))
         if ctx.needs_input_grad[1]:
-            g3, own3 = _headed(weight, g, rows)
+            g3, own3 = _headed(weight, g, _times(rows, near))
             g_weight = ops.dot_edges(edges.by_target, g3, own3, span="own")
             _, halo3 = _headed(weight, g, halo)
             ops.dot_edges(edges.by_target, g3, halo3, span="halo", offset=edges.own, into=g_weight)
@@ -207,7 +214,23 @@ class _SumOverRoad(torch.autograd.Function):
         if g_rows is not None:
             with coming.lent() as come:
                 road.add(come, g_rows)
-        return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None
+        return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
+
+    @staticmethod
+    def again(ctx: Any, turn: Turn, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Backward that can be differentiated, exchange and sum apart: [Note: again] in rows."""
+        weight, rows, _ = ctx.saved_tensors
+        edges, road, g_rows, g_weight = ctx.edges, ctx.road, None, None
+        g = _times(grad, ctx.scale).contiguous()
+        if ctx.needs_input_grad[0]:
+            lies = ops.sum_rows(edges.by_source, g, weight, ctx.factor, rows=slice(0, edges.whole))
+            own = road.plan.given_back(lies.reshape(lies.size(0), _width(lies)), turn, road.site)
+            g_rows = own.view(-1, *lies.shape[1:])
+        if ctx.needs_input_grad[1]:
+            whole = road.plan.extended(rows.reshape(rows.size(0), _width(rows)), turn, road.site)
+            whole = _times(whole.view(-1, *rows.shape[1:]), ctx.factor)
+            g_weight = ops.dot_edges(edges.by_target, *_headed(weight, g, whole)).view_as(weight)
+        return g_rows, g_weight
 
 
 def _headed(weight: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:

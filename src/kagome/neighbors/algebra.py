@@ -64,7 +64,7 @@ KNOWN = frozenset(
 
 #: Calls whose handler takes messages as they are.
 WRITES = frozenset(
-    ["scatter_add_", "scatter_add", "index_add_", "index_add", "scatter_reduce_", "scatter_reduce"]
+    ["scatter_add_", "scatter_add", "index_add_", "index_add", "scatter_reduce_", "scatter_reduce", "grad"]
 )
 
 
@@ -97,7 +97,7 @@ def computed_for(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name == "dropout" and args and shares.share_of(args[0]) is not None:
         return args  # its handler draws by head
     if name in WRITES:
-        return args  # the handler of writes reduces messages without computing them
+        return args  # that of writes reduces messages without computing them
     first, *rest = args or (None,)
     if isinstance(first, Lazy) and name.startswith("new_"):
         while isinstance(first, Lazy):  # a type and a place are asked for: any tensor of both will do

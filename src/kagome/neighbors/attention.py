@@ -1,7 +1,9 @@
 """Attention: differentiable scores and softmaxes over a part's edges, a number an edge and head.
 
 Where it sits: beside ``aggregate``, for layers that weigh their neighbours; the loops are ``kagome.kernels``.
-What has a column a feature and a row an edge is computed where it is used and never stored.
+What has a column a feature and a row an edge is computed where it is used and never stored. Each function
+keeps its inputs and outputs alone, so that its backward can be differentiated: see [Note: second derivatives]
+in ``kernels.ops``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ def dots(own: Tensor, whole: Tensor, edges: Structure) -> Tensor:
     Shapes:
         own ``[own, H, C]``, whole ``[whole, H, C]`` -> ``[E, H]``.
     """
-    out: Tensor = _Dots.apply(own, whole, edges)  # type: ignore[no-untyped-call]
+    out: Tensor = _Dots.apply(own.contiguous(), whole.contiguous(), edges)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -33,7 +35,9 @@ def leaky_dots(own: Tensor, whole: Tensor, att: Tensor, slope: float, edges: Str
 
     Source: Brody et al., How Attentive are Graph Attention Networks?, ICLR 2022, equation 7.
     """
-    out: Tensor = _LeakyDots.apply(own, whole, att, slope, edges)  # type: ignore[no-untyped-call]
+    out: Tensor = _LeakyDots.apply(  # type: ignore[no-untyped-call]
+        own.contiguous(), whole.contiguous(), att.contiguous(), slope, edges
+    )
     return out
 
 
@@ -55,7 +59,9 @@ def joint_softmax(own: Tensor, whole: Tensor, slope: float, edges: Structure) ->
 
     Source: Velickovic et al., Graph Attention Networks, ICLR 2018, equation 3.
     """
-    out: Tensor = _JointSoftmax.apply(own, whole, slope, edges)  # type: ignore[no-untyped-call]
+    out: Tensor = _JointSoftmax.apply(  # type: ignore[no-untyped-call]
+        own.contiguous(), whole.contiguous(), slope, edges
+    )
     return out
 
 
@@ -68,7 +74,9 @@ def join(own: Tensor, whole: Tensor, slope: float | None, edges: Structure) -> T
     Cost:
         Keeps own and whole for backward, no row an edge.
     """
-    out: Tensor = _Join.apply(own, whole, slope, edges)  # type: ignore[no-untyped-call]
+    out: Tensor = _Join.apply(  # type: ignore[no-untyped-call]
+        own.contiguous(), whole.contiguous(), slope, edges
+    )
     return out
 
 
@@ -80,7 +88,7 @@ def column_softmax(z: Tensor, m: Tensor, edges: Structure) -> Tensor:
 
     Source: Li et al., DeeperGCN: All You Need to Train Deeper GCNs, 2020, definition 3.
     """
-    out: Tensor = _ColumnSoftmax.apply(z, m, edges)  # type: ignore[no-untyped-call]
+    out: Tensor = _ColumnSoftmax.apply(z.contiguous(), m.contiguous(), edges)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -88,7 +96,6 @@ class _Dots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, whole: Tensor, edges: Structure) -> Tensor:
         ctx.edges = edges
-        own, whole = own.contiguous(), whole.contiguous()
         ctx.save_for_backward(own, whole)
         return ops.dot_edges(edges.by_target, own, whole)
 
@@ -105,7 +112,6 @@ class _LeakyDots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, whole: Tensor, att: Tensor, slope: float, edges: Structure) -> Tensor:
         ctx.edges, ctx.slope = edges, slope
-        own, whole, att = own.contiguous(), whole.contiguous(), att.contiguous()
         ctx.save_for_backward(own, whole, att)
         return ops.leaky_dots(edges.by_target, own, whole, att, slope)
 
@@ -134,7 +140,6 @@ class _JointSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, whole: Tensor, slope: float, edges: Structure) -> Tensor:
         ctx.edges, ctx.slope = edges, slope
-        own, whole = own.contiguous(), whole.contiguous()
         alpha = ops.softmax_sum(edges.by_target, own, whole, slope)
         ctx.save_for_backward(own, whole, alpha)
         return alpha
@@ -150,7 +155,6 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, whole: Tensor, slope: float | None, edges: Structure) -> Tensor:
         ctx.edges, ctx.slope = edges, slope
-        own, whole = own.contiguous(), whole.contiguous()
         ctx.save_for_backward(*((own, whole) if slope is not None else (None, None)))
         ctx.shapes = own.shape, whole.shape
         return ops.join_edges(edges, own, whole, slope)
@@ -169,7 +173,6 @@ class _ColumnSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, m: Tensor, edges: Structure) -> Tensor:
         ctx.edges = edges
-        z, m = z.contiguous(), m.contiguous()
         out, top, total = ops.column_softmax(edges.by_target, z, m)
         ctx.save_for_backward(z, m, out, top, total)
         return out
@@ -177,5 +180,8 @@ class _ColumnSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         z, m, out, top, total = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # To be differentiated again: the largest and the total are made of z, and no outputs.
+            out, top, total = ops.column_softmax(ctx.edges.by_target, z, m)
         back = ops.column_softmax_back(ctx.edges.by_source, z, m, out, top, total, grads[0].contiguous())
         return (*back, None)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome.errors import ConfigError
+from kagome.errors import ConfigError, ModelError
 from kagome.kernels import ops
 from kagome.kernels.structure import Layout, Structure
 from kagome.neighbors.by_identity import ByIdentity
@@ -340,6 +340,7 @@ class _Hop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_again()
         hop: Hop = ctx.hop
         weight, part = ctx.saved_tensors
         chunks, g = hop.chunks, grads[0].contiguous()
@@ -385,6 +386,16 @@ class _Hop(torch.autograd.Function):
         if hop.first and g_rows is not None:
             _laid(g_rows, going)
         return g_rows, g_weight, torch.zeros_like(grads[1]), None
+
+
+def refuse_again() -> None:
+    """Refuse a backward that is to be differentiated again: its chunks keep no graph."""
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "sums within memory_gib are differentiated once",
+            "a derivative of the model is differentiated again (create_graph=True)",
+            hint="leave parallel.memory_gib out, or train on one rank",
+        )
 
 
 def walked(layout: Layout) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kagome.kernels import ops
 from kagome.kernels.structure import Layout
-from kagome.neighbors.bounded import Bound, DestinationChunk, Room, walked
+from kagome.neighbors.bounded import Bound, DestinationChunk, Room, refuse_again, walked
 from kagome.neighbors.slicing import Slicing
 from kagome.neighbors.transpose import Cut
 
@@ -137,6 +137,7 @@ class _ByChunk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_again()
         bound: Bound = ctx.bound
         parts, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         lies = [torch.zeros_like(part) for part in parts]

@@ -18,6 +18,7 @@ from kagome.neighbors import dense, edge_places
 from kagome.neighbors.algebra import all_computed
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.count import Count, NoneHere
+from kagome.neighbors.derivatives import DERIVATIVES
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.marks import ALIGNED, IDS, Kind, Mark, Marks
 from kagome.neighbors.messages import Linear
@@ -76,6 +77,9 @@ class Reader(Protocol):
 
     def like(self, out: Tensor, tensor: Tensor) -> Tensor:
         """Give ``out`` the mark of ``tensor``."""
+
+    def mark(self, tensor: Tensor, mark: Mark) -> Tensor:
+        """Say what a tensor stands for."""
 
     def sums_late(self, x: Tensor, weight: Tensor) -> bool:
         """Whether a linear map of rows is put off."""
@@ -362,20 +366,8 @@ def _scale(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: d
     return out
 
 
-def _differentiate(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.autograd.grad`` inside forward would sum what each rank differentiates."""
-    if scope.size == 1 or func is not torch.autograd.grad:
-        return NotImplemented
-    raise ModelError(
-        "gradients are taken once, after the forward pass",
-        "torch.autograd.grad is called inside it",
-        where=scope.where(),
-        hint="write the derivative out, or train on one rank",
-    )
-
-
 HANDLERS: dict[str, Handler] = {
-    "grad": _differentiate,
+    **DERIVATIVES,
     "linear": _linear,
     **dict.fromkeys(("matmul", "mm", "__matmul__"), _matmul),
     **dict.fromkeys(("div", "true_divide", "__rdiv__", "__rtruediv__", "mul", "__rmul__"), _scale),

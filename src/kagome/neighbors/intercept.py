@@ -148,7 +148,7 @@ class Interception(Late, TorchFunctionMode):
         self.path, self.arguments, self.draws, self.training, self.layers = [], [], 0, training, 0
         with self:
             yield self.turn
-        self.turn.over = True
+        self.turn.end()
         self.forget_reads()
         if self.edge_tables is not None:
             self.edge_tables.forget()
@@ -278,6 +278,14 @@ class Interception(Late, TorchFunctionMode):
     ) -> Tensor:
         """A function that sums over ranks inside, forward and backward: see ``rows.summing``."""
         return summing(there, back, inputs, self.turn, self.channel, f"{self.where()}.{what}")
+
+    def loose(self) -> str:
+        """Why rows of this forward do not cross as they are, in this epoch; empty if they do."""
+        if self.slices:
+            return "feature slices"
+        if self.channel.runs:
+            return "layers that run again in backward"
+        return "" if self.channel.exact else "chunks, codecs, or rows that are late or drawn"
 
     def greatest(self, part: Tensor) -> Tensor:
         """Maximum over all ranks, without gradient."""

@@ -42,6 +42,9 @@ class Thins(Protocol):
     def thinned(self, rows: Tensor) -> Tensor | Thin:
         """Rows that last and are nearly all zeros by what is not; others as they are."""
 
+    def mark(self, tensor: Tensor, mark: Mark) -> Tensor:
+        """Say what a tensor stands for."""
+
 
 class MessageScope(Thins, Protocol):
     """What messages ask of the running interception."""
@@ -82,9 +85,6 @@ class MessageScope(Thins, Protocol):
 
     def held(self, rows: Tensor, mark: Mark) -> Tensor | None:
         """Own and halo rows, if they were read before in this forward."""
-
-    def mark(self, tensor: Tensor, mark: Mark) -> Tensor:
-        """Say what a tensor stands for."""
 
     def lasting(self, tensor: Tensor | None) -> bool:
         """Whether a tensor is the same in every forward."""
@@ -165,7 +165,7 @@ class Linear:
 
     def compute(self) -> Tensor:
         """The tensor."""
-        return dense.linear(self.scope.thinned(self.x), self.weight)
+        return self.scope.mark(dense.linear(self.scope.thinned(self.x), self.weight), Mark(Kind.ROWS))
 
 
 @dataclass(frozen=True, eq=False)

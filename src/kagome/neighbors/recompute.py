@@ -94,7 +94,9 @@ def _wrap(layer: nn.Module, scope: Interception) -> Callable[[], None]:
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not scope.turn.follows() or scope.channel.runs:  # evaluation; a layer inside a layer
+        if (
+            not (scope.turn.grad and scope.turn.follows()) or scope.channel.runs
+        ):  # evaluation; a layer inside a layer
             return inner(*args, **kwargs)
         return _kept(layer, inner, scope, args, kwargs)
 

@@ -12,6 +12,10 @@ Where it sits: ``intercept`` calls it at each site; it sends through ``comm``'s 
 that forward and is added to the loss, so that backward visits all of them, on every rank, in exactly the
 reverse order, also where a rank's loss does not depend on a site. Without it such a rank leaves its peers
 waiting or, where sizes agree, mixes data silently.
+
+[Note: again] A derivative that a model takes inside forward (``derivatives``) runs backward there, and the
+loss is differentiated through it once more. So the backward of a collective is a collective with a backward
+of its own, its transpose again, and the token of the turn goes along in it as well.
 """
 
 from __future__ import annotations
@@ -19,15 +23,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from kagome.comm.channel import Kind, Op
 from kagome.comm.trip import Trip
-from kagome.neighbors.turn import Site, Turn
+from kagome.neighbors.turn import Site, Turn, inside
 
 Way = Callable[[Tensor], Tensor]
 
@@ -134,8 +139,7 @@ class NeighborRows:
         """Own rows ``[n, W]`` -> own and halo rows ``[n + H, W]``, with gradient."""
         if self.channel.size == 1:
             return rows
-        site = turn.begin(name, grad=rows.requires_grad)
-        return through(rows, turn, lambda r: self.forth(r, site, 0), lambda g: self.back(g, site, 1))
+        return self.extended(rows, turn, turn.begin(name, grad=rows.requires_grad))
 
     def give_back(self, rows: Tensor, turn: Turn, name: str) -> Tensor:
         """Sums on own and halo rows ``[n + H, W]`` -> on own rows ``[n, W]``: the transpose of extend."""
@@ -143,6 +147,14 @@ class NeighborRows:
             return rows
         site = turn.begin(name, grad=rows.requires_grad)
         return through(rows, turn, lambda r: self.back(r, site, 0), lambda g: self.forth(g, site, 1))
+
+    def extended(self, rows: Tensor, turn: Turn, site: Site) -> Tensor:
+        """The same for a site that is known; in backward too: see [Note: again]."""
+        return through(rows, turn, lambda r: self.forth(r, site, 0), lambda g: self.back(g, site, 1))
+
+    def given_back(self, rows: Tensor, turn: Turn, site: Site) -> Tensor:
+        """The same."""
+        return through(rows, turn, lambda r: self.back(r, site, 1), lambda g: self.forth(g, site, 0))
 
     def road(self, rows: Tensor, turn: Turn, name: str) -> Road:
         """The same as :meth:`extend` for a caller that reduces own and halo rows apart."""
@@ -234,14 +246,18 @@ class _Collective(torch.autograd.Function):
     """A collective with its transpose as backward; the token goes along: see [Note: token]."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, there: Way, back: Way) -> tuple[Tensor, Tensor]:
-        ctx.back = back
+    def forward(
+        ctx: Any, rows: Tensor, token: Tensor, turn: Turn, there: Way, back: Way
+    ) -> tuple[Tensor, Tensor]:
+        ctx.turn, ctx.ways = ref(turn), (there, back)  # the turn has the token, and that has this node
         return there(rows), torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, token = grads
-        return ctx.back(rows.contiguous()), torch.zeros_like(token), None, None
+        rows, token = grads[0].contiguous(), torch.zeros_like(grads[1])
+        (there, back), turn = ctx.ways, inside(ctx.turn)
+        found = back(rows) if turn is None else through(rows, turn, back, there)
+        return found, token, None, None, None
 
 
 def through(rows: Tensor, turn: Turn, there: Way, back: Way) -> Tensor:
@@ -249,7 +265,7 @@ def through(rows: Tensor, turn: Turn, there: Way, back: Way) -> Tensor:
     if not (rows.requires_grad and turn.follows()):
         return there(rows)
     out: Tensor
-    out, turn.token = _Collective.apply(rows, turn.token, there, back)  # type: ignore[no-untyped-call]
+    out, turn.token = _Collective.apply(rows, turn.token, turn, there, back)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -305,7 +321,7 @@ def summing(
     if not turn.follows():
         return there(sum_of("statistics forward"), *inputs)[0]
     ways = there, back, sum_of("statistics forward"), sum_of("statistics backward")
-    out, token = _Summing.apply(turn.token, ways, *inputs)  # type: ignore[no-untyped-call]
+    out, token = _Summing.apply(turn.token, turn, ways, *inputs)  # type: ignore[no-untyped-call]
     if first.requires_grad:
         turn.token = token
     return out  # type: ignore[no-any-return]
@@ -315,16 +331,50 @@ class _Summing(torch.autograd.Function):
     """See :func:`summing`; the token goes along."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, ways: Any, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        there, ctx.back, forth, ctx.sum = ways
+    def forward(
+        ctx: Any, token: Tensor, turn: Turn, ways: Any, *inputs: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        there, _, forth, _ = ctx.ways = ways
+        ctx.turn, ctx.count = ref(turn), len(inputs)
         out, kept = there(forth, *inputs)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*inputs, *kept)
         return out, torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.back(ctx.sum, grads[0].contiguous(), *ctx.saved_tensors)
-        return (torch.zeros_like(grads[1]), None, *found)
+        there, back, forth, sum_back = ctx.ways
+        turn, saved = inside(ctx.turn), ctx.saved_tensors
+        if turn is not None and torch.is_grad_enabled():
+            both = partial(through, turn=turn, there=forth, back=sum_back)
+            wanted = ctx.needs_input_grad[3:]
+            found = differentiated(partial(there, both), saved[: ctx.count], wanted, grads[0])
+        else:
+            found = back(sum_back, grads[0].contiguous(), *saved[ctx.count :])
+        return (torch.zeros_like(grads[1]), None, None, *found)
+
+
+def differentiated(
+    function: Callable[..., tuple[Tensor, Any]],
+    inputs: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    gradient: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a function that runs once more, with gradients of their own: see [Note: again].
+
+    Args:
+        function: Of these inputs; its first result counts.
+        inputs: Those.
+        wanted: Which of their gradients.
+        gradient: The result's.
+    """
+    # As views: of a tensor that is given twice each place has its own gradient.
+    views = [None if each is None else each.view_as(each) for each in inputs]
+    places = [place for place, asked in enumerate(wanted) if asked]
+    out = function(*views)[0]
+    by = [view for place in places if (view := views[place]) is not None]
+    found = torch.autograd.grad(out, by, gradient, create_graph=True, allow_unused=True)
+    by_place = dict(zip(places, found, strict=True))
+    return tuple(by_place.get(place) for place in range(len(inputs)))
 
 
 def agree(channel: Carrier, site: Site, part: Tensor) -> None:

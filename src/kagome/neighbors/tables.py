@@ -335,6 +335,9 @@ class ChunkChannel:
         tables: Of its rank.
     """
 
+    exact = False
+    """Its rows may be another chunk's, of another epoch."""
+
     def __init__(self, chunk: Chunk, tables: Tables) -> None:
         self.chunk, self.tables = chunk, tables
         self.where: Callable[[], str] = str

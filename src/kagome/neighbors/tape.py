@@ -58,6 +58,11 @@ class Taped:
         """Whether a tape is being written or read."""
         return self._tape is not None
 
+    @property
+    def exact(self) -> bool:
+        """Whether all arrives as it is, in the same epoch; a channel that says nothing of it sends it so."""
+        return bool(getattr(self.channel, "exact", True))
+
     # When ----------------------------------------------------------------------------------------
 
     @contextmanager

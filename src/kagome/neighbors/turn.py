@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,9 @@ class Turn:
         self.over = False
         self.aside = False
         """Whether what runs is kept for all forwards: such a read is no site of later ones."""
+        self.differentiates = False
+        """Whether a derivative is taken inside forward: its backward is seen to."""
+        self._inner: list[Tensor] = []
         self._named: Counter[str] = Counter() if named is None else named
         self.pardoned: Any = None  # the hook by which ``recompute`` lets a layer run again
 
@@ -95,9 +98,58 @@ class Turn:
         finally:
             self.aside = before
 
+    @contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """Around a derivative that is taken inside forward.
+
+        Its collectives pass on a token of their own: along the forward's, each later derivative would visit
+        them, and what it does then the next one.
+        """
+        outer, self.token = self.token, torch.zeros_like(self.token, requires_grad=torch.is_grad_enabled())
+        self.differentiates = True
+        try:
+            yield
+        finally:
+            self.differentiates = False
+            if self.token.grad_fn is not None:
+                self._inner.append(self.token)
+            self.token = outer
+
+    def end(self) -> None:
+        """The forward has ended: one token stands for all."""
+        self.over = True
+        for token in self._inner:
+            self.token = self.token + token
+        self._inner.clear()
+
     def follows(self) -> bool:
-        """Whether backward will come back to what is done now: not under ``no_grad``, nor in evaluation."""
-        return self.grad and torch.is_grad_enabled()
+        """Whether backward may come back to what is done now: in evaluation only to what the model allows."""
+        return torch.is_grad_enabled()
+
+
+def inside(found: Callable[[], Turn | None]) -> Turn | None:
+    """The turn in whose forward a derivative is taken now; None in the backward after it.
+
+    Args:
+        found: Gives the turn, or None where it is gone.
+
+    Raises:
+        ModelError: If nobody sees to this backward: it would sum what each rank differentiates, or be on one
+            rank while others wait.
+    """
+    turn = found()
+    if turn is not None and turn.differentiates:
+        return turn
+    over = turn is None or turn.over
+    if over and not torch.is_grad_enabled():
+        return None
+    raise ModelError(
+        "gradients are taken after the loss, or by torch.autograd.grad inside forward",
+        "the loss takes a derivative of the model" if over else "backward() is called inside forward",
+        where="the loss" if over else "forward",
+        hint="take the derivative inside forward, torch.autograd.grad(energy.sum(), pos, create_graph=True), "
+        "and give it out as further columns; or train on one rank",
+    )
 
 
 def _in_checkpoint() -> bool:

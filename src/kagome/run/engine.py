@@ -200,12 +200,17 @@ class Engine:
         amp = self.settings.amp == "bf16"
         cast = torch.autocast(self.channel.device.type, torch.bfloat16) if amp else nullcontext()
         checked = not self._checked
+        # A forward that is given up half way has moved some of them.
+        buffers = Buffers(self.model) if training and checked and self.fast else None
+        before = None if buffers is None else buffers.copies()
         try:
             with self.scope.running(epoch, training=training, checked=checked), cast:
                 out = self._calling.call(self.model, self.scope.inputs)
         except EscapeError as error:
             # All ranks run the same code: they all come here, at the same call.
             self.scope.fast = False
+            if buffers is not None and before is not None:
+                buffers.restore(buffers.now(), before)
             self._notes.append(without_fast(error.found, slices=self.scope.slices))
             error.__traceback__ = None  # it would keep all tensors of this forward
             with self.scope.running(epoch, training=training, checked=checked), cast:
