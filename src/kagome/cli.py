@@ -29,6 +29,7 @@ from kagome.commands import (
 )
 from kagome.errors import CheckError, CheckpointError, ConfigError, KagomeError
 from kagome.ranks import environment
+from kagome.run.claim import refuse_taken
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,9 +113,11 @@ def _train(args: list[str]) -> int:
         raise CheckpointError(
             "--resume takes the folder of a run", f"there is no folder {resume}", hint="ls runs/"
         )
+    if command.out is not None:
+        refuse_taken(command.out, resume=resume, overwrite=command.overwrite)
     out = command.out or (None if resume is None else str(_run_folder(resume)))
     if environment().source != "single":
-        return train_rank(settings, out, resume)
+        return train_rank(settings, out, resume, command.overwrite)
     nproc = command.nproc or _ranks(settings)
     nproc = nproc or (1 if args else DEFAULT_RANKS)
     if settings.parallel.plan == "auto":
@@ -128,10 +131,12 @@ def _train(args: list[str]) -> int:
         write_plans(Path(out) / "plan.html", plans)
     settings.parallel.fit(nproc)
     if nproc == 1:
-        return train_rank(settings, out, resume)
+        return train_rank(settings, out, resume, command.overwrite)
     from kagome.launch import start_local
 
-    start_local(nproc, train_rank, settings, out or _new_folder(settings), resume, loaded=LOADED)
+    start_local(
+        nproc, train_rank, settings, out or _new_folder(settings), resume, command.overwrite, loaded=LOADED
+    )
     return 0
 
 
@@ -210,13 +215,14 @@ def _new_folder(settings: config.Run) -> str:
     raise ConfigError("a new folder under runs/", "there are 9999 of this name already", hint="--out DIR")
 
 
-def train_rank(settings: config.Run, out: str | None, resume: str | None) -> int:
+def train_rank(settings: config.Run, out: str | None, resume: str | None, overwrite: bool = False) -> int:
     """What each rank of ``kagome train`` does.
 
     Args:
         settings: The run.
         out: Its folder; None lets rank 0 choose one.
         resume: A run to go on with.
+        overwrite: Whether a run that is in the folder may be removed.
 
     Returns:
         The exit code.
@@ -226,7 +232,7 @@ def train_rank(settings: config.Run, out: str | None, resume: str | None) -> int
     from kagome.run.trainer import Trainer
 
     with Trainer.from_settings(
-        settings, _builder(settings.model), out=out or (lambda: _new_folder(settings))
+        settings, _builder(settings.model), out=out or (lambda: _new_folder(settings)), overwrite=overwrite
     ) as trainer:
         values = trainer.fit(resume=resume)
         if trainer.mesh.rank == 0 and trainer.writer is not None:

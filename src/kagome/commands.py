@@ -24,6 +24,8 @@ class TrainCommand(config.Run):
     """Local ranks to start; by default the product of the mesh. Under torchrun or srun, theirs are used."""
     out: str | None = None
     """Folder for the run's files; by default a new one under runs/."""
+    overwrite: bool = False
+    """Remove a run that is in that folder already."""
     resume: str | None = None
     """Folder of a run to go on with, on any number of ranks; its settings are the defaults."""
 

@@ -122,11 +122,12 @@ def test_only_the_newest_two_stay_and_the_pointer_names_the_last(tmp_path):
     assert checkpoint.latest(tmp_path).name == "epoch-000007"
 
 
-def test_a_fresh_run_in_an_old_folder_keeps_its_own_checkpoints(run):
-    """The newest by number were kept: those of the old run, while the new ones were removed."""
-    trained(Channel(None, "cpu"), str(run), 3, save_every=1)
-    assert sorted(p.name for p in (run / "checkpoints").glob("epoch-*")) == ["epoch-000002", "epoch-000003"]
-    assert checkpoint.latest(run).name == "epoch-000003"
+def test_a_course_that_was_left_is_removed_with_the_next_checkpoint(run):
+    """A resume of an older checkpoint: the newest by number were kept, and the new ones removed."""
+    shutil.copytree(run / "checkpoints" / "epoch-000007", run / "checkpoints" / "epoch-000009")
+    trained(Channel(None, "cpu"), str(run), 8, str(run))
+    assert sorted(p.name for p in (run / "checkpoints").glob("epoch-*")) == ["epoch-000007", "epoch-000008"]
+    assert checkpoint.latest(run).name == "epoch-000008"
 
 
 def test_a_write_that_was_cut_off_is_passed_over(tmp_path):

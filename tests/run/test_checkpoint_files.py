@@ -114,7 +114,7 @@ WRONG = {
     "best_metric": ["high", [1]],
     "waited": [-1, None],
     "world_size": [{"tuple": [1]}],
-    "fingerprint": [3, None],
+    "graph": [3, None],
     "files": [
         None,
         [],

@@ -55,9 +55,9 @@ class Best:
         model.load_state_dict(self.weights)
         return last
 
-    def place(self, epoch: int, seed: int, world_size: int, fingerprint: str) -> checkpoint.Place:
+    def place(self, epoch: int, seed: int, world_size: int, graph: str) -> checkpoint.Place:
         """What a checkpoint says of the run."""
-        return checkpoint.Place(epoch, seed, self.epoch, self.metric, self.waited, world_size, fingerprint)
+        return checkpoint.Place(epoch, seed, self.epoch, self.metric, self.waited, world_size, graph)
 
 
 Mark = tuple[tuple[int, int], ...]

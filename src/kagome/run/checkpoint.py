@@ -57,7 +57,7 @@ class Place:
         best_metric: That metric.
         waited: Epochs since then, up to the last evaluation.
         world_size: Ranks that wrote it; a resume may have others.
-        fingerprint: Of graph, method, seed and parts.
+        graph: Its name by its content, however it was cut.
     """
 
     epoch: int
@@ -66,7 +66,7 @@ class Place:
     best_metric: float | None
     waited: int
     world_size: int
-    fingerprint: str
+    graph: str
 
 
 # Writing -----------------------------------------------------------------------------------------
@@ -325,6 +325,7 @@ def load(
     optimizer: Optimizer,
     scheduler: Any = None,
     seed: int | None = None,
+    graph: str | None = None,
 ) -> tuple[Place, dict[str, Tensor] | None, Told]:
     """Read a checkpoint into a model and an optimizer, on any number of ranks. All ranks call it.
 
@@ -337,12 +338,13 @@ def load(
         optimizer: Of the same kind.
         scheduler: The scheduler, if the run has one.
         seed: The run's seed: draws follow from it; None takes any.
+        graph: The run's graph, by its content; None takes any.
 
     Returns:
         Where the run stood, the weights of its best epoch, and what its last epoch handed on.
 
     Raises:
-        CheckpointError: If it is damaged, of another model or of another seed.
+        CheckpointError: If it is damaged, of another model, another seed or another graph.
 
     Cost:
         Each rank reads what all share, and verifies its share of the files.
@@ -355,6 +357,13 @@ def load(
             f"the checkpoint has seed {place.seed}",
             where=str(folder),
             hint=f"--train.seed {place.seed}",
+        )
+    if graph not in (None, place.graph):
+        raise CheckpointError(
+            f"a run on the graph {graph} was to go on",
+            f"the checkpoint is of the graph {place.graph}: edges, features, labels or masks are others",
+            where=str(folder),
+            hint="the data that the run had; other data needs a new run, which may begin with its weights",
         )
     try:
         rest, sections = _read(folder, files)

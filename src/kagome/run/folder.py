@@ -6,50 +6,108 @@ Where it sits: ``trainer`` writes through it; ``report.page`` reads the folder a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from kagome import config, written
-from kagome.errors import ConfigError
+from kagome.comm.channel import Channel
+from kagome.errors import KagomeError
 from kagome.report.files import write_text
 from kagome.report.meters import EpochRecord, JsonLines, read_records
-from kagome.report.progress import TensorBoard
+from kagome.report.progress import TensorBoard, warn
 from kagome.report.spans import Span
+from kagome.run.claim import Claim, goes_on, refuse_taken, remove_run, unwritable
 
 
 class RunWriter:
-    """One run's folder.
+    """One run's folder, claimed by rank 0 until it is closed. All ranks make one.
 
     Args:
         folder: Made if it is not there.
         settings: Written to ``config.toml``.
-        rank: Only rank 0 writes, but for checkpoints.
+        channel: All ranks. Only rank 0 writes, but for checkpoints.
+        overwrite: Whether another run that is there may be removed.
+        say: Takes a sentence to be said.
 
     Raises:
-        ConfigError: If the folder cannot be made.
+        ConfigError: On all ranks, if the folder cannot be made, is another run's, or holds other files.
     """
 
-    def __init__(self, folder: str | Path, settings: config.Run, rank: int) -> None:
-        self.folder, self.settings, self.writes = Path(folder), settings, rank == 0
+    def __init__(
+        self,
+        folder: str | Path,
+        settings: config.Run,
+        channel: Channel,
+        *,
+        overwrite: bool = False,
+        say: Callable[[str], None] = warn,
+    ) -> None:
+        self.folder, self.settings, self.channel = Path(folder), settings, channel
+        self.writes, self.overwrite, self._say = channel.rank == 0, overwrite, say
         self.checkpoints = self.folder / "checkpoints"
+        self._claim: Claim | None = None
+        self._begun = False
         self._lines: JsonLines | None = None
         self._board: TensorBoard | None = None
+        self._records: list[EpochRecord] = []
+        self._together(self._take, "the run's folder")
+
+    def _take(self) -> None:
+        self._claim = Claim(self.folder)
+
+    def _together(self, act: Callable[[], None], action: str) -> None:
+        """Do something on rank 0, and raise on every rank what it raised there."""
+        fault: KagomeError | None = None
         if self.writes:
             try:
-                self.checkpoints.mkdir(parents=True, exist_ok=True)
-                write_text(self.folder / "config.toml", written.to_toml(settings))
-            except OSError as error:
-                raise ConfigError(
-                    f"the run's files go to {self.folder}",
-                    f"it cannot be written: {error}",
-                    hint="another --out",
-                ) from None
+                with self._worded():
+                    act()
+            except KagomeError as error:
+                fault = error
+        fault = cast("KagomeError | None", self.channel.gather_objects(fault, action)[0])
+        if fault is not None:
+            raise fault
+
+    @contextmanager
+    def _worded(self) -> Iterator[None]:
+        """Around what writes: a full disk and its kind are errors of the user's."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise unwritable(self.folder, error) from None
+
+    def begin(self, *, resume: str | Path | None) -> None:
+        """Before the first epoch: make sure that no other run is written over. All ranks call it.
+
+        Args:
+            resume: What the run goes on from, if it does.
+
+        Raises:
+            ConfigError: If another run is there.
+        """
+        if self._begun:
+            return
+
+        def look() -> None:
+            refuse_taken(self.folder, resume=resume, overwrite=self.overwrite)
+            if not goes_on(self.folder, resume):
+                remove_run(self.folder)
+            self._write_settings()
+
+        self._together(look, "the run's folder")
+        self._begun = True
+
+    def _write_settings(self) -> None:
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / "config.toml", written.to_toml(self.settings))
 
     def open(self, *, after: int) -> list[EpochRecord]:
         """Begin ``metrics.jsonl``, or go on with it after an epoch.
@@ -60,21 +118,49 @@ class RunWriter:
         if not self.writes:
             return []
         path = self.folder / "metrics.jsonl"
-        self._lines = JsonLines(path, after=after or None)
-        if self.settings.report.tensorboard:
-            self._board = TensorBoard(self.folder / "tensorboard", after=after or None)
-        return read_records(path) if after else []
+        with self._worded():
+            if self._claim is not None and not self._claim.stands:
+                self._make_again(after)
+            self._lines = JsonLines(path, after=after or None)
+            if self.settings.report.tensorboard:
+                self._board = TensorBoard(self.folder / "tensorboard", after=after or None)
+        self._records = read_records(path) if after else []
+        return list(self._records)
 
     def record(self, record: EpochRecord) -> None:
-        """Write one epoch's line."""
-        if self._lines is not None:
+        """Write one epoch's line.
+
+        Raises:
+            ConfigError: If it cannot be written.
+        """
+        if self._lines is None:
+            return
+        with self._worded():
+            if self._claim is not None and not self._claim.stands:
+                self._make_again(record.epoch - 1)
+            self._records.append(record)
             self._lines.write(record)
+            if self._board is not None:
+                self._board.write(record)
+
+    def _make_again(self, epoch: int) -> None:
+        """The folder was deleted: write what is known to a new one, if no other run has taken its place."""
+        self.close()
+        self._take()
+        self._write_settings()
+        self._lines = JsonLines(self.folder / "metrics.jsonl")
+        for earlier in self._records:
+            self._lines.write(earlier)
         if self._board is not None:
-            self._board.write(record)
+            self._board = TensorBoard(self.folder / "tensorboard", after=epoch)
+        self._say(
+            f"the run's folder {self.folder} was deleted after epoch {epoch}: it is made again, "
+            "without the checkpoints of earlier epochs"
+        )
 
     def close(self) -> None:
-        """Close the files; closing twice does no harm."""
-        for stream in (self._lines, self._board):
+        """Close the files and let go of the folder; closing twice does no harm."""
+        for stream in (self._lines, self._board, self._claim):
             if stream is not None:
                 stream.close()
 
@@ -107,9 +193,23 @@ class RunWriter:
             target: Their true labels.
             model: With the best epoch's weights, under the user's own names.
 
+        Raises:
+            ConfigError: If it cannot be written.
+
         Shapes:
             ``scores [N, C]``, ``target [N]`` or ``[N, C]``.
         """
+        with self._worded():
+            self._finish(values, spans, scores, target, model)
+
+    def _finish(
+        self,
+        values: Mapping[str, Any],
+        spans: Sequence[Sequence[Span]],
+        scores: Tensor,
+        target: Tensor,
+        model: nn.Module,
+    ) -> None:
         from kagome.report.summary import write_summary
         from kagome.report.timeline import write_trace
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -26,7 +27,7 @@ from kagome.comm.channel import Channel
 from kagome.comm.mesh import open_mesh
 from kagome.config import Parallel, Report, Train
 from kagome.errors import ConfigError, DataError, ModelError
-from kagome.graph.partition import Partition
+from kagome.graph.partition import Partition, graph_of
 from kagome.graph.store import Meta
 from kagome.report.meters import EpochRecord, Memory
 from kagome.report.progress import Progress, warn
@@ -74,6 +75,7 @@ class Trainer:
         fast: Whether messages are reduced by kernels; off, all runs as PyG runs it.
         recompute: Whether each layer keeps its inputs only, and runs again in backward: less memory.
         out: Folder for the run's files; None writes none.
+        overwrite: Whether a run that is there already may be removed.
         callbacks: Objects with some of ``on_fit_start(trainer)``, ``on_epoch_end(record)``,
             ``on_checkpoint(path)`` and ``on_fit_end(summary)``. They run on rank 0 alone, unless they say
             ``all_ranks = True``.
@@ -99,6 +101,7 @@ class Trainer:
         fast: bool = True,
         recompute: bool = False,
         out: str | Path | None = None,
+        overwrite: bool = False,
         callbacks: Sequence[object] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -118,10 +121,12 @@ class Trainer:
             method, seed, reuse = settings.cut(channel.size)
             return source.from_data(data, channel, method=method, seed=seed, reuse=reuse)
 
-        self._open(settings, take, lambda *_: model, loss, optimizer, scheduler, out, callbacks)
+        self._open(settings, take, lambda *_: model, loss, optimizer, scheduler, out, overwrite, callbacks)
 
     @classmethod
-    def from_settings(cls, settings: config.Run, build: Build, *, out: Out = None) -> Trainer:
+    def from_settings(
+        cls, settings: config.Run, build: Build, *, out: Out = None, overwrite: bool = False
+    ) -> Trainer:
         """What the command line makes: data by name, a part a rank, the model built from it."""
         trainer = cls.__new__(cls)
 
@@ -129,7 +134,7 @@ class Trainer:
             method, seed, reuse = settings.cut(channel.size)
             return source.from_settings(settings.data, channel, method=method, seed=seed, reuse=reuse)
 
-        trainer._open(settings, take, build, None, None, None, out)
+        trainer._open(settings, take, build, None, None, None, out, overwrite)
         return trainer
 
     # Setting up ----------------------------------------------------------------------------------
@@ -144,6 +149,7 @@ class Trainer:
         optimizer: Callable[[Any], Optimizer] | None,
         scheduler: Callable[[Optimizer], Any] | None,
         out: Out,
+        overwrite: bool,
         callbacks: Sequence[object] = (),
     ) -> None:
         self._begun, self.spans = time.perf_counter(), Spans(most=10_000)  # a pipeline has one an action
@@ -170,8 +176,10 @@ class Trainer:
             self._callbacks = Callbacks(callbacks, self.world, self.model)
             chosen = (out() if self.mesh.rank == 0 else None) if callable(out) else out
             folder = self.world.gather_objects(chosen, "the run's folder")[0]
-            self.writer = None if folder is None else RunWriter(str(folder), settings, self.mesh.rank)
-            if self.writer is not None:
+            self.writer = None
+            if folder is not None:
+                say = partial(_noted, self.notes, self.mesh.rank == 0 and settings.report.progress)
+                self.writer = RunWriter(str(folder), settings, self.world, overwrite=overwrite, say=say)
                 self._stack.callback(self.writer.close)
         except BaseException:
             self.close()
@@ -239,6 +247,8 @@ class Trainer:
         self._go_on()
         if resume is not None:
             self._resume(resume)
+        if self.writer is not None:
+            self.writer.begin(resume=resume)
         if self.epoch >= epochs > 0:
             self._say(
                 f"{self.epoch} epochs are done, and fit({epochs}) asks for {epochs} in all: none is left"
@@ -450,7 +460,9 @@ class Trainer:
         ):
             path = checkpoint.save(
                 self.writer.checkpoints,
-                self._best.place(self.epoch, self.train.seed, self.mesh.size, self.meta.fingerprint),
+                self._best.place(
+                    self.epoch, self.train.seed, self.mesh.size, graph_of(self.meta.fingerprint)
+                ),
                 self.world,
                 model=self.model,
                 optimizer=self.optimizer,
@@ -469,6 +481,7 @@ class Trainer:
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             seed=self.train.seed,
+            graph=graph_of(self.meta.fingerprint),
         )
         if self._default_optimizer:
             learning.set_rates(self.optimizer, self.train)
@@ -520,6 +533,10 @@ class Trainer:
             self._say(note)
 
     def _say(self, note: str) -> None:
-        self.notes.append(note)
-        if self.mesh.rank == 0 and self.settings.report.progress:
-            warn(note)
+        _noted(self.notes, self.mesh.rank == 0 and self.settings.report.progress, note)
+
+
+def _noted(notes: list[str], shown: bool, note: str) -> None:
+    notes.append(note)
+    if shown:
+        warn(note)
