@@ -168,3 +168,111 @@ def test_doctor_finds_that_ranks_can_talk_here(start):
     assert "torch-geometric" in out
     assert "threads a rank     1, by OMP_NUM_THREADS" in out
     assert "MISSING" not in out
+
+
+def wait_for(there: Path, job: subprocess.Popen, lines: int = 0) -> None:
+    """Wait until a file is there and has so many lines."""
+    deadline = time.monotonic() + 180
+    while not there.exists() or there.read_text().count("\n") < lines:
+        assert time.monotonic() < deadline
+        assert job.poll() is None, job.communicate()
+        time.sleep(0.05)
+
+
+def epochs_of(run: Path) -> list[int]:
+    return [json.loads(line)["epoch"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+LONG = ("train", *FEW[:2], "--report.no-progress", "--train.no-check", "--train.save-every", "5")
+
+
+@pytest.mark.parametrize("mesh", [(3, ()), (4, ("--parallel.pipe", "2"))], ids=["3-parts", "2x2"])
+@pytest.mark.some(1)
+def test_a_plain_resume_goes_on_with_the_ranks_that_were(start, tmp_path, mesh):
+    """Of 3 ranks 1 went on, of 2 x 2 stages and parts 2; the command of the first start may say --resume."""
+    ranks, flags = mesh
+    first = (*FEW[:2], "--train.epochs", "3", "--nproc", str(ranks), *flags, "--resume", "run")
+    code, _, err = ended(start("train", *first))
+    assert code == 0, err
+    assert "run has no checkpoint yet: a new run begins" in err
+    code, _, err = ended(start("train", "--resume", "run", "--train.epochs", "5"))
+    assert code == 0, err
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert found["world_size"] == ranks
+    assert found["parallel"]["pipe"] == (2 if flags else 1)
+    assert epochs_of(tmp_path / "run") == [1, 2, 3, 4, 5]
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Processes below a launcher that train: those that have opened most."""
+    parents = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(folder.name)] = int(words[1])
+    grand = [pid for pid, parent in parents.items() if parents.get(parent) == launcher]
+    return grand or [pid for pid, parent in parents.items() if parent == launcher]
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("through", [(), (TORCHRUN, "--standalone", "--nproc-per-node", "2")])
+def test_a_killed_rank_is_started_again_from_the_last_whole_checkpoint(start, tmp_path, through):
+    """With torchrun's --max-restarts it began at epoch 0 and removed the checkpoints."""
+    again = ("--max-restarts", "1")
+    flags = ("--train.epochs", "60", "--out", "run")
+    if through:
+        job = start(*LONG, *flags, through=(*through, *again, "-m"))
+    else:
+        job = start(*LONG, *flags, "--nproc", "2", *again)
+    wait_for(tmp_path / "run" / "checkpoints" / "latest", job)
+    saved = int((tmp_path / "run" / "checkpoints" / "latest").read_text().strip().removeprefix("epoch-"))
+    os.kill(max(ranks_of(job.pid)), signal.SIGKILL)
+    code, _, err = ended(job)
+    assert code == 0, err
+    assert epochs_of(tmp_path / "run") == list(range(1, 61))
+    notes = json.loads((tmp_path / "run" / "summary.json").read_text())["notes"]
+    (resumed,) = [note for note in notes if note.startswith("resumed after epoch")]
+    assert int(resumed.split()[3].strip(",")) >= saved
+
+
+def test_what_lies_in_the_current_folder_never_runs(start, tmp_path):
+    """A module of a package's name in the current folder was imported in its place."""
+    for name in ("numba", "tyro", "torch", "selectors", "multiprocessing", "pandas", "tqdm", "helper"):
+        (tmp_path / f"{name}.py").write_text(f"open('ran-{name}', 'w')\nvalue = 3\n")
+    (tmp_path / "mine.py").write_text(
+        "import helper\n\ndef build(in_channels, out_channels):\n"
+        "    from torch_geometric.nn import GCN\n    return GCN(in_channels, helper.value, 2, out_channels)\n"
+    )
+    kagome = (sys.executable, "-P", "-c", "from kagome.cli import main; main()")  # as the installed script
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "KAGOME_CACHE": str(tmp_path / "cache")}
+    words = ("train", *FEW, "--nproc", "2", "--model.name", "python:mine:build", "--out", "run")
+    done = subprocess.run([*kagome, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.glob("ran-*")] == ["ran-helper"], (
+        "the user's own model asks for it"
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.some(1)
+def test_the_process_that_cuts_the_graph_ends_with_its_rank(start, tmp_path, monkeypatch, number):
+    monkeypatch.setenv("KAGOME_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "slow.py").write_text(
+        "import os, time\n\ndef load():\n"
+        "    open('cutting', 'w').write(f'{os.getpid()}\\n')\n    time.sleep(600)\n"
+    )
+    job = start("train", "--data.name", "python:slow:load", "--nproc", "2", "--out", "run")
+    wait_for(tmp_path / "cutting", job, lines=1)
+    cutter = int((tmp_path / "cutting").read_text())
+    job.send_signal(number)
+    ended(job, timeout=120)
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{cutter}").exists():
+        assert time.monotonic() < deadline, "it goes on"
+        time.sleep(0.1)
+    if number == signal.SIGTERM:
+        assert not list((tmp_path / "cache").rglob(".making-*")), "its files are gone too"

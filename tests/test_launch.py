@@ -81,6 +81,9 @@ def test_first_host(nodes, first):
         ({**TORCHRUN, "RANK": "8"}, "from 0 to 7, but it is 8"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
         ({**SLURM, "SLURM_TASKS_PER_NODE": "many"}, "it is 'many'"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT is a port from 0 to 65535, but it is 99999"),
+        ({**TORCHRUN, "MASTER_PORT": "-1"}, "but it is -1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "from 1 up, but it is 0"),
     ],
 )
 def test_environments_without_sense_are_refused(env, message):
@@ -107,6 +110,99 @@ def test_local_ranks_return_rank_0_s_result_and_share_the_cores(monkeypatch):
 def test_no_ranks_are_refused():
     with pytest.raises(LaunchError, match="from 1 up, but it is 0"):
         start_local(0, threads_and_sum, 1)
+
+
+def listening() -> set[str]:
+    """Addresses, as the system writes them, at which this process waits for connections."""
+    own = {os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.exists()}
+    found = set()
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if f"socket:[{words[9]}]" in own and (words[3] == "0A" or table.startswith("udp")):
+                found.add(words[1].partition(":")[0])
+    return found
+
+
+def listen_and_meet() -> list[object]:
+    with open_mesh(timeout=60) as mesh:
+        return mesh.world.gather_objects(sorted(listening()), "listen")
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_local_ranks_can_be_reached_from_this_host_alone(monkeypatch):
+    """They meet by a file, so that no store listens; what gloo opens is on the loopback interface."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before = listening()
+    ranks = start_local(2, listen_and_meet)
+    assert isinstance(ranks, list)
+    assert all(ranks), "gloo listens, so the test sees what it is to see"
+    assert {address for found in ranks for address in found} <= LOOPBACK
+    assert listening() <= before
+
+
+def dies_at_first(folder: str, how: str) -> int:
+    count = environment().restarts
+    Path(folder, f"start-{count}-{os.environ['RANK']}").touch()
+    with open_mesh(timeout=60) as mesh:
+        mesh.world.barrier("start")
+        if mesh.rank == 1 and how == "mistake":
+            raise DataError("features are numbers", "row 3 is nan")
+        if mesh.rank == 1 and count < 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        mesh.world.barrier("end")
+    return count
+
+
+def test_ranks_are_started_again_as_often_as_was_asked(tmp_path, capfd):
+    assert start_local(2, dies_at_first, str(tmp_path), "killed", loaded=LOADED, restarts=2) == 2
+    assert len(list(tmp_path.glob("start-*"))) == 6
+    said = capfd.readouterr().err
+    assert "killed by SIGKILL" in said
+    assert "started again (2 of 2)" in said
+
+
+def test_a_mistake_is_not_tried_again(tmp_path):
+    with pytest.raises(LaunchError, match="row 3 is nan"):
+        start_local(2, dies_at_first, str(tmp_path), "mistake", loaded=LOADED, restarts=2)
+    assert len(list(tmp_path.glob("start-*"))) == 2
+
+
+def test_more_ranks_than_the_memory_holds_are_refused():
+    with pytest.raises(LaunchError, match=r"1,000,000 local ranks take .* GiB"):
+        start_local(1_000_000, threads_and_sum, 1)
+
+
+def waits_stopped(folder: str) -> None:
+    Path(folder, f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+    while not Path(folder, "end").exists():
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_told_of(tmp_path):
+    job = script(tmp_path, "waits_stopped", str(tmp_path))
+    deadline = time.monotonic() + 180
+    while not (tmp_path / "pid-1").exists() or not (tmp_path / "pid-1").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pid = int((tmp_path / "pid-1").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(launch.STOPPED_SECONDS + 3)
+    os.kill(pid, signal.SIGCONT)
+    (tmp_path / "end").touch()
+    out, _ = job.communicate(timeout=120)
+    assert job.returncode == 0
+    assert out.count(f"rank 1 is stopped, and the others wait for it: kill -CONT {pid}") == 1
+
+
+def test_what_keeps_ranks_from_starting_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(LaunchError, match="the folder for temporary files, but none can be made"):
+        start_local(2, threads_and_sum, 1)
 
 
 def fails(how: str) -> None:

@@ -5,6 +5,7 @@ Where it sits: the partitioner's choice, the forecast and ``comm.shelf`` ask it.
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Final
 
@@ -12,12 +13,14 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int | None:
-    """Memory that this process may still take: the machine's, or less where a control group limits it.
+    """Memory that this process may still take: the machine's, or less where a limit is set.
+
+    Limits are those of its control groups, and of its address space (``ulimit -v``).
 
     Returns:
         The bytes; None where the system does not say.
     """
-    found = [_machine(), _group()]
+    found = [_machine(), _group(), _space()]
     return min((amount for amount in found if amount is not None), default=None)
 
 
@@ -27,6 +30,18 @@ def _machine() -> int | None:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, ValueError, StopIteration):
         return None
+
+
+def _space() -> int | None:
+    """What a limit of this process's address space leaves."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return soft
+    return max(0, soft - pages * resource.getpagesize())
 
 
 def _group() -> int | None:

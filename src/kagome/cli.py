@@ -9,6 +9,7 @@ Where it sits: reads flags and TOML into ``config.Run``, starts ranks where none
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,7 +30,8 @@ from kagome.commands import (
 )
 from kagome.errors import CheckError, CheckpointError, ConfigError, KagomeError
 from kagome.ranks import environment
-from kagome.run.claim import refuse_taken
+from kagome.run.claim import goes_on, refuse_taken
+from kagome.system import end_with, refused
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,10 +39,11 @@ if TYPE_CHECKING:
     from kagome.comm.channel import Channel
     from kagome.graph.partition import Partition
     from kagome.graph.store import Meta
+    from kagome.run.trainer import Trainer
 
 DEFAULT_RANKS = 2
 """Local ranks of ``kagome train`` with no flags at all."""
-MESH_FLAGS = ("--nproc", "--parallel.graph", "--parallel.pipe", "--parallel.tensor")
+MESH_FLAGS = ("--nproc", "--parallel.graph", "--parallel.pipe", "--parallel.tensor", "--parallel.plan")
 """With one of these a run that goes on is split anew."""
 LOADED = ("kagome.run.trainer", "kagome.model.zoo")
 """What every rank of a training imports."""
@@ -57,16 +60,26 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         print(f"kagome {__version__}")
         return
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # python:package.module:function is looked up from here
     try:
         code = _run(args[0], args[1:])
     except KagomeError as error:
-        print(f"kagome: error: {error}", file=sys.stderr)
-        code = 2 if isinstance(error, ConfigError) else 1
+        code = _told(error)
     except KeyboardInterrupt:
         code = 130
+    except Exception as error:
+        found = refused(error)
+        if found is None:
+            raise
+        code = _told(found)
     raise SystemExit(code)
+
+
+def _told(error: KagomeError) -> int:
+    """Say what went wrong; the exit code."""
+    # A value that was found may hold what no terminal can show.
+    text = str(error).encode(sys.stderr.encoding or "utf-8", "backslashreplace").decode(errors="replace")
+    print(f"kagome: error: {text}", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1
 
 
 def _usage() -> str:
@@ -106,19 +119,23 @@ def _train(args: list[str]) -> int:
     settings = config.Run(
         **{name: getattr(command, name) for name in ("data", "model", "parallel", "train", "report")}
     )
-    if command.nproc is not None and command.nproc < 1:
-        raise ConfigError("--nproc takes a number from 1 up", f"it is {command.nproc}")
+    for name, low in (("nproc", 1), ("max_restarts", 0)):
+        value = getattr(command, name)
+        if value is not None and value < low:
+            raise ConfigError(f"--{name.replace('_', '-')} takes a number from {low} up", f"it is {value}")
     resume = command.resume
-    if resume is not None and not Path(resume).is_dir():
+    if resume is not None and not Path(resume).is_dir() and settings == config.Run():
         raise CheckpointError(
-            "--resume takes the folder of a run", f"there is no folder {resume}", hint="ls runs/"
+            "--resume takes the folder of a run, or one for a run that begins",
+            f"there is no folder {resume}, and nothing says what to train",
+            hint="ls runs/",
         )
-    if command.out is not None:
+    if command.out is not None and environment().restarts == 0:
         refuse_taken(command.out, resume=resume, overwrite=command.overwrite)
     out = command.out or (None if resume is None else str(_run_folder(resume)))
     if environment().source != "single":
         return train_rank(settings, out, resume, command.overwrite)
-    nproc = command.nproc or _ranks(settings)
+    nproc = command.nproc or _saved_ranks(settings, resume, args) or _ranks(settings)
     nproc = nproc or (1 if args else DEFAULT_RANKS)
     if settings.parallel.plan == "auto":
         from kagome.report.plan_page import write_plans
@@ -130,14 +147,55 @@ def _train(args: list[str]) -> int:
         (Path(out) / "plan.json").write_text(plans.to_json())
         write_plans(Path(out) / "plan.html", plans)
     settings.parallel.fit(nproc)
-    if nproc == 1:
+    if nproc == 1 and command.max_restarts == 0:
         return train_rank(settings, out, resume, command.overwrite)
     from kagome.launch import start_local
 
     start_local(
-        nproc, train_rank, settings, out or _new_folder(settings), resume, command.overwrite, loaded=LOADED
+        nproc,
+        train_rank,
+        settings,
+        out or _new_folder(settings),
+        resume,
+        command.overwrite,
+        loaded=LOADED,
+        restarts=command.max_restarts,
     )
     return 0
+
+
+def _checkpoint(folder: str | None) -> Path | None:
+    """The newest checkpoint of a run, if it has any.
+
+    Raises:
+        CheckpointError: If it has some, and the newest cannot be told.
+    """
+    if folder is None or not Path(folder).is_dir():
+        return None
+    inside = Path(folder) / "checkpoints"
+    place = inside if inside.is_dir() else Path(folder)
+    names = ("latest", "epoch-*", "place.json")
+    if not any(found for name in names for found in place.glob(name)):
+        return None
+    from kagome.run.checkpoint import latest
+
+    return latest(folder)
+
+
+def _saved_ranks(settings: config.Run, resume: str | None, args: list[str]) -> int | None:
+    """How many ranks a run had that goes on as it was split; None where something else says how many."""
+    import json
+
+    resumed = _resumed(args)
+    if resume is None or resumed is None or any(word.startswith(MESH_FLAGS) for word in args):
+        return None
+    if settings.parallel != written.from_toml(resumed).parallel:
+        return None
+    try:
+        found = _checkpoint(resume)
+        return None if found is None else int(json.loads((found / "place.json").read_text())["world_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # loading it says what is wrong
 
 
 def _ranks(settings: config.Run) -> int | None:
@@ -162,8 +220,10 @@ def _parts(folder: str | None) -> int | None:
 def _run_folder(resume: str) -> Path:
     """The run that a run's folder, its checkpoints or one of them belong to."""
     folder = Path(resume)
-    above = (folder, *list(folder.resolve().parents)[:2])
-    return next((found for found in above if (found / "config.toml").exists()), folder)
+    above = list(folder.resolve().parents)[:2]
+    names = [folder.resolve().name, *(found.name for found in above)]
+    inside = names.index("checkpoints") if "checkpoints" in names[:2] else None
+    return folder if inside is None else above[inside]
 
 
 def parse_train(args: list[str]) -> TrainCommand:
@@ -227,20 +287,45 @@ def train_rank(settings: config.Run, out: str | None, resume: str | None, overwr
     Returns:
         The exit code.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     from kagome.run.trainer import Trainer
 
+    ranks = environment()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid(), signal.SIGTERM)  # it tells its ranks nothing when it is killed
+    folder = resume or (out if ranks.restarts else None)
     with Trainer.from_settings(
-        settings, _builder(settings.model), out=out or (lambda: _new_folder(settings)), overwrite=overwrite
+        settings,
+        _builder(settings.model),
+        out=out or (lambda: _new_folder(settings)),
+        overwrite=overwrite or _begins_again(folder, out),
     ) as trainer:
-        values = trainer.fit(resume=resume)
+        values = trainer.fit(resume=_goes_on(trainer, folder))
         if trainer.mesh.rank == 0 and trainer.writer is not None:
             from kagome.report.summary import print_summary
 
             page = trainer.writer.folder / "report.html"
             print_summary(values, page if settings.report.page else None)
     return 0
+
+
+def _begins_again(folder: str | None, out: str | None) -> bool:
+    """Whether epochs of a run that was ended before its first checkpoint may be written over."""
+    if folder is None or out is None or not goes_on(Path(out), folder):
+        return False
+    return not (Path(out) / "summary.json").exists()
+
+
+def _goes_on(trainer: Trainer, folder: str | None) -> str | None:
+    """The folder to go on from: one without a checkpoint is where a new run begins."""
+    if folder is None:
+        return None
+    from kagome.run.first import by_first
+
+    if by_first(trainer.world, lambda: _checkpoint(folder) is not None, "look for a checkpoint"):
+        return folder
+    if trainer.mesh.rank == 0:
+        print(f"kagome: {folder} has no checkpoint yet: a new run begins", file=sys.stderr)
+    return None
 
 
 def _builder(settings: config.Model) -> Callable[[Partition, Meta, Channel], nn.Module]:

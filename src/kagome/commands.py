@@ -27,7 +27,10 @@ class TrainCommand(config.Run):
     overwrite: bool = False
     """Remove a run that is in that folder already."""
     resume: str | None = None
-    """Folder of a run to go on with, on any number of ranks; its settings are the defaults."""
+    """Folder of a run to go on with, on any number of ranks; its settings are the defaults. Where it has no
+    checkpoint yet, a new run begins in it."""
+    max_restarts: int = 0
+    """How often local ranks are started again after one has died, from the last whole checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

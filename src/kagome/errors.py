@@ -9,6 +9,8 @@ from typing import Final
 
 ADVICE: Final = "\n  Try: "
 """What stands before the hint in an error's text."""
+LONGEST: Final = 800
+"""Characters of each of the four parts in an error's text: a value that was found may have a million."""
 
 
 class KagomeError(ValueError):
@@ -26,13 +28,21 @@ class KagomeError(ValueError):
         super().__init__(self._text())
 
     def _text(self) -> str:
-        place = f" ({self.where})" if self.where else ""
-        advice = f"{ADVICE}{self.hint}" if self.hint else ""
-        return f"{self.asked}, but {self.found}{place}.{advice}"
+        place = f" ({shortened(self.where)})" if self.where else ""
+        advice = f"{ADVICE}{shortened(self.hint)}" if self.hint else ""
+        return f"{shortened(self.asked)}, but {shortened(self.found)}{place}.{advice}"
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross process borders (launch, tests): keep the four parts, not only the text.
         return _rebuild, (type(self), self.asked, self.found, self.where, self.hint)
+
+
+def shortened(text: str, most: int = LONGEST) -> str:
+    """The text, without its middle where it is long."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half:,} more characters) ... {text[-half:]}"
 
 
 def _rebuild(leaf: type[KagomeError], asked: str, found: str, where: str, hint: str) -> KagomeError:
@@ -81,3 +91,7 @@ class CallbackError(KagomeError):
 
 class LaunchError(KagomeError):
     """Ranks could not be started, or one of them died."""
+
+
+class ResourceError(KagomeError):
+    """The system refused memory, disk, files or processes."""

@@ -1,33 +1,38 @@
-"""N local ranks under torch's own elastic agent, watched so that none outlives another's death for long.
+"""N local ranks as processes of torch's elastic launcher, watched so that none outlives another for long.
 
-Where it sits: ``cli`` starts local ranks here; ``ranks`` tells each of them which one it is.
+Where it sits: ``cli`` starts local ranks here; ``ranks`` tells each of them which one it is. They meet by a
+file in a folder that only this user can open: no port is opened for that, so nobody else can take part.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import multiprocessing
 import os
 import select
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kagome.errors import ADVICE, CommError, KagomeError, LaunchError
-from kagome.ranks import Ranks, environment
-from kagome.threads import LAUNCHED, chosen, local
+from kagome.available import available_bytes
+from kagome.errors import ADVICE, CommError, KagomeError, LaunchError, ResourceError
+from kagome.ranks import RESTARTS, STORE, Ranks, environment
+from kagome.system import refused
+from kagome.threads import LAUNCHED, chosen, cores, local
 
 __all__ = ["Ranks", "environment", "start_local"]
 
@@ -35,10 +40,20 @@ SAVE_SECONDS = 30
 """What ranks get to save a checkpoint after Ctrl-C or SIGTERM."""
 FAIL_SECONDS = 8.0
 """What the other ranks get once one has died: it cannot be waited for, so there is little to do."""
+STOPPED_SECONDS = 5.0
+"""A rank that is stopped for so long is told of."""
+LOOK_SECONDS = 0.1
+"""Between two looks at the ranks."""
+RANK_BYTES = 150 * 2**20
+"""What a rank takes of memory that it shares with no other, before it holds anything."""
 
 
 def start_local(
-    nproc: int, function: Callable[..., object], *args: object, loaded: Sequence[str] = ()
+    nproc: int,
+    function: Callable[..., object],
+    *args: object,
+    loaded: Sequence[str] = (),
+    restarts: int = 0,
 ) -> object:
     """Run a function on N ranks of this host and give back what rank 0 returns.
 
@@ -53,6 +68,8 @@ def start_local(
         loaded: Modules that are imported once, by a process of which the ranks are then forked: torch and
             PyG take seconds to load, on as many cores as there are ranks. For a process that starts ranks
             once, as what the modules made of the environment stays.
+        restarts: How often all ranks are started again after one has failed. A fault that a user must mend
+            is not tried again. :attr:`kagome.ranks.Ranks.restarts` tells the function how often it was.
 
     Returns:
         What ``function`` returned on rank 0.
@@ -64,46 +81,132 @@ def start_local(
     """
     if nproc < 1:
         raise LaunchError("--nproc takes a number from 1 up", f"it is {nproc}")
+    _refuse_too_many(nproc)
     with _shared_cores(nproc):
         method = _begin_loading(loaded)  # goes on while this process loads torch too
-        return _launched(nproc, function, args, method)
+        for count in range(restarts + 1):
+            try:
+                return _launched(nproc, function, args, method, count)
+            except _FailedError as failed:
+                if count == restarts or failed.mistake:
+                    raise failed.error from None
+                text = (
+                    f"kagome: {failed.error.found}. All ranks are started again ({count + 1} of {restarts})."
+                )
+                print(text, file=sys.stderr, flush=True)
+    raise AssertionError("the last start returns or raises")
 
 
-def _launched(nproc: int, function: Callable[..., object], args: tuple[object, ...], method: str) -> object:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+class _FailedError(Exception):
+    """A rank failed: its error, and whether it is one that a user must mend."""
 
-    with tempfile.TemporaryDirectory(prefix="kagome-ranks-") as name:
+    def __init__(self, error: LaunchError, *, mistake: bool) -> None:
+        super().__init__(str(error))
+        self.error, self.mistake = error, mistake
+
+
+def _refuse_too_many(nproc: int) -> None:
+    """Refuse more ranks than this machine can hold, before any of them takes its memory."""
+    free = available_bytes()
+    most = None if free is None else max(1, free // RANK_BYTES)
+    if most is not None and nproc > most:
+        raise LaunchError(
+            f"{nproc:,} local ranks take {nproc * RANK_BYTES / 2**30:,.0f} GiB before they hold any data",
+            f"{(free or 0) / 2**30:,.1f} GiB are free",
+            hint=f"--nproc {max(1, min(most, len(cores())))}, as many as there are cores",
+        )
+
+
+def _launched(
+    nproc: int, function: Callable[..., object], args: tuple[object, ...], method: str, count: int
+) -> object:
+    from torch.distributed.elastic.multiprocessing import (
+        DefaultLogsSpecs,
+        PContext,
+        RunProcsResult,
+        SignalException,
+        start_processes,
+    )
+
+    with _room() as name:
         folder = Path(name)
         guard = _Guard(nproc, folder)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.1,
-            start_method=method,
-            signals_to_handle="SIGQUIT",  # not ours: it would replace our handlers
-            shutdown_timeout=SAVE_SECONDS,
-            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
-        )
+        ranks: PContext | None = None
+        ended: RunProcsResult | None = None
         with _quiet_agent(), _signals(folder) as caught, guard:
             try:
-                results = elastic_launch(config, _rank_main)(function, args, name, os.getpid())
-            except ChildFailedError as error:
-                rank, failure = min(error.failures.items())
-                raise guard.blame(rank, failure.exitcode) from None
-            except SignalException as error:
-                number = caught[0] if caught else int(error.sigval)
-                if number == signal.SIGINT:
+                ranks = start_processes(
+                    "kagome",
+                    _rank_main,
+                    args=dict.fromkeys(range(nproc), (function, args, name, os.getpid())),
+                    envs={rank: _environment(rank, nproc, folder, count) for rank in range(nproc)},
+                    logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
+                    start_method=method,
+                )
+                while ended is None:
+                    ended = ranks.wait(LOOK_SECONDS, LOOK_SECONDS)
+            except SignalException:
+                if ranks is not None:
+                    with suppress(SignalException):  # a second one: the guard kills them
+                        ranks.close(signal.SIGTERM, SAVE_SECONDS)
+                if caught[0] == signal.SIGINT:
                     raise KeyboardInterrupt from None
-                raise SystemExit(128 + number) from None
-        return results[0]
+                raise SystemExit(128 + caught[0]) from None
+            except (OSError, EOFError, MemoryError) as error:
+                raise _unstarted(nproc, error) from None
+        if ended.failures:
+            rank, failure = min(ended.failures.items())
+            raise guard.failed(rank, failure.exitcode)
+        return ended.return_values[0]
+
+
+@contextmanager
+def _room() -> Iterator[str]:
+    """A folder for what ranks tell each other, which only this user can open; gone afterwards."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="kagome-ranks-")
+    except OSError as error:
+        raise LaunchError(
+            "ranks meet by a file in the folder for temporary files",
+            f"none can be made: {error}",
+            hint="TMPDIR=DIR with a folder that can be written",
+        ) from None
+    with made as name:
+        yield name
+
+
+def _unstarted(nproc: int, error: BaseException) -> LaunchError:
+    """What kept ranks from being started, in words."""
+    shared = Path("/dev/shm")
+    if shared.parent.exists() and not os.access(shared, os.W_OK):
+        found, hint = (
+            "/dev/shm cannot be written, and ranks tell how they ended by it",
+            "mount -t tmpfs tmpfs /dev/shm",
+        )
+    elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        found, hint = f"this process may open no more files ({error.strerror})", "ulimit -n 1024"
+    elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        found, hint = "there is no memory for them", "fewer ranks, or a larger ulimit -v"
+    else:
+        found, hint = f"the system refused: {error or type(error).__name__}", "kagome doctor"
+    return LaunchError(f"{nproc} ranks were to be started", found, hint=hint)
+
+
+def _environment(rank: int, nproc: int, folder: Path, count: int) -> dict[str, str]:
+    """What tells a process which rank it is, and where ranks meet."""
+    own: dict[str, object] = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": nproc,
+        "LOCAL_WORLD_SIZE": nproc,
+    }
+    own |= {STORE: folder / "store", RESTARTS: count}
+    # What ranks say to each other stays on this host.
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if names and variable not in os.environ:
+            own[variable] = names[0]
+    return {name: str(value) for name, value in own.items()}
 
 
 def _begin_loading(modules: Sequence[str]) -> str:
@@ -121,7 +224,9 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with(launcher)
     _write(folder / f"pid-{rank}", os.getpid())
-    while not (folder / "known").exists() and not _ended(launcher):
+    while not (folder / "known").exists():
+        if _ended(launcher):
+            raise SystemExit(128 + signal.SIGTERM)
         time.sleep(0.01)  # one that died before would leave no exit code: a peer would be blamed
     try:
         result = function(*args)
@@ -130,9 +235,12 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
             _write(folder / f"failed-{rank}", [3, time.time(), f"it left with {error.code!r}"])
         raise
     except BaseException as error:
+        found = error if isinstance(error, KagomeError) else refused(error)
+        text = _trace(error) if found is None else str(found)
         # A peer's fault shows here as a CommError: it is told only if nothing else explains it.
-        text = str(error) if isinstance(error, KagomeError) else _trace(error)
-        _write(folder / f"failed-{rank}", [2 if isinstance(error, CommError) else 1, time.time(), text])
+        order = 2 if isinstance(found, CommError) else 1
+        mistake = isinstance(found, KagomeError) and not isinstance(found, CommError | ResourceError)
+        _write(folder / f"failed-{rank}", [order, time.time(), text, mistake])
         raise SystemExit(1) from None
     if (folder / "stopping").exists() or _ended(launcher):
         raise SystemExit(128 + signal.SIGTERM)  # no agent takes a result any more: end now, not when killed
@@ -147,6 +255,8 @@ class _Guard:
     nproc: int
     folder: Path
     killed: set[int] = field(default_factory=set)
+    stopped: dict[int, float] = field(default_factory=dict)
+    """Since when ranks are stopped; for ever where that was told."""
     codes: dict[int, Callable[[], int | None]] = field(default_factory=dict)
 
     def __enter__(self) -> _Guard:
@@ -160,9 +270,14 @@ class _Guard:
         self._thread.join()
         self._kill()  # after a second Ctrl-C the agent leaves them
 
+    def failed(self, rank: int, code: int) -> _FailedError:
+        """Who failed first, and whether a user must mend it."""
+        noted = [_read(path) for path in self.folder.glob("failed-*")]
+        return _FailedError(self.blame(rank, code), mistake=any(note[3] for note in noted if len(note) > 3))
+
     def blame(self, rank: int, code: int) -> LaunchError:
-        """The error that says which rank failed first; ``rank`` and ``code`` are what the agent saw."""
-        failures = [(*_read(path), int(path.name[7:])) for path in self.folder.glob("failed-*")]
+        """The error that says which rank failed first; ``rank`` and ``code`` are what the launcher saw."""
+        failures = [(*_read(path)[:3], int(path.name[7:])) for path in self.folder.glob("failed-*")]
         noted = {failure[3] for failure in failures}
         exits = {who: code_of() for who, code_of in self.codes.items()} | {rank: code}
         for who, ended in exits.items():
@@ -192,6 +307,7 @@ class _Guard:
                 known = True
             if (self.folder / "stopping").exists():
                 continue
+            self._tell_stopped(pids)
             died = [
                 r for r, pid in pids.items() if not _alive(pid) and not (self.folder / f"done-{r}").exists()
             ]
@@ -199,6 +315,16 @@ class _Guard:
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > FAIL_SECONDS:
                 self._kill()
+
+    def _tell_stopped(self, pids: Mapping[int, int]) -> None:
+        """Say once of each rank that it is stopped: the others wait for it."""
+        for rank, pid in pids.items():
+            if not _stopped(pid):
+                self.stopped.pop(rank, None)
+            elif time.monotonic() - self.stopped.setdefault(rank, time.monotonic()) > STOPPED_SECONDS:
+                self.stopped[rank] = inf
+                text = f"kagome: rank {rank} is stopped, and the others wait for it: kill -CONT {pid}"
+                print(text, file=sys.stderr, flush=True)
 
     def _remember(self, pids: dict[int, int]) -> None:
         # Only once and while all live: it collects exit codes, which is the agent's business later.
@@ -240,6 +366,14 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal; known on Linux only."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def _write(path: Path, content: object) -> None:
@@ -314,8 +448,13 @@ def _signals(folder: Path) -> Iterator[list[int]]:
 
 @contextmanager
 def _shared_cores(nproc: int) -> Iterator[None]:
-    """Give each rank its share of the cores; torch and numba would each take them all."""
+    """Give each rank its share of the cores; torch and numba would each take them all.
+
+    Processes that start here do not look for modules in the current folder first.
+    """
     before = dict(os.environ)
+    os.environ["PYTHONSAFEPATH"] = "1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # not ours: it would replace our handlers
     given = chosen(os.environ)
     share = str(local(nproc) if given is None else given)
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):

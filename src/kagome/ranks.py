@@ -13,6 +13,13 @@ from typing import Literal
 
 from kagome.errors import LaunchError
 
+STORE = "KAGOME_STORE"
+"""The variable that names the file by which local ranks meet."""
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""The variable that tells how often all ranks were started again; torchrun's own."""
+PORTS = 65_535
+"""The highest port."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -26,6 +33,8 @@ class Ranks:
         host: Host on which they meet; empty for a single process.
         port: Port on which they meet.
         source: Who started them.
+        store: File by which they meet, in place of host and port; empty where there is none.
+        restarts: How often all ranks were started again after one had failed.
     """
 
     rank: int = 0
@@ -34,7 +43,9 @@ class Ranks:
     local_size: int = 1
     host: str = ""
     port: int = 0
-    source: Literal["single", "torchrun", "slurm"] = "single"
+    source: Literal["single", "kagome", "torchrun", "slurm"] = "single"
+    store: str = ""
+    restarts: int = 0
 
 
 def environment(env: Mapping[str, str] | None = None) -> Ranks:
@@ -51,8 +62,8 @@ def environment(env: Mapping[str, str] | None = None) -> Ranks:
     """
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
-        size = _number(env, "WORLD_SIZE")
-        if size > 1 and not env.get("MASTER_ADDR"):
+        size, store = _number(env, "WORLD_SIZE"), env.get(STORE, "")
+        if size > 1 and not store and not env.get("MASTER_ADDR"):
             raise LaunchError(
                 "RANK and WORLD_SIZE need MASTER_ADDR and MASTER_PORT", "MASTER_ADDR is not set"
             )
@@ -64,7 +75,9 @@ def environment(env: Mapping[str, str] | None = None) -> Ranks:
                 local_size=_number(env, "LOCAL_WORLD_SIZE", size),
                 host=env.get("MASTER_ADDR", "127.0.0.1"),
                 port=_number(env, "MASTER_PORT", 29500),
-                source="torchrun",
+                source="kagome" if store else "torchrun",
+                store=store,
+                restarts=_number(env, RESTARTS, 0),
             )
         )
     if "SLURM_PROCID" in env and ("SLURM_STEP_NUM_TASKS" in env or "SLURM_NTASKS" in env):
@@ -121,6 +134,14 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def _checked(ranks: Ranks) -> Ranks:
+    if not 0 <= ranks.port <= PORTS:
+        raise LaunchError(
+            f"MASTER_PORT is a port from 0 to {PORTS}", f"it is {ranks.port}", where=f"set by {ranks.source}"
+        )
+    if ranks.size < 1:
+        raise LaunchError(
+            "the number of ranks is from 1 up", f"it is {ranks.size}", where=f"set by {ranks.source}"
+        )
     if not 0 <= ranks.rank < ranks.size:
         raise LaunchError(
             f"a rank must be from 0 to {ranks.size - 1}",

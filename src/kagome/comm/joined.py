@@ -9,17 +9,16 @@ from __future__ import annotations
 import gc
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from kagome.comm.within import within
 from kagome.errors import CommError
 from kagome.ranks import Ranks
-
-TRIES = 20
-"""So often a connection that is lost at once is tried again."""
 
 
 class Joined(PrefixStore):
@@ -72,19 +71,25 @@ def join(ranks: Ranks, device: torch.device, timeout: float) -> Joined:
     """
     if current() is not None:
         gc.collect()  # a mesh that nobody holds any more is closed here, on all ranks at the same point
+    until = time.monotonic() + timeout
     try:
-        for _ in range(TRIES):
-            store = _store(ranks, timedelta(seconds=timeout))
+        while True:
+            left = max(until - time.monotonic(), 1.0)
+            # A host that is there and says nothing would be waited for without an end.
+            ask = partial(_store, ranks, timedelta(seconds=left))
+            store = within(left + 1, ask, "the ranks' store")
             try:
                 return _in_group(ranks, device, timedelta(seconds=timeout), store)
-            except dist.DistNetworkError as error:
-                lost = error  # that store was of a group which rank 0 has ended meanwhile
+            except dist.DistNetworkError:
+                # That store was of a group which rank 0 has ended meanwhile.
+                if time.monotonic() > until:
+                    raise
                 time.sleep(0.1)
-        raise lost
     except RuntimeError as error:
+        where = f"the file {ranks.store}" if ranks.store else f"{ranks.host}:{ranks.port}"
         raise CommError(
             f"rank {ranks.rank} was to meet {ranks.size - 1} other ranks at "
-            f"{f'{ranks.host}:{ranks.port}' if ranks.size > 1 else 'this process'}",
+            f"{where if ranks.size > 1 else 'this process'}",
             f"that failed: {str(error).splitlines()[0]}",
             where=f"ranks set by {ranks.source}",
             hint="see that all ranks were started, and that the host and port can be reached from each host",
@@ -95,6 +100,10 @@ def _store(ranks: Ranks, limit: timedelta) -> Store:
     """A store that all ranks share."""
     if ranks.size == 1:
         return HashStore()  # nobody else comes: RANK and MASTER_PORT need not be set
+    if ranks.store:
+        file = FileStore(ranks.store, -1)
+        file.set_timeout(limit)
+        return file
     url = f"tcp://{ranks.host}:{ranks.port}?rank={ranks.rank}&world_size={ranks.size}"
     found: Store = next(iter(rendezvous(url, timeout=limit)))[0]
     return found

@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from kagome.comm.within import Answer, SilentError, within
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 NAMED_PEERS = 4
 """So many late peers are named in full; the rest are counted."""
+ANSWERS_WITHIN = 5.0
+"""Seconds that the store has for an answer; one that took longer is not asked again."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Watch:
         self._frame = "its start"
         self._now = _Doing(0, self._frame, time.monotonic(), ())
         self._warned = -1
-        self._closed = threading.Event()
+        self._closed, self._silent = threading.Event(), False
         self._thread: threading.Thread | None = None
         if size > 1:
             self._store = _own_client(store)
@@ -113,9 +117,10 @@ class Watch:
             return None
         key = f"watch/{rank}"
         try:
-            if not self._store.check([key]):
+            found = self._asked(lambda: self._store.get(key) if self._store.check([key]) else None)
+            if found is None:
                 return None
-            number, action, begun, alive, waits = json.loads(self._store.get(key))
+            number, action, begun, alive, waits = json.loads(found)
         except (RuntimeError, ValueError):
             return None
         return Seen(number, action, begun, alive, waits)
@@ -124,7 +129,8 @@ class Watch:
         """``rank 1, which was last seen in 'epoch 2: optimizer' 12 s ago``."""
         seen = self.seen(rank)
         if seen is None:
-            return f"rank {rank}, of which nothing was seen"
+            gone = "; the host where ranks meet is silent" if self._silent else ""
+            return f"rank {rank}, of which nothing was seen{gone}"
         now = time.time()
         text = f"rank {rank}, which was last seen in '{seen.action}' {max(0.0, now - seen.begun):.0f} s ago"
         if now - seen.alive > 3 * self._every:
@@ -145,8 +151,22 @@ class Watch:
             thread.join(timeout=5.0)
         if not thread.is_alive():
             with suppress(RuntimeError):  # the store's host is gone
-                self._publish()
+                self._asked(self._publish)
             del self._store
+
+    def _asked(self, call: Callable[[], Answer]) -> Answer:
+        """What the store answers.
+
+        Raises:
+            RuntimeError: If it does not, or did not before: nobody waits for it twice.
+        """
+        if self._silent:
+            raise SilentError("the store is silent")
+        try:
+            return within(ANSWERS_WITHIN, call, "store")
+        except SilentError:
+            self._silent = True
+            raise
 
     def _waits_in(self, action: str, peer: int) -> bool:
         seen = self.seen(peer)

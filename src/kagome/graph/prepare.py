@@ -25,6 +25,7 @@ from kagome.graph.data import load_data
 from kagome.graph.partition import each_part, fingerprint
 from kagome.graph.partitioners import assign
 from kagome.graph.store import Meta
+from kagome.system import end_with, refused
 
 #: Partitioners whose owners are worth keeping: the others take no longer than reading them would.
 KEPT = ("metis", "streaming")
@@ -115,16 +116,25 @@ def owners(
     return owner, None
 
 
-def main(order: str) -> int:
-    """Call :func:`prepare` with what a line of JSON holds; a user's mistake goes out as another."""
+def main(order: str, parent: int) -> int:
+    """Call :func:`prepare` with what a line of JSON holds; a user's mistake goes out as another.
+
+    Args:
+        order: The line.
+        parent: The process that waits for this one, which ends when that one does.
+    """
+    end_with(parent)
     data, rest = json.loads(order)
     try:
         prepare(config.Data(**data), **rest)
-    except KagomeError as error:
+    except (KagomeError, MemoryError, OSError, RuntimeError) as raised:
+        error = raised if isinstance(raised, KagomeError) else refused(raised)
+        if error is None:
+            raise
         print(json.dumps([type(error).__name__, error.asked, error.found, error.where, error.hint]))
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    raise SystemExit(main(sys.argv[1], int(sys.argv[2])))

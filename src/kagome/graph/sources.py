@@ -6,7 +6,6 @@ Where it sits: ``data`` calls these for ``npz:``, ``python:`` and ``ogb:``.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import sys
 import zipfile
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from torch_geometric.data import Data
 
 from kagome.errors import DataError
+from kagome.named import named_module
 
 
 def load_npz(text: str, root: Path) -> Data:
@@ -122,11 +122,8 @@ def load_function(text: str) -> Any:
         raise DataError(
             "python:package.module:function was expected", f"found python:{text}", where="data.name"
         )
-    # The command's own folder is on the path, the user's is not, unless Python was started with -m.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        module = named_module(module_name)
     except ModuleNotFoundError as error:
         raise DataError(
             f"the module {module_name} was asked for",

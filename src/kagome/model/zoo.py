@@ -6,7 +6,6 @@ Where it sits: ``cli`` names a model here, ``run`` trains what comes back, exact
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import itertools
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from kagome.config import Model
 from kagome.errors import ModelError
+from kagome.named import named_module
 
 _PYTHON = "python:"
 _HOW_PYTHON = "python:package.module:function"
@@ -134,7 +134,7 @@ def _build_python(settings: Model, in_channels: int, out_channels: int, num_node
     if not module_name or not function_name:
         raise ModelError(f"a model of your own is named {_HOW_PYTHON}", f"the name is {settings.name!r}")
     try:
-        module = importlib.import_module(module_name)
+        module = named_module(module_name)
     except ImportError as error:
         raise ModelError(
             f"the model {settings.name} needs the module {module_name}",

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 from kagome import config, errors, leftovers
@@ -142,11 +147,12 @@ class Parts:
             "reuse": self.kept is not None and self._key is None,
         }
         order = json.dumps([dataclasses.asdict(self.settings), asked])
-        done = subprocess.run(
-            [sys.executable, "-m", "kagome.graph.prepare", order],
-            stdout=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-        )
+        # -P: nothing of the current folder is imported.
+        command = [sys.executable, "-P", "-m", "kagome.graph.prepare", order, str(os.getpid())]
+        with _unwinding():
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=_environment()
+            )
         if done.returncode == 0:
             return None
         lines = done.stdout.decode(errors="replace").strip().splitlines()
@@ -160,3 +166,30 @@ class Parts:
                 f"that process ended with {done.returncode}",
                 hint="see its message above; with too little memory, kagome partition on a larger machine",
             )
+
+
+def _environment() -> dict[str, str]:
+    """An environment in which another process finds the Kagome of this one."""
+    place = str(Path(errors.__file__).parents[1])
+    spec = PathFinder.find_spec("kagome", [entry for entry in sys.path if entry not in ("", os.getcwd())])
+    if spec is not None:
+        return dict(os.environ)
+    known = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": place if not known else f"{known}{os.pathsep}{place}"}
+
+
+@contextmanager
+def _unwinding() -> Iterator[None]:
+    """Let SIGTERM end what is inside in order: the other process, and files that are half made."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
