@@ -142,6 +142,7 @@ def _train(args: list[str]) -> int:
         from kagome.run.planning import chosen
 
         settings, plans = chosen(settings, nproc, _builder(settings.model))
+        nproc = plans.fitting[0].ranks
         out = out or _new_folder(settings)
         Path(out).mkdir(parents=True, exist_ok=True)
         (Path(out) / "plan.json").write_text(plans.to_json())

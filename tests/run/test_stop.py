@@ -1,4 +1,4 @@
-"""Signals that end a run: the epoch is finished and saved, on one rank and on many, though one alone hears."""
+"""Signals that end a run: the epoch is finished and saved, on one rank or many, if one alone hears too."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Where it sits: ``run.rates`` times what one rank computes with it, on a core tha
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,12 +26,12 @@ class _Timed(Come):
 
     def __init__(self, rows: Tensor, channel: ReplayChannel) -> None:
         super().__init__(rows)
-        self._channel, self._begun = channel, time.perf_counter()
+        self._channel, self._begun = channel, channel.clock()
 
     def wait(self) -> Tensor:
         """The rows."""
         if self._begun:
-            self._channel.meanwhile += time.perf_counter() - self._begun
+            self._channel.meanwhile += self._channel.clock() - self._begun
             self._begun = 0.0
         return super().wait()
 
@@ -47,6 +47,7 @@ class ReplayChannel(LocalChannel):
     Args:
         group: Of this rank.
         rank: Its number.
+        clock: Seconds.
 
     Attributes:
         meanwhile: Seconds from the start of exchanges until their rows were waited for: what they take, up to
@@ -54,8 +55,9 @@ class ReplayChannel(LocalChannel):
         met: When this rank met all others, since it was cleared.
     """
 
-    def __init__(self, group: LocalGroup, rank: int) -> None:
+    def __init__(self, group: LocalGroup, rank: int, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(group, rank)
+        self.clock = clock
         self.meanwhile, self.met = 0.0, list[float]()
         self._heard: list[list[Any]] = []
         self._recording, self._place = False, -1
@@ -84,7 +86,7 @@ class ReplayChannel(LocalChannel):
         return _Timed(rows, self)
 
     def _share(self, value: Any) -> list[Any]:
-        self.met.append(time.perf_counter())
+        self.met.append(self.clock())
         if self._place >= 0:
             self._place += 1
             return self._heard[self._place - 1]

@@ -6,7 +6,7 @@ Where it sits: ``meshes`` and ``pipes`` make predictions of it; ``run.study`` me
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ONE_ROUND = 2**18
 """A sum goes in one round up to so many bytes of all ranks together: see ``comm.summing``."""
@@ -45,6 +45,7 @@ class Timed:
         meanwhile: Share of its seconds in which rows travel that nobody waits for yet.
         uneven: Seconds of whoever takes longest from one exchange to the next, over the slowest rank's.
         meetings: Exchanges and sums of all ranks.
+        spread: By which share two measurements of the same differed.
     """
 
     seconds: float
@@ -54,6 +55,7 @@ class Timed:
     meanwhile: float
     uneven: float
     meetings: int
+    spread: float = field(default=0.0, kw_only=True)
 
 
 @dataclass(frozen=True)

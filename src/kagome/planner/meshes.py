@@ -35,6 +35,7 @@ class Candidate:
         bytes_per_epoch: Of all ranks, by kind.
         memory_bytes: Of the fullest rank.
         uncertain: By which share bytes may be off, where a cut was estimated.
+        seconds_off: By which share seconds may be off.
         reason: In one sentence.
         busy: Seconds that each rank computes; one stands for all where they are alike. Empty for a pipeline.
         run: What a pipeline's stages do over time; waiting for neighbours and sums comes on top. Of the best
@@ -52,6 +53,7 @@ class Candidate:
     reason: str = ""
     busy: tuple[float, ...] = ()
     run: Run | None = field(default=None, repr=False, compare=False)
+    seconds_off: float = 0.0
 
     @property
     def name(self) -> str:
@@ -99,6 +101,8 @@ class Plans:
 WORTH = 1.1
 """How many times as fast a plan that is not exact has to be to stand before one that is: about the error of
 what is predicted (benchmarks/planner)."""
+OFF = 0.09
+"""By this share predicted seconds are off in the middle, if two measurements agree (benchmarks/planner)."""
 DRAWN = 3
 """Of so many plans what happens over time is kept."""
 HIDES = 0.9

@@ -55,6 +55,10 @@ class Row(Protocol):
         """By which share bytes may be off."""
 
     @property
+    def seconds_off(self) -> float:
+        """By which share seconds may be off."""
+
+    @property
     def reason(self) -> str:
         """Why it stands where it stands."""
 
@@ -116,12 +120,12 @@ def title_of(plans: Ranked) -> str:
 
 def cells(one: Row) -> tuple[str, ...]:
     """A plan's row in the table, a cell for each of :data:`HEAD`."""
-    about = f" +-{one.uncertain:.0%}" if one.uncertain else ""
+    about, off = (f" +-{each:.0%}" if each else "" for each in (one.uncertain, one.seconds_off))
     share = one.exposed_seconds / one.epoch_seconds if one.epoch_seconds else 0.0
     return (
         one.name,
         "yes" if one.exact else "no",
-        seconds_text(one.epoch_seconds),
+        seconds_text(one.epoch_seconds) + off,
         f"{share:.0%}",
         bytes_text(one.total_bytes) + about,
         bytes_text(round(one.memory_bytes)),

@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 
 from kagome.graph.cache import cache_folder, makers
+from kagome.run.steady import AGREE
 from kagome.threads import cores
 
 #: A machine has fast hours and slow ones, and other users: measured again after so long.
@@ -34,19 +35,28 @@ class Kept:
     Args:
         folder: Where they lie; None to keep them for as long as this object lives.
         reused: What was found there.
+        doubtful: By which share two measurements of a kind differed that was not kept for that.
     """
 
     folder: Path | None = None
     reused: set[str] = field(default_factory=set)
+    doubtful: dict[str, float] = field(default_factory=dict)
     _here: dict[str, Any] = field(default_factory=dict)
 
-    def value(self, what: str, facts: object, measure: Callable[[], Any]) -> Any:
-        """What was measured under these facts; else it is measured now.
+    def value(
+        self,
+        what: str,
+        facts: object,
+        measure: Callable[[], Any],
+        spread: Callable[[Any], float] = lambda found: 0.0,
+    ) -> Any:
+        """What was measured under these facts; else it is measured now, and kept if it agrees with itself.
 
         Args:
             what: Its kind.
             facts: All that decides it but the machine, its threads and the code that runs, as JSON has it.
             measure: Finds it, as JSON has it: lists, not tuples.
+            spread: By which share two measurements of what was found differed.
 
         Raises:
             KagomeError: What ``measure`` raises.
@@ -57,7 +67,10 @@ class Kept:
             found = self._read(key)
             if found is None:
                 found = measure()
-                self._write(key, found)
+                if (apart := spread(found)) > AGREE:
+                    self.doubtful[what] = max(apart, self.doubtful.get(what, 0.0))
+                else:
+                    self._write(key, found)
             else:
                 self.reused.add(what)
             self._here[key] = found

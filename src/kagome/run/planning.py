@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from kagome.graph.store import Meta
 from kagome.model.copies import copied
 from kagome.model.decouple import decouple
 from kagome.planner.cluster import GIB, Cluster
-from kagome.planner.meshes import Plans
+from kagome.planner.meshes import Candidate, Plans
 from kagome.run.contention import crowding
 from kagome.run.forecast import Way
 from kagome.run.graphs import Graph
@@ -142,6 +142,11 @@ def planned(
     found = study.plans(named or here(asked.devices, LOCAL, kept), asked.allow)
     if kept.reused:
         notes.append("what was measured here within a day is used again (--no-reuse measures anew)")
+    if kept.doubtful:
+        notes.append(
+            f"other programs compute here: two measurements differed by {max(kept.doubtful.values()):.0%}, "
+            "so seconds are as uncertain, and nothing of them is kept"
+        )
     return replace(found, facts={**found.facts, "notes": notes})
 
 
@@ -201,18 +206,19 @@ def plan(
 def chosen(
     settings: Run, ranks: int, build: Callable[[Partition, Meta, Channel], nn.Module]
 ) -> tuple[Run, Plans]:
-    """Settings with the best cut for so many local ranks in place of ``plan="auto"``; says which, and why.
+    """Settings with the best cut for so many local ranks, or fewer, in place of ``plan="auto"``; says why.
 
     Args:
         settings: Of a run.
-        ranks: That will be started.
+        ranks: That may be started.
         build: Makes the model.
 
     Returns:
-        The settings, and the plans with the chosen one first.
+        The settings, and the plans, of which the first is the one that was taken: on all ranks, or on fewer
+        where that is faster.
 
     Raises:
-        PlanError: If no cut over all ranks fits.
+        PlanError: If no cut fits.
     """
     if settings.data.partition is not None:
         raise PlanError(
@@ -230,16 +236,23 @@ def chosen(
         reuse=cut.reuse,
     )
     found = planned(asked, build)
-    best = next((one for one in found.fitting if one.ranks == ranks), None)
-    if best is None:
-        raise PlanError(
-            f"a cut over {ranks} ranks fits", f"{found.fitting[0].name} alone does", hint="fewer ranks"
-        )
-    print(f"kagome: {best.name}: {best.reason}.", file=sys.stderr)
-    others = tuple(one for one in found.fitting if one is not best)
+    best = found.fitting[0]
+    fewer = f" {_fewer(best, found.fitting, ranks)}" if best.ranks < ranks else ""
+    print(f"kagome: {best.name}: {best.reason}.{fewer}", file=sys.stderr)
     mesh: dict[str, Any] = dict(best.settings)
     parallel = replace(cut, plan="manual", allow=(), **mesh)
-    return replace(settings, parallel=parallel), replace(found, fitting=(best, *others))
+    return replace(settings, parallel=parallel), found
+
+
+def _fewer(best: Candidate, fitting: Sequence[Candidate], ranks: int) -> str:
+    """Why not all ranks are started."""
+    full = next((one for one in fitting if one.ranks == ranks), None)
+    if full is None:
+        why = "no cut over all of them fits"
+    else:
+        ratio = full.epoch_seconds / best.epoch_seconds
+        why = f"with all of them {full.name} would take {ratio:.2f} times as long"
+    return f"{best.ranks} of {ranks} ranks are started: {why}."
 
 
 def like(graph: Graph, features: int, classes: int, seed: int) -> Data:

@@ -5,7 +5,6 @@ Where it sits: ``study`` scales them to parts; ``forecast`` does the same for me
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from kagome.planner.costs import Rates, Timed, computing
 from kagome.run.counts import counts_of
 from kagome.run.forecast import Way
 from kagome.run.made import drawn, made_pieces
+from kagome.run.steady import again, clock, steady
 
 SETTLED = 2
 """Epochs until all that is kept for a run is there."""
@@ -85,19 +85,21 @@ def epochs(
         count: Epochs of all ranks together.
         way: How the model will be run.
         cut: Its codec, and whether ranks take columns where they can.
-        turns: Then so many of each rank by itself, on what it heard in the last of those: only there are
-            seconds what a rank computes, as threads of one process wait for each other and crowd the machine.
+        turns: Then so many of each rank by itself, or more until two agree, on what it heard in the last of
+            those: only there are seconds what a rank computes, as threads of one process wait for each other
+            and crowd the machine.
 
     Returns:
-        Of each rank its ``count + turns`` epochs.
+        Of each rank its ``count + turns`` epochs, or more.
     """
 
     def run(way: Way) -> list[list[Epoch]]:
         models = [copied(model).train() for _ in pieces]
-        group = LocalGroup(len(pieces), timeout=PATIENCE)
+        group, seconds = LocalGroup(len(pieces), timeout=PATIENCE), clock()
 
         def work(rank: int) -> list[Epoch]:
-            return _epochs(models[rank], pieces[rank], ReplayChannel(group, rank), count, turns, way, cut)
+            channel = ReplayChannel(group, rank, seconds)
+            return _epochs(models[rank], pieces[rank], channel, count, turns, way, cut)
 
         return [work(0)] if len(pieces) == 1 else group.run(lambda c: work(c.rank))
 
@@ -126,7 +128,7 @@ def _epochs(
         calling = Calling.of(model, set(scope.inputs))
 
         def one() -> None:
-            before, meanwhile, begun = dict(channel.bytes), channel.meanwhile, time.perf_counter()
+            before, meanwhile, begun = dict(channel.bytes), channel.meanwhile, channel.clock()
             cast = torch.autocast("cpu", torch.bfloat16) if way.amp else nullcontext()
             channel.met.clear()
             with scope.running(len(found) + 1, training=True), cast:
@@ -134,7 +136,7 @@ def _epochs(
             loss = out.float().square().mean() + scope.turn.token
             loss.backward()
             sent = {kind: value - before[kind] for kind, value in channel.bytes.items()}
-            times = begun, *channel.met, time.perf_counter()
+            times = begun, *channel.met, channel.clock()
             spans = tuple(after - before for before, after in pairwise(times))
             found.append(Epoch(times[-1] - begun, channel.meanwhile - meanwhile, spans, sent))
             model.zero_grad()
@@ -143,7 +145,7 @@ def _epochs(
             with channel.recording() if turns and epoch == count - 1 else nullcontext():
                 one()
         for mine in channel.turn() if turns else ():
-            for _ in range(turns if mine else 0):
+            while mine and again([epoch.seconds for epoch in found[count:]], turns):
                 with channel.replaying():
                     one()
     finally:
@@ -181,17 +183,23 @@ def coded(model: nn.Module, part: Partition, way: Way) -> tuple[float, float]:
     return _by_row(model, pieces, way, Parallel(codec="onebit"))
 
 
-def coding(turns: int = 3) -> float:
-    """Seconds to code a byte of floats with one bit a number and to restore it, on this machine."""
+def coding(turns: int = 3) -> tuple[float, float]:
+    """Seconds to code a byte of floats with one bit a number and to restore it, on this machine.
+
+    Returns:
+        The seconds, and by which share two measurements differed.
+    """
     rows, codec = torch.rand(SAMPLE, generator=torch.Generator().manual_seed(0)), Codec("onebit")
     message = torch.empty(codec.size(*SAMPLE, rows.dtype), dtype=torch.uint8)
-    stamps, out, best = torch.arange(SAMPLE[0]), torch.empty_like(rows), float("inf")
-    for _ in range(turns):
-        begun = time.perf_counter()
+    stamps, out, seconds = torch.arange(SAMPLE[0]), torch.empty_like(rows), clock()
+    found: list[float] = []
+    while again(found, turns):
+        begun = seconds()
         codec.encode(rows, None, stamps, 0, message, where="a sample")
         codec.decode(message, out)
-        best = min(best, time.perf_counter() - begun)
-    return best / rows.nbytes
+        found.append(seconds() - begun)
+    took, spread = steady(found)
+    return took / rows.nbytes, spread
 
 
 def transposes(model: nn.Module, part: Partition, way: Way) -> tuple[float, float] | None:
@@ -235,17 +243,19 @@ def timed(
             of whoever takes longest from one exchange to the next.
         way: How the model will be run.
         slices: Of features.
-        turns: Settled epochs of each rank, of which medians count.
+        turns: Settled epochs of each rank, or more until two agree; those two count.
     """
-    units, seconds, free, uneven = [], [], [], []
+    units, seconds, free, uneven, spreads = [], [], [], [], []
     for pieces in cuts:
         ran = epochs(model, pieces, SETTLED, way, Parallel(tensor=slices), turns=turns)
         found = [each[SETTLED:] for each in ran]
         free += [sum(e.meanwhile for e in each) / sum(e.seconds for e in each) for each in found]
         counts = [counts_of(piece) for piece in pieces]
-        spans = np.array([[epoch.spans for epoch in each] for each in found])
-        longest = float(np.median(spans, axis=1).max(axis=0).sum())
-        whole = [float(np.median([epoch.seconds for epoch in each])) for each in found]
+        agreed = [sorted(each, key=lambda epoch: epoch.seconds)[:2] for each in found]
+        spans = np.array([np.mean([epoch.spans for epoch in each], axis=0) for each in agreed])
+        longest = float(spans.max(axis=0).sum())
+        whole, apart = zip(*(steady([epoch.seconds for epoch in each]) for each in found), strict=True)
+        spreads.append(max(apart))
         uneven.append(longest / max(whole))
         if slices > 1:
             units.append([1.0, sum(one.rows for one in counts), sum(one.edges for one in counts), 0.0])
@@ -255,7 +265,7 @@ def timed(
             seconds += whole
     none, row, edge, crossed = _fitted(units, seconds)
     shares = min(1.0, float(np.median(free))), max(1.0, float(np.median(uneven)))
-    return Timed(none, row, edge, crossed, *shares, len(found[0][-1].spans) - 1)
+    return Timed(none, row, edge, crossed, *shares, len(found[0][-1].spans) - 1, spread=max(spreads))
 
 
 def shares_of(sample: Partition, count: int) -> list[Partition]:
@@ -264,11 +274,6 @@ def shares_of(sample: Partition, count: int) -> list[Partition]:
     data = Data(edge_index=sample.edge_index, num_nodes=n, **sample.nodes, **sample.edges)
     owner = torch.arange(n) * count // n
     return [extract(data, owner, rank, count) for rank in range(count)]
-
-
-def settled(found: Sequence[Epoch]) -> float:
-    """The median of a rank's seconds once all that is kept for a run is there."""
-    return float(np.median([epoch.seconds for epoch in found[SETTLED:]]))
 
 
 def _fitted(units: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -280,7 +285,7 @@ def _fitted(units: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[
     return [float(each) for each in solved / scale]
 
 
-def alone(model: nn.Module, sample: Partition, rates: Rates, way: Way, most: int) -> float:
+def alone(model: nn.Module, sample: Partition, rates: Rates, way: Way, most: int) -> tuple[float, float]:
     """How many times as fast as rates say one rank is that has the graph, and all threads, to itself.
 
     Args:
@@ -289,11 +294,15 @@ def alone(model: nn.Module, sample: Partition, rates: Rates, way: Way, most: int
         rates: Of one rank among others, with the threads that are set.
         way: How the model will be run.
         most: Threads that one rank would have.
+
+    Returns:
+        That, and by which share two measurements differed.
     """
     share = torch.get_num_threads()
     torch.set_num_threads(max(most, share))
     try:
-        (found,) = epochs(model, [sample], SETTLED + 3, way)
+        (found,) = epochs(model, [sample], SETTLED, way, turns=3)
     finally:
         torch.set_num_threads(share)
-    return max(1.0, computing(rates, sample.own.numel(), sample.edge_index.size(1)) / settled(found))
+    took, spread = steady([epoch.seconds for epoch in found[SETTLED:]])
+    return max(1.0, computing(rates, sample.own.numel(), sample.edge_index.size(1)) / took), spread

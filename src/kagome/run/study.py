@@ -30,7 +30,7 @@ from kagome.model.identity import identity
 from kagome.model.stages import stage_bytes
 from kagome.planner.cluster import Cluster
 from kagome.planner.costs import Load, Rates, Sliced, Timed
-from kagome.planner.meshes import Candidate, Plans, parts, ranked, slices
+from kagome.planner.meshes import OFF, Candidate, Plans, parts, ranked, slices
 from kagome.planner.pipes import Cut, pipes
 from kagome.report.holdings import Holdings
 from kagome.run.counts import Counts, Team
@@ -70,6 +70,11 @@ class Measured:
     held: Held
     transposed: tuple[float, float] | None
     sliced: tuple[Timed, Timed] | None = None
+
+    @property
+    def spread(self) -> float:
+        """By which share two measurements of its seconds differed."""
+        return float(max(each.spread for each in (self.rates, *(self.sliced or ()))))
 
     def record(self) -> list[Any]:
         """What was measured, as JSON has it."""
@@ -149,7 +154,7 @@ class Study:
             def measure(each: nn.Module = each, first: bool = first) -> list[Any]:
                 return _measured(each, first, optimizer, part, graph, way, most).record()
 
-            found.append(Measured.of(each, first, own.value("model", about, measure)))
+            found.append(Measured.of(each, first, own.value("model", about, measure, _spread)))
         return Study(part, graph, tuple(found), way, facts, own)
 
     def parts(self, number: int) -> tuple[tuple[Counts, ...], float]:
@@ -168,9 +173,10 @@ class Study:
         one = self.models[place]
 
         def measure() -> list[Any]:
-            return [list(coded(one.model, self.part, self.way)), coding()]
+            return [list(coded(one.model, self.part, self.way)), *coding()]
 
-        (there, back), seconds = self.kept.value("coded", self.facts[place], measure)
+        found = self.kept.value("coded", self.facts[place], measure, lambda found: float(found[2]))
+        (there, back), seconds, _ = found
         return replace(one.rates, coded=(there, back), coding=seconds)
 
     @cached_property
@@ -230,6 +236,8 @@ class Study:
                 break  # nor into more
             found += self._pipes(cut, cluster, "history" in allow)
         facts = {"vertices": self.graph.vertices, "edges": self.graph.edges}
+        off = max(OFF, *(each.spread for each in self.models), *self.kept.doubtful.values())
+        found = [replace(one, seconds_off=off) for one in found]
         return ranked(found, cluster, {"cluster": cluster.name, "ranks": size, **facts})
 
     def _pipes(self, cut: Cut, cluster: Cluster, history: bool) -> list[Candidate]:
@@ -316,7 +324,8 @@ def _measured(
     forward, backward = crossing(model, part, way)
     took = asdict(timed(model, cuts_of(graph, part, way.seed), way))
     rates = Rates(**took, forward=forward, backward=backward, weights=weights)
-    rates = replace(rates, alone=alone(model, samples[0], rates, way, most))
+    times, apart = alone(model, samples[0], rates, way, most)
+    rates = replace(rates, alone=times, spread=max(rates.spread, apart))
     if transposed is None:
         return Measured(model, decoupled, rates, held, None)
     small = [sample for sample in samples if sample.edge_index.size(1) <= SLICED]
@@ -324,6 +333,12 @@ def _measured(
         timed(model, [shares_of(each, count) for each in small], way, slices=count) for count in (2, 4)
     )
     return Measured(model, decoupled, rates, held, transposed, (two, four))
+
+
+def _spread(record: list[Any]) -> float:
+    """By which share two measurements of a model differed."""
+    rates, _, _, slices_of = record
+    return max(float(each["spread"]) for each in (rates, *slices_of))
 
 
 def _rates(record: dict[str, Any]) -> Rates:
