@@ -5,10 +5,7 @@ Where it sits: tests of tables of models that must be equal to plain PyG or refu
 
 from __future__ import annotations
 
-import copy
-from functools import partial
-
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from convolutions import double_precision
@@ -32,17 +29,18 @@ def outcome(build: Build, data: Data, owner: Tensor, world: int, **more: int) ->
         What the ranks left, or what the first of them said when it refused the model.
     """
     with double_precision():
-        model = seeded(build, 0)
-        return _outcome(partial(copy.deepcopy, model), data, owner, world, more)
+        # The ranks are threads, which share torch's generator: the models are made before.
+        models = [seeded(build, 0) for _ in range(world)]
+        return _outcome(models, data, owner, more)
 
 
-def _outcome(build: Build, data: Data, owner: Tensor, world: int, more: dict[str, int]) -> Result | str:
+def _outcome(models: list[nn.Module], data: Data, owner: Tensor, more: dict[str, int]) -> Result | str:
     def work(channel: Channel) -> Share | str:
         try:
-            return parity(channel, build, data, owner, **more)
+            return parity(channel, lambda: models[channel.rank], data, owner, **more)
         except KagomeError as refused:
             return f"{type(refused).__name__}: {refused}"
 
-    shares = [work(alone())] if world == 1 else LocalGroup(world).run(work)
+    shares = [work(alone())] if len(models) == 1 else LocalGroup(len(models)).run(work)
     said = [share for share in shares if isinstance(share, str)]
     return said[0] if said else joined(shares, data.num_nodes)

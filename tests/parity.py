@@ -271,6 +271,7 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _error(a: Tensor, b: Tensor, scale: float | None = None) -> float:
     assert a.shape == b.shape, (a.shape, b.shape)
+    a, b = (value if value.layout == torch.strided else value.to_dense() for value in (a, b))
     if not b.numel():
         return 0.0
     base = float(b.double().abs().max()) if scale is None else scale

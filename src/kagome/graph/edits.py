@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from kagome.errors import DataError
+from kagome.graph.adjacency import with_loops
 from kagome.graph.attributes import is_sparse, plain, split_attributes
 
 MADE_FEATURES: Final = 128
@@ -60,7 +61,10 @@ def add_self_loops(data: Data) -> Data:
     bare[source[source == target]] = False
     at = bare.nonzero().view(-1)
     ones = {k: v.new_ones((at.numel(), *v.shape[1:])) for k, v in split_attributes(data)[1].items()}
-    return _append(data, torch.stack([at, at]), ones)
+    looped = _append(data, torch.stack([at, at]), ones)
+    edges = split_attributes(looped)[1]
+    kept = {name: value for name, value in looped.to_dict().items() if name not in edges}
+    return Data(**kept, **with_loops(edges))
 
 
 def _append(data: Data, edge_index: Tensor, attributes: dict[str, Tensor]) -> Data:

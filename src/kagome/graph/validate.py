@@ -14,7 +14,8 @@ from torch_geometric.data import Data, HeteroData
 
 from kagome.errors import DataError
 from kagome.graph import masks
-from kagome.graph.attributes import dense, edges_of, is_sparse, plain, split_attributes
+from kagome.graph.adjacency import beside, taken_apart
+from kagome.graph.attributes import dense, is_sparse, plain, split_attributes
 from kagome.graph.topology import topology
 
 Task = Literal["multiclass", "multilabel"]
@@ -149,9 +150,10 @@ def _edge_index(given: dict[str, Any]) -> Tensor:
             hint="set data.edge_index, 2 x E",
         )
     if edge_index is None or is_sparse(edge_index):
-        edge_index, value = edges_of(adjacency if edge_index is None else edge_index)
-        if value is not None:
-            given.setdefault("edge_weight" if value.dim() == 1 else "edge_attr", value)
+        edge_index, along = taken_apart(adjacency if edge_index is None else edge_index, given)
+        given.update(along)
+    elif adjacency is not None and is_sparse(adjacency):
+        beside(adjacency, plain(edge_index))
     edge_index = plain(edge_index)
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         turned = edge_index.dim() == 2 and edge_index.size(1) == 2

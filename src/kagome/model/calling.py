@@ -52,9 +52,11 @@ class Calling:
             return Calling(by_data=True)
         places: list[str] = []
         named: list[str] = []
+        second = _second(names, [p.name for p in parameters])
         for place, parameter in enumerate(parameters):
             # The first two are x and edge_index whatever they are called.
-            name = parameter.name if parameter.name in names else {0: "x", 1: "edge_index"}.get(place, "")
+            name = parameter.name if parameter.name in names else {0: "x"}.get(place, "")
+            name = second if place == 1 and name in ("", "edge_index") else name
             if place < 2 and parameter.kind is not parameter.KEYWORD_ONLY and name in names:
                 places.append(name)
             elif parameter.name in names:
@@ -72,6 +74,16 @@ class Calling:
         if self.by_data:
             return model(_Inputs(**inputs))
         return model(*(inputs[name] for name in self.places), **{name: inputs[name] for name in self.named})
+
+
+def _second(names: Collection[str], asked: Collection[str]) -> str:
+    """What a forward's second argument is: the edges, or the matrix with whose values they came.
+
+    The values reach a forward as weights of edges if it asks for these.
+    """
+    weights = {"edge_weight", "edge_attr"}
+    weighted = "adj_t" in names and not weights.isdisjoint(names)
+    return "adj_t" if weighted and weights.isdisjoint(asked) else "edge_index"
 
 
 class _Inputs(Data):  # type: ignore[misc]

@@ -177,10 +177,18 @@ def tables_of(model: nn.Module, edges: int, vertices: int) -> EdgeTables | None:
         vertices: Its vertices.
 
     Raises:
-        ModelError: If there are as many vertices as edges, so that nobody can know which rows they are.
+        ModelError: If there are as many vertices as edges, so that nobody can know which rows they are, or if
+            the model keeps a sparse matrix of the vertices.
     """
     names: ByIdentity[str] = ByIdentity()
     for name, tensor in _tensors_of(model):
+        if tensor.layout is not torch.strided and vertices in tensor.shape:
+            raise ModelError(
+                "an adjacency comes with the data, so that each part has its own rows",
+                f"the model keeps {name}, a sparse matrix of {list(tensor.shape)}",
+                where=name,
+                hint="give the Data adj_t, and forward(x, adj_t); or train on one rank",
+            )
         places = [axis for axis, size in enumerate(tensor.shape) if size == edges]
         if edges < 2 or not places or tensor.layout is not torch.strided:
             continue

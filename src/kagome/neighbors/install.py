@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch_geometric.nn import MessagePassing
 
+from kagome.neighbors import adjacency
 from kagome.neighbors.calls import States
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import Lazy, now
@@ -64,6 +65,8 @@ def install(model: nn.Module, scope: Interception, *, several: bool = False) -> 
         if isinstance(module, MessagePassing):
             removers.append(_wrap(module, "propagate", scope))
             removers.append(_wrap(module, "edge_updater", scope))
+            if any(each.matrix is not None for each in scope.scopes):
+                removers.append(module.register_forward_pre_hook(_edges(scope), with_kwargs=True).remove)
             if module.flow == "target_to_source":
                 removers.append(module.register_forward_pre_hook(_turn_round(scope), with_kwargs=True).remove)
 
@@ -164,6 +167,11 @@ def _replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Calla
             module.__dict__[name] = own
 
     return unwrap
+
+
+def _edges(scope: Interception) -> Callable[..., Any]:
+    """A layer that is given the graph's matrix is given its edges, where that is the same."""
+    return lambda module, args, kwargs: adjacency.swap(scope, module, args, kwargs)
 
 
 def _turn_round(scope: Interception) -> Callable[..., Any]:

@@ -23,8 +23,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from kagome.errors import ModelError
+from kagome.graph.adjacency import adjacency_of
 from kagome.graph.partition import Partition
-from kagome.neighbors import algebra, edge_places, edge_tables, edge_views, sliced
+from kagome.neighbors import adjacency, algebra, edge_places, edge_tables, edge_views, sliced
 from kagome.neighbors.again import Again
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.by_identity import ByIdentity
@@ -86,7 +87,9 @@ class Interception(Late, TorchFunctionMode):
         self.training = False
         self.fault = ""
         self._handlers: dict[str, list[Handler]] = {}
-        first = (edge_places.HANDLERS,) if self.parted else ()
+        first = [edge_places.HANDLERS] if self.parted else []
+        if adjacency_of(part.edges) is not None:
+            first.insert(0, adjacency.HANDLERS)
         for table in (*first, handlers or {}, HANDLERS, sliced.HANDLERS):
             for name, handler in table.items():
                 self._handlers.setdefault(name, []).append(handler)
@@ -96,6 +99,7 @@ class Interception(Late, TorchFunctionMode):
         self._wholes: ByIdentity[Any] = ByIdentity()
         self.again, self.calls = Again(self), Calls(self)
         self.notes: Notes | None = None
+        self.matrix: adjacency.Matrix | None = None
         self.inputs = self._inputs()
 
     # What the model is given ---------------------------------------------------------------------
@@ -112,6 +116,10 @@ class Interception(Late, TorchFunctionMode):
             )
         for value in inputs.values():
             self.constants.add(value)
+        self.matrix = adjacency.matrix_of(self)
+        if self.matrix is not None:
+            del inputs[self.matrix.told.name]
+            inputs["adj_t"] = self.matrix.given
         return inputs
 
     def out_edges(self) -> View:
@@ -192,6 +200,8 @@ class Interception(Late, TorchFunctionMode):
                 return result
         if lazy:
             args, kwargs = algebra.all_computed(args, kwargs)
+        if self.matrix is not None and self.parted:
+            adjacency.refuse_unknown(self, name, func, args, kwargs)
         if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
             with self:  # normalize, gumbel_softmax, multi_head_attention_forward: call by call
                 return opened(func)(*args, **kwargs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, strided
 
 from kagome.kernels.address import address
 
@@ -24,12 +24,12 @@ class Lasting:
 
     def add(self, tensor: Tensor) -> None:
         """From now on this tensor lasts, until it is written to."""
-        if not tensor.requires_grad:
+        if not tensor.requires_grad and tensor.layout is strided:
             self._held[_key(tensor)] = (tensor, tensor._version)
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor, or one of the same numbers in the same order, lasts."""
-        if tensor.requires_grad or type(tensor) is not Tensor:
+        if tensor.requires_grad or type(tensor) is not Tensor or tensor.layout is not strided:
             return False
         held, version = self._held.get(_key(tensor), (None, -1))
         if held is None or tensor._version != version:

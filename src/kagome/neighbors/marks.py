@@ -41,6 +41,8 @@ class Kind(enum.Enum):
     """A row an edge."""
     LOCAL = "local"
     """Numbers made from own ids: mean nothing on another rank."""
+    MATRIX = "matrix"
+    """The graph's sparse matrix, or where its rows begin."""
     MIXED = "mixed"
     """Ids of which it is no longer known what they name."""
 

@@ -92,7 +92,7 @@ def stand_ins(leaves: Sequence[Any], lasting: Callable[[Tensor], bool]) -> Stand
             found.append(Other(leaf))
         elif lasting(leaf):
             found.append(Lasts(leaf, leaf._version))
-        elif type(leaf) is not Tensor:
+        elif type(leaf) is not Tensor or leaf.layout is not torch.strided:
             return None
         else:
             first = next(at for at, other in enumerate(leaves) if other is leaf)

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from kagome.comm.local import LocalChannel, LocalGroup
 from kagome.errors import KagomeError, ModelError
+from kagome.graph.adjacency import inputs_of
 from kagome.graph.partition import Partition
 from kagome.model import draws
 from kagome.model.calling import Calling
@@ -137,7 +138,8 @@ def _note_failure(name: str, failed: list[str]) -> Callable[..., None]:
 def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
     """Run the model in one process, as plain PyG does."""
     trace = Trace(rows=part.own)
-    inputs = {"edge_index": part.edge_index, **part.nodes, **part.edges}
+    edges = inputs_of(part.edges, part.edge_index, part.own.numel())
+    inputs = {"edge_index": part.edge_index, **part.nodes, **edges}
     unwatch = _watch(model, trace)
     failed: list[str] = []
     handles = [
