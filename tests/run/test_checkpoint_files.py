@@ -378,3 +378,42 @@ def test_a_run_says_so_in_one_sentence(tmp_path):
                 trainer.fit(3)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+class HoldsAnObject(lr_scheduler.ConstantLR):
+    """A scheduler whose state is no plain data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "rules": [object()]}
+
+
+def test_a_scheduler_that_cannot_be_saved_is_refused_before_the_first_epoch(tmp_path):
+    for out in (tmp_path / "run", None):
+        with Trainer(
+            Gcn(), graph(), train=settings(), report=QUIET, out=out, scheduler=HoldsAnObject
+        ) as trainer:
+            if out is None:
+                trainer.fit(1)
+                continue
+            with pytest.raises(CheckpointError, match=r"in the scheduler's state_dict a builtins\.object"):
+                trainer.fit(1)
+            assert trainer.epoch == 0
+
+
+def test_what_epochs_handed_on_and_nobody_can_use_is_an_error_of_ours(tmp_path):
+    """Edited on purpose, with a right checksum."""
+    with Trainer(Gcn(), graph(), train=settings(), report=QUIET, out=tmp_path / "run") as trainer:
+        trainer.fit(2)
+    folder = checkpoint.latest(tmp_path / "run")
+    rest = (folder / "rest.json").read_text()
+    assert '[["drifted", 0.0]' in rest or '"drifted", 0.0' in rest
+    (folder / "rest.json").write_text(rest.replace('"drifted", 0.0', '"drifted", "much"'))
+    facts = json.loads((folder / checkpoint.PAGE).read_text())
+    facts.pop(sealed.SEAL)
+    facts["files"]["rest.json"] = list(vars(sealed._seal_of(folder / "rest.json")).values())
+    sealed.write_page(folder / checkpoint.PAGE, facts)
+    with (
+        pytest.raises(CheckpointError, match="this run can make nothing of it: ValueError"),
+        Trainer(Gcn(), graph(), train=settings(), report=QUIET) as trainer,
+    ):
+        trainer.fit(3, resume=tmp_path / "run")

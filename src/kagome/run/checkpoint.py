@@ -17,8 +17,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, get_type_hints
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from kagome import sealed
 from kagome.comm.channel import Channel
 from kagome.comm.objects import ObjectError, pack, unpack
-from kagome.errors import CheckpointError
+from kagome.errors import CheckpointError, KagomeError
 from kagome.kinds import fits
 from kagome.report.files import write_text
 from kagome.run.carried import SECTION, Carried, Named, Told
@@ -243,6 +243,26 @@ def _without_functions(state: Any) -> Any:
     return plain
 
 
+def refuse_unsavable(optimizer: Optimizer, scheduler: Any) -> None:
+    """Refuse a scheduler or groups that no checkpoint could hold, before anything is trained.
+
+    Raises:
+        CheckpointError: Naming what is no plain data.
+    """
+    states = {"optimizer": _plain_of(optimizer)}
+    if scheduler is not None:
+        states["scheduler"] = _without_functions(scheduler.state_dict())
+    for name, state in states.items():
+        try:
+            pack(state)
+        except ObjectError as error:
+            raise CheckpointError(
+                f"a run with a folder saves its {name}",
+                f"in the {name}'s state_dict {error}",
+                hint="a state_dict of tensors, numbers, texts, lists and dicts; or out=None",
+            ) from None
+
+
 # The optimizer: a parameter that never had a gradient has no state, and gets none here. (torch's own
 # get_optimizer_state_dict makes some by a step on zeros, so that it asks for more than was saved.)
 
@@ -255,6 +275,25 @@ def _plain_of(optimizer: Optimizer) -> dict[str, Any]:
         for index, values in state["state"].items()
     }
     return {"kind": type(optimizer).__name__, "groups": state["param_groups"], "state": plain}
+
+
+@contextmanager
+def fitting(folder: Path) -> Iterator[None]:
+    """Around what takes up again what a checkpoint's epochs handed on.
+
+    Raises:
+        CheckpointError: If it is nothing that this run could have handed on.
+    """
+    try:
+        yield
+    except KagomeError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"a run goes on with what the epochs of {folder} handed on",
+            f"this run can make nothing of it: {type(error).__name__}: {_reason(error)}",
+            hint=_offer(folder.parent, folder.name),
+        ) from error
 
 
 # Finding -----------------------------------------------------------------------------------------

@@ -248,6 +248,7 @@ class Trainer:
         if resume is not None:
             self._resume(resume)
         if self.writer is not None:
+            checkpoint.refuse_unsavable(self.optimizer, self.scheduler)
             self.writer.begin(resume=resume)
         if self.epoch >= epochs > 0:
             self._say(
@@ -485,7 +486,8 @@ class Trainer:
         )
         if self._default_optimizer:
             learning.set_rates(self.optimizer, self.train)
-        said = self.engine.resumed(self.optimizer, told)
+        with checkpoint.fitting(folder):
+            said = self.engine.resumed(self.optimizer, told)
         self.epoch, self._best = place.epoch, Best.at(place, best)
         self._say(
             f"resumed after epoch {place.epoch}, written by {place.world_size} ranks, in {folder}{said}"
