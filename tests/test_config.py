@@ -86,7 +86,7 @@ def test_the_round_trip_leaves_out_no_field(tmp_path):
             max_age=1,
             sync_every=5,
         ),
-        train=config.Train(patience=1, clip=1.0, save_every=2),
+        train=config.Train(patience=1, clip=1.0, save_every=2, ignore_index=-1, sample_weight="w"),
     )
     assert {section: set(values) for section, values in written.as_dict(full).items()} == fields
     path = tmp_path / "run.toml"
@@ -145,7 +145,9 @@ NAN = float("nan")
         (config.Train, {"clip": 0}, "train.clip takes a number above 0"),
         (config.Train, {"timeout": NAN}, "train.timeout takes a number above 0, but it is nan"),
         (config.Train, {"amp": "fp16"}, "none or bf16"),
-        (config.Train, {"metric": "loss"}, "auto, accuracy, roc_auc, f1_micro, but it is 'loss'"),
+        (config.Train, {"metric": "nothing"}, "auto, accuracy, roc_auc, .*, loss, but it is 'nothing'"),
+        (config.Train, {"loss": "nothing"}, "auto, cross_entropy, bce, mse, mae, huber, but it is 'nothing'"),
+        (config.Train, {"metric_columns": (0, -1)}, "counts from 0"),
         (config.Data, {"project": 0}, "data.project takes a number from 1 up"),
         (config.Data, {"split": -1}, "data.split takes a number from 0 up"),
         (config.Parallel, {"graph": 0}, "number of parts from 1 up, but it is 0"),

@@ -141,7 +141,7 @@ def _train(args: list[str]) -> int:
         from kagome.report.plan_page import write_plans
         from kagome.run.planning import chosen
 
-        settings, plans = chosen(settings, nproc, _builder(settings.model))
+        settings, plans = chosen(settings, nproc, _builder(settings.model, settings.train))
         nproc = plans.fitting[0].ranks
         out = out or _new_folder(settings)
         Path(out).mkdir(parents=True, exist_ok=True)
@@ -296,7 +296,7 @@ def train_rank(settings: config.Run, out: str | None, resume: str | None, overwr
     folder = resume or (out if ranks.restarts else None)
     with Trainer.from_settings(
         settings,
-        _builder(settings.model),
+        _builder(settings.model, settings.train),
         out=out or (lambda: _new_folder(settings)),
         overwrite=overwrite or _begins_again(folder, out),
     ) as trainer:
@@ -329,7 +329,7 @@ def _goes_on(trainer: Trainer, folder: str | None) -> str | None:
     return None
 
 
-def _builder(settings: config.Model) -> Callable[[Partition, Meta, Channel], nn.Module]:
+def _builder(settings: config.Model, train: config.Train) -> Callable[[Partition, Meta, Channel], nn.Module]:
     def build(part: Partition, meta: Meta, channel: Channel) -> nn.Module:
         from kagome.model.zoo import build_model
         from kagome.run.source import degree_histogram
@@ -337,7 +337,7 @@ def _builder(settings: config.Model) -> Callable[[Partition, Meta, Channel], nn.
         return build_model(
             settings,
             in_channels=meta.features,
-            out_channels=meta.num_classes,
+            out_channels=0 if meta.labels is None else meta.labels.outputs_for(train.loss),
             num_nodes=meta.num_nodes,
             degree_histogram=degree_histogram(part, channel) if settings.name == "pna" else None,
         )
@@ -352,7 +352,7 @@ def _plan(args: list[str]) -> int:
     command: PlanCommand = _parse(PlanCommand, args, "plan")
     from kagome.run.planning import planned
 
-    found = planned(command, _builder(command.model))
+    found = planned(command, _builder(command.model, command.train))
     if command.json:
         print(found.to_json())
     else:
@@ -370,7 +370,7 @@ def _check(args: list[str]) -> int:
     from kagome.run.checking import checked
 
     run = config.Run(data=command.data, model=command.model, parallel=command.parallel, train=command.train)
-    result, said = checked(run, _builder(run.model), vertices=command.vertices)
+    result, said = checked(run, _builder(run.model, run.train), vertices=command.vertices)
     for row in result.rows:
         if command.all or row is result.first:
             print(f"{row.error:9.1e}  {row.kind:<9} {row.name}")

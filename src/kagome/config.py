@@ -21,7 +21,20 @@ Schedule = Literal["auto", "fill-drain", "1f1b", "kfkb"]
 SumCodec = Literal["none", "fp32", "bf16"]
 CodecName = Literal["none", "fp32", "bf16", "fp16", "int8", "int4", "int2", "onebit"]
 Allowed = Literal["decoupled", "history", "onebit", "stale"]
-Metric = Literal["auto", "accuracy", "roc_auc", "f1_micro"]
+Loss = Literal["auto", "cross_entropy", "bce", "mse", "mae", "huber"]
+Metric = Literal[
+    "auto",
+    "accuracy",
+    "roc_auc",
+    "average_precision",
+    "f1_micro",
+    "f1_macro",
+    "mse",
+    "mae",
+    "rmse",
+    "r2",
+    "loss",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,15 +261,29 @@ class Train:
     weight_decay: float = 5e-4
     """Adam's weight decay."""
     patience: int | None = None
-    """Stop when the validation metric has not risen for so many epochs."""
+    """Stop when the validation metric has not become better for so many epochs."""
     eval_every: int = 1
     """Evaluate each so many epochs."""
     clip: float | None = None
     """Largest norm of the whole gradient."""
     amp: Literal["none", "bf16"] = "none"
     """Mixed precision: run the forward pass in bf16 autocast."""
+    loss: Loss = "auto"
+    """What is learned; ``auto`` takes cross entropy of class ids, and binary cross entropy of several labels
+    of 0 and 1. Numbers want ``mse``, ``mae`` or ``huber``. A label that is NaN is none, entry by entry."""
+    ignore_index: int | None = None
+    """The label that stands for none; where nothing is said -1 with ``cross_entropy`` and ``bce``, and none
+    with other losses and with your own."""
+    class_weight: tuple[float, ...] = ()
+    """A weight a class for ``cross_entropy``; the mean divides by the sum of weights, as PyTorch's."""
+    sample_weight: str | None = None
+    """The attribute of the data with a weight a vertex, for a built-in loss: a weighted mean."""
     metric: Metric = "auto"
-    """What is reported; ``auto`` takes accuracy, or F1 (micro) for several labels a vertex."""
+    """What is reported, and chooses the best epoch; ``auto`` takes accuracy, F1 (micro) for several labels a
+    vertex, RMSE or MAE for numbers, and the loss where a loss of your own meets labels that are no
+    classes."""
+    metric_columns: tuple[int, ...] = ()
+    """Columns of the model's output that the metric scores; by default all, one a class or label."""
     check: bool = True
     """Before training, compare split with whole on a small sample of the graph, and refuse a run that is
     foretold to want far more memory than is left."""
@@ -270,6 +297,8 @@ class Train:
     def __post_init__(self) -> None:
         check_kinds("train", self)
         _at_least("train", self, epochs=0, eval_every=1, patience=1, save_every=1, lr=0, weight_decay=0)
+        if any(column < 0 for column in self.metric_columns):
+            raise ConfigError("train.metric_columns counts from 0", f"it is {list(self.metric_columns)}")
         for name in ("clip", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -7,7 +7,8 @@ import torch
 
 from kagome.errors import DataError
 from kagome.graph.builtin import digits, parse_sbm, sbm
-from kagome.graph.validate import num_classes, validate
+from kagome.graph.labels import labels_of
+from kagome.graph.validate import validate
 
 
 def test_digits() -> None:
@@ -19,7 +20,7 @@ def test_digits() -> None:
     assert int(torch.bincount(data.edge_index[1]).min()) >= 8
     clean, notes = validate(data)
     assert notes == []
-    assert num_classes(clean) == 10
+    assert labels_of(clean.y).outputs == 10
     assert [int(clean[f"{name}_mask"].sum()) for name in ("train", "val", "test")] == [1078, 359, 360]
     assert torch.equal(digits().train_mask, data.train_mask)
 

@@ -276,7 +276,7 @@ class TestOgb:
         monkeypatch.setitem(sys.modules, "ogb.nodeproppred", module)
         loaded = load("ogb:ogbn-tiny")
         assert loaded.train_mask.tolist() == [True, False, False, True]
-        assert loaded.y.tolist() == [0, 1, 0, 1]
+        assert loaded.y.tolist() == [[0], [1], [0], [1]]
         with pytest.raises(DataError, match="ogbn_none and cannot be had"):
             load("ogb:ogbn-none")
 

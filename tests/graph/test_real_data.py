@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kagome import config
-from kagome.graph.data import load_data, num_classes, task
+from kagome.graph.data import load_data
+from kagome.graph.labels import labels_of
 from kagome.graph.partitioners import assign
 from kagome.graph.quality import quality
 
@@ -40,7 +41,7 @@ def test_sizes(name: str, root: Path) -> None:
     vertices, edges, features, classes, masks, unlabelled = TABLE[name]
     data = load_data(config.Data(name=name, root=str(root)))
     assert (data.num_nodes, data.edge_index.size(1), data.x.size(1)) == (vertices, edges, features)
-    assert (num_classes(data), task(data)) == (classes, "multiclass")
+    assert (labels_of(data.y).outputs, labels_of(data.y).task) == (classes, "multiclass")
     assert int((data.y == -1).sum()) == unlabelled
     assert any("No masks given" in note for note in data.notes) != masks
 
@@ -62,7 +63,7 @@ def test_sparse_features_are_projected(root: Path) -> None:
 def test_topology_alone(file: str, root: Path) -> None:
     data = load_data(config.Data(name=f"npz:snap/{file}.npz", root=str(root)))
     assert data.x.shape == (data.num_nodes, 128)
-    assert num_classes(data) == 16
+    assert labels_of(data.y).outputs == 16
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])

@@ -72,7 +72,7 @@ def test_the_page_says_all_that_a_rank_needs(tmp_path: Path) -> None:
     _, meta = written(tmp_path / "cut")
     read = load_meta(tmp_path / "cut")
     assert read == meta
-    assert (read.num_classes, read.task, read.features, read.notes) == (3, "multiclass", 3, ("A note.",))
+    assert (read.num_classes, read.labels, read.features, read.notes) == (3, meta.labels, 3, ("A note.",))
     assert read.quality.halo == (1, 1)
     assert sorted(file.name for file in (tmp_path / "cut").iterdir()) == [
         "part-00000.safetensors",
@@ -136,7 +136,7 @@ def test_a_page_of_another_format(tmp_path: Path) -> None:
     facts = {**json.loads(page.read_text()), "format": 99}
     facts.pop(sealed.SEAL)
     sealed.write_page(page, facts)
-    with pytest.raises(PartitionError, match=r"has format 99, and this version reads format 2"):
+    with pytest.raises(PartitionError, match=r"has format 99, and this version reads format 3"):
         load_meta(tmp_path / "cut")
 
 
@@ -235,7 +235,7 @@ EDITS = {
     "num_edges is ": told(num_edges="5"),
     "last_vertex is 5": told(last_vertex=5),
     "missing|part": told(part=None),
-    "y holds the class 9": edited("node.y", put(0, 9)),
+    "y goes from 0 to 9": edited("node.y", put(0, 9)),
     "y is torch.int16": edited("node.y", lambda y: y.short()),
     "x is torch.float64": edited("node.x", lambda x: x.double()),
     "node.x is torch.float32 .2. here": edited("node.x", lambda x: x[:, :2].contiguous()),

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from kagome.errors import DataError
-from kagome.graph.attributes import split_attributes
-from kagome.graph.validate import num_classes, task, validate
+from kagome.graph.attributes import Notes, attributes_of, split_attributes
+from kagome.graph.labels import labels_of
+from kagome.graph.validate import validate
 
 N = 6
 
@@ -64,21 +65,23 @@ FAULTS: dict[str, tuple[object, list[str]]] = {
     "id too large": (graph(edge_index=edges((0, 1), (2, 6))), ["6 vertices", "edge_index[1, 1] is 6"]),
     "id negative": (graph(edge_index=edges((0, 1), (-2, 3))), ["0 to 5", "edge_index[0, 1] is -2"]),
     "no vertices": (Data(x=torch.ones(0, 2), edge_index=edges()), ["at least one vertex", "0"]),
-    "no features": (graph(x=None), ["features", "6 vertices"]),
     "NaN feature": (graph(x=with_nan(X, 3, 1)), ["x[3, 1] (row 3) is nan"]),
     "infinite feature": (graph(x=X / torch.tensor([[1.0, 1], *[[0.0, 1]] * 5])), ["row 1", "inf", "4 other"]),
     "rows of x": (graph(x=torch.ones(5, 2), num_nodes=N), ["6 vertices", "5"]),
     "complex x": (graph(x=torch.ones(N, 2, dtype=torch.complex64)), ["real", "complex64"]),
-    "no labels": (graph(y=None), ["label", "missing"]),
+    "text for x": (graph(x="features"), ["x must be a tensor of numbers", "str"]),
+    "x of no dimension": (graph(x=torch.tensor(3.0), num_nodes=N), ["6 vertices", "0"]),
+    "texts for y": (graph(y=np.array(["a", "b"] * 3)), ["y must be a tensor of numbers", "<U1"]),
+    "complex y": (graph(y=torch.ones(N, dtype=torch.complex64)), ["real", "complex64"]),
+    "infinite label": (graph(y=torch.tensor([0, 1, float("inf"), 0, 1, 2])), ["row 2 of y holds inf"]),
+    "num_nodes of halves": (graph(num_nodes=2.5), ["one whole number", "2.5"]),
+    "num_nodes of an array": (graph(num_nodes=torch.ones(3)), ["one whole number", "array of [3]"]),
+    "num_nodes NaN": (graph(num_nodes=float("nan")), ["one whole number", "nan"]),
+    "num_nodes that no machine holds": (graph(num_nodes=10**13), ["at most", "1e+13"]),
+    "masks and split_idx": (graph(split_idx={"train": torch.tensor([0])}), ["given once", "train_mask"]),
+    "text for a mask": (graph(train_mask="all"), ["train_mask must hold true and false"]),
     "length of y": (graph(y=torch.zeros(5, dtype=torch.long)), ["6 vertices", "[5]"]),
-    "label below -1": (graph(y=torch.tensor([0, 1, -2, 0, 1, 2])), ["y[2] is -2"]),
-    "label too large": (graph(y=torch.tensor([0, 1, 2, 0, 10**9, 2])), ["y[4] is 1000000000"]),
-    "label of halves": (graph(y=torch.tensor([0, 0.5, 1, 0, 1, 2])), ["whole numbers", "y[1] is 0.5"]),
-    "label NaN": (graph(y=with_nan(torch.zeros(N), 2)), ["whole numbers", "y[2] is nan"]),
-    "several labels, not 0 and 1": (graph(y=torch.full((N, 3), 2)), ["0 and 1", "y[0, 0] is 2"]),
     "overlap": (graph(val_mask=mask(2, 3)), ["train_mask and val_mask", "1", "vertex 2"]),
-    "nobody trains": (graph(train_mask=mask()), ["at least one vertex must train", "0 of 6"]),
-    "nobody labelled trains": (graph(y=torch.full((N,), -1)), ["must train", "6 have no label"]),
     "length of mask": (graph(val_mask=torch.ones(4, dtype=torch.bool)), ["val_mask", "6 vertices", "[4]"]),
     "mask of ids": (graph(train_mask=torch.tensor([0, 1, 2, 3, 4, 5])), ["true and false", "row 2 holds 2"]),
     "length of edge_weight": (graph(edge_weight=torch.ones(3)), ["edge_weight", "10 edges", "3"]),
@@ -123,8 +126,8 @@ def test_a_split_that_is_not_there(split: int, given: int) -> None:
 def test_a_good_graph_passes_without_a_word() -> None:
     clean, notes = validate(graph())
     assert notes == []
-    assert task(clean) == "multiclass"
-    assert num_classes(clean) == 3
+    assert labels_of(clean.y).task == "multiclass"
+    assert labels_of(clean.y).outputs == 3
 
 
 def test_the_given_graph_is_left_alone() -> None:
@@ -133,24 +136,16 @@ def test_the_given_graph_is_left_alone() -> None:
         name: value.clone() if isinstance(value, Tensor) else value for name, value in data.to_dict().items()
     }
     clean, _ = validate(data)
-    clean.x.zero_()
-    clean.train_mask.zero_()
+    clean.x, clean.train_mask = torch.zeros(N, 1), mask()
     assert set(data.keys()) == set(before)
     for name, value in before.items():
         assert torch.equal(data[name], value) if isinstance(value, Tensor) else data[name] == value
 
 
-def test_vertices_without_label_leave_the_masks() -> None:
+def test_masks_are_as_given_until_a_loss_says_what_stands_for_no_label() -> None:
     clean, notes = validate(graph(y=torch.tensor([0, -1, 2, 0, -1, 2])))
-    assert clean.train_mask.tolist() == [True, False, True, False, False, False]
-    assert clean.test_mask.tolist() == [False] * 5 + [True]
-    assert any("2 vertices without a label" in note for note in notes)
-
-
-@pytest.mark.parametrize("empty", ["val_mask", "test_mask"])
-def test_nothing_to_evaluate_on_is_a_note(empty: str) -> None:
-    _, notes = validate(graph(**{empty: mask()}))
-    assert [empty in note for note in notes] == [True]
+    assert torch.equal(clean.train_mask, mask(0, 1, 2))
+    assert notes == []
 
 
 def test_without_masks_a_seeded_split_is_drawn() -> None:
@@ -195,43 +190,87 @@ def test_huge_sparse_features_are_refused_with_a_way_out() -> None:
         validate(graph(x=wide))
 
 
+KINDS = [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(N,), (N, 1), (N, 3), (N, 2, 4)])
+@pytest.mark.parametrize("name", ["x", "y", "extra"])
+def test_what_is_given_arrives_as_it_is(kind: torch.dtype, shape: tuple[int, ...], name: str) -> None:
+    given = (torch.arange(torch.Size(shape).numel()) % 2).view(shape).to(kind)
+    clean, notes = validate(graph(**{name: given}))
+    assert clean[name].dtype == kind
+    assert torch.equal(clean[name], given)
+    assert notes == []
+
+
+def test_large_ids_do_not_meet() -> None:
+    ids = torch.tensor([2**24, 2**24 + 1, 2**53, 2**53 + 1, 2**62, 2**62 + 1])
+    assert torch.equal(validate(graph(x=ids))[0].x, ids)
+
+
+FACTS = {
+    "classes": ([0, 1, 2, 0, 1, -1], "multiclass", 3),
+    "a column": ([[0.0], [1], [2], [0], [1], [-1]], "multiclass", 3),
+    "two truths": ([True, False] * 3, "multiclass", 2),
+    "several": ([[0, 1, 1]] * N, "multilabel", 3),
+    "numbers": ([0.5, 1, 2, 3, 4, 5], "regression", 1),
+    "columns of numbers": ([[0.5, 2.0]] * N, "regression", 2),
+    "NaN beside classes": ([NAN, 1.0, 0, 1, 0, 1], "multiclass", 2),
+    "below -1": ([-2, 0, 0, 0, 0, 1], "regression", 1),
+}
+
+
+@pytest.mark.parametrize("case", FACTS)
+def test_what_labels_look_like(case: str) -> None:
+    y, kind, outputs = FACTS[case]
+    facts = labels_of(torch.tensor(y))
+    assert (facts.task, facts.outputs) == (kind, outputs)
+
+
+def test_labels_of_minus_one_and_one_are_two_labels() -> None:
+    both = torch.tensor([1, -1, 1, -1, 1, -1])
+    assert labels_of(both).both
+    assert not labels_of(torch.tensor([1, -1, 0, -1, 1, -1])).both
+    clean, _ = validate(graph(y=both, **NO_MASKS))
+    assert sum(int(clean[name].sum()) for name in NO_MASKS) == N, "a split is drawn from both"
+
+
+def test_labels_that_are_nan_are_left_out_of_a_drawn_split() -> None:
+    clean, _ = validate(graph(y=torch.tensor([NAN, 0.5, 1.5, NAN, 2.5, 3.5]), **NO_MASKS))
+    drawn = sum(clean[name].int() for name in NO_MASKS)
+    assert drawn.tolist() == [0, 1, 1, 0, 1, 1]
+
+
+def test_without_features_and_labels() -> None:
+    clean, notes = validate(graph(x=None, y=None))
+    assert "x" not in clean
+    assert "y" not in clean
+    assert notes == []
+
+
+@pytest.mark.parametrize("word", ["valid", "val"])
+@pytest.mark.parametrize("kind", ["ids", "mask", "array"])
+def test_a_split_by_ids_as_ogb_has_it(word: str, kind: str) -> None:
+    made = {"train": [4, 0], word: [1], "test": [5, 2]}
+    turn = {"ids": torch.tensor, "mask": lambda ids: mask(*ids), "array": np.array}[kind]
+    clean, _ = validate(graph(split_idx={name: turn(ids) for name, ids in made.items()}, **NO_MASKS))
+    assert [clean[name].nonzero().view(-1).tolist() for name in NO_MASKS] == [[0, 4], [1], [2, 5]]
+    assert "split_idx" not in clean
+
+
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("ids", "said"),
     [
-        (torch.float64, torch.float64),
-        (torch.float32, torch.float32),
-        (torch.int64, torch.float32),
-        (torch.bool, torch.float32),
+        ({"train": torch.tensor([7])}, "holds 7"),
+        ({"train": torch.ones(2, 2)}, "list of vertex ids"),
+        ({"nothing": 1}, "it has nothing"),
+        ({"train": torch.tensor([0]), "test": torch.tensor([0])}, "share"),
     ],
 )
-def test_types_of_features(given: torch.dtype, kept: torch.dtype) -> None:
-    clean, notes = validate(graph(x=torch.ones(N, 2, dtype=given)))
-    assert clean.x.dtype == kept
-    assert bool(notes) == (given != kept)
-
-
-def test_one_column_of_features_may_be_flat() -> None:
-    assert validate(graph(x=torch.ones(N)))[0].x.shape == (N, 1)
-
-
-def test_labels_in_a_column_and_of_whole_floats() -> None:
-    clean, notes = validate(graph(y=torch.tensor([[0.0], [1], [2], [0], [1], [-1]])))
-    assert clean.y.tolist() == [0, 1, 2, 0, 1, -1]
-    assert clean.y.dtype == torch.int64
-    assert any("int64" in note for note in notes)
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.int64])
-def test_several_labels_are_kept(kind: torch.dtype) -> None:
-    y = torch.eye(3).repeat(2, 1).to(kind)
-    clean, _ = validate(graph(y=y))
-    assert torch.equal(clean.y, y)
-    assert (task(clean), num_classes(clean)) == ("multilabel", 3)
-
-
-def test_bool_labels_are_two_classes() -> None:
-    clean, _ = validate(graph(y=torch.tensor([True, False] * 3)))
-    assert (task(clean), num_classes(clean)) == ("multiclass", 2)
+def test_a_split_by_ids_that_is_none(ids: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        validate(graph(split_idx=ids, **NO_MASKS))
 
 
 def test_odd_edges_are_kept_and_counted() -> None:
@@ -270,14 +309,22 @@ def test_adj_t_is_turned_into_edges() -> None:
     assert "adj_t" not in clean
 
 
-def test_rows_of_vertices_and_edges_are_kept_and_junk_is_not() -> None:
+def test_every_attribute_has_a_kind() -> None:
     data = graph(pos=torch.ones(N, 3), edge_weight=torch.ones(10), kind=torch.zeros(10, 2), name="text")
     data.scalar, data.other, data.table = torch.tensor(1.0), torch.ones(17), {"a": 1}
-    clean, _ = validate(data)
-    nodes, on_edges = split_attributes(clean)
-    assert set(nodes) == {"x", "y", "pos", "train_mask", "val_mask", "test_mask"}
-    assert set(on_edges) == {"edge_weight", "kind"}
-    assert set(clean.keys()) == {*nodes, *on_edges, "edge_index", "num_nodes"}
+    data.u, data.count, data.on, data.share = torch.randn(1, 3), 5, True, np.float64(0.5)
+    data.edge_label_index, data.pairs = torch.zeros(2, 4, dtype=torch.long), torch.tensor([[1, 2], [3, 9]])
+    data.links, data.sheet = torch.tensor([[1, 2, 3], [3, 4, 5]]), torch.eye(3).to_sparse_coo()
+    data.edge_degree, data.notes = torch.ones(N), torch.ones(5)
+    found = attributes_of(validate(data)[0])
+    assert set(found.nodes) == {"x", "y", "pos", "edge_degree", "train_mask", "val_mask", "test_mask"}
+    assert set(found.edges) == {"edge_weight", "kind"}
+    assert set(found.shared) == {"name", "scalar", "other", "u", "count", "on", "share", "pairs", "notes"}
+    assert (found.shared["name"], found.shared["count"], found.shared["on"]) == ("text", 5, True)
+    assert found.shared["share"] == 0.5
+    assert set(found.refused) == {"table", "edge_label_index", "links", "sheet"}
+    assert "second list of edges" in found.refused["links"]
+    assert "dict" in found.refused["table"]
 
 
 def test_as_many_edges_as_vertices() -> None:
@@ -285,14 +332,16 @@ def test_as_many_edges_as_vertices() -> None:
     data = graph(
         edge_index=torch.stack([ring, (ring + 1) % N]), edge_attr=torch.ones(N, 1), pos=torch.ones(N, 2)
     )
+    data.node_kind, data.strength = torch.ones(N), torch.ones(N)
     nodes, on_edges = split_attributes(validate(data)[0])
-    assert "pos" in nodes
+    assert {"pos", "node_kind", "train_mask"} <= set(nodes)
     assert set(on_edges) == {"edge_attr"}
+    assert "edge_strength or node_strength" in attributes_of(data).refused["strength"]
 
 
 def test_notes_of_an_earlier_call_come_first_and_once() -> None:
     clean, notes = validate(graph(**NO_MASKS))
-    clean.notes = tuple(notes)
+    clean.notes = Notes(notes)
     assert validate(clean)[1] == notes
 
 

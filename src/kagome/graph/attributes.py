@@ -1,12 +1,15 @@
-"""Attributes of a graph: which tensors have a row a vertex or an edge; foreign kinds made plain.
+"""Attributes of a graph: a row a vertex, a row an edge, or the same on all ranks; foreign kinds made plain.
 
 Where it sits: ``validate`` cleans with these, ``partition`` splits by them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
@@ -16,31 +19,142 @@ from kagome.errors import DataError
 #: A dense copy of sparse features may be so large; beyond it the user is asked to project.
 DENSE_LIMIT_BYTES = 4 * 2**30
 
+Shared = Tensor | int | float | str
+"""What is the same on all ranks: a tensor, a number, a truth value or a text."""
 
-def split_attributes(data: Data) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors with a row a vertex, and those with a row an edge.
+_STRUCTURE: Final = ("edge_index", "adj_t", "num_nodes", "split_idx")
+_OF_VERTICES: Final = frozenset({"x", "y", "z", "pos", "batch", "n_id", "weight"})
+_OF_EDGES: Final = frozenset({"e_id"})
 
-    As PyG decides it, by the first size; where there are as many vertices as edges, a name that begins with
-    ``edge`` is an edge's.
+
+class Notes(tuple[str, ...]):
+    """Sentences that a loader leaves in ``data.notes``; a user's attribute of that name is not one."""
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """The attributes of a graph by kind.
+
+    Args:
+        nodes: A row a vertex.
+        edges: A row an edge.
+        shared: Neither: the same on all ranks.
+        refused: Why the others cannot be given to a model, by name.
+    """
+
+    nodes: dict[str, Tensor] = field(default_factory=dict)
+    edges: dict[str, Tensor] = field(default_factory=dict)
+    shared: dict[str, Shared] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+class Sorted(Data):  # type: ignore[misc]
+    """A graph that remembers the kinds of its attributes: in a sample a size may fit another kind by chance.
+
+    Args:
+        edge_index: Its edges.
+        num_nodes: Its vertices.
+        attributes: By kind.
+    """
+
+    def __init__(self, edge_index: Tensor, num_nodes: int, attributes: Attributes) -> None:
+        rest = {**attributes.nodes, **attributes.edges, **attributes.shared}
+        super().__init__(edge_index=edge_index, num_nodes=num_nodes, **rest)
+        self.__dict__["attributes"] = attributes
+
+
+def attributes_of(data: Data) -> Attributes:
+    """The attributes of a graph by kind.
+
+    The first size decides. Where there are as many edges as vertices, the name does: ``edge...`` and ``e_id``
+    have a row an edge; ``x``, ``y``, ``z``, ``pos``, ``batch``, ``n_id``, ``weight``, ``node...`` and
+    ``..._mask`` a row a vertex; any other is refused. Whole numbers whose name says that they are ids of
+    vertices (``...index``), and ``[2, M]`` of them in the range of ids, are a second list of edges, which is
+    refused.
 
     Args:
         data: A graph with ``num_nodes`` and ``edge_index``.
-
-    Returns:
-        Attributes of vertices and attributes of edges, by name.
     """
-    nodes: dict[str, Tensor] = {}
-    edges: dict[str, Tensor] = {}
+    known = data.__dict__.get("attributes")
+    if isinstance(known, Attributes):
+        return known
+    found = Attributes()
     num_nodes, num_edges = int(data.num_nodes), data.edge_index.size(1)
     for name, value in data.to_dict().items():
-        if not isinstance(value, Tensor) or value.dim() == 0 or name in ("edge_index", "adj_t"):
+        if name in _STRUCTURE or value is None or isinstance(value, Notes):
             continue
-        rows = value.size(0)
-        if rows == num_edges and (name.startswith("edge") or rows != num_nodes):
-            edges[name] = value
-        elif rows == num_nodes and not name.startswith("edge"):
-            nodes[name] = value
-    return nodes, edges
+        if not isinstance(value, Tensor) or is_sparse(value):
+            _sort_plain(name, value, found)
+            continue
+        rows = value.size(0) if value.dim() else -1
+        if rows == num_nodes == num_edges:
+            _sort_by_name(name, value, num_nodes, found)
+        elif rows == num_edges:
+            found.edges[name] = value
+        elif rows == num_nodes:
+            found.nodes[name] = value
+        elif _names_vertices(name, value, num_nodes):
+            found.refused[name] = (
+                f"data.{name} {list(value.shape)} names vertices beside edge_index: a second list of edges, "
+                "or of ids, is not served yet"
+            )
+        else:
+            found.shared[name] = value
+    return found
+
+
+def _sort_plain(name: str, value: Any, found: Attributes) -> None:
+    if isinstance(value, bool | int | float | str):
+        found.shared[name] = value
+    elif is_sparse(value):
+        found.refused[name] = f"data.{name} is a sparse matrix; tensors, numbers and texts are carried"
+    else:
+        found.refused[name] = (
+            f"data.{name} is a {type(value).__name__}; tensors, numbers and texts are carried"
+        )
+
+
+def _sort_by_name(name: str, value: Tensor, count: int, found: Attributes) -> None:
+    if name.startswith("edge") or name in _OF_EDGES:
+        found.edges[name] = value
+    elif name in _OF_VERTICES or name.startswith("node") or name.endswith("_mask"):
+        found.nodes[name] = value
+    else:
+        found.refused[name] = (
+            f"data.{name} has {count:,} rows, and there are as many vertices as edges: call it "
+            f"edge_{name} or node_{name}"
+        )
+
+
+def _names_vertices(name: str, value: Tensor, num_nodes: int) -> bool:
+    if value.dim() == 0 or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        return False
+    if "index" in name or name == "face":
+        return True
+    if value.dim() != 2 or value.size(0) != 2 or value.numel() == 0:
+        return False
+    least, most = value.aminmax()
+    return int(least) >= 0 and int(most) < num_nodes
+
+
+def split_attributes(data: Data) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors with a row a vertex, and those with a row an edge; see :func:`attributes_of`."""
+    found = attributes_of(data)
+    return found.nodes, found.edges
+
+
+def tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Those of some values that are tensors."""
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def unboxed(value: Any) -> Any:
+    """A NumPy array of numbers as a tensor, a NumPy scalar as Python's; anything else as it is."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return torch.as_tensor(value)
+    return value
 
 
 def plain(value: Any) -> Tensor:

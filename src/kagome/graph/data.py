@@ -13,9 +13,10 @@ from torch_geometric.data import Data
 
 from kagome import config
 from kagome.graph import builtin, catalog, edits, rawfiles, sources
-from kagome.graph.validate import num_classes, task, validate, validate_edges
+from kagome.graph.attributes import Notes
+from kagome.graph.validate import validate, validate_edges
 
-__all__ = ["load_data", "num_classes", "task", "validate"]
+__all__ = ["load_data", "validate"]
 
 
 def load_data(settings: config.Data) -> Data:
@@ -26,9 +27,9 @@ def load_data(settings: config.Data) -> Data:
 
     Returns:
         A clean graph with ``x``, ``edge_index``, ``y`` and one mask of one dimension each for training,
-        validation and test. ``data.notes`` holds the sentences to say at the start of the run; a later
-        :func:`~kagome.graph.validate.validate` returns them again. The split is chosen already: validate what
-        this returns with ``split=0``.
+        validation and test, and what else it has. ``data.notes`` holds the sentences to say at the start of
+        the run; a later :func:`~kagome.graph.validate.validate` returns them again. The split is chosen
+        already: validate what this returns with ``split=0``.
 
     Raises:
         DataError: If the data set is unknown, cannot be had, or has a fault.
@@ -45,7 +46,7 @@ def load_data(settings: config.Data) -> Data:
     if settings.self_loops:
         graph = edits.add_self_loops(graph)
     clean, notes = validate(graph, split=settings.split)
-    clean.notes = tuple(dict.fromkeys(said + notes))
+    clean.notes = Notes(dict.fromkeys(said + notes))
     return clean
 
 

@@ -15,7 +15,7 @@ from torch_geometric.data import Data
 
 from kagome.errors import DataError
 from kagome.graph.adjacency import with_loops
-from kagome.graph.attributes import is_sparse, plain, split_attributes
+from kagome.graph.attributes import attributes_of, is_sparse, plain
 
 MADE_FEATURES: Final = 128
 MADE_CLASSES: Final = 16
@@ -40,7 +40,7 @@ def add_reverse(data: Data) -> Data:
     missing = ~np.isin(target * count + source, source * count + target)
     chosen = torch.from_numpy(missing.nonzero()[0])
     return _append(
-        data, data.edge_index[:, chosen].flip(0), {k: v[chosen] for k, v in split_attributes(data)[1].items()}
+        data, data.edge_index[:, chosen].flip(0), {k: v[chosen] for k, v in _of_edges(data).items()}
     )
 
 
@@ -60,11 +60,21 @@ def add_self_loops(data: Data) -> Data:
     bare = torch.ones(int(data.num_nodes), dtype=torch.bool)
     bare[source[source == target]] = False
     at = bare.nonzero().view(-1)
-    ones = {k: v.new_ones((at.numel(), *v.shape[1:])) for k, v in split_attributes(data)[1].items()}
+    ones = {k: v.new_ones((at.numel(), *v.shape[1:])) for k, v in _of_edges(data).items()}
     looped = _append(data, torch.stack([at, at]), ones)
-    edges = split_attributes(looped)[1]
+    edges = _of_edges(looped)
     kept = {name: value for name, value in looped.to_dict().items() if name not in edges}
     return Data(**kept, **with_loops(edges))
+
+
+def _of_edges(data: Data) -> dict[str, Tensor]:
+    """Attributes that grow with the edges; one that may or may not be such is a fault."""
+    found = attributes_of(data)
+    for name, why in found.refused.items():
+        value = data[name]
+        if isinstance(value, Tensor) and value.dim() and value.size(0) == data.edge_index.size(1):
+            raise DataError("an attribute has a row a vertex or a row an edge", why, where=f"data.{name}")
+    return found.edges
 
 
 def _append(data: Data, edge_index: Tensor, attributes: dict[str, Tensor]) -> Data:

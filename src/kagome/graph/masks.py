@@ -43,12 +43,12 @@ def draw(num_nodes: int, seed: int, labelled: Tensor | None = None) -> dict[str,
 def settle(
     given: Mapping[str, object], num_nodes: int, labelled: Tensor, split: int, notes: list[str]
 ) -> dict[str, Tensor]:
-    """Check given masks, choose one split of several, leave unlabelled vertices out; draw what is not given.
+    """Check given masks and choose one split of several; draw what is not given. The loss may leave out more.
 
     Args:
         given: The user's masks by name; those that are None or absent are not given.
         num_nodes: Vertices.
-        labelled: Vertices that have a label.
+        labelled: Vertices that a split is drawn from.
         split: Which of several splits; the seed of the draw where no mask is given.
         notes: Sentences for the start of the run; this function adds its own.
 
@@ -56,47 +56,99 @@ def settle(
         The three masks, by name.
 
     Raises:
-        DataError: If a mask is no mask, two overlap, the split does not exist, or no vertex trains.
+        DataError: If a mask is no mask, two overlap, or the split does not exist.
 
     Shapes:
         given ``[N]`` or ``[N, splits]``; labelled and each mask ``[N]``, bool.
     """
     if split < 0:
         raise DataError("data.split takes a number from 0 up", f"it is {split}")
-    unlabelled = num_nodes - int(labelled.sum())
     if all(given.get(name) is None for name in NAMES):
         notes.append(f"No masks given: a 60/20/20 split of the labelled vertices is drawn with seed {split}.")
-        masks = draw(num_nodes, split, labelled)
-    else:
-        masks = _choose({name: _mask(name, given.get(name), num_nodes) for name in NAMES}, split, notes)
-        _apart(masks)
-        lost = sum(int((mask & ~labelled).sum()) for mask in masks.values())
-        masks = {name: mask & labelled for name, mask in masks.items()}
-        if lost:
-            notes.append(f"{lost:,} vertices without a label (y = -1) are left out of the masks.")
-    if unlabelled:
-        notes.append(
-            f"{unlabelled:,} of {num_nodes:,} vertices have no label (y = -1); they pass messages only."
-        )
-    if not masks["train_mask"].any():
-        raise DataError(
-            "at least one vertex must train",
-            f"train_mask holds 0 of {num_nodes:,} vertices; {unlabelled:,} have no label",
-            where="data.train_mask",
-            hint="set data.train_mask, or leave all three masks out and a seeded split is drawn",
-        )
-    notes.extend(
-        f"{name} is empty: there is nothing to {'validate' if name == 'val_mask' else 'test'} on."
-        for name in NAMES[1:]
-        if not masks[name].any()
-    )
+        if not bool(labelled.any()):
+            raise nobody(0, num_nodes, num_nodes)
+        return draw(num_nodes, split, labelled)
+    masks = _choose({name: _mask(name, given.get(name), num_nodes) for name in NAMES}, split, notes)
+    _apart(masks)
     return masks
+
+
+def of_ids(ids: Mapping[str, object], given: Mapping[str, object], num_nodes: int) -> dict[str, object]:
+    """Masks of OGB's ``split_idx``: ids (or a mask) by ``train``, ``valid`` (or ``val``) and ``test``.
+
+    Args:
+        ids: The user's.
+        given: Masks that the data has as well.
+        num_nodes: Vertices.
+
+    Raises:
+        DataError: If there are masks too, or an entry is no list of ids.
+    """
+    if given:
+        raise DataError(
+            "a split is given once",
+            f"the data has split_idx and {', '.join(given)}",
+            where="data.split_idx",
+            hint="leave one of them out",
+        )
+    made: dict[str, object] = {}
+    for name, words in zip(NAMES, (("train",), ("valid", "val"), ("test",)), strict=True):
+        found = next((ids[word] for word in words if ids.get(word) is not None), None)
+        if found is not None:
+            made[name] = _mask_of(f"split_idx[{words[0]!r}]", found, num_nodes)
+    if not made:
+        raise DataError(
+            "split_idx has train, valid and test", f"it has {', '.join(map(str, ids)) or 'nothing'}"
+        )
+    return made
+
+
+def _mask_of(name: str, found: object, num_nodes: int) -> Tensor:
+    chosen = _tensor(name, found)
+    if chosen.dtype == torch.bool:
+        return _mask(name, chosen, num_nodes)
+    if chosen.dim() != 1 or chosen.is_floating_point() or chosen.is_complex():
+        raise DataError(
+            f"{name} is a list of vertex ids",
+            f"it is {list(chosen.shape)} {chosen.dtype}",
+            where=f"data.{name}",
+        )
+    odd = (chosen < 0) | (chosen >= num_nodes)
+    if bool(odd.any()):
+        raise DataError(
+            f"vertex ids run from 0 to {num_nodes - 1}",
+            f"{name} holds {int(chosen[odd][0])}",
+            where=f"data.{name}",
+        )
+    mask = torch.zeros(num_nodes, dtype=torch.bool)
+    mask[chosen.long()] = True
+    return mask
+
+
+def _tensor(name: str, value: object) -> Tensor:
+    try:
+        return torch.as_tensor(value).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise DataError(
+            f"{name} must hold true and false, or numbers", f"it holds {kind}", where=f"data.{name}"
+        ) from None
+
+
+def nobody(training: int, unlabelled: int, num_nodes: int) -> DataError:
+    """The error where no vertex trains."""
+    return DataError(
+        "at least one vertex must train",
+        f"train_mask holds {training} of {num_nodes:,} vertices; {unlabelled:,} have no label",
+        where="data.train_mask",
+        hint="set data.train_mask, or leave all three masks out and a seeded split is drawn",
+    )
 
 
 def _mask(name: str, value: object, num_nodes: int) -> Tensor:
     if value is None:
         return torch.zeros(num_nodes, dtype=torch.bool)
-    mask = torch.as_tensor(value).detach().cpu()
+    mask = _tensor(name, value)
     if mask.dim() not in (1, 2) or mask.size(0) != num_nodes:
         raise DataError(
             f"{name} must have a row for each of {num_nodes:,} vertices",
@@ -104,6 +156,8 @@ def _mask(name: str, value: object, num_nodes: int) -> Tensor:
             where=f"data.{name}",
             hint="a mask is a bool a vertex, not a list of vertex ids",
         )
+    if mask.is_complex():
+        raise DataError(f"{name} must hold true and false, or 0 and 1", f"it holds {mask.dtype}")
     if mask.dtype != torch.bool:
         odd = (mask != 0) & (mask != 1)
         if odd.any():

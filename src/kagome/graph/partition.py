@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from torch_geometric.data import Data
 
 from kagome.errors import PartitionError
 from kagome.graph import edges
-from kagome.graph.attributes import split_attributes
+from kagome.graph.adjacency import adjacency_of
+from kagome.graph.attributes import Attributes, Shared, attributes_of, tensors_of
 from kagome.graph.partitioners import assign
 
 
@@ -42,6 +43,8 @@ class Partition:
         recv_counts: Halo rows from each part.
         nodes: Attributes of own rows (x, y, masks and any other).
         edges: Attributes of the edges, in ``edge_index``'s order.
+        shared: Attributes that are neither: tensors, numbers and texts, the same in all parts.
+        refused: Why the data's other attributes cannot be given to a model, by name.
         fingerprint: Of the graph, the method, the seed and the number of parts; the same in all parts.
 
     Shapes:
@@ -64,6 +67,16 @@ class Partition:
     nodes: dict[str, Tensor]
     edges: dict[str, Tensor]
     fingerprint: str
+    shared: dict[str, Shared] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """All that a model may ask for by name."""
+        matrix = adjacency_of(self.edges)
+        rest = [name for name in self.edges if matrix is None or name != matrix.name]
+        more = [] if matrix is None else ["adj_t"]
+        return ["num_nodes", *self.shared, "edge_index", *self.nodes, *rest, *more]
 
 
 def fingerprint(data: Data, method: str = "", seed: int = 0, parts: int = 1) -> str:
@@ -82,8 +95,12 @@ def fingerprint(data: Data, method: str = "", seed: int = 0, parts: int = 1) -> 
     Cost: one reading of all tensors, about 1 GB/s.
     """
     digest = hashlib.blake2b(f"{data.num_nodes}".encode(), digest_size=16)
-    nodes, edges = split_attributes(data)
-    for name, tensor in sorted({**nodes, **edges, "edge_index": data.edge_index}.items()):
+    found = attributes_of(data)
+    tensors = {**found.nodes, **found.edges, **tensors_of(found.shared), "edge_index": data.edge_index}
+    for name, value in sorted(found.shared.items()):
+        if not isinstance(value, Tensor):
+            digest.update(f"{name} {value!r}".encode())
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     cut = hashlib.blake2b(f"{method} {seed} {parts}".encode(), digest_size=4)
@@ -93,6 +110,11 @@ def fingerprint(data: Data, method: str = "", seed: int = 0, parts: int = 1) -> 
 def graph_of(fingerprint: str) -> str:
     """The digits of a fingerprint that name the graph, however it is cut."""
     return fingerprint.partition("-")[0]
+
+
+def kinds_of(part: Partition) -> Attributes:
+    """The attributes of a part by kind."""
+    return Attributes(part.nodes, part.edges, part.shared, part.refused)
 
 
 def extract(
@@ -140,7 +162,7 @@ def extract(
     local[own.numpy()] = np.arange(own.numel())
     local[halo] = np.arange(own.numel(), own.numel() + halo.size)
     edge_index, edge_ids = (_tensor(ids) for ids in edges.edges_of(source, target, owners, part, local))
-    of_nodes, of_edges = split_attributes(data)
+    attributes = attributes_of(data)
     return Partition(
         part=part,
         num_parts=num_parts,
@@ -154,9 +176,11 @@ def extract(
         send=_tensor(send),
         send_counts=tuple(sent.tolist()),
         recv_counts=tuple(received.tolist()),
-        nodes={name: value[own] for name, value in of_nodes.items()},
-        edges={name: value[edge_ids] for name, value in of_edges.items()},
+        nodes={name: value[own] for name, value in attributes.nodes.items()},
+        edges={name: value[edge_ids] for name, value in attributes.edges.items()},
         fingerprint=fingerprint,
+        shared=attributes.shared,
+        refused=attributes.refused,
     )
 
 

@@ -18,7 +18,7 @@ from kagome import config
 from kagome.available import available_bytes
 from kagome.errors import KagomeError, PartitionError
 from kagome.graph import cache, store
-from kagome.graph.attributes import split_attributes
+from kagome.graph.attributes import attributes_of, tensors_of
 from kagome.graph.cache import Cache
 from kagome.graph.choice import choose
 from kagome.graph.data import load_data
@@ -64,7 +64,9 @@ def prepare(
     if available is None:
         available = available_bytes()
     else:
-        available -= sum(value.nbytes for kind in split_attributes(data) for value in kind.values())
+        found = attributes_of(data)
+        kinds = found.nodes, found.edges, tensors_of(found.shared)
+        available -= sum(value.nbytes for kind in kinds for value in kind.values())
         available -= int(data.edge_index.nbytes)
     method, said = choose(method, data.edge_index, int(data.num_nodes or 0), parts, available)
     mark = fingerprint(data, method, seed, parts)

@@ -12,20 +12,21 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from kagome.graph.attributes import tensors_of
 from kagome.graph.partition import Partition
 from kagome.graph.quality import Quality
 
 Attributes = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Type and trailing shape of each attribute, the same in all parts."""
+"""Type of each attribute and its shape, without rows that parts divide: the same in all parts."""
 COUNTS: Final = ("part", "num_parts", "num_nodes", "num_edges", "last_vertex")
 
 
 def attributes_of(piece: Partition) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Type and trailing shape of each attribute of a part: ``node.x``, ``edge.edge_attr``."""
-    named = [("node", piece.nodes), ("edge", piece.edges)]
+    named = [("node", piece.nodes, 1), ("edge", piece.edges, 1), ("shared", tensors_of(piece.shared), 0)]
     return {
-        f"{kind}.{name}": (str(value.dtype), tuple(value.shape[1:]))
-        for kind, values in named
+        f"{kind}.{name}": (str(value.dtype), tuple(value.shape[first:]))
+        for kind, values, first in named
         for name, value in values.items()
     }
 

@@ -23,14 +23,16 @@ from torch_geometric.data import Data
 
 from kagome import leftovers, sealed
 from kagome.errors import PartitionError
+from kagome.graph.attributes import Shared, tensors_of
+from kagome.graph.labels import Labels
 from kagome.graph.partition import Partition
 from kagome.graph.quality import Quality, measured
 from kagome.graph.sound import COUNTS, Attributes, attributes_of, fault_of, quality_fault
-from kagome.graph.validate import Task, num_classes, task
+from kagome.graph.validate import facts_of
 from kagome.kinds import fits
 from kagome.sealed import Seal, SealError
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 PAGE: Final = "partition.json"
 _PLAIN: Final = ("own", "halo", "edge_index", "edge_ids", "send")
 
@@ -46,9 +48,8 @@ class Meta:
         num_parts: Parts.
         num_nodes: Vertices of the whole graph.
         num_edges: Edges of the whole graph.
-        features: Columns of x.
-        num_classes: Columns that a model must give.
-        task: One class a vertex, or several labels at once.
+        features: Columns of x; 0 without.
+        labels: What y holds; None without.
         notes: Sentences on the data, said at the start of a run.
         quality: How good the cut is.
     """
@@ -60,10 +61,14 @@ class Meta:
     num_nodes: int
     num_edges: int
     features: int
-    num_classes: int
-    task: Task
+    labels: Labels | None
     notes: tuple[str, ...]
     quality: Quality
+
+    @property
+    def num_classes(self) -> int:
+        """Columns that a model must give where the loss is left open; 0 without labels."""
+        return 0 if self.labels is None else self.labels.outputs
 
 
 def describe(
@@ -134,9 +139,8 @@ def measure(
         num_parts=parts,
         num_nodes=int(data.num_nodes),
         num_edges=data.edge_index.size(1),
-        features=data.x.size(-1),
-        num_classes=num_classes(data),
-        task=task(data),
+        features=0 if data.x is None else data.x.size(-1) if data.x.dim() > 1 else 1,
+        labels=facts_of(data),
         notes=tuple(notes),
         quality=found,
     )
@@ -186,6 +190,7 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
 def _write(partitions: Iterable[Partition], fresh: Path, meta: Meta) -> None:
     seals: dict[str, Seal] = {}
     attributes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    plain: dict[str, Any] = {}
     for piece in partitions:
         facts = {
             name: getattr(piece, name) for name in (*COUNTS, "send_counts", "recv_counts", "fingerprint")
@@ -193,7 +198,9 @@ def _write(partitions: Iterable[Partition], fresh: Path, meta: Meta) -> None:
         file = _file(fresh, piece.part)
         seals[file.name] = sealed.write_tensors(file, _tensors(piece), json.dumps(facts), sync=False)
         attributes = attributes_of(piece)
-    page = {"format": FORMAT, **dataclasses.asdict(meta), "attributes": attributes}
+        shared = {k: v for k, v in piece.shared.items() if not isinstance(v, Tensor)}
+        plain = {"shared": shared, "refused": piece.refused}
+    page = {"format": FORMAT, **dataclasses.asdict(meta), "attributes": attributes, **plain}
     sealed.write_page(fresh / PAGE, {**page, "files": sealed.told_of(seals)})
 
 
@@ -204,6 +211,8 @@ class _Page:
     meta: Meta
     attributes: dict[str, tuple[str, tuple[int, ...]]]
     files: dict[str, Seal]
+    shared: dict[str, Shared]
+    refused: dict[str, str]
 
 
 def load_meta(folder: str | Path) -> Meta:
@@ -251,19 +260,29 @@ def _page(folder: Path) -> _Page:
         figures: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in facts.pop("quality").items()
         }
-        meta = Meta(**{**facts, "notes": tuple(facts["notes"]), "quality": Quality(**figures)})
+        labels = facts.pop("labels")
+        if labels is not None:
+            labels = Labels(**{**labels, "shape": tuple(labels["shape"])})
+        plain = facts.pop("shared"), facts.pop("refused")
+        meta = Meta(
+            **{**facts, "notes": tuple(facts["notes"]), "labels": labels, "quality": Quality(**figures)}
+        )
     except SealError as error:
         raise _damaged(folder, str(error)) from None
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _damaged(folder, f"{PAGE} is damaged: {type(error).__name__}: {error}") from None
-    fault = _meta_fault(meta, attributes) or (
-        "it does not name a file for each part"
-        if set(files) != {_file(folder, part).name for part in range(min(meta.num_parts, len(files) + 1))}
-        else ""
+    fault = (
+        _meta_fault(meta, attributes)
+        or _plain_fault(*plain)
+        or (
+            "it does not name a file for each part"
+            if set(files) != {_file(folder, part).name for part in range(min(meta.num_parts, len(files) + 1))}
+            else ""
+        )
     )
     if fault:
         raise _damaged(folder, f"{PAGE} is damaged: {fault}")
-    return _Page(meta, attributes, files)
+    return _Page(meta, attributes, files, *plain)
 
 
 def _meta_fault(meta: Meta, attributes: Attributes) -> str:
@@ -275,18 +294,35 @@ def _meta_fault(meta: Meta, attributes: Attributes) -> str:
     for name, hint in get_type_hints(Quality).items():
         if not fits(getattr(meta.quality, name), hint):
             return f"quality.{name} is {str(getattr(meta.quality, name))[:40]!r}"
+    for name, hint in get_type_hints(Labels).items() if meta.labels is not None else ():
+        if not fits(getattr(meta.labels, name), hint):
+            return f"labels.{name} is {str(getattr(meta.labels, name))[:40]!r}"
     width = attributes.get("node.x", ("", ()))[1]
     if width and width[-1] != meta.features:
         return f"features is {meta.features}, and x has {width[-1]} columns"
     return quality_fault(meta.quality, meta.num_parts, meta.num_nodes, meta.num_edges)
 
 
+def _plain_fault(shared: object, refused: object) -> str:
+    """Whether attributes that are numbers and texts, and reasons why others are none, are something else."""
+    for name, table, kinds in (("shared", shared, bool | int | float | str), ("refused", refused, str)):
+        if not isinstance(table, dict) or not all(isinstance(value, kinds) for value in table.values()):
+            return f"{name} is {str(table)[:40]!r}"
+    return ""
+
+
 def _labels_fault(y: Tensor | None, meta: Meta) -> str:
-    """Whether classes go beyond those that the page counts."""
-    classes = y is not None and y.dim() == 1 and not y.is_floating_point() and meta.task == "multiclass"
-    if y is None or not classes or not y.numel() or int(y.max()) < meta.num_classes:
+    """Whether labels go beyond those that the page tells of."""
+    facts = meta.labels
+    if facts is None or y is None:
+        return "" if facts is None and y is None else "y is in one of the page and the part, not in both"
+    values = y[~y.isnan()] if y.is_floating_point() else y.long()
+    if not values.numel():
         return ""
-    return f"y holds the class {int(y.max())}, and the page counts {meta.num_classes}"
+    least, most = (end.item() for end in values.aminmax())
+    if least >= facts.least and most <= facts.most:
+        return ""
+    return f"y goes from {least} to {most}, and the page says {facts.least} to {facts.most}"
 
 
 def _damaged(folder: Path, fault: str) -> PartitionError:
@@ -328,7 +364,8 @@ def load_part(folder: str | Path, part: int) -> Partition:
             facts[name] = tuple(facts[name])
         nodes, edges = _under(tensors, "node."), _under(tensors, "edge.")
         facts |= {name: tensors[name] for name in _PLAIN}
-        piece = Partition(**facts, nodes=nodes, edges=edges)
+        shared = page.shared | _under(tensors, "shared.")
+        piece = Partition(**facts, nodes=nodes, edges=edges, shared=shared, refused=page.refused)
         if (piece.fingerprint, piece.part, piece.num_parts) != (meta.fingerprint, part, meta.num_parts):
             raise SealError(
                 f"{file.name} holds part {piece.part} of {piece.num_parts} of the cut {piece.fingerprint}, "
@@ -351,7 +388,8 @@ def _file(folder: Path, part: int) -> Path:
 def _tensors(piece: Partition) -> dict[str, Tensor]:
     tensors = {name: getattr(piece, name) for name in _PLAIN}
     tensors |= {f"node.{name}": value for name, value in piece.nodes.items()}
-    return tensors | {f"edge.{name}": value for name, value in piece.edges.items()}
+    tensors |= {f"edge.{name}": value for name, value in piece.edges.items()}
+    return tensors | {f"shared.{name}": value for name, value in tensors_of(piece.shared).items()}
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -5,9 +5,9 @@ Where it sits: ``data.load_data`` and the Python API both pass every graph throu
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
@@ -15,52 +15,61 @@ from torch_geometric.data import Data, HeteroData
 from kagome.errors import DataError
 from kagome.graph import masks
 from kagome.graph.adjacency import beside, taken_apart
-from kagome.graph.attributes import dense, is_sparse, plain, split_attributes
+from kagome.graph.attributes import Notes, dense, is_sparse, plain, unboxed
+from kagome.graph.labels import Labels, labelled, labels_of
 from kagome.graph.topology import topology
 
-Task = Literal["multiclass", "multilabel"]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def validate(data: object, *, split: int = 0) -> tuple[Data, list[str]]:
-    """Check a graph and bring it into the one form that training reads.
+    """Check a graph and bring its edges and masks into the one form that training reads.
 
-    The given object is never changed. Kept are ``edge_index``, ``num_nodes`` and every tensor with a row a
-    vertex or a row an edge.
+    The given object is never changed. ``x``, ``y`` and all other attributes stay as they are given: type,
+    shape and values; sparse features are made dense. What stands for "no label" is the loss's business.
 
     Args:
-        data: A PyG ``Data``.
+        data: A PyG ``Data``; ``x`` and ``y`` may be missing. ``split_idx`` (OGB's) serves as masks.
         split: Which of several given splits; the seed of a 60/20/20 split where there are no masks.
 
     Returns:
-        A new Data with ``x`` (floating), ``edge_index`` (int64), ``y`` and three masks; and sentences to say
-        at the start of the run. Sentences that an earlier call left in ``data.notes`` come first.
+        A new Data with ``edge_index`` (int64), three masks, and the given attributes; and sentences to say at
+        the start of the run. Sentences that an earlier call left in ``data.notes`` come first.
 
     Raises:
         DataError: One for each fault.
 
     Shapes:
-        x ``[N, F]``, edge_index ``[2, E]``, y ``[N]`` (classes, -1 unlabelled) or ``[N, C]`` (0 and 1), masks
-        ``[N]`` or ``[N, splits]`` in, ``[N]`` out.
+        x ``[N, ...]``, edge_index ``[2, E]``, y ``[N, ...]``, masks ``[N]`` or ``[N, splits]`` in, ``[N]``
+        out.
 
     Cost: two sorts of the edges.
     """
     graph, notes = validate_edges(data)
     edge_index, num_nodes = graph.edge_index, int(graph.num_nodes)
-    x = _features(graph.x, num_nodes, notes)
-    y = _labels(graph.y, num_nodes, notes)
-    labelled = y >= 0 if y.dim() == 1 else torch.ones(num_nodes, dtype=torch.bool)
-    given = {name: graph[name] for name in masks.NAMES if name in graph}
-    chosen = masks.settle(given, num_nodes, labelled, split, notes)
+    settled: dict[str, Any] = {}
+    there = torch.ones(num_nodes, dtype=torch.bool)
+    if graph.x is not None:
+        settled["x"] = _features(graph.x, num_nodes, notes)
+    if graph.y is not None:
+        settled["y"] = _rows_of_labels(graph.y, num_nodes)
+        there = labelled(settled["y"], labels_of(settled["y"]))
+    given = {name: graph[name] for name in masks.NAMES if graph.get(name) is not None}
+    ids = graph.get("split_idx")
+    if isinstance(ids, Mapping):
+        given = masks.of_ids(ids, given, num_nodes)
+    if graph.y is None and not given:
+        settled |= {name: torch.zeros(num_nodes, dtype=torch.bool) for name in masks.NAMES}
+    else:
+        settled |= masks.settle(given, num_nodes, there, split, notes)
     notes += topology(edge_index, num_nodes)
 
-    rest = Data(edge_index=edge_index, num_nodes=num_nodes)
     for name, value in graph.to_dict().items():
-        if isinstance(value, Tensor) and name not in rest and not is_sparse(value):
-            rest[name] = plain(value)
-    nodes, edges = split_attributes(rest)
-    clean = Data(edge_index=edge_index, num_nodes=num_nodes, **{**nodes, **edges, "x": x, "y": y, **chosen})
-    return clean, list(dict.fromkeys(notes))
+        if name in settled or value is None or isinstance(value, Notes):
+            continue
+        if name != "split_idx" or not isinstance(value, Mapping):
+            settled[name] = plain(value) if isinstance(value, Tensor) and not is_sparse(value) else value
+    return Data(**settled), list(dict.fromkeys(notes))
 
 
 def validate_edges(data: object) -> tuple[Data, list[str]]:
@@ -79,7 +88,8 @@ def validate_edges(data: object) -> tuple[Data, list[str]]:
         edge_index ``[2, E]``, edge_weight and edge_attr ``[E, ...]``.
     """
     given = _fields(data)
-    notes = [note for note in given.pop("notes", None) or () if isinstance(note, str)]
+    before = given.get("notes")
+    notes = list(given.pop("notes")) if isinstance(before, Notes) else []
     edge_index = _edge_index(given)
     num_nodes = _num_nodes(given, edge_index, notes)
     check_ids(edge_index, num_nodes)
@@ -89,16 +99,9 @@ def validate_edges(data: object) -> tuple[Data, list[str]]:
     return Data(**{**given, "edge_index": edge_index, "num_nodes": num_nodes}), notes
 
 
-def num_classes(data: Data) -> int:
-    """Columns that a model must give: classes, or labels a vertex may have at once."""
-    if data.y.dim() == 2:
-        return int(data.y.size(1))
-    return max(int(data.y.max()) + 1, 1)
-
-
-def task(data: Data) -> Task:
-    """Whether a vertex has one class or several labels at once."""
-    return "multilabel" if data.y.dim() == 2 else "multiclass"
+def facts_of(data: Data) -> Labels | None:
+    """What the labels of a validated graph hold; None where it has none."""
+    return None if data.y is None else labels_of(data.y)
 
 
 def check_ids(edge_index: Tensor, num_nodes: int) -> None:
@@ -134,11 +137,7 @@ def _fields(data: object) -> dict[str, Any]:
         raise DataError(
             "a torch_geometric.data.Data was expected", f"this is a {type(data).__name__}", hint=hint
         )
-    fields = dict(data.to_dict())
-    for name, value in fields.items():
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            fields[name] = torch.as_tensor(value)
-    return fields
+    return {name: unboxed(value) for name, value in data.to_dict().items()}
 
 
 def _edge_index(given: dict[str, Any]) -> Tensor:
@@ -174,48 +173,84 @@ def _edge_index(given: dict[str, Any]) -> Tensor:
 
 
 def _num_nodes(given: dict[str, Any], edge_index: Tensor, notes: list[str]) -> int:
-    """What the user set, else the rows of x, y or a mask; the largest id last, as it misses the isolated."""
+    """What the user set, else the rows of an attribute of vertices; the largest id last."""
     count = given.pop("num_nodes", None)
     if count is None:
-        for name in ("x", "y", *masks.NAMES):
+        for name in ("x", "y", *masks.NAMES, "pos", "n_id"):
             value = given.get(name)
-            if value is not None:
-                count = value.size(0) if callable(getattr(value, "size", None)) else len(value)
+            if value is not None and not isinstance(value, str):
+                count = _rows(name, value)
                 break
         else:
             count = int(edge_index.max()) + 1 if edge_index.numel() else 0
             notes.append(f"The number of vertices is taken from the largest id in the edges: {count:,}.")
-    if int(count) < 1:
-        raise DataError("a graph needs at least one vertex", f"it has {int(count)}")
-    return int(count)
+    return check_count(count)
+
+
+def _rows(name: str, value: Any) -> int:
+    try:
+        return int(value.size(0)) if callable(getattr(value, "size", None)) else len(value)
+    except (TypeError, IndexError):
+        raise DataError(
+            f"{name} must have a row a vertex", f"it is {value!r}", where=f"data.{name}"
+        ) from None
+
+
+MOST_VERTICES = 2**40
+"""More are a mistake: an id of one takes 8 bytes."""
+
+
+def check_count(count: Any) -> int:
+    """A number of vertices as an int.
+
+    Raises:
+        DataError: If it is none, or none that a machine could hold.
+    """
+    value = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole and isinstance(value, float) and value.is_integer():
+        value, whole = int(value), True
+    if not whole:
+        shown = f"an array of {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+        raise DataError("num_nodes must be one whole number", f"it is {shown}", where="data.num_nodes")
+    if value < 1:
+        raise DataError("a graph needs at least one vertex", f"it has {value}")
+    if value > MOST_VERTICES:
+        raise DataError(
+            f"a graph has at most {MOST_VERTICES:,} vertices",
+            f"num_nodes is {value:.3g}",
+            where="data.num_nodes",
+        )
+    return int(value)
 
 
 def _features(x: Any, num_nodes: int, notes: list[str]) -> Tensor:
-    if x is None:
-        raise DataError(
-            "every vertex needs features",
-            f"data.x is missing ({num_nodes:,} vertices)",
-            hint="data.x = torch.randn(data.num_nodes, 128), or one column of degrees",
-        )
     if is_sparse(x):
         x = dense(x)
         notes.append(f"Sparse features are made dense: {x.size(0):,} x {x.size(1):,}.")
-    rows = plain(x)
+    rows = _numbers("x", x)
     if rows.dim() == 0 or rows.size(0) != num_nodes:
         raise DataError(
             f"x must have a row for each of {num_nodes:,} vertices",
             f"it has {rows.size(0) if rows.dim() else 0:,}",
             where="data.x",
         )
-    if rows.dim() == 1:
-        rows = rows[:, None]
     if rows.is_complex():
         raise DataError("features must be real numbers", f"x holds {rows.dtype}", where="data.x")
-    if not rows.is_floating_point():
-        notes.append(f"Features are turned from {str(rows.dtype).removeprefix('torch.')} into float32.")
-        rows = rows.float()
     _finite("x", rows)
     return rows.contiguous()
+
+
+def _numbers(name: str, value: Any) -> Tensor:
+    """A tensor of what a user gave as one: a tensor, an array, a list of numbers."""
+    if not is_sparse(value):
+        try:
+            return plain(value)  # type: ignore[no-any-return, unused-ignore]
+        except (TypeError, ValueError, RuntimeError):
+            pass
+    kind = getattr(value, "dtype", None)
+    said = f"it is a {type(value).__name__}" + (f" of {kind}" if kind is not None else "")
+    raise DataError(f"{name} must be a tensor of numbers, a row a vertex", said, where=f"data.{name}")
 
 
 def _finite(name: str, value: Tensor) -> None:
@@ -234,54 +269,15 @@ def _finite(name: str, value: Tensor) -> None:
     )
 
 
-def _labels(y: Any, num_nodes: int, notes: list[str]) -> Tensor:
-    if y is None:
-        raise DataError("every vertex needs a label (-1 for none)", "data.y is missing", hint="set data.y")
-    y = plain(y)
-    if y.dim() == 2 and y.size(1) == 1:
-        y = y.view(-1)
-    if y.dim() not in (1, 2) or y.size(0) != num_nodes:
+def _rows_of_labels(y: Any, num_nodes: int) -> Tensor:
+    rows = _numbers("y", y)
+    if rows.dim() == 0 or rows.size(0) != num_nodes:
         raise DataError(
-            f"y must have a row for each of {num_nodes:,} vertices, and one or two dimensions",
-            f"its shape is {list(y.shape)}",
+            f"y must have a row for each of {num_nodes:,} vertices",
+            f"its shape is {list(rows.shape)}",
             where="data.y",
         )
-    return _several(y) if y.dim() == 2 else _classes(y, num_nodes, notes)
-
-
-def _several(y: Tensor) -> Tensor:
-    odd = (y != 0) & (y != 1)
-    if odd.any():
-        row, column = odd.nonzero()[0].tolist()
-        raise DataError(
-            "y with several columns must hold 0 and 1 (several labels a vertex)",
-            f"y[{row}, {column}] is {y[row, column].item()}",
-            where="data.y",
-        )
-    return y.contiguous()
-
-
-def _classes(y: Tensor, num_nodes: int, notes: list[str]) -> Tensor:
-    if y.is_floating_point():
-        odd = ~(y.isfinite() & (y == y.round()))
-        if odd.any():
-            row = int(odd.nonzero()[0])
-            raise DataError(
-                "class labels must be whole numbers", f"y[{row}] is {y[row].item()}", where="data.y"
-            )
-        notes.append(f"Labels are turned from {str(y.dtype).removeprefix('torch.')} into int64.")
-    y = y.to(torch.int64)
-    # More classes than this are vertex ids or hashes taken for labels; the last layer would be as wide.
-    limit = max(num_nodes, 10_000)
-    odd = (y < -1) | (y >= limit)
-    if odd.any():
-        row = int(odd.nonzero()[0])
-        raise DataError(
-            f"class labels run from 0 to C - 1 (-1 for none, at most {limit:,} classes)",
-            f"y[{row}] is {int(y[row])}",
-            where="data.y",
-        )
-    return y.contiguous()
+    return rows.contiguous()
 
 
 def _edge_values(name: str, value: Tensor, num_edges: int) -> Tensor:

@@ -65,14 +65,22 @@ class Calling:
                 raise ModelError(
                     f"forward({', '.join(p.name for p in parameters)}) asks for {parameter.name!r}",
                     f"the data has {', '.join(sorted(names))}",
-                    hint=f"give the Data an attribute {parameter.name!r} with a row a vertex or an edge",
+                    hint=f"give the Data an attribute {parameter.name!r}",
                 )
         return Calling(False, tuple(places), tuple(named))
+
+    def wants(self, names: Collection[str]) -> list[str]:
+        """The inputs that forward gets, of those that there are."""
+        if self.by_data:
+            return [name for name in names if name != "num_nodes"]
+        return [*self.places, *self.named]
 
     def call(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """Call a model with its inputs, or with what stands for them."""
         if self.by_data:
-            return model(_Inputs(**inputs))
+            data = _Inputs(**{name: value for name, value in inputs.items() if name != "num_nodes"})
+            data.__dict__["count"] = inputs.get("num_nodes")
+            return model(data)
         return model(*(inputs[name] for name in self.places), **{name: inputs[name] for name in self.named})
 
 
@@ -89,6 +97,10 @@ def _second(names: Collection[str], asked: Collection[str]) -> str:
 class _Inputs(Data):  # type: ignore[misc]
     """A ``Data`` object that counts its vertices by the rows of x, whatever stands for x."""
 
+    count: Any = None
+
     @property
     def num_nodes(self) -> Any:
-        return self.x.size(0) if "x" in self else super().num_nodes
+        if "x" in self:
+            return self.x.size(0)
+        return super().num_nodes if self.__dict__["count"] is None else self.__dict__["count"]

@@ -79,7 +79,7 @@ class Survey:
         return replace(graph, steps=tuple(steps))
 
 
-def trace(model: nn.Module, names: Sequence[str]) -> LayerGraph:
+def trace(model: nn.Module, names: Sequence[str], plain: Mapping[str, Any] | None = None) -> LayerGraph:
     """The steps of a model's forward, the same for training and evaluation but for the training flag.
 
     A submodule that cannot be traced becomes one step. No other thread may run a model meanwhile.
@@ -87,6 +87,7 @@ def trace(model: nn.Module, names: Sequence[str]) -> LayerGraph:
     Args:
         model: The user's module; its modes are left as they are.
         names: Inputs that the data has.
+        plain: Those of them that are numbers and texts, which forward may branch on.
 
     Raises:
         ModelError: If the model's own forward cannot be traced, does other things in training than in
@@ -98,7 +99,7 @@ def trace(model: nn.Module, names: Sequence[str]) -> LayerGraph:
         try:
             with _modes_kept(model):
                 train, eval_ = (
-                    steps_of(model.train(mode), Tracer(model, form, names, whole).noted())
+                    steps_of(model.train(mode), Tracer(model, form, names, whole, plain).noted())
                     for mode in (True, False)
                 )
         except FaultError as fault:

@@ -28,7 +28,7 @@ TRACED: Final = "in forward, h = h + a for h += a, and no isinstance(h, Tensor)"
 def refuse_unlike(
     model: nn.Module,
     graph: LayerGraph,
-    inputs: Mapping[str, Tensor],
+    inputs: Mapping[str, Any],
     *,
     on: Callable[[bool], AbstractContextManager[object]],
     before: Callable[[Step], None],
@@ -56,7 +56,8 @@ def refuse_unlike(
         Two forwards of the sample in each mode.
     """
     calling = Calling.of(model, inputs)
-    kinds = {tensor.dtype for tensor in (*model.parameters(), *inputs.values())}
+    given = [value for value in inputs.values() if isinstance(value, Tensor)]
+    kinds = {tensor.dtype for tensor in (*model.parameters(), *given)}
     kinds |= {torch.bfloat16} if halved else set()
     epsilon = max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
 

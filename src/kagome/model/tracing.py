@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType, TracebackType
@@ -118,15 +118,22 @@ class Tracer(fx.Tracer):
         calling: How it is called.
         names: Inputs that the data has.
         whole: Paths of modules not to look into, beside those that never are.
+        plain: Inputs that are numbers and texts: they are noted as they are.
     """
 
     proxy_buffer_attributes = True
 
     def __init__(
-        self, model: nn.Module, calling: Calling, names: Collection[str], whole: Collection[str]
+        self,
+        model: nn.Module,
+        calling: Calling,
+        names: Collection[str],
+        whole: Collection[str],
+        plain: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self._model, self._calling, self._whole = model, calling, whole
+        self._plain = dict(plain or {})
         self._names = list(names) if calling.by_data else [*calling.places, *calling.named]
         self._stack: list[str] = []
         self._fault: str | None = None
@@ -155,7 +162,10 @@ class Tracer(fx.Tracer):
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         """The call of the model on its inputs, named as the data names them."""
-        inputs = {name: self.create_proxy("placeholder", name, (), {}) for name in self._names}
+        inputs: dict[str, Any] = {name: self._plain[name] for name in self._names if name in self._plain}
+        for name in self._names:
+            if name not in self._plain:
+                inputs[name] = self.create_proxy("placeholder", name, (), {})
 
         def root() -> Any:
             with self._patched():

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from kagome.graph.attributes import tensors_of
 from kagome.kernels.structure import Layout, Structure
 from kagome.neighbors.intercept import Interception
 
@@ -23,7 +24,7 @@ def holding(scope: Interception) -> Iterator[tuple[str, Tensor]]:
     part = scope.part
     first = scope.views[0]
     of_edges = {"edge_index", *first.attributes}
-    for name, value in (*scope.inputs.items(), *part.nodes.items()):
+    for name, value in (*tensors_of(scope.inputs).items(), *part.nodes.items()):
         yield ("edges" if name in of_edges else "features"), value
     for value in (part.edge_index, part.edge_ids, *part.edges.values()):
         yield "edges", value

@@ -11,7 +11,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from kagome.neighbors import adjacency
@@ -178,7 +178,7 @@ def _turn_round(scope: Interception) -> Callable[..., Any]:
     """A layer whose messages flow from target to source is given out-edges, with their attributes."""
 
     def swap(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = {id(value): name for name, value in scope.inputs.items()}
+        names = {id(value): name for name, value in scope.inputs.items() if isinstance(value, Tensor)}
         edge_names = {"edge_index", *scope.views[0].attributes}
 
         def turned(value: Any) -> Any:

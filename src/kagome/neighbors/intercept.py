@@ -104,8 +104,11 @@ class Interception(Late, TorchFunctionMode):
 
     # What the model is given ---------------------------------------------------------------------
 
-    def _inputs(self) -> dict[str, Tensor]:
+    def _inputs(self) -> dict[str, Any]:
+        """All that the model may ask for by name; what has no row a vertex or an edge carries no mark."""
         view = self.views[0]
+        given = self.part.shared
+        shared = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in given.items()}
         inputs = {"edge_index": self.marks.put(view.edge_index, Mark(Kind.EDGES, 0))}
         for name, value in view.attributes.items():
             inputs[name] = self.marks.put(value, Mark(Kind.PAIRS, 0, edges=view.edge_index))
@@ -120,7 +123,9 @@ class Interception(Late, TorchFunctionMode):
         if self.matrix is not None:
             del inputs[self.matrix.told.name]
             inputs["adj_t"] = self.matrix.given
-        return inputs
+        # Whoever makes a tensor of so many rows makes a row a vertex of this part.
+        count = Count(self.own, Mark(Kind.ROWS), lambda: self.part.num_nodes)
+        return {"num_nodes": count, **shared, **inputs}
 
     def out_edges(self) -> View:
         """View 1, fetched from the peers at the first call. All ranks reach it at the same call."""

@@ -30,9 +30,16 @@ class Best:
         best.weights = weights
         return best
 
-    def see(self, epoch: int, metric: float | None, model: nn.Module) -> None:
-        """Note an evaluation; of equals the first stays. Without a metric the last epoch is the best."""
-        if metric is not None and self.metric is not None and metric <= self.metric:
+    def see(self, epoch: int, metric: float | None, model: nn.Module, *, higher: bool = True) -> None:
+        """Note an evaluation; of equals the first stays. Without a metric the last epoch is the best.
+
+        Args:
+            epoch: Which.
+            metric: Of its weights.
+            model: With its weights.
+            higher: Whether more of the metric is better.
+        """
+        if metric is not None and self.metric is not None and not _better(metric, self.metric, higher):
             self.waited = epoch - self.epoch
             return
         self.epoch, self.metric, self.waited = epoch, metric, 0
@@ -58,6 +65,10 @@ class Best:
     def place(self, epoch: int, seed: int, world_size: int, graph: str) -> checkpoint.Place:
         """What a checkpoint says of the run."""
         return checkpoint.Place(epoch, seed, self.epoch, self.metric, self.waited, world_size, graph)
+
+
+def _better(metric: float, before: float, higher: bool) -> bool:
+    return metric > before if higher else metric < before
 
 
 Mark = tuple[tuple[int, int], ...]

@@ -21,7 +21,7 @@ from kagome.run.accounts import foresee_split
 from kagome.run.check import CheckResult, check
 from kagome.run.engines import refuse_slices_by_pyg
 from kagome.run.ready import few_rows, materialise
-from kagome.run.source import from_data
+from kagome.run.source import for_model, from_data
 
 PARTS = 3
 """Of the split, where no flag says how many."""
@@ -54,7 +54,8 @@ def checked(
     cut, seed = settings.parallel, settings.train.seed
     refuse_slices_by_pyg(settings, torch.device("cuda"))  # where the ranks are, not here
     alone = Channel(None, "cpu")
-    part, meta = from_data(load_data(settings.data), alone, method="contiguous", seed=0)
+    found = from_data(load_data(settings.data), alone, method="contiguous", seed=0)
+    part, meta = for_model(settings.model.name, *found)
     torch.manual_seed(seed)
     model = build(part, meta, alone)
     if cut.decouple:

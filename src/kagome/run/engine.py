@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from kagome.comm.channel import Channel
 from kagome.config import Parallel, Train
@@ -37,17 +38,12 @@ from kagome.run.gradients import Gradients
 from kagome.run.holdings import Saved, measure
 from kagome.run.installed import Installed, while_installed
 from kagome.run.ladder import EXACT, Ladder, LateProbe, Rung
+from kagome.run.learning import Aim
 from kagome.run.offload import Offload
+from kagome.run.ready import refused_input
 from kagome.run.tally import Tally
-from kagome.run.task import (
-    Loss,
-    check_finite,
-    check_rows,
-    checked_loss,
-    columns,
-    draws_of,
-    row_sum,
-)
+from kagome.run.task import check_finite, check_rows, columns, draws_of, in_float32
+from kagome.run.weighed import Weighed
 
 
 class Phases(Protocol):
@@ -67,7 +63,7 @@ class Engine:
         weights: The way of gradients.
         parallel: What crosses, and how late.
         settings: Seed, clipping, mixed precision.
-        loss: Gives a value a row.
+        aim: The loss and the metric.
         phases: Where the time of each phase goes.
         fast: Whether messages are put off and reduced by kernels.
         recompute: Whether each layer keeps its inputs only, and runs again in backward.
@@ -82,18 +78,13 @@ class Engine:
         weights: Channel,
         parallel: Parallel,
         settings: Train,
-        loss: Loss,
+        aim: Aim,
         phases: Phases,
         fast: bool = True,
         recompute: bool = False,
     ) -> None:
-        self.model, self.channel, self.settings, self.loss, self.phases = (
-            model,
-            channel,
-            settings,
-            loss,
-            phases,
-        )
+        self.model, self.channel, self.settings, self.phases = model, channel, settings, phases
+        self.aim, self.objective = aim, aim.objective
         self.crossing = Crossing(channel, parallel, settings.seed, late=channel.patient)
         self.scope = Interception(
             part,
@@ -120,10 +111,10 @@ class Engine:
         self._calling = Calling.of(model, set(self.scope.inputs))
         self.installed = Installed(self._put_on)
         inputs = self.scope.inputs
-        self.y = inputs.get("y")
         self.train_rows = part.nodes["train_mask"].nonzero().view(-1).to(channel.device)
-        count = torch.tensor([self.train_rows.numel()], dtype=torch.int64, device=channel.device)
-        self.train_count = int(channel.all_reduce(count, action="count training vertices", kind="other"))
+        self.target = self.objective.target(inputs, self.train_rows)
+        self._weighed = Weighed(self.objective, channel)
+        self._weighed.settle(self.target, None)
         self.layout = Layout.of(parallel, part.fingerprint, part.own, part=channel.rank)
         learning = [p for p in model.parameters() if p.requires_grad]
         self.gradients = Gradients(learning, weights, codec=parallel.codec_weights)
@@ -138,7 +129,7 @@ class Engine:
         assert "edge_index" in inputs
 
     @property
-    def inputs(self) -> Mapping[str, Tensor]:
+    def inputs(self) -> Mapping[str, Any]:
         """What the model is given of own rows and edges."""
         return self.scope.inputs
 
@@ -186,12 +177,21 @@ class Engine:
                 undo.callback(recompute(self.model, self.scope))
             yield
 
+    def _call(self) -> Any:
+        try:
+            return self._calling.call(self.model, self.scope.inputs)
+        except (RuntimeError, NotImplementedError) as error:
+            found = refused_input(self.model, self.scope.part, self._calling.wants(self.inputs), error)
+            if found is error:
+                raise
+            raise found from error
+
     @while_installed
-    def forward(self, epoch: int, *, training: bool) -> Tensor:
+    def forward(self, epoch: int, *, training: bool) -> Any:
         """Scores of own rows.
 
         Shapes:
-            ``[n, C]``.
+            ``[n, C]``, or a nest of such.
 
         Raises:
             ModelError: If the output has not a row a vertex.
@@ -205,7 +205,7 @@ class Engine:
         before = None if buffers is None else buffers.copies()
         try:
             with self.scope.running(epoch, training=training, checked=checked), cast:
-                out = self._calling.call(self.model, self.scope.inputs)
+                out = self._call()
         except EscapeError as error:
             # All ranks run the same code: they all come here, at the same call.
             self.scope.fast = False
@@ -214,9 +214,11 @@ class Engine:
             self._notes.append(without_fast(error.found, slices=self.scope.slices))
             error.__traceback__ = None  # it would keep all tensors of this forward
             with self.scope.running(epoch, training=training, checked=checked), cast:
-                out = self._calling.call(self.model, self.scope.inputs)
+                out = self._call()
         rows = check_rows(out, self.scope.own, self.channel.rank)
-        return rows.float() if amp else rows
+        if not isinstance(rows, Tensor):
+            self.ahead.allowed = False
+        return in_float32(rows) if amp else rows
 
     @while_installed
     def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:
@@ -274,14 +276,19 @@ class Engine:
             forward = self.ahead.take(epoch) or self._train_forward(epoch, watched=compares)
             with self.phases.phase("forward", epoch):
                 out = forward.out
-                assert self.y is not None
                 rows = self.train_rows
-                if not self._checked and rows.numel() > 1:
-                    checked_loss(self.loss, out[rows].detach(), self.y[rows])
-                lost = row_sum(self.loss(out[rows], self.y[rows])) / max(self.train_count, 1)
+                shown = tree_map(lambda leaf: leaf[rows], out)
+                if not self._checked:
+                    self.objective.check(shown, self.target)
+                    self.aim.metric.check(out)
+                    self._weighed.settle(self.target, shown)
+                lost = None
+                if rows.numel():
+                    lost = self._weighed.mean(*self.objective.lost(shown, self.target))
+                    self._weighed.done()
             # The loss, a wish to stop, and a doubt travel with the gradients.
             notes = (
-                lost.detach() if rows.numel() else 0.0,
+                0.0 if lost is None else lost.detach(),
                 float(stop),
                 float(compares and self.ahead.differs(forward)),
                 *self.crossing.drifts,
@@ -291,7 +298,7 @@ class Engine:
                 self.gradients.during(notes, f"sum of gradients, epoch {epoch}"),
             ):
                 # [Note: token] in neighbors.rows: it makes backward visit every site on every rank.
-                whole = lost + forward.token.to(lost.dtype) if rows.numel() else forward.token
+                whole = forward.token if lost is None else lost + forward.token.to(lost.dtype)
                 if whole.requires_grad:
                     whole.backward()
         self._checked = True
@@ -360,18 +367,20 @@ class Engine:
             buffers.restore(tensors, before)  # the epoch will run it again
             return None
         self.ahead.keep(forward)
-        return columns(forward.out.detach())
+        found: Tensor = columns(forward.out.detach())
+        return found
 
     @torch.no_grad()
-    def evaluate(self, epoch: int) -> Tensor:
+    def evaluate(self, epoch: int) -> Any:
         """Scores of own rows with dropout off: exact, and distributed like training.
 
         Shapes:
-            ``[n, C]``; a model that gives ``[n]`` has one column.
+            ``[n, C]``, or a nest of such; a model that gives ``[n]`` has one column.
         """
         self.crossing.settle()  # any number of evaluations may follow
         out = self.forward(epoch, training=False)
-        self.ahead.evaluated(out)
+        if isinstance(out, Tensor):
+            self.ahead.evaluated(out)
         return columns(out)
 
 

@@ -13,13 +13,13 @@ from kagome.comm.mesh import Mesh
 from kagome.errors import ConfigError
 from kagome.graph.partition import Partition
 from kagome.run.engine import Engine, Phases
+from kagome.run.learning import Aim
 from kagome.run.pipeline import Pipeline
 from kagome.run.runner import Runner
-from kagome.run.task import Loss
 
 
 def engine_for(
-    model: nn.Module, part: Partition, mesh: Mesh, *, settings: config.Run, loss: Loss, phases: Phases
+    model: nn.Module, part: Partition, mesh: Mesh, *, settings: config.Run, aim: Aim, phases: Phases
 ) -> Runner:
     """The engine that a mesh and its chunks need.
 
@@ -43,7 +43,7 @@ def engine_for(
             weights=mesh.weights,
             parallel=parallel,
             settings=settings.train,
-            loss=loss,
+            aim=aim,
             phases=phases,
             fast=settings.model.fast,
             recompute=settings.model.recompute,
@@ -60,7 +60,7 @@ def engine_for(
         mesh,
         parallel=parallel,
         settings=settings.train,
-        loss=loss,
+        aim=aim,
         phases=phases,
         fast=settings.model.fast,
     )

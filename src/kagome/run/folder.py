@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
 
 from kagome import config, written
 from kagome.comm.channel import Channel
@@ -180,7 +181,8 @@ class RunWriter:
         self,
         values: Mapping[str, Any],
         spans: Sequence[Sequence[Span]],
-        scores: Tensor,
+        scores: Any,
+        label: Tensor | None,
         target: Tensor,
         model: nn.Module,
     ) -> None:
@@ -189,7 +191,8 @@ class RunWriter:
         Args:
             values: What ``summary.json`` holds.
             spans: One list a rank.
-            scores: Of all vertices, in their original order.
+            scores: Of all vertices, in their original order; a tensor, or a nest of such.
+            label: The labels that they stand for, if they do.
             target: Their true labels.
             model: With the best epoch's weights, under the user's own names.
 
@@ -197,16 +200,17 @@ class RunWriter:
             ConfigError: If it cannot be written.
 
         Shapes:
-            ``scores [N, C]``, ``target [N]`` or ``[N, C]``.
+            ``scores [N, C]``, ``label [N]`` or ``[N, C]``, ``target [N, ...]``.
         """
         with self._worded():
-            self._finish(values, spans, scores, target, model)
+            self._finish(values, spans, scores, label, target, model)
 
     def _finish(
         self,
         values: Mapping[str, Any],
         spans: Sequence[Sequence[Span]],
-        scores: Tensor,
+        scores: Any,
+        label: Tensor | None,
         target: Tensor,
         model: nn.Module,
     ) -> None:
@@ -214,12 +218,15 @@ class RunWriter:
         from kagome.report.timeline import write_trace
 
         self.close()
-        score = scores.detach().float().cpu()
-        several = target.dim() > 1
-        single = (score[:, 0] > 0).long() if score.size(1) == 1 else score.argmax(1)
-        label = (score > 0).long() if several else single
+        leaves = [("", scores)] if isinstance(scores, Tensor) else tree_flatten_with_path(scores)[0]
+        given: dict[str, Any] = {
+            "scores" + "".join(f".{_key(key)}" for key in path): leaf.detach().float().cpu().numpy()
+            for path, leaf in leaves
+        }
+        if label is not None:
+            given["label"] = label.cpu().numpy()
         fresh = self.folder / ".predictions.npz"
-        np.savez_compressed(fresh, scores=score.numpy(), label=label.numpy(), target=target.cpu().numpy())
+        np.savez_compressed(fresh, target=target.cpu().numpy(), **given)
         fresh.rename(self.folder / "predictions.npz")
         with torch.no_grad():
             save_model(model, str(self.folder / ".model.safetensors"))
@@ -231,3 +238,8 @@ class RunWriter:
             from kagome.report.page import write_page
 
             write_page(self.folder)
+
+
+def _key(key: Any) -> str:
+    """A place in a nest, as a word."""
+    return str(getattr(key, "key", getattr(key, "idx", key)))

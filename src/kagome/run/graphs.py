@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from kagome.graph.partition import Partition, extract
+from kagome.graph.attributes import Sorted
+from kagome.graph.partition import Partition, extract, kinds_of
 from kagome.graph.partitioners import assign, shared_out
 from kagome.run.counts import Counts, split_counts
 from kagome.run.made import drawn
@@ -106,7 +107,7 @@ def cuts_of(graph: Graph, like: Partition, seed: int) -> list[Sequence[Partition
     samples = samples_of(graph, like, seed)
     if samples[0] is not like:
         return [shares_of(sample, CUTS[0]) for sample in samples]
-    data = Data(edge_index=like.edge_index, num_nodes=graph.vertices, **like.nodes, **like.edges)
+    data = Sorted(like.edge_index, graph.vertices, kinds_of(like))
     found: list[Sequence[Partition]] = []
     for parts in CUTS:
         owner = graph.owner("metis", parts, seed)

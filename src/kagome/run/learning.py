@@ -6,41 +6,141 @@ Where it sits: ``trainer`` asks it once, before the engine is made.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from kagome.comm.channel import Channel
 from kagome.config import Train
-from kagome.errors import ConfigError, KagomeError, ModelError
-from kagome.run import task
+from kagome.errors import ConfigError, DataError, ModelError
+from kagome.graph import masks
+from kagome.graph.partition import Partition
+from kagome.graph.store import Meta
+from kagome.run.losses import objective_of
+from kagome.run.metrics import Metric, Own, metric_of
+from kagome.run.objective import Loss, Objective
 
 
-def loss_of(loss: task.Loss | None, y: Tensor, classes: int) -> task.Loss:
-    """The user's loss, tried on a few made-up rows, or the default one.
+@dataclass(frozen=True)
+class Wishes:
+    """What a user gives a Trainer to learn by.
+
+    Args:
+        loss: A name, ``loss(out, y)``, or None for what the settings say.
+        metric: A name, ``metric(out, y)``, or None for what the settings say.
+        loss_inputs: The attribute of each further argument of the loss.
+        optimizer: ``callable(params)``.
+        scheduler: ``callable(optimizer)``.
+    """
+
+    loss: Loss | str | None = None
+    metric: Own | str | None = None
+    loss_inputs: Mapping[str, str] | None = None
+    optimizer: Callable[[Any], Optimizer] | None = None
+    scheduler: Callable[[Optimizer], Any] | None = None
+
+
+def named(train: Train, loss: object, metric: object) -> Train:
+    """The settings with a loss and a metric that a user gave by their names: a run's folder keeps them.
 
     Raises:
-        ConfigError: If it averages over rows by itself.
+        ConfigError: If there is no such name.
     """
-    kind = task.kind_of(y)
-    if loss is None:
-        return task.default_loss(kind, classes)
-    generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(12, classes, generator=generator)
-    if kind == "multilabel":
-        labels = torch.ones(12, y.size(1)).to(y.dtype)
-    else:
-        labels = torch.randint(0, classes, (12,), generator=generator)
-    try:
-        return task.checked_loss(loss, sample, labels)
-    except KagomeError:
-        raise
-    except (RuntimeError, IndexError, TypeError, ValueError):
-        # A loss for outputs of another shape or device; the engine tries it on the first epoch's own.
-        return loss
+    given = {key: value for key, value in (("loss", loss), ("metric", metric)) if isinstance(value, str)}
+    return replace(train, **given)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a run learns, how it is scored, and on which vertices.
+
+    Args:
+        objective: The loss.
+        metric: The score.
+        part: This rank's part, with masks of vertices that have a label.
+        notes: What there is to say of labels and masks.
+    """
+
+    objective: Objective
+    metric: Metric
+    part: Partition
+    notes: tuple[str, ...]
+
+
+def aim_of(wishes: Wishes, part: Partition, meta: Meta, train: Train, channel: Channel) -> Aim:
+    """Loss and metric, checked against the labels before anything is trained. All ranks call it.
+
+    Raises:
+        DataError: If there are no labels, they do not fit the loss, or no labelled vertex trains.
+        ConfigError: If settings clash, or a user's loss is one that the mean over all ranks would change.
+    """
+    if meta.labels is None:
+        raise DataError("training needs labels (data.y)", "the data has none")
+    objective = objective_of(
+        wishes.loss,
+        meta.labels,
+        train,
+        meta.num_nodes,
+        inputs=wishes.loss_inputs,
+        nodes=tuple(part.nodes),
+        shared=tuple(part.shared),
+    )
+    metric = metric_of(wishes.metric, objective, train)
+    _refuse_weights(objective, part, channel)
+    labelled = objective.labelled(part.nodes["y"])
+    nodes = {name: value & labelled if name in masks.NAMES else value for name, value in part.nodes.items()}
+    given = [int(part.nodes[name].sum()) for name in masks.NAMES]
+    kept = [int(nodes[name].sum()) for name in masks.NAMES]
+    mine = torch.tensor([*given, *kept, int((~labelled).sum())], device=channel.device)
+    found = channel.all_reduce(mine, action="count labelled vertices", kind="other").tolist()
+    return Aim(objective, metric, replace(part, nodes=nodes), _said(objective, meta, found))
+
+
+def _said(objective: Objective, meta: Meta, found: Sequence[int]) -> tuple[str, ...]:
+    """What there is to say of masks and labels of the whole graph."""
+    given, kept, unlabelled = found[:3], found[3:6], found[6]
+    none = "NaN" if objective.facts.floating else f"y = {objective.ignore}"
+    notes = []
+    if lost := sum(given) - sum(kept):
+        notes.append(f"{lost:,} vertices without a label ({none}) are left out of the masks.")
+    if unlabelled:
+        notes.append(
+            f"{unlabelled:,} of {meta.num_nodes:,} vertices have no label ({none}); they pass messages only."
+        )
+    if not kept[0]:
+        raise masks.nobody(given[0], unlabelled, meta.num_nodes)
+    notes += [
+        f"{name} is empty: there is nothing to {word} on."
+        for name, word, count in zip(masks.NAMES[1:], ("validate", "test"), kept[1:], strict=True)
+        if not count
+    ]
+    facts = objective.facts
+    if objective.name == "cross_entropy" and facts.single and facts.floating:
+        notes.append(f"cross_entropy takes the labels as class ids: y is {facts.dtype}, of whole numbers.")
+    return tuple(notes)
+
+
+def _refuse_weights(objective: Objective, part: Partition, channel: Channel) -> None:
+    """Sample weights are numbers from 0 up, one a vertex. All ranks call it."""
+    if objective.weight is None:
+        return
+    name = objective.weight
+    value, fault = part.nodes.get(name), ""
+    if value is None or value.is_complex() or value.shape[1:] not in ((), (1,)):
+        fault = (
+            "it has not" if value is None else f"it has the shape [N, {', '.join(map(str, value.shape[1:]))}]"
+        )
+    elif value.numel() and not (bool(value.double().isfinite().all()) and float(value.double().min()) >= 0):
+        fault = f"it holds {float(value.double().min()):g}"
+    faults = channel.gather_objects(fault, "check the weights of vertices")
+    fault = next((str(each) for each in faults if each), "")
+    if fault:
+        raise DataError(f"{name} has a weight from 0 up for each vertex", fault, where=f"data.{name}")
 
 
 def optimizer_of(model: nn.Module, train: Train, make: Callable[[Any], Optimizer] | None = None) -> Optimizer:
@@ -107,11 +207,19 @@ def set_rates(optimizer: Optimizer, train: Train) -> None:
         group["lr"], group["weight_decay"] = train.lr, train.weight_decay
 
 
-def scheduler_of(optimizer: Optimizer, make: Callable[[Optimizer], Any] | None) -> Any:
+def scheduler_of(
+    optimizer: Optimizer, make: Callable[[Optimizer], Any] | None, *, higher: bool = True
+) -> Any:
     """What steps the learning rate once an epoch, or None.
 
+    Args:
+        optimizer: Of the run.
+        make: Makes it.
+        higher: Whether more of the run's metric is better.
+
     Raises:
-        ConfigError: If ``make`` gives nothing that steps.
+        ConfigError: If ``make`` gives nothing that steps, or a plateau of a metric that rises where less is
+            better.
     """
     if make is None:
         return None
@@ -122,14 +230,20 @@ def scheduler_of(optimizer: Optimizer, make: Callable[[Optimizer], Any] | None) 
             f"it was given, or gave, a {type(scheduler).__name__}",
             hint="scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 50)",
         )
+    if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode == "max" and not higher:
+        raise ConfigError(
+            'ReduceLROnPlateau(mode="max") waits for a metric that rises',
+            "less is better of this run's metric",
+            hint='mode="min"',
+        )
     return scheduler
 
 
-def step_scheduler(scheduler: Any, loss: float, val_metric: float | None) -> None:
-    """One step; a plateau is one of the loss, or with ``mode="max"`` of the validation metric."""
+def step_scheduler(scheduler: Any, loss: float, val_metric: float | None, *, higher: bool) -> None:
+    """One step; a plateau is one of the validation metric where its mode fits that, else of the loss."""
     if not isinstance(scheduler, ReduceLROnPlateau):
         scheduler.step()
-    elif scheduler.mode == "min":
+    elif scheduler.mode == "min" and higher:
         scheduler.step(loss)
     elif val_metric is not None:
         scheduler.step(val_metric)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
 from kagome.config import Train
+from kagome.graph.attributes import tensors_of
 from kagome.graph.partition import Partition, partition
 from kagome.model.exact import HANDLERS
 from kagome.model.layers import Survey, settled, survey
@@ -130,7 +131,7 @@ def _compare(model: nn.Module, graph: LayerGraph, scope: Interception, train: Tr
     @contextmanager
     def on(training: bool) -> Iterator[None]:
         with (
-            unmoved(scope.inputs.values()),
+            unmoved(tensors_of(scope.inputs).values()),
             On(model, scope, train, training=training),
             draws_of(train.seed, 0),
         ):

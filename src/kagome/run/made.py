@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from kagome.graph.attributes import Attributes, Sorted
 from kagome.graph.partition import Partition, extract
 
 ROWS: Final = (29, 41, 23, 53, 37, 31, 47)
@@ -61,6 +62,8 @@ def made_pieces(part: Partition, *, several: bool, loops: bool, seed: int) -> li
             piece,
             nodes=_again(part.nodes, piece.own.numel(), generator),
             edges=_again(part.edges, piece.edge_ids.numel(), generator),
+            shared=part.shared,
+            refused=part.refused,
         )
         for piece in pieces
     ]
@@ -85,7 +88,8 @@ def drawn(like: Partition, vertices: int, edges: int, seed: int) -> Data:
         for name, value in values.items()
     }
     edge_index = torch.randint(0, vertices, (2, edges), generator=generator)
-    return Data(edge_index=edge_index, num_nodes=vertices, **attributes)
+    nodes, of_edges = ({name: attributes[name] for name in values} for values, _ in rows)
+    return Sorted(edge_index, vertices, Attributes(nodes, of_edges, like.shared, like.refused))
 
 
 def _links(k: int, start: int, loops: bool, generator: torch.Generator) -> Tensor:

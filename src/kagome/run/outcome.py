@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from kagome.comm.channel import Channel
 from kagome.graph.partition import Partition
@@ -20,15 +21,19 @@ from kagome.report.spans import Span, Spans
 from kagome.report.summary import summary
 
 
-def original_order(rows: Tensor, part: Partition, channel: Channel, action: str) -> Tensor | None:
+def original_order(rows: Any, part: Partition, channel: Channel, action: str) -> Any:
     """Own rows of all ranks, joined in the vertices' original order on rank 0; None elsewhere.
 
     Shapes:
-        ``[n, ...]`` -> ``[N, ...]``.
+        ``[n, ...]`` -> ``[N, ...]``; of a nest each tensor.
 
     Cost:
         N rows and N ids to rank 0.
     """
+    if not isinstance(rows, Tensor):
+        leaves, form = tree_flatten(rows)
+        whole = [original_order(leaf, part, channel, action) for leaf in leaves]
+        return None if any(leaf is None for leaf in whole) else tree_unflatten(whole, form)
     found = channel.gather_rows(rows, action=action, dst=0)
     ids = channel.gather_rows(part.own.to(rows.device), action=f"{action}: ids", dst=0)
     if found is None or ids is None:

@@ -40,6 +40,7 @@ from kagome.run.holdings import held_by_chunks
 from kagome.run.installed import Installed, while_installed
 from kagome.run.job import Job, StageCode
 from kagome.run.ladder import EXACT, LateProbe, Rung
+from kagome.run.learning import Aim
 from kagome.run.offload import Offload
 from kagome.run.owners import Owners
 from kagome.run.passes import Jobs, Passes
@@ -48,6 +49,7 @@ from kagome.run.staging import needed, stage_model
 from kagome.run.tally import Found
 from kagome.run.undo import Undo
 from kagome.run.ways import Ways
+from kagome.run.weighed import Weighed
 
 
 class Pipeline:
@@ -59,7 +61,7 @@ class Pipeline:
         mesh: All ranks.
         parallel: How to split, with nothing left open.
         settings: Seed, clipping, mixed precision.
-        loss: Gives a value a row.
+        aim: The loss and the metric.
         phases: Where the time of each action goes.
         fast: Whether messages are put off and reduced by kernels.
 
@@ -75,17 +77,17 @@ class Pipeline:
         *,
         parallel: Parallel,
         settings: Train,
-        loss: task.Loss,
+        aim: Aim,
         phases: Phases,
         fast: bool = True,
     ) -> None:
         self.model, self.mesh, self.parallel, self.settings = model, mesh, parallel, settings
-        self.loss, self.phases, self.channel = loss, phases, mesh.graph
+        self.aim, self.phases, self.channel = aim, phases, mesh.graph
         device = mesh.device
         self.staging = stage_model(model, part, mesh.world, parallel, settings, device, fast=fast)
         self.fast, self.recompute = fast and not self.staging.escape, False
         self.mine = [stage for stage in self.staging.stages if stage.rank == mesh.stage]
-        part = needed(self.mine, part)
+        part = needed(self.mine, part, aim.objective.uses)
         self.chunks = chunked(part, mesh.graph, parallel, device=device, seed=settings.seed, fast=self.fast)
         self.current = Current([*self.chunks.scopes, *self.chunks.apart])
         self.offload = Offload(parallel, device, lambda tensor: self.current.get().lasting(tensor))
@@ -97,12 +99,14 @@ class Pipeline:
             )
             for stage in self.mine
         }
-        self.inputs = {k: v.to(device) for k, v in part.nodes.items() if k == "y" or k.endswith("_mask")}
+        kept = {name for name in part.nodes if name.endswith("_mask")} | aim.objective.uses
+        self.inputs: dict[str, Any] = {k: v.to(device) for k, v in part.nodes.items() if k in kept}
+        self.inputs |= {k: v for k, v in part.shared.items() if k in kept}
         self.owners = Owners(model, self.staging.stages, mesh.pipe, self.staging.survey.changed)
         self.gradients = Gradients(self.owners.parameters, mesh.weights, codec=parallel.codec_weights)
         self.gradients.overlaps = False  # they are whole after the last chunk
-        found = torch.tensor([int(self.inputs["train_mask"].sum())], device=device)
-        self.train_count = int(mesh.graph.all_reduce(found, action="count training vertices", kind="other"))
+        self._weighed = Weighed(aim.objective, mesh.graph)
+        self._settle()
         self.guard = None if self.chunks.tables is None else guard_of(parallel)
         self.undo = Undo(model, self.owners.parameters, self.owners.moving())
         self.crossing, guarded = self.chunks.crossing, self.guard is not None
@@ -119,6 +123,13 @@ class Pipeline:
         if self.staging.escape:
             self._notes.append(without_fast(self.staging.escape, slices=parallel.tensor > 1))
         self.installed = Installed(self._put_on)
+
+    def _settle(self) -> None:
+        """Find the sum of weights; a user's loss that gives weights is asked with scores of 0."""
+        target = self.aim.objective.target(self.inputs, self.inputs["train_mask"].nonzero().view(-1))
+        value = self.staging.survey.values[self.staging.graph.output]
+        out = torch.zeros(target.y.size(0), *value.shape, dtype=value.dtype, device=self.mesh.device)
+        self._weighed.settle(target, out)
 
     def _said(self) -> str:
         """What is said before the first epoch."""
@@ -288,6 +299,7 @@ class Pipeline:
             self.gradients.during((), f"sum of gradients, epoch {epoch}"),
         ):
             jobs = self._trained(epoch, kind)
+        self._weighed.done()
         with self.phases.phase("weights", epoch):
             self.gradients.finish()
             self.owners.sum_shared()
@@ -336,12 +348,13 @@ class Pipeline:
         if out is None:
             return
         rows = job.scope.inputs["train_mask"].nonzero().view(-1)
+        target, shown = self.aim.objective.target(job.scope.inputs, rows), out[rows]
+        if not self._checked:
+            self.aim.objective.check(shown, target)
+            self.aim.metric.check(out)
         if not rows.numel():
             return
-        y = job.scope.inputs["y"][rows]
-        if not self._checked and rows.numel() > 1:
-            task.checked_loss(self.loss, out[rows].detach(), y)
-        lost = task.row_sum(self.loss(out[rows], y)) / max(self.train_count, 1)
+        lost = self._weighed.mean(*self.aim.objective.lost(shown, target))
         job.lost = float(lost.detach())
         job.roots.append((lost, None))
 
@@ -351,7 +364,8 @@ class Pipeline:
         if name is None:
             return None
         out = task.check_rows(job.outs[name], job.scope.own, self.mesh.rank)
-        return out.float() if self.settings.amp == "bf16" else out
+        shown: Tensor = task.in_float32(out) if self.settings.amp == "bf16" else out
+        return shown
 
     def _cast(self) -> AbstractContextManager[object]:
         amp = self.settings.amp == "bf16"
@@ -390,4 +404,5 @@ class Pipeline:
             kind = torch.float32 if self.settings.amp == "bf16" else value.dtype
             out = torch.empty(own, *value.shape, dtype=kind, device=self.mesh.device)
         out = self.mesh.pipe.broadcast(out, self.parallel.pipe - 1, action=f"scores, epoch {epoch}")
-        return task.columns(out)
+        shown: Tensor = task.columns(out)
+        return shown

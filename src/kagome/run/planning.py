@@ -33,7 +33,7 @@ from kagome.run.forecast import Way
 from kagome.run.graphs import Graph
 from kagome.run.kept import Kept, opened
 from kagome.run.ready import few_rows, materialise
-from kagome.run.source import from_data
+from kagome.run.source import for_model, from_data
 from kagome.run.study import Study
 from kagome.run.wrappers import as_written, unwrapped
 from kagome.threads import chosen as chosen_threads
@@ -92,7 +92,7 @@ def studied(
             "a graph that is not there is told by --vertices and --edges",
             f"--vertices {asked.vertices} --edges {asked.edges}",
         )
-    seed = asked.train.seed
+    seed, built_in = asked.train.seed, data is None
     if asked.vertices is not None and asked.edges is not None:
         graph = Graph(asked.vertices, asked.edges)
         data = like(graph, asked.features, asked.classes, seed)
@@ -100,6 +100,8 @@ def studied(
         data = load_data(asked.data) if data is None else data
         graph = Graph(int(data.num_nodes or 0), int(data.edge_index.size(1)), data)
     part, meta = from_data(data, alone, method="contiguous", seed=seed)
+    if built_in:
+        part, meta = for_model(asked.model.name, part, meta)
     torch.manual_seed(seed)
     model = unwrapped(build(part, meta, alone))
     device = torch.device("cpu")

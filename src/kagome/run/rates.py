@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 from torch import nn
-from torch_geometric.data import Data
 
 from kagome.comm.codec import Codec
 from kagome.comm.local import LocalGroup
 from kagome.comm.replay import ReplayChannel
 from kagome.config import Parallel
 from kagome.errors import KagomeError
-from kagome.graph.partition import Partition, extract
+from kagome.graph.attributes import Sorted
+from kagome.graph.partition import Partition, extract, kinds_of
 from kagome.model.calling import Calling
 from kagome.model.copies import copied
 from kagome.model.exact import HANDLERS
@@ -271,7 +271,7 @@ def timed(
 def shares_of(sample: Partition, count: int) -> list[Partition]:
     """Equal shares of a graph's vertices, in their order."""
     n = sample.own.numel()
-    data = Data(edge_index=sample.edge_index, num_nodes=n, **sample.nodes, **sample.edges)
+    data = Sorted(sample.edge_index, n, kinds_of(sample))
     owner = torch.arange(n) * count // n
     return [extract(data, owner, rank, count) for rank in range(count)]
 

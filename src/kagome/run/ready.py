@@ -5,12 +5,19 @@ Where it sits: ``trainer`` calls :func:`ready` once it has its part; ``accounts`
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Collection
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import Mesh
 from kagome.config import Parallel
+from kagome.errors import ModelError
+from kagome.graph import masks
+from kagome.graph.attributes import tensors_of
 from kagome.graph.partition import Partition
 from kagome.model.calling import Calling
 from kagome.model.decouple import decouple
@@ -26,7 +33,7 @@ def ready(
     """
     model = model.to(mesh.device)
     materialise(model, part, mesh.device)
-    said = unlike(model, part)
+    said: tuple[str, ...] = ()
     if settings.decouple:
         model = decouple(model, few_rows(part, mesh.device))
         said = (*said, f"decoupled: {model.text()}")
@@ -34,25 +41,86 @@ def ready(
     return model, said
 
 
-def unlike(model: nn.Module, part: Partition) -> tuple[str, ...]:
-    """What to say of inputs of a number type that no weight has: PyTorch multiplies no two types.
+def unlike(model: nn.Module, part: Partition, names: Collection[str]) -> str:
+    """What to do about inputs of a number type that no weight has: PyTorch multiplies no two types.
 
-    It is not refused: a model may turn them itself, or not read them.
+    Args:
+        model: The user's module.
+        part: Of the graph.
+        names: Inputs that forward gets.
+
+    Returns:
+        Nothing where all types are those of weights.
     """
     types = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    found = [
-        (name, value.dtype)
-        for name, value in (*part.nodes.items(), *part.edges.items())
-        if name != "y" and value.is_floating_point() and value.dtype not in types
-    ]
+    given = {**tensors_of(part.shared), **part.nodes, **part.edges}
+    found = [name for name in names if name in given and given[name].dtype not in types and name != "y"]
+    found = [name for name in found if given[name].dtype != torch.bool]
     if not types or not found:
-        return ()
-    weights = " and ".join(sorted(map(_short, types)))
-    return tuple(
-        f"data.{name} is {_short(given)} and the weights are {weights}: if forward fails for that, "
-        f"data.{name} = data.{name}.to(torch.{_short(min(types, key=str))})"
-        for name, given in found
+        return ""
+    to = _short(min(types, key=str))
+    kinds = ", ".join(f"data.{name} is {_short(given[name].dtype)}" for name in found)
+    floats = [name for name in found if given[name].is_floating_point()] or found
+    cure = ", ".join(f"data.{name} = data.{name}.to(torch.{to})" for name in floats)
+    return f"{kinds} and the weights are {to}: {cure}"
+
+
+def refused_input(model: nn.Module, part: Partition, names: Collection[str], error: Exception) -> Exception:
+    """The error for a forward that fails, where inputs and weights differ in type; else the one it raised."""
+    cure = unlike(model, part, names)
+    words = ("dtype", "Long", "Double", "Half", "Int", "expected scalar type", "not implemented for")
+    if not cure or not any(word in str(error) for word in words):
+        return error
+    kinds, _, change = cure.partition(": ")
+    return ModelError(
+        "forward runs on the data as it is given",
+        f"it raised {type(error).__name__}: {str(error).splitlines()[0]}; {kinds}",
+        hint=change,
     )
+
+
+def asks(model: nn.Module, part: Partition, uses: Collection[str]) -> tuple[str, ...]:
+    """What forward gets of the data, and what nobody uses, as a sentence.
+
+    Args:
+        model: The user's module.
+        part: Of the graph.
+        uses: Attributes that the loss reads.
+
+    Raises:
+        ModelError: If forward asks for an attribute that cannot be given to it.
+    """
+    names = part.names
+    refuse_asked(model, part)
+    calling = Calling.of(model, names)
+    wanted = calling.wants(names)
+    kinds = {**dict.fromkeys(part.nodes, "a row a vertex"), **dict.fromkeys(part.edges, "a row an edge")}
+    kinds |= dict.fromkeys(part.shared, "the same on all ranks")
+    shown = ", ".join(f"{name} ({kinds[name]})" if name in kinds else name for name in wanted)
+    known = {"num_nodes", "edge_index", *wanted, *uses, *masks.NAMES}
+    left = [name for name in names if name not in known]
+    said = f"forward gets {shown}"
+    if left:
+        said += f"; not used of the data: {', '.join(left)}"
+    if part.refused:
+        said += f"; not given to any model: {'; '.join(part.refused.values())}"
+    return (said,)
+
+
+def refuse_asked(model: nn.Module, part: Partition) -> None:
+    """Refuse a forward that asks by name for an attribute that cannot be given to it.
+
+    Raises:
+        ModelError: With the reason.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    for name, why in part.refused.items():
+        if name in parameters:
+            raise ModelError(
+                f"forward({', '.join(parameters)}) is given attributes of the data by name",
+                why,
+                where=f"data.{name}",
+            )
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -80,10 +148,12 @@ def materialise(model: nn.Module, part: Partition, device: torch.device) -> None
     model.train(training)
 
 
-def few_rows(part: Partition, device: torch.device) -> dict[str, Tensor]:
-    """Two vertices and two edges with attributes like a part's."""
-    like = {
+def few_rows(part: Partition, device: torch.device) -> dict[str, Any]:
+    """Two vertices and two edges with attributes like a part's, and what all parts share."""
+    like: dict[str, Any] = {
         name: torch.ones(2, *value.shape[1:], dtype=value.dtype, device=device)
         for name, value in (*part.nodes.items(), *part.edges.items())
     }
-    return {**like, "edge_index": torch.tensor([[0, 1], [1, 0]], device=device)}
+    shared = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.shared.items()}
+    edge_index = torch.tensor([[0, 1], [1, 0]], device=device)
+    return {"num_nodes": 2, **shared, **like, "edge_index": edge_index}

@@ -38,7 +38,7 @@ class Runner(Protocol):
         """How rows come from them."""
 
     @property
-    def inputs(self) -> Mapping[str, Tensor]:
+    def inputs(self) -> Mapping[str, Any]:
         """Labels and masks of own rows, and more."""
 
     @property
@@ -67,7 +67,7 @@ class Runner(Protocol):
     def look_ahead(self, epoch: int) -> Tensor | None:
         """Scores of own rows from the forward of the coming epoch; None where it tells none."""
 
-    def evaluate(self, epoch: int) -> Tensor:
+    def evaluate(self, epoch: int) -> Any:
         """Scores of own rows with dropout off, exact."""
 
     def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:

@@ -5,11 +5,15 @@ Where it sits: ``check`` takes one.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from kagome.graph.partition import Partition
+from kagome.graph.attributes import Attributes, Sorted, attributes_of
+from kagome.graph.partition import Partition, kinds_of
 
 
 def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
@@ -21,16 +25,12 @@ def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
     if isinstance(data, Partition):
         inside = data.edge_index[0] < data.own.numel()
         edge_index = data.edge_index[:, inside]
-        nodes, edges = data.nodes, {name: value[inside] for name, value in data.edges.items()}
+        kinds = kinds_of(data)
+        given = replace(kinds, edges={name: value[inside] for name, value in kinds.edges.items()})
         count = data.own.numel()
     else:
         count, edge_index = int(data.num_nodes or 0), data.edge_index
-        nodes = {k: v for k, v in data.items() if isinstance(v, Tensor) and data.is_node_attr(k)}
-        edges = {
-            k: v
-            for k, v in data.items()
-            if isinstance(v, Tensor) and data.is_edge_attr(k) and k != "edge_index"
-        }
+        given = attributes_of(data)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.zeros(count, dtype=torch.bool)
     if count <= vertices:
@@ -51,18 +51,25 @@ def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
     place = torch.full((count,), -1)
     place[kept] = torch.arange(kept.numel())
     inside = chosen[edge_index[0]] & chosen[edge_index[1]]
-    sample = Data(edge_index=place[edge_index[:, inside]], num_nodes=kept.numel())
-    for name, value in nodes.items():
-        sample[name] = value[kept]
-    for name, value in edges.items():
-        sample[name] = value[inside]
-    return sample
+    taken = Attributes(
+        {name: value[kept] for name, value in given.nodes.items()},
+        {name: value[inside] for name, value in given.edges.items()},
+        given.shared,
+        given.refused,
+    )
+    return Sorted(place[edge_index[:, inside]], kept.numel(), taken)
 
 
 def cast(sample: Data, dtype: torch.dtype) -> Data:
     """The sample with its floating point attributes in another type."""
-    out = Data(num_nodes=sample.num_nodes)
-    for name, value in sample.items():
-        floats = isinstance(value, Tensor) and value.is_floating_point()
-        out[name] = value.to(dtype) if floats else value
-    return out
+
+    def turned(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    found = attributes_of(sample)
+    nodes, edges, shared = (
+        {name: turned(value) for name, value in kind.items()}
+        for kind in (found.nodes, found.edges, found.shared)
+    )
+    attributes = Attributes(nodes, edges, shared, found.refused)
+    return Sorted(sample.edge_index, int(sample.num_nodes or 0), attributes)

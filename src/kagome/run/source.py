@@ -31,7 +31,15 @@ from kagome.graph.store import Meta
 from kagome.graph.validate import validate
 from kagome.run.parts import Look, Offer, Parts
 
-__all__ = ["degree_histogram", "for_all_stages", "from_data", "from_folder", "from_settings", "prepare"]
+__all__ = [
+    "degree_histogram",
+    "for_all_stages",
+    "for_model",
+    "from_data",
+    "from_folder",
+    "from_settings",
+    "prepare",
+]
 
 
 def for_all_stages(take: Callable[[Channel], tuple[Partition, Meta]], mesh: Mesh) -> tuple[Partition, Meta]:
@@ -229,6 +237,35 @@ def from_settings(
         if source is not None:
             source.end()
     return part, dataclasses.replace(meta, notes=(*meta.notes, *place.said))
+
+
+def for_model(name: str, part: Partition, meta: Meta) -> tuple[Partition, Meta]:
+    """A part as a named model takes it: the zoo's take rows of float32, a user's takes what is there.
+
+    Args:
+        name: ``model.name``.
+        part: As the data has it.
+        meta: Its facts.
+    """
+    if name.startswith("python:"):
+        return part, meta
+    turned = []
+
+    def floats(attribute: str, value: torch.Tensor) -> torch.Tensor:
+        rows = value.unsqueeze(1) if attribute == "x" and value.dim() == 1 else value
+        if rows.dtype == torch.float32 or rows.is_complex():
+            return rows
+        turned.append(f"data.{attribute} is {str(rows.dtype).removeprefix('torch.')}")
+        return rows.float()
+
+    nodes = {k: floats(k, v) if k == "x" else v for k, v in part.nodes.items()}
+    kinds = ("edge_weight", "edge_attr")
+    edges = {k: floats(k, v) if k in kinds else v for k, v in part.edges.items()}
+    part = dataclasses.replace(part, nodes=nodes, edges=edges)
+    if not turned:
+        return part, meta
+    said = f"{', '.join(turned)}: {name} computes in float32"
+    return part, dataclasses.replace(meta, notes=(*meta.notes, said))
 
 
 def _unheeded(settings: config.Data) -> tuple[str, ...]:

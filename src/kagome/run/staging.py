@@ -5,11 +5,11 @@ Where it sits: ``pipeline`` asks for it once; rank 0 looks and times, all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
 from kagome.config import Parallel, Train
@@ -75,9 +75,9 @@ class Staging:
         return [step.name for stage in self.stages if stage.rank == rank for step in stage.steps]
 
 
-def needed(stages: Sequence[Stage], part: Partition) -> Partition:
+def needed(stages: Sequence[Stage], part: Partition, uses: Collection[str]) -> Partition:
     """What some stages and the loss read of a part: features lie with the stages that use them."""
-    names = {name for stage in stages for name in stage.inputs} | {"y"}
+    names = {name for stage in stages for name in stage.inputs} | set(uses)
     names |= {name for name in part.nodes if name.endswith("_mask")}
     nodes = {name: value for name, value in part.nodes.items() if name in names}
     edges = {name: value for name, value in part.edges.items() if name in names}
@@ -204,8 +204,9 @@ def steps_of(
         On rank 0 some forwards and backwards of a sample of at most ``timing.TIMED`` vertices, and those of
         :func:`keeping`.
     """
-    names = ["edge_index", *part.nodes, *part.edges]
-    graph = chain(model, layers, names) if layers else trace(model, names)
+    names = part.names
+    plain = {name: value for name, value in part.shared.items() if not isinstance(value, Tensor)}
+    graph = chain(model, layers, names) if layers else trace(model, names, plain)
 
     def look() -> Looked:
         seen = looked_at(model, graph, part, train, device, named=bool(layers))

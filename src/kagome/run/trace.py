@@ -139,7 +139,13 @@ def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
     """Run the model in one process, as plain PyG does."""
     trace = Trace(rows=part.own)
     edges = inputs_of(part.edges, part.edge_index, part.own.numel())
-    inputs = {"edge_index": part.edge_index, **part.nodes, **edges}
+    inputs = {
+        "num_nodes": part.num_nodes,
+        **part.shared,
+        "edge_index": part.edge_index,
+        **part.nodes,
+        **edges,
+    }
     unwatch = _watch(model, trace)
     failed: list[str] = []
     handles = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,14 +25,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from kagome import config
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import open_mesh
+from kagome.config import Loss as LossName
+from kagome.config import Metric as MetricName
 from kagome.config import Parallel, Report, Train
-from kagome.errors import ConfigError, DataError, ModelError
+from kagome.errors import ConfigError, ModelError
 from kagome.graph.partition import Partition, graph_of
 from kagome.graph.store import Meta
 from kagome.report.meters import EpochRecord, Memory
 from kagome.report.progress import Progress, warn
 from kagome.report.spans import Spans
-from kagome.run import checkpoint, learning, source, task
+from kagome.run import checkpoint, learning, source
 from kagome.run.accounts import Accounts
 from kagome.run.best import Best, bits, copied, holds
 from kagome.run.callbacks import Callbacks
@@ -41,8 +43,11 @@ from kagome.run.costs import Costs
 from kagome.run.engines import engine_for
 from kagome.run.folder import RunWriter
 from kagome.run.heap import set_aside
+from kagome.run.learning import Wishes, named
+from kagome.run.metrics import Own
+from kagome.run.objective import Loss
 from kagome.run.outcome import original_order, outcome
-from kagome.run.ready import ready
+from kagome.run.ready import asks, ready
 from kagome.run.stop import asked_to_stop, ended_by
 from kagome.run.wrappers import as_written, unwrapped
 
@@ -66,10 +71,17 @@ class Trainer:
             functions in it run as they were written.
         data: A PyG ``Data``, or the folder of a saved partition.
         parallel: How to split.
-        loss: ``loss(out, y)`` with a value a row; by default (binary) cross entropy.
+        loss: A name that ``train.loss`` takes, or ``loss(out, y)``: ``out`` and ``y`` are those of some
+            rows, as the model gave and the data has them. It gives a value a row, their sum, or ``(values,
+            weights)``, whose weighted mean is taken. Further arguments are attributes of the data by name; a
+            third one without such a name is ``data.weight``.
+        metric: A name that ``train.metric`` takes, or ``metric(out, y)`` with a value a row. One that has a
+            ``compute(state)`` gives a state instead, tensors that add up over rows. Less is better where it
+            has ``higher_is_better = False``.
+        loss_inputs: ``{argument: attribute}`` for further arguments of the loss.
         optimizer: ``callable(params) -> Optimizer``; by default Adam with ``train``'s rate and weight decay.
-        scheduler: ``callable(optimizer)``; stepped once an epoch (``ReduceLROnPlateau`` by the training loss,
-            or with ``mode="max"`` by the validation metric).
+        scheduler: ``callable(optimizer)``; stepped once an epoch. ``ReduceLROnPlateau`` is told the
+            validation metric where its ``mode`` is the metric's direction, else the training loss.
         train: Epochs, seed, metric, early stop, ...
         report: What to say about the run.
         fast: Whether messages are reduced by kernels; off, all runs as PyG runs it.
@@ -93,7 +105,9 @@ class Trainer:
         data: Any,
         *,
         parallel: Parallel | None = None,
-        loss: task.Loss | None = None,
+        loss: Loss | LossName | None = None,
+        metric: Own | MetricName | None = None,
+        loss_inputs: Mapping[str, str] | None = None,
         optimizer: Callable[[Any], Optimizer] | None = None,
         scheduler: Callable[[Optimizer], Any] | None = None,
         train: Train | None = None,
@@ -111,7 +125,7 @@ class Trainer:
         settings = config.Run(
             model=config.Model(fast=fast, recompute=recompute),
             parallel=parallel or Parallel(),
-            train=train or Train(),
+            train=named(train or Train(), loss, metric),
             report=report or Report(),
         )
 
@@ -121,7 +135,8 @@ class Trainer:
             method, seed, reuse = settings.cut(channel.size)
             return source.from_data(data, channel, method=method, seed=seed, reuse=reuse)
 
-        self._open(settings, take, lambda *_: model, loss, optimizer, scheduler, out, overwrite, callbacks)
+        wishes = Wishes(loss, metric, loss_inputs, optimizer, scheduler)
+        self._open(settings, take, lambda *_: model, wishes, out, overwrite, callbacks)
 
     @classmethod
     def from_settings(
@@ -132,9 +147,10 @@ class Trainer:
 
         def take(channel: Channel) -> tuple[Partition, Meta]:
             method, seed, reuse = settings.cut(channel.size)
-            return source.from_settings(settings.data, channel, method=method, seed=seed, reuse=reuse)
+            found = source.from_settings(settings.data, channel, method=method, seed=seed, reuse=reuse)
+            return source.for_model(settings.model.name, *found)
 
-        trainer._open(settings, take, build, None, None, None, out, overwrite)
+        trainer._open(settings, take, build, Wishes(), out, overwrite)
         return trainer
 
     # Setting up ----------------------------------------------------------------------------------
@@ -145,9 +161,7 @@ class Trainer:
         settings: config.Run,
         take: Source,
         build: Build,
-        loss: task.Loss | None,
-        optimizer: Callable[[Any], Optimizer] | None,
-        scheduler: Callable[[Optimizer], Any] | None,
+        wishes: Wishes,
         out: Out,
         overwrite: bool,
         callbacks: Sequence[object] = (),
@@ -172,7 +186,7 @@ class Trainer:
             with self.spans.phase("load"):
                 self.model, said = ready(given, self.part, self.mesh, settings.parallel)
             self._say_all(said)
-            self._learn(loss, optimizer, scheduler)
+            self._learn(wishes)
             self._callbacks = Callbacks(callbacks, self.world, self.model)
             chosen = (out() if self.mesh.rank == 0 else None) if callable(out) else out
             folder = self.world.gather_objects(chosen, "the run's folder")[0]
@@ -185,24 +199,19 @@ class Trainer:
             self.close()
             raise
 
-    def _learn(
-        self,
-        loss: task.Loss | None,
-        optimizer: Callable[[Any], Optimizer] | None,
-        scheduler: Callable[[Optimizer], Any] | None,
-    ) -> None:
-        if "y" not in self.part.nodes:
-            raise DataError("training needs labels (data.y)", "the data has none")
-        y, classes = self.part.nodes["y"], self.meta.num_classes
-        self.metric_name = task.metric_name(self.train.metric, task.kind_of(y), classes)
-        self.loss = learning.loss_of(loss, y, classes)
+    def _learn(self, wishes: Wishes) -> None:
+        optimizer, scheduler = wishes.optimizer, wishes.scheduler
+        self.aim = learning.aim_of(wishes, self.part, self.meta, self.train, self.channel)
+        self.part, self.metric_name = self.aim.part, self.aim.metric.name
+        self._say_all(self.aim.notes)
+        self._say_all(asks(self.model, self.part, self.aim.objective.uses))
         self._frozen = learning.frozen(self.model)
         self.optimizer = learning.optimizer_of(self.model, self.train, optimizer)
         self._default_optimizer = optimizer is None and scheduler is None
-        self.scheduler = learning.scheduler_of(self.optimizer, scheduler)
+        self.scheduler = learning.scheduler_of(self.optimizer, scheduler, higher=self.aim.metric.higher)
         self.costs = Costs(self.world)
         self.engine = engine_for(
-            self.model, self.part, self.mesh, settings=self.settings, loss=self.loss, phases=self.spans
+            self.model, self.part, self.mesh, settings=self.settings, aim=self.aim, phases=self.spans
         )
         self.accounts = Accounts(self.engine, self.optimizer, self.settings)
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
@@ -338,11 +347,11 @@ class Trainer:
         return self._scores()[split]
 
     @as_written
-    def predict(self) -> Tensor:
+    def predict(self) -> Any:
         """Scores: of all vertices in original order on rank 0, of own rows elsewhere. All ranks call it.
 
         Shapes:
-            ``[N, C]`` on rank 0, ``[n, C]`` elsewhere.
+            ``[N, C]`` on rank 0, ``[n, C]`` elsewhere; of a model that gives several tensors each of them.
 
         Cost:
             N rows to rank 0.
@@ -433,9 +442,9 @@ class Trainer:
                 found = self._scores(out)
             val = found["val"]
             self.costs.scored(found["train"], val)
-            self._best.see(epoch, val, self.model)
+            self._best.see(epoch, val, self.model, higher=self.aim.metric.higher)
         if self.scheduler is not None:
-            learning.step_scheduler(self.scheduler, loss, val)
+            learning.step_scheduler(self.scheduler, loss, val, higher=self.aim.metric.higher)
         return stopped
 
     def _ended(self, asked: list[int]) -> BaseException:
@@ -443,12 +452,13 @@ class Trainer:
         found: Any = self.world.gather_objects(asked[0] if asked else None, "how the run was stopped")
         return ended_by(next(number for number in found if number is not None), self.world.size)
 
-    def _scores(self, out: Tensor | None = None) -> dict[str, float | None]:
+    def _scores(self, out: Any = None) -> dict[str, float | None]:
         """The metric by split, with the weights as they are; ``out`` are their scores, if known."""
         out = self.engine.evaluate(self.epoch) if out is None else out
         inputs = self.engine.inputs
         masks, action = {s: inputs[f"{s}_mask"] for s in SPLITS}, f"evaluation, epoch {self.epoch}"
-        return task.scores(self.metric_name, out, inputs["y"], masks, self.channel, action)
+        target = self.aim.objective.target(inputs, slice(None))
+        return self.aim.metric.scores(out, target, masks, self.channel, action)
 
     # Checkpoints ----------------------------------------------------------------------------------
 
@@ -527,7 +537,7 @@ class Trainer:
             scores = self.predict()
             target = original_order(self.engine.inputs["y"], self.part, self.channel, "labels")
             if target is not None and self.mesh.rank == 0:
-                self.writer.finish(values, spans, scores, target, self.model)
+                self.writer.finish(values, spans, scores, self.aim.metric.labels(scores), target, self.model)
         return values
 
     def _say_all(self, notes: tuple[str, ...]) -> None:

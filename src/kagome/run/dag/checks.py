@@ -20,7 +20,7 @@ from kagome.model.samples import count_of
 from kagome.planner.operators import OperatorGraph
 from kagome.planner.profile import measured
 from kagome.planner.stageplan import StagePlan
-from kagome.run.task import Loss, row_sum
+from kagome.run.objective import Loss, row_sum
 
 Forms = Mapping[str, tuple[torch.Size, torch.dtype]]
 """By input, the shape of a sample, and the type."""
@@ -58,10 +58,12 @@ def lost(loss: Loss, out: Tensor, target: Tensor) -> Tensor:
         ConfigError: If it gives no value a sample.
     """
     values = loss(out, target)
-    if values.dim() == 0 or values.size(0) != out.size(0):
+    more = values.dim() > 1 and values.numel() > max(out.numel(), target.numel())
+    if values.dim() == 0 or values.size(0) != out.size(0) or more:
         raise ConfigError(
             f"loss(out, target) gives a value a sample: {out.size(0)}",
             f"it gave the shape {list(values.shape)}",
+            where=f"out {list(out.shape)}, target {list(target.shape)}",
             hint='reduction="none"; Kagome takes the mean over the batch',
         )
     return row_sum(values)

@@ -33,7 +33,8 @@ from kagome.run.dag.layout import Layout
 from kagome.run.dag.passes import Pass, forward_program, update_programs
 from kagome.run.dag.plans import plan_of
 from kagome.run.dag.weights import Weights
-from kagome.run.task import Loss, check_finite
+from kagome.run.objective import Loss
+from kagome.run.task import check_finite
 from kagome.schedule.actions import to_text
 
 BatchNorm = Literal["refuse", "micro-batch"]
