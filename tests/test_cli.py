@@ -145,7 +145,22 @@ def test_nothing_asked_is_a_mistake_that_shows_the_commands(kagome):
         (["train", *FEW, "--model.dropout", "1.5"], 1, ["model.dropout"]),
         (["train", *FEW, "--train.metric", "roc_auc"], 2, ["roc_auc", "4 classes"]),
         (["partition", "--data.name", SBM], 2, ["--out"]),
-        (["partition", "--data.name", SBM, "--parts", "0", "--out", "parts"], 1, ["part", "0"]),
+        (["partition", "--data.name", SBM, "--parts", "0", "--out", "parts"], 2, ["partition.parts", "0"]),
+        (
+            ["partition", "--data.name", SBM, "--parts", "301", "--out", "parts"],
+            1,
+            ["301 parts", "300 vertices"],
+        ),
+        (["plan", "--vertices", "0", "--edges", "9"], 2, ["plan.vertices"]),
+        (["plan", "--vertices", "9", "--edges", "-1"], 2, ["plan.edges"]),
+        (["plan", "--classes", "0"], 2, ["plan.classes"]),
+        (["plan", "--devices", "0"], 2, ["plan.devices"]),
+        (["check", "--vertices", "-1"], 2, ["check.vertices"]),
+        (["train", *FEW, "--model.layers", "999999999999"], 1, ["999,999,999,999 layers", "GiB are free"]),
+        (["train", *FEW, "--model.layers", "4", "--model.hidden", "100000000000"], 1, ["GiB are free"]),
+        (["train", "--nproc", "1000000"], 1, ["1,000,000 local ranks", "GiB"]),
+        (["train", "--max-restarts", "-1"], 2, ["--max-restarts takes a number from 0 up"]),
+        (["train", "--out", "x" * 5000], 2, ["up to 4,096 characters"]),
         (["report", "nowhere"], 2, ["nowhere", "no such folder"]),
     ],
 )
@@ -163,7 +178,7 @@ def test_mistakes_in_a_settings_file(kagome):
         "[train]\nepoch = 3": "found 'epoch'",
         "[train]\nepochs = 'many'": "train.epochs takes a whole number, but it is 'many'",
         "train = 3": "[train] is a section of settings",
-        "[train": "must be TOML",
+        "[train": "file of TOML",
     }.items():
         Path("run.toml").write_text(text)
         code, _, err = kagome("train", "run.toml")

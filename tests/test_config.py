@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kagome import config, written
 from kagome.errors import ConfigError
 
-text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 count = st.integers(1, 10**12)
 size = st.floats(1e-12, 1e12)
 
@@ -50,7 +50,7 @@ RUNS = st.builds(
         metric=st.sampled_from(["auto", "accuracy", "roc_auc", "f1_micro"]),
         check=st.booleans(),
         save_every=st.none() | count,
-        timeout=size,
+        timeout=st.floats(1e-12, 1e8),
     ),
     report=st.builds(
         config.Report,
@@ -140,10 +140,10 @@ NAN = float("nan")
         (config.Train, {"patience": 0}, "train.patience takes a number from 1 up"),
         (config.Train, {"save_every": 0}, "train.save_every takes a number from 1 up"),
         (config.Train, {"lr": -0.1}, "train.lr takes a number from 0 up"),
-        (config.Train, {"lr": NAN}, "train.lr takes a number from 0 up, but it is nan"),
+        (config.Train, {"lr": NAN}, "train.lr takes a finite number, up to .*, but it is nan"),
         (config.Train, {"weight_decay": -1}, "train.weight_decay"),
         (config.Train, {"clip": 0}, "train.clip takes a number above 0"),
-        (config.Train, {"timeout": NAN}, "train.timeout takes a number above 0, but it is nan"),
+        (config.Train, {"timeout": NAN}, "train.timeout takes a finite number, up to .*, but it is nan"),
         (config.Train, {"amp": "fp16"}, "none or bf16"),
         (config.Train, {"metric": "nothing"}, "auto, accuracy, roc_auc, .*, loss, but it is 'nothing'"),
         (config.Train, {"loss": "nothing"}, "auto, cross_entropy, bce, mse, mae, huber, but it is 'nothing'"),
@@ -188,7 +188,7 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         written.from_toml(path)
     path.write_text("[train]\nepochs = ")
-    with pytest.raises(ConfigError, match="must be TOML"):
+    with pytest.raises(ConfigError, match="file of TOML was asked for"):
         written.from_toml(path)
 
 
@@ -207,3 +207,41 @@ def test_settings_cannot_be_changed_or_given_by_place():
         config.Train().epochs = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
         config.Train(3)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[train]\nseed = 18446744073709551616", "train.seed takes a whole number of 64 bits"),
+        ("[train]\nlr = 1e300", "train.lr takes a finite number, up to 3.4e+38"),
+        ("[train]\ntimeout = inf", "train.timeout takes a finite number"),
+        ("[train]\ntimeout = 1e12", "train.timeout takes up to 1e+08 seconds"),
+        ('[data]\nroot = "a\\u0000b"', "data.root takes a text without the character NUL"),
+        (f"[train]\nseed = {'9' * 5_000}", "it cannot be read"),
+        (f"[train]\nseed = 0x{'f' * 5_000}", "a whole number has 20,000 bits"),
+        (f"[train]\nseed = {'[' * 10_000}{']' * 10_000}", "nested more than 64 levels deep"),
+        (f"[train]\n{'.'.join('a' * 10_000)} = 1", "nested more than 64 levels deep"),
+        (f'[data]\nname = 3\nroot = "{"a" * 10_000}"', "data.name takes a text, but it is 3"),
+        (f'[train]\nlr = "{"a" * 10_000}"', "more characters"),
+    ],
+)
+def test_what_no_machine_holds_is_refused_in_one_short_sentence(tmp_path, text, words):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        written.from_toml(path)
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 1_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 10_000, '{"plans": ' * 10_000, '{"plans": [{"settings": {"graph": NaN}}]}', "", "\0", "3", "[]"],
+)
+def test_what_is_no_plan_is_refused_in_one_short_sentence(tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        config.Parallel(plan=str(path))
+    assert "plan" in str(caught.value)
+    assert len(str(caught.value)) < 1_000

@@ -28,7 +28,7 @@ from kagome.commands import (
     ReportCommand,
     TrainCommand,
 )
-from kagome.errors import CheckError, CheckpointError, ConfigError, KagomeError
+from kagome.errors import CheckError, CheckpointError, ConfigError, KagomeError, shortened
 from kagome.ranks import environment
 from kagome.run.claim import goes_on, refuse_taken
 from kagome.system import end_with, refused
@@ -106,7 +106,17 @@ def _run(name: str, args: list[str]) -> int:
     return actions[name](args)
 
 
+LONGEST_WORD = 4_096
+"""Characters of one word of a command; a path has no more."""
+
+
 def _parse(kind: Any, args: list[str], name: str, default: Any = None) -> Any:
+    for word in args:
+        if len(word) > LONGEST_WORD:
+            raise ConfigError(
+                f"a flag or its value has up to {LONGEST_WORD:,} characters",
+                f"one has {len(word):,}: {word[:60]}...",
+            )
     extra = {} if default is None else {"default": default}
     return tyro.cli(kind, args=args, prog=f"kagome {name}", description=str(kind.__doc__), **extra)
 
@@ -410,15 +420,19 @@ def _partition(args: list[str]) -> int:
 
 def _report(args: list[str]) -> int:
     command: ReportCommand = _parse(ReportCommand, args, "report")
-    import json
-
-    from kagome.report.page import write_page
+    from kagome.report.page import report
     from kagome.report.summary import print_summary
 
-    page = write_page(command.run)
-    summary = Path(command.run) / "summary.json"
-    values = json.loads(summary.read_text()) if summary.exists() else {}
-    print_summary(values, page)
+    run, page = report(command.run)
+    for fault in run.faults:
+        print(f"kagome: {fault}", file=sys.stderr)
+    try:
+        print_summary(run.summary if run.finished else {}, page)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        print(
+            f"kagome: summary.json holds what no run writes ({shortened(str(error), 200)})", file=sys.stderr
+        )
+        print(f"Report: {page}")
     return 0
 
 

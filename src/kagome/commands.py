@@ -11,6 +11,11 @@ from typing import Annotated
 import tyro
 
 from kagome import config
+from kagome.errors import ConfigError
+from kagome.kinds import check_kinds
+
+MOST = {"devices": 65_536, "vertices": 10**13, "edges": 10**15, "features": 10**7, "classes": 10**6}
+"""The most that ``kagome plan`` takes of each: its sample has all features and classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +54,9 @@ class CheckCommand:
     all: bool = False
     """Show all compared tensors, not only those that differ."""
 
+    def __post_init__(self) -> None:
+        config.at_least("check", self, vertices=1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionCommand:
@@ -63,6 +71,10 @@ class PartitionCommand:
     """The partitioner's seed."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """Folder for the parts."""
+
+    def __post_init__(self) -> None:
+        check_kinds("partition", self)
+        config.at_least("partition", self, parts=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +108,13 @@ class PlanCommand:
     """The page that shows the plans, and an epoch of the best; empty for none."""
     json: bool = False
     """Print plans as JSON, and write no page."""
+
+    def __post_init__(self) -> None:
+        config.at_least("plan", self, devices=1, vertices=1, edges=1, features=1, classes=1)
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise ConfigError(f"plan.{name} takes a number up to {most:,}", f"it is {value:,}")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ Activations = Literal["auto", "device", "host", "disk"]
 Schedule = Literal["auto", "fill-drain", "1f1b", "kfkb"]
 SumCodec = Literal["none", "fp32", "bf16"]
 CodecName = Literal["none", "fp32", "bf16", "fp16", "int8", "int4", "int2", "onebit"]
+LONGEST_TIMEOUT = 1e8
+"""Seconds: three years."""
 Allowed = Literal["decoupled", "history", "onebit", "stale"]
 Loss = Literal["auto", "cross_entropy", "bce", "mse", "mae", "huber"]
 Metric = Literal[
@@ -59,7 +61,7 @@ class Data:
 
     def __post_init__(self) -> None:
         check_kinds("data", self)
-        _at_least("data", self, project=1, split=0)
+        at_least("data", self, project=1, split=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +175,7 @@ class Parallel:
         if self.plan not in ("manual", "auto"):
             self._take(planfile.load(self.plan))
         check_kinds("parallel", self)
-        _at_least(
+        at_least(
             "parallel",
             self,
             pipe=1,
@@ -296,13 +298,17 @@ class Train:
 
     def __post_init__(self) -> None:
         check_kinds("train", self)
-        _at_least("train", self, epochs=0, eval_every=1, patience=1, save_every=1, lr=0, weight_decay=0)
+        at_least("train", self, epochs=0, eval_every=1, patience=1, save_every=1, lr=0, weight_decay=0)
         if any(column < 0 for column in self.metric_columns):
             raise ConfigError("train.metric_columns counts from 0", f"it is {list(self.metric_columns)}")
         for name in ("clip", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"train.{name} takes a number above 0", f"it is {value!r}")
+        if self.timeout > LONGEST_TIMEOUT:
+            raise ConfigError(
+                f"train.timeout takes up to {LONGEST_TIMEOUT:g} seconds", f"it is {self.timeout!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +343,12 @@ class Run:
         return self.parallel.cutter(ranks), self.train.seed, self.parallel.reuse
 
 
-def _at_least(section: str, settings: object, **lows: float) -> None:
+def at_least(section: str, settings: object, **lows: float) -> None:
+    """Refuse numbers below their least.
+
+    Raises:
+        ConfigError: Naming the first.
+    """
     for name, low in lows.items():
         value = getattr(settings, name)
         if value is not None and not value >= low:

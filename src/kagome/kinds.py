@@ -12,8 +12,11 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from kagome.errors import ConfigError
+from kagome.errors import ConfigError, shortened
 
+LARGEST: Final = 2**63 - 1
+LARGEST_FLOAT: Final = 3.4028234663852886e38
+"""Of 32 bits: weights, rates and losses are such."""
 WORDS: Final = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -33,7 +36,30 @@ def check_kinds(section: str, settings: Any) -> None:
     for field in dataclasses.fields(settings):
         value, hint = getattr(settings, field.name), hints[field.name]
         if not fits(value, hint):
-            raise ConfigError(f"{section}.{field.name} takes {takes(hint)}", f"it is {value!r}")
+            raise ConfigError(f"{section}.{field.name} takes {takes(hint)}", f"it is {shown(value)}")
+        if odd := oddity(value):
+            raise ConfigError(f"{section}.{field.name} takes {odd}", f"it is {shown(value)}")
+
+
+def oddity(value: object) -> str:
+    """What a value of the right kind should be, where no machine or file system holds it; else nothing."""
+    if isinstance(value, (tuple, list)):
+        return next(filter(None, map(oddity, value)), "")
+    if isinstance(value, str):
+        return "a text without the character NUL" if "\0" in value else ""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return ""
+    if isinstance(value, Integral):
+        return "" if -LARGEST - 1 <= int(value) <= LARGEST else "a whole number of 64 bits"
+    return "" if abs(float(value)) <= LARGEST_FLOAT else f"a finite number, up to {LARGEST_FLOAT:.3g}"
+
+
+def shown(value: object, most: int = 200) -> str:
+    """A value for an error, whatever it is."""
+    try:
+        return shortened(repr(value), most)
+    except (ValueError, RecursionError):
+        return f"a value of type {type(value).__name__} that is too large to show"
 
 
 def fits(value: object, hint: Any) -> bool:

@@ -5,13 +5,15 @@ Where it sits: ``config.Parallel`` asks for it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from kagome.errors import ConfigError
+from kagome import reading
+from kagome.errors import ConfigError, shortened
+from kagome.kinds import WORDS, shown
 
-KINDS: Mapping[str, type | tuple[type, ...]] = {
+KINDS: Mapping[str, type] = {
     "graph": int, "pipe": int, "stages_per_rank": int, "tensor": int, "chunks": int, "decouple": bool,
     "cross_chunk": str, "codec": str, "codec_weights": str, "max_age": int,
 }  # fmt: skip
@@ -25,25 +27,36 @@ def load(file: str) -> dict[str, int | bool | str]:
         ConfigError: If there is no such file, or it holds no plan.
     """
     path = Path(file)
-    if not path.is_file():
+    where = shortened(file, 200)
+    try:
+        plans = reading.json_file(path)
+    except reading.UnreadableError as error:
         raise ConfigError(
             "plan=... takes manual, auto, or the file of a plan",
-            f"there is no file {file}",
+            f"{where} cannot be read: {error}",
             hint="kagome plan --json > plan.json",
-        )
-    try:
-        settings = json.loads(path.read_text())["plans"][0]["settings"]
-        wrong = [
-            f"{name}={value!r}"
-            for name, value in settings.items()
-            if name not in KINDS or type(value) is not KINDS[name]
-        ]
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        ) from None
+    settings = _first(plans)
+    if settings is None:
         raise ConfigError(
             "a plan's file is what kagome plan --json writes: plans, each with settings",
-            f"{type(error).__name__}: {error}",
-            where=file,
-        ) from None
-    if wrong:
-        raise ConfigError(f"a plan sets {', '.join(KINDS)}", f"it has {', '.join(wrong)}", where=file)
+            "it has no first plan with settings",
+            where=where,
+        )
+    unknown = [name for name in settings if name not in KINDS]
+    if unknown:
+        raise ConfigError(f"a plan sets {', '.join(KINDS)}", f"it sets {unknown[0]!r}", where=where)
+    for name, value in settings.items():
+        if type(value) is not KINDS[name]:
+            raise ConfigError(
+                f"a plan's {name} takes {WORDS[KINDS[name]]}", f"it is {shown(value)}", where=where
+            )
     return dict(settings)
+
+
+def _first(plans: Any) -> dict[str, Any] | None:
+    """The first plan's settings, if there are any."""
+    found = plans.get("plans") if isinstance(plans, dict) else None
+    first = found[0] if isinstance(found, list) and found else None
+    settings = first.get("settings") if isinstance(first, dict) else None
+    return settings if isinstance(settings, dict) else None

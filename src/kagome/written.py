@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tomllib
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from kagome import reading
 from kagome.config import Run
 from kagome.errors import ConfigError
-from kagome.kinds import fits, hints_of, takes
+from kagome.kinds import fits, hints_of, shown, takes
 
 
 def as_dict(run: Run) -> dict[str, dict[str, Any]]:
@@ -50,13 +50,11 @@ def from_toml(path: str | Path, *, over: Run | None = None) -> Run:
         ConfigError: If the file is missing, is no TOML, or names an unknown section or setting.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the settings file {path} was asked for", f"it cannot be read: {error}") from None
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the settings file {path} must be TOML", str(error)) from None
+        table = reading.toml(path)
+    except reading.UnreadableError as error:
+        raise ConfigError(
+            f"a settings file of TOML was asked for: {path}", f"it cannot be read: {error}"
+        ) from None
     return from_dict(table, where=str(path), over=over)
 
 
@@ -85,7 +83,7 @@ def from_dict(table: dict[str, Any], *, where: str = "", over: Run | None = None
 def _typed(name: str, value: Any, hint: Any, where: str) -> Any:
     """The value as the field has it."""
     if not fits(value, hint):
-        raise ConfigError(f"{name} takes {takes(hint)}", f"it is {value!r}", where=where)
+        raise ConfigError(f"{name} takes {takes(hint)}", f"it is {shown(value)}", where=where)
     if get_origin(hint) is tuple:
         return tuple(value)
     return float(value) if float in (hint, *get_args(hint)) and type(value) is int else value

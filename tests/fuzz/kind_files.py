@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kagome import config, planfile, written
-from kagome.planner.cluster import READY
+from kagome.planner.cluster import READY, Cluster
 
 from .harness import Case, Ended, alter_plain, alter_text, command
 from .kind_flags import SMALL, numbers_of, run_is_whole
@@ -73,6 +73,8 @@ class _File:
     """A kind of text file."""
 
     suffix = ".toml"
+    whole_way = 0.3
+    """Share of the cases that go on from reading the file to what the command does with it."""
 
     def base(self) -> tuple[str, Any]:
         """A valid file: its text, and its content."""
@@ -102,7 +104,7 @@ class _File:
                 said += f", {more}"
             made = self.text(value)
         file.write_text(made, encoding="utf-8", newline="")
-        return Case(said, file, (file,))
+        return Case(said, (file, rng.random() < self.whole_way), (file,))
 
     def whole(self, rng: random.Random) -> tuple[str, str]:
         """A file that has nothing of the valid one."""
@@ -122,16 +124,20 @@ class Toml(_File):
         return written.to_toml(run), json.loads(json.dumps(written.as_dict(run)))
 
     def run(self, case: Case) -> Any:
-        """Train with it."""
+        """Read it; of some, train with it."""
+        file, trains = case.given
+        run = written.from_toml(file)
+        if not trains:
+            return None, run
         # The number of epochs is left to the flags: a file may ask for 10^12, which is its right.
-        return command(
-            ["train", str(case.given), "--out", "run", "--train.epochs", "2", "--data.name", SMALL]
-        )
+        words = ["train", str(file), "--out", "run", "--train.epochs", "2", "--data.name", SMALL]
+        return command(words), run
 
-    def sane(self, case: Case, result: Ended) -> str:
+    def sane(self, case: Case, result: tuple[Ended | None, config.Run]) -> str:
         """The run is whole, and its settings are the file's."""
-        asked = tomllib.loads(case.given.read_text(encoding="utf-8"))
-        used = tomllib.loads(Path("run/config.toml").read_text())
+        file, trained = case.given
+        asked = tomllib.loads(file.read_text(encoding="utf-8"))
+        used = tomllib.loads(Path("run/config.toml").read_text() if trained else written.to_toml(result[1]))
         for section, values in asked.items():
             for name, value in values.items():
                 key = name.replace("-", "_")
@@ -140,7 +146,7 @@ class Toml(_File):
                 found = used[section][key]
                 if found != value and f"{section}.{key}" not in ("train.epochs", "data.name"):
                     return f"{section}.{name} is {value!r} in the file, {found!r} in the run"
-        return run_is_whole(Path("run"))
+        return run_is_whole(Path("run")) if trained else ""
 
 
 class Plan(_File):
@@ -205,20 +211,22 @@ class Plan(_File):
         return texts[said], said
 
     def run(self, case: Case) -> Any:
-        """Check with it, and read it once more as the API does."""
-        words = ["check", "--parallel.plan", str(case.given), "--data.name", SMALL, "--vertices", "30"]
-        return command(words), config.Parallel(plan=str(case.given))
+        """Read it; of some, check with it."""
+        file, checks = case.given
+        cut = config.Parallel(plan=str(file))
+        words = ["check", "--parallel.plan", str(file), "--data.name", SMALL, "--vertices", "30"]
+        return command(words) if checks else None, cut
 
-    def sane(self, case: Case, result: tuple[Ended, config.Parallel]) -> str:
+    def sane(self, case: Case, result: tuple[Ended | None, config.Parallel]) -> str:
         """Its settings are the first plan's."""
         ended, cut = result
-        asked = json.loads(case.given.read_text(encoding="utf-8-sig"))["plans"][0]["settings"]
+        asked = json.loads(case.given[0].read_text(encoding="utf-8-sig"))["plans"][0]["settings"]
         used = asdict(cut)
         wrong = {name: (value, used.get(name)) for name, value in asked.items() if used.get(name) != value}
         unknown = set(asked) - set(planfile.KINDS)
         if wrong or unknown:
             return f"the plan's settings and the run's: {wrong} {unknown}"
-        return "" if "equal" in ended.out else f"the check said {ended.out!r}"
+        return "" if ended is None or "equal" in ended.out else f"the check said {ended.out!r}"
 
 
 class Clusters(_File):
@@ -233,17 +241,16 @@ class Clusters(_File):
         return toml(value), value
 
     def run(self, case: Case) -> Any:
-        """Plan for it."""
+        """Read it; of some, plan for it."""
+        file, plans = case.given
+        if not plans:
+            return Cluster.load(file)
         graph = ["--vertices", "3000", "--edges", "12000", "--features", "8", "--classes", "4"]
-        return command(["plan", "--cluster", str(case.given), "--json", *graph])
+        return command(["plan", "--cluster", str(file), "--json", *graph])
 
-    def sane(self, case: Case, result: Ended) -> str:
-        """Plans are finite, and of no more ranks than there are devices."""
-        found = json.loads(result.out)
-        bad = [number for number in numbers_of(found) if not (math.isfinite(number) and number >= 0)]
-        if bad:
-            return f"plans hold {bad}"
-        asked = tomllib.loads(case.given.read_text(encoding="utf-8"))
+    def sane(self, case: Case, result: Ended | Cluster) -> str:
+        """What was read is the file's; plans are finite, and of no more ranks than there are devices."""
+        asked = tomllib.loads(case.given[0].read_text(encoding="utf-8"))
         if set(asked) - set(asdict(READY["h100x8"])):
             return f"what is not known was dropped: {asked}"
         if any(
@@ -252,8 +259,17 @@ class Clusters(_File):
             return f"hosts {asked['hosts']!r}, devices {asked['devices']!r}"
         if not isinstance(asked["name"], str):
             return f"a name of {asked['name']!r}"
+        if isinstance(result, Cluster):
+            used = asdict(result)
+            wrong = {name: (value, used[name]) for name, value in asked.items() if used[name] != value}
+            return f"the file's and the cluster's: {wrong}" if wrong else ""
+        found = json.loads(result.out)
+        bad = [number for number in numbers_of(found) if not (math.isfinite(number) and number >= 0)]
+        if bad:
+            return f"plans hold {bad}"
         most = asked["hosts"] * asked["devices"]
-        ranks = [plan["ranks"] for plan in found["plans"]]
+        meshes = [plan["settings"] for plan in found["plans"]]
+        ranks = [math.prod(mesh.get(axis, 1) for axis in ("graph", "pipe", "tensor")) for mesh in meshes]
         return "" if ranks and max(ranks) <= most else f"plans of {ranks} ranks on {most} devices"
 
 

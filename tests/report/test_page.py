@@ -14,7 +14,7 @@ import pytest
 from kagome.config import Data, Run
 from kagome.errors import ConfigError
 from kagome.report.meters import EpochRecord, JsonLines
-from kagome.report.page import write_page
+from kagome.report.page import report, write_page
 from kagome.report.spans import Span
 from kagome.report.summary import summary, write_summary
 from kagome.report.timeline import write_trace
@@ -191,4 +191,34 @@ def test_report_imports_no_torch() -> None:
     loaded = set(re.findall(r"'([\w.]+)'", done.stdout))
     assert not {name for name in loaded if name.startswith("torch")}
     others = {name for name in loaded if not name.startswith(("kagome.report", "kagome.schedule"))}
-    assert others <= {"kagome", "kagome.errors"}
+    assert others <= {"kagome", "kagome.errors", "kagome.kinds", "kagome.reading"}
+
+
+SCRIPT = {"pid": 0, "ph": "X", "name": "forward", "ts": 0, "dur": 1}
+SCRIPT["args"] = {"epoch": "<script>alert(1)</script>"}
+
+
+@pytest.mark.parametrize(
+    ("file", "altered"),
+    [
+        ("summary.json", {"test_metric": "<script>alert(1)</script>", "peak_memory_bytes": "text"}),
+        ("summary.json", {"bytes_per_epoch": {"halo": "much"}, "parallel": [1], "memory": [{"kept": {}}]}),
+        ("summary.json", {"partition": {"rows": [["a"]], "advice": 7}, "pipeline": {"bubble": []}}),
+        ("summary.json", {"notes": [{}], "phases": [7], "world_size": "<script>", "seed": {}}),
+        ("trace.json", {"traceEvents": [SCRIPT]}),
+        ("trace.json", {"traceEvents": [{"pid": "x"}, 7]}),
+        ("metrics.jsonl", {"epoch": "<script>", "loss": "low"}),
+    ],
+)  # fmt: skip
+def test_altered_files_cost_their_section_and_are_told_of(tmp_path, file, altered):
+    """Each ended in a traceback, and a script in an epoch reached the page as it was."""
+    run = make_run(tmp_path)
+    path = run / file
+    if file.endswith("l"):
+        path.write_text(json.dumps(altered) + "\n" + path.read_text())
+    else:
+        path.write_text(json.dumps({**json.loads(path.read_text()), **altered}))
+    found, page = report(run)
+    text = check_page(page)
+    assert "<script" not in text
+    assert any(file in fault or "the page leaves" in fault for fault in found.faults)

@@ -177,7 +177,7 @@ def order_of(count: int, *, seed: int, epoch: int, part: int, shuffle: bool = Tr
     if not shuffle:
         return tuple(range(count))
     # Spread like this, neighbouring epochs and parts share no beginning.
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) * 8_191 + part)
+    generator = torch.Generator().manual_seed(((seed * 1_000_003 + epoch) * 8_191 + part) % 2**63)
     return tuple(torch.randperm(count, generator=generator).tolist())
 
 

@@ -96,7 +96,7 @@ def streaming(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tens
     if parts == 1 or parts >= num_nodes or edge_index.size(1) == 0:
         return contiguous(edge_index, num_nodes, parts, seed)
     graph = _Adjacency.of(edge_index, num_nodes)
-    order = np.random.default_rng(seed).permutation(num_nodes)
+    order = np.random.default_rng(seed % 2**64).permutation(num_nodes)
     owner = np.full(num_nodes, -1, np.int64)
     for _ in range(2):
         kernels.stream(graph.indptr, graph.indices, order, graph.weight, owner, graph.bounds(parts, 1.15))

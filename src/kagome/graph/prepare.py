@@ -68,6 +68,13 @@ def prepare(
         kinds = found.nodes, found.edges, tensors_of(found.shared)
         available -= sum(value.nbytes for kind in kinds for value in kind.values())
         available -= int(data.edge_index.nbytes)
+    count = int(data.num_nodes or 0)
+    if parts > max(count, 1):
+        raise PartitionError(
+            f"{parts:,} parts want a vertex each",
+            f"the graph has {count:,} vertices",
+            hint=f"--parts {max(1, min(count, 4))}",
+        )
     method, said = choose(method, data.edge_index, int(data.num_nodes or 0), parts, available)
     mark = fingerprint(data, method, seed, parts)
     owner, entry = owners(data, mark, method=method, seed=seed, parts=parts, kept=cache.opened(reuse))

@@ -13,10 +13,13 @@ from collections.abc import Callable
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
+from kagome.available import available_bytes
 from kagome.config import Model
 from kagome.errors import ModelError
 from kagome.named import named_module
 
+MODULE_BYTES = 20_000
+"""What the modules of a layer take beside their weights."""
 _PYTHON = "python:"
 _HOW_PYTHON = "python:package.module:function"
 
@@ -71,8 +74,25 @@ def _check_ranges(settings: Model) -> None:
     for name in ("layers", "hidden", "heads"):
         if getattr(settings, name) < 1:
             raise ModelError(f"model.{name} takes a number from 1 up", f"it is {getattr(settings, name)}")
+    _refuse_weights_beyond_memory(settings)
     if not 0 <= settings.dropout < 1:
         raise ModelError("model.dropout takes a number from 0 up and below 1", f"it is {settings.dropout}")
+
+
+def _refuse_weights_beyond_memory(settings: Model) -> None:
+    """Refuse sizes of which the weights alone are more than the memory, before any of them is made."""
+    free = available_bytes()
+    if settings.name.startswith(_PYTHON) or free is None:
+        return
+    # A hidden layer has a map of its width, but the first and the last; a module takes some memory too.
+    need = max(settings.layers - 2, 0) * (4 * settings.hidden**2 + MODULE_BYTES) + 4 * settings.hidden
+    if need > free:
+        raise ModelError(
+            f"a model of {settings.layers:,} layers of width {settings.hidden:,} has weights of at least "
+            f"{need / 2**30:,.1f} GiB",
+            f"{free / 2**30:,.1f} GiB are free",
+            hint="a smaller --model.layers or --model.hidden",
+        )
 
 
 def _check_heads(settings: Model) -> None:

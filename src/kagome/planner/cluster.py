@@ -5,14 +5,27 @@ Where it sits: the planner's knowledge of machines; ``run`` measures the one at 
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import inf
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from kagome.errors import PlanError
+from kagome import reading
+from kagome.errors import PlanError, shortened
+from kagome.kinds import fits, hints_of, shown, takes
+
+EXTRA: Final = ("latency", "crowded", "cores")
+"""What a cluster's file may leave out."""
+NEEDED: Final = "name, hosts, devices, memory, speed, inside, between"
+DEVICES: Final = 65_536
+"""Plans are made for each number of ranks up to so many."""
+LIMITS: Final[Mapping[str, tuple[float, float]]] = {
+    "hosts": (1, DEVICES), "devices": (1, DEVICES), "memory": (1, 1e24), "speed": (1e-9, 1e12),
+    "inside": (1, 1e24), "between": (1, 1e24), "latency": (0, 1e6), "crowded": (1e-6, 1),
+    "cores": (1e-3, 1e9),
+}  # fmt: skip
+"""The least and the most of each number."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +58,18 @@ class Cluster:
     cores: float = inf
 
     def __post_init__(self) -> None:
+        hints = hints_of(Cluster)
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("name", "latency") and not value > 0:
-                raise PlanError(f"a cluster's {field.name} is above 0", f"it is {value}", where=self.name)
+            name, value = field.name, getattr(self, field.name)
+            if not fits(value, hints[name]):
+                raise PlanError(f"a cluster's {name} takes {takes(hints[name])}", f"it is {shown(value)}")
+            if name == "name":
+                continue
+            low, high = LIMITS[name]
+            if not low <= value <= high and not (name == "cores" and value == inf):
+                raise PlanError(f"a cluster's {name} is from {low:g} to {high:g}", f"it is {value:.17g}")
+        if self.size > DEVICES:
+            raise PlanError(f"a cluster has up to {DEVICES:,} devices", f"it has {self.size:,}")
 
     @property
     def size(self) -> int:
@@ -72,28 +93,30 @@ class Cluster:
         """
         if str(file) in READY:
             return READY[str(file)]
-        path = Path(file)
-        if not path.is_file():
+        where = shortened(str(file), 200)
+        if not Path(file).exists():
             raise PlanError(
                 f"--cluster takes a TOML file or one of {', '.join(READY)}",
-                f"there is no file {file}",
-                hint="name, hosts, devices, memory, speed, inside, between; latency, crowded, cores",
+                f"there is no file {where}",
+                hint=f"{NEEDED}; {', '.join(EXTRA)}",
             )
         try:
-            return _made(tomllib.loads(path.read_text()))
-        except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
-            if isinstance(error, PlanError):
-                raise
-            raise PlanError(
-                "a cluster's file has name, hosts, devices, memory, speed, inside, between",
-                str(error),
-                where=str(file),
-            ) from None
-
-
-def _made(record: Mapping[str, Any]) -> Cluster:
-    kinds = {"name": str, "hosts": int, "devices": int}
-    return Cluster(**{name: kinds.get(name, float)(value) for name, value in record.items()})
+            record = reading.toml(file)
+        except reading.UnreadableError as error:
+            raise PlanError(f"a cluster's file of TOML has {NEEDED}", str(error), where=where) from None
+        known = [field.name for field in fields(Cluster)]
+        for wrong, found in (("no", [name for name in known if name not in (*record, *EXTRA)]),
+                             ("an unknown", [name for name in record if name not in known])):  # fmt: skip
+            if found:
+                raise PlanError(
+                    f"a cluster's file has {NEEDED}, and may have {', '.join(EXTRA)}",
+                    f"it has {wrong} {found[0]!r}",
+                    where=where,
+                )
+        try:
+            return Cluster(**record)
+        except PlanError as error:
+            raise PlanError(error.asked, error.found, where=where) from None
 
 
 GIB: Final = 2.0**30

@@ -5,13 +5,16 @@ Where it sits: between the files that a run leaves and the sections of ``page``.
 
 from __future__ import annotations
 
-import json
-import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from kagome import reading
 from kagome.errors import ConfigError
+from kagome.kinds import shown
 from kagome.report.meters import EpochRecord, read_records
 from kagome.report.spans import Span
 from kagome.report.summary import summary
@@ -70,30 +73,75 @@ def read_folder(path: str | Path) -> RunFolder:
     found: dict[str, Any] = {}
     spans: list[list[Span]] = []
     try:
-        if (path / "config.toml").is_file():
-            config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        if (path / "config.toml").exists():
+            config = reading.toml(path / "config.toml")
+    except reading.UnreadableError as error:
         faults.append(f"config.toml cannot be read: {error}")
     try:
-        if (path / "metrics.jsonl").is_file():
+        if (path / "metrics.jsonl").exists():
             records = read_records(path / "metrics.jsonl")
     except ConfigError as error:
         faults.append(str(error))
     try:
-        if (path / "summary.json").is_file():
-            found = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-            if not isinstance(found, dict):
-                raise ValueError("it holds no object")
-    except (OSError, ValueError) as error:
-        found = {}
+        if (path / "summary.json").exists():
+            found = _known(reading.json_file(path / "summary.json"), faults)
+    except reading.UnreadableError as error:
         faults.append(f"summary.json cannot be read: {error}")
     try:
-        if (path / "trace.json").is_file():
+        if (path / "trace.json").exists():
             spans = read_trace(path / "trace.json")
     except ConfigError as error:
         faults.append(str(error))
-    values = found or _provisional(records, config)
+    values = found or _provisional(
+        records, {name: each for name, each in config.items() if isinstance(each, dict)}
+    )
     return RunFolder(path, config, records, values, spans, bool(found), faults)
+
+
+SUMMARY: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("test_metric", "val_metric", "epoch_seconds"), Real),
+    **dict.fromkeys(("seconds_total", "set_up_seconds"), Real),
+    **dict.fromkeys(("best_epoch", "epochs", "max_age", "world_size", "seed"), Integral),
+    **dict.fromkeys(("working_memory_bytes", "activations_moved_bytes"), Integral),
+    "metric_name": str,
+    **{name: {} for name in ("bytes_per_epoch", "waited_per_epoch", "hidden_share")},
+    **{name: [Integral] for name in ("peak_memory_bytes", "threads")},
+    "notes": [str],
+    **{name: [dict] for name in ("phases", "memory")},
+    **dict.fromkeys(("predicted", "parallel", "pipeline", "crossing", "history", "partition"), dict),
+}
+"""What a summary's values are: a number, a text, a list or an object of such; ``{}`` is one of numbers."""
+SIGNED: Final = frozenset({"test_metric", "val_metric"})
+"""Numbers that may be below 0."""
+
+
+def _known(found: Any, faults: list[str]) -> dict[str, Any]:
+    """A summary without the values that are not what a run writes; each is told of."""
+    if not isinstance(found, dict):
+        faults.append("summary.json holds no object")
+        return {}
+    kept = {}
+    for name, value in found.items():
+        if value is None or name not in SUMMARY or _is(value, SUMMARY[name], signed=name in SIGNED):
+            kept[name] = value
+        else:
+            faults.append(f"summary.json: {name} is {shown(value, 80)}, which no run writes")
+    return kept
+
+
+def _is(value: Any, kind: Any, *, signed: bool = False) -> bool:
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_is(each, kind[0]) for each in value)
+    if kind == {}:
+        return isinstance(value, dict) and all(each is None or _is(each, Real) for each in value.values())
+    if kind in (Real, Integral):
+        number = isinstance(value, kind) and not isinstance(value, bool)
+        return number and isfinite(value) and (signed or value >= 0) and abs(value) < MOST
+    return isinstance(value, kind)
+
+
+MOST: Final = 1e21
+"""No number of a run is larger."""
 
 
 def _provisional(records: list[EpochRecord], config: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from kagome.errors import ConfigError
+from kagome.kinds import shown
+from kagome.reading import json_text
 from kagome.report.files import plain, write_text
 
 KINDS = ("halo", "stage", "transpose", "weights", "statistics", "other")
@@ -104,15 +106,15 @@ def read_records(path: str | Path) -> list[EpochRecord]:
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError("the records of a run were asked for", f"{path} cannot be read: {error}") from None
     records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            records.append(EpochRecord(**json.loads(line)))
-        except (ValueError, TypeError) as error:
+            records.append(_record(json_text(line)))
+        except (ValueError, TypeError, RecursionError) as error:
             if number == len(lines):
                 break
             raise ConfigError(
@@ -121,6 +123,34 @@ def read_records(path: str | Path) -> list[EpochRecord]:
                 where=f"line {number}",
             ) from None
     return records
+
+
+def _record(values: Any) -> EpochRecord:
+    """A record of what a line holds.
+
+    Raises:
+        ValueError: If it is none.
+        TypeError: If a value is missing, or not known.
+    """
+    if not isinstance(values, dict):
+        raise ValueError("it is no object")
+    record = EpochRecord(**values)
+    for name, each in values.items():
+        if name == "epoch":
+            fine = isinstance(each, int) and not isinstance(each, bool) and 0 < each < 2**53
+        elif name in ("loss", "train_metric", "val_metric"):
+            fine = each is None or _number(each)
+        elif name == "seconds":
+            fine = _number(each) and each >= 0
+        else:
+            fine = isinstance(each, dict) and all(_number(count) and count >= 0 for count in each.values())
+        if not fine:
+            raise ValueError(f"{name} is {shown(each, 80)}")
+    return record
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e21
 
 
 class JsonLines:

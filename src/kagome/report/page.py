@@ -6,16 +6,30 @@ directory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
+from kagome.errors import shortened
 from kagome.report import sections
 from kagome.report.files import write_text
 from kagome.report.folder import RunFolder, read_folder
 from kagome.report.html import document
 
+Drawn = TypeVar("Drawn")
+BROKEN: Final = (
+    *(TypeError, ValueError, KeyError, IndexError, AttributeError),
+    *(ArithmeticError, AssertionError, RecursionError, StopIteration),
+)
+"""What a section raises that finds other values in a run's files than a run writes."""
+
 
 def write_page(folder: str | Path) -> Path:
+    """Write ``report.html`` into a run directory, and give its path; see :func:`report`."""
+    return report(folder)[1]
+
+
+def report(folder: str | Path) -> tuple[RunFolder, Path]:
     """Write ``report.html`` into a run directory.
 
     Args:
@@ -23,33 +37,48 @@ def write_page(folder: str | Path) -> Path:
             ``config.toml`` and ``trace.json``.
 
     Returns:
-        The page's path.
+        The run as it was read, with a sentence for each fault of its files; the page's path.
 
     Raises:
         ConfigError: If there is no such folder or nothing of a run in it.
     """
     run = read_folder(folder)
-    return write_text(run.path / "report.html", page_html(run))
+    text = page_html(run)
+    return run, write_text(run.path / "report.html", text)
 
 
 def page_html(run: RunFolder) -> str:
-    """The page of a run as HTML; sections without anything to say are left out."""
-    title, facts = title_of(run)
-    parts = (
-        sections.warnings(run),
-        sections.figures(run),
-        sections.bottleneck(run),
-        sections.learning(run),
-        sections.time(run),
-        sections.timeline(run),
-        sections.pipeline(run),
-        sections.beside(sections.traffic(run), sections.memory(run)),
-        sections.crossing(run),
-        sections.partition(run),
-        sections.notes(run),
-        sections.settings(run),
-    )
-    return document(title, facts, parts, f"Kagome, run directory {run.path.resolve()}")
+    """The page of a run as HTML; sections without anything to say are left out.
+
+    A section whose values are not those of a run is left out too, and ``run.faults`` says so.
+    """
+    title, facts = _drawn(run, title_of, ("A run", ""))
+    parts = [
+        _drawn(run, draw, "")
+        for draw in (
+            *(sections.figures, sections.bottleneck, sections.learning, sections.time, sections.timeline),
+            *(sections.pipeline, _costs, sections.crossing, sections.partition),
+            *(sections.notes, sections.settings),
+        )
+    ]
+    first = _drawn(run, sections.warnings, "")
+    return document(title, facts, (first, *parts), f"Kagome, run directory {run.path.resolve()}")
+
+
+def _costs(run: RunFolder) -> str:
+    return sections.beside(sections.traffic(run), sections.memory(run))
+
+
+def _drawn(run: RunFolder, draw: Callable[[RunFolder], Drawn], without: Drawn) -> Drawn:
+    """A section; or what stands for it, where the run's files hold what it cannot show."""
+    try:
+        return draw(run)
+    except BROKEN as error:
+        found = shortened(f"{type(error).__name__}: {error}", 200)
+        run.faults.append(
+            f"the page leaves {draw.__name__.strip('_')} out: the run's files hold other values ({found})"
+        )
+        return without
 
 
 def title_of(run: RunFolder) -> tuple[str, str]:

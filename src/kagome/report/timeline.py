@@ -5,13 +5,14 @@ Where it sits: rank 0 writes it from the spans that all ranks gathered; ``page``
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from kagome import reading
 from kagome.errors import ConfigError
+from kagome.kinds import shown
 from kagome.report.files import write_json
 from kagome.report.spans import (
     COMPUTE,
@@ -91,16 +92,43 @@ def read_trace(path: str | Path) -> list[list[Span]]:
         ConfigError: If the file is no such trace.
     """
     try:
-        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
-        ranks: dict[int, list[Span]] = {int(event["pid"]): [] for event in events}
+        found = reading.json_file(path)
+        events = found.get("traceEvents") if isinstance(found, dict) else None
+        if not isinstance(events, list):
+            raise reading.UnreadableError("it has no list of traceEvents")
+        ranks: dict[int, list[Span]] = {}
         for event in events:
-            if event["ph"] == "X":
-                epoch = event.get("args", {}).get("epoch")
-                span = Span(event["name"], event["ts"] / 1e6, event["dur"] / 1e6, epoch)
-                ranks[int(event["pid"])].append(span)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            rank, span = _span(event)
+            spans = ranks.setdefault(rank, [])
+            spans += [] if span is None else [span]
+    except reading.UnreadableError as error:
         raise ConfigError("a trace was asked for", f"{path} is none: {error}") from None
     return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _span(event: Any) -> tuple[int, Span | None]:
+    """An event's rank, and its span if it is one.
+
+    Raises:
+        UnreadableError: If it is no event that :func:`write_trace` writes.
+    """
+    rank = event.get("pid") if isinstance(event, dict) else None
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < 2**20:
+        raise reading.UnreadableError(f"an event has the pid {shown(rank, 80)}")
+    if event.get("ph") != "X":
+        return rank, None
+    name, args = event.get("name"), event.get("args", {})
+    epoch = args.get("epoch") if isinstance(args, dict) else None
+    times = [event.get("ts"), event.get("dur")]
+    fine = isinstance(name, str) and all(
+        isinstance(time, int | float) and not isinstance(time, bool) and 0 <= time < 1e15 for time in times
+    )
+    if not fine or not (epoch is None or (type(epoch) is int and 0 <= epoch < 2**53)):
+        raise reading.UnreadableError(
+            f"an event of rank {rank} has the name {shown(name, 80)}, ts {shown(times[0], 40)}, "
+            f"dur {shown(times[1], 40)} and epoch {shown(epoch, 40)}"
+        )
+    return rank, Span(name, times[0] / 1e6, times[1] / 1e6, epoch)
 
 
 def representative_epoch(spans_by_rank: Sequence[Sequence[Span]]) -> int | None:
@@ -151,7 +179,7 @@ def gantt_svg(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None)
     return (
         f"{legend([(ink(name), name) for name in names])}"
         f'<svg class="gantt" height="{bottom + 20}" role="img" '
-        f'aria-label="Epoch {epoch}, phases of each rank over time">{"".join(drawn)}</svg>'
+        f'aria-label="Epoch {escape(str(epoch))}, phases of each rank over time">{"".join(drawn)}</svg>'
     )
 
 

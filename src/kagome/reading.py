@@ -1,0 +1,108 @@
+"""Reading: text files of settings and facts that a person or a crash may have altered, as plain values.
+
+Where it sits: settings, plans, clusters and runs are read by it. What comes back holds only what later code
+can show and compare: no depth beyond a limit, no number beyond those of a machine.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+DEEPEST: Final = 64
+"""Levels of lists and tables inside each other."""
+LARGEST: Final = 256 * 2**20
+"""Bytes of a file."""
+BITS: Final = 1024
+"""Of a whole number: more than any float has."""
+
+
+class UnreadableError(ValueError):
+    """A file cannot be read, or does not hold what its name says."""
+
+
+def toml(path: str | Path) -> dict[str, Any]:
+    """The content of a TOML file.
+
+    Raises:
+        UnreadableError: If there is none, with the reason.
+    """
+    found: dict[str, Any] = _parsed(path, tomllib.loads)
+    return found
+
+
+def json_file(path: str | Path) -> Any:
+    """The content of a JSON file; what is no JSON, such as ``NaN``, is refused.
+
+    Raises:
+        UnreadableError: If there is none, with the reason.
+    """
+    return _parsed(path, json_text)
+
+
+def json_text(text: str) -> Any:
+    """The content of a JSON text.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    return json.loads(text, parse_constant=_no_constant)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _parsed(path: str | Path, parse: Callable[[str], Any]) -> Any:
+    try:
+        text = _text(Path(path))
+        value = parse(text)
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        raise UnreadableError(_reason(error)) from None
+    refuse_huge(value)
+    return value
+
+
+def _text(path: Path) -> str:
+    facts = path.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise UnreadableError("it is no file" if not path.is_dir() else "it is a folder")
+    if facts.st_size > LARGEST:
+        raise UnreadableError(f"it has {facts.st_size:,} bytes")
+    return path.read_text(encoding="utf-8")
+
+
+def refuse_huge(value: Any) -> None:
+    """Refuse plain values that are nested too deep, or numbers that no machine holds.
+
+    Raises:
+        UnreadableError: With what was found.
+    """
+    level = [value]
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner += each.values()
+            elif isinstance(each, list):
+                inner += each
+            elif isinstance(each, int) and each.bit_length() > BITS:
+                raise UnreadableError(f"a whole number has {each.bit_length():,} bits")
+        level = inner
+        if not level:
+            return
+    raise UnreadableError(f"it is nested more than {DEEPEST} levels deep")
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return f"it is nested more than {DEEPEST} levels deep"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is no UTF-8 text (byte {error.start})"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error) or type(error).__name__
