@@ -109,6 +109,16 @@ class _Weight(fx.Proxy):
         """As a tensor's."""
         return self._value.shape
 
+    @property
+    def ndim(self) -> int:
+        """As a tensor's."""
+        return self._value.ndim
+
+    @property
+    def requires_grad(self) -> bool:
+        """As a tensor's."""
+        return self._value.requires_grad
+
 
 class Tracer(fx.Tracer):
     """Takes notes of one forward.
@@ -211,6 +221,8 @@ class Tracer(fx.Tracer):
             path = self._paths.get(id(a))
             if path is not None:
                 return self.create_node("get_attr", path, (), {})
+            if a.requires_grad:
+                raise UntraceableError("it computes with weights that no layer of its own reads")
             return self.create_node("call_function", Constant(a), (), {}, name="constant")
         return super().create_arg(a)
 
@@ -236,6 +248,13 @@ class Tracer(fx.Tracer):
         def refuse(module: nn.Module, name: str, value: Any) -> None:
             raise UntraceableError(f"it sets {name!r} on a module of type {type(module).__name__}")
 
+        def named(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            for name, weight in listed(module, *args, **kwargs):
+                yield name, self.getattr(name, weight, seen)
+
+        def differentiate(*args: Any, **kwargs: Any) -> Any:
+            raise UntraceableError("it takes a derivative by torch.autograd.grad, which no cut may divide")
+
         def aggregate(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return nn.Module.__call__(module, *args, **kwargs)
 
@@ -243,8 +262,10 @@ class Tracer(fx.Tracer):
             return self._noting(inner.__get__(None, cls), always=False)(*args, **kwargs)
 
         inner = vars(torch.autograd.Function)["apply"]
-        wrappers = self._wrappers()
-        tables = [vars(torch), vars(torch_geometric.nn), *(vars(module) for module in _FUNCTIONS)]
+        listed, seen = nn.Module.named_parameters, dict[str, fx.Proxy]()
+        wrappers = self._wrappers() | {id(torch.autograd.grad): differentiate}
+        homes = (torch, torch.autograd, torch_geometric.nn, *_FUNCTIONS)
+        tables = [vars(home) for home in homes]
         users: list[dict[str, Any]] = []
         for module in self._model.modules():
             if not is_whole(module):
@@ -252,6 +273,7 @@ class Tracer(fx.Tracer):
                 users.append(vars(sys.modules.get(type(module).__module__, torch)))
         try:
             put(nn.Module, "__setattr__", refuse)
+            put(nn.Module, "named_parameters", named)
             put(Aggregation, "__call__", aggregate)
             put(torch.autograd.Function, "apply", classmethod(apply))
             for table in {id(table): table for table in (*tables, *users)}.values():

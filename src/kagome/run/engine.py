@@ -202,7 +202,7 @@ class Engine:
         checked = not self._checked
         # A forward that is given up half way has moved some of them.
         buffers = Buffers(self.model) if training and checked and self.fast else None
-        before = None if buffers is None else buffers.copies()
+        before = None if buffers is None else (buffers.now(), buffers.copies())
         try:
             with self.scope.running(epoch, training=training, checked=checked), cast:
                 out = self._call()
@@ -210,7 +210,7 @@ class Engine:
             # All ranks run the same code: they all come here, at the same call.
             self.scope.fast = False
             if buffers is not None and before is not None:
-                buffers.restore(buffers.now(), before)
+                buffers.restore(*before)
             self._notes.append(without_fast(error.found, slices=self.scope.slices))
             error.__traceback__ = None  # it would keep all tensors of this forward
             with self.scope.running(epoch, training=training, checked=checked), cast:

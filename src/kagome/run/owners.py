@@ -54,6 +54,12 @@ class Owners:
         self.buffers = Buffers(model, here)
         self._moved, self._alone = set(changed & here), {name for name, count in used.items() if count == 1}
 
+    def foreign(self) -> dict[str, Tensor]:
+        """The weights that other ranks train, by name: old here until they are shared."""
+        mine = {id(parameter) for parameter in self.parameters}
+        named = self.model.named_parameters()
+        return {name: p for name, p in named if p.requires_grad and id(p) not in mine}
+
     def moving(self) -> list[Tensor]:
         """Those of this rank's buffers that a forward is known to change, as they are now."""
         return [tensor for name, tensor in self.buffers.now().items() if name in self._moved]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from kagome.run.ahead import Ahead
 from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.chunking import chunked
 from kagome.run.engine import Phases, without_fast
+from kagome.run.first import by_first
+from kagome.run.foreign import read_by_loss, watch_hooks, watched, with_read
 from kagome.run.gradients import Gradients
 from kagome.run.guard import Epoch, HistoryProbe, guard_of
 from kagome.run.holdings import held_by_chunks
@@ -86,6 +89,8 @@ class Pipeline:
         device = mesh.device
         self.staging = stage_model(model, part, mesh.world, parallel, settings, device, fast=fast)
         self.fast, self.recompute = fast and not self.staging.escape, False
+        read = by_first(mesh.world, lambda: self._read_by_loss(part), "weights that the loss reads")
+        self.staging = replace(self.staging, stages=with_read(self.staging.stages, read))
         self.mine = [stage for stage in self.staging.stages if stage.rank == mesh.stage]
         part = needed(self.mine, part, aim.objective.uses)
         self.chunks = chunked(part, mesh.graph, parallel, device=device, seed=settings.seed, fast=self.fast)
@@ -103,6 +108,7 @@ class Pipeline:
         self.inputs: dict[str, Any] = {k: v.to(device) for k, v in part.nodes.items() if k in kept}
         self.inputs |= {k: v for k, v in part.shared.items() if k in kept}
         self.owners = Owners(model, self.staging.stages, mesh.pipe, self.staging.survey.changed)
+        self.foreign = self.owners.foreign()
         self.gradients = Gradients(self.owners.parameters, mesh.weights, codec=parallel.codec_weights)
         self.gradients.overlaps = False  # they are whole after the last chunk
         self._weighed = Weighed(aim.objective, mesh.graph)
@@ -130,6 +136,20 @@ class Pipeline:
         value = self.staging.survey.values[self.staging.graph.output]
         out = torch.zeros(target.y.size(0), *value.shape, dtype=value.dtype, device=self.mesh.device)
         self._weighed.settle(target, out)
+
+    def _read_by_loss(self, part: Partition) -> tuple[str, ...]:
+        """The weights that the loss reads, told from made-up rows of the output."""
+        value, objective = self.staging.survey.values[self.staging.graph.output], self.aim.objective
+        if self.parallel.pipe == 1 or value.dtype is None:
+            return ()
+        device, known = self.mesh.device, {**part.nodes, **part.shared}
+        used = {name: known[name] for name in objective.uses if name in known}
+        inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in used.items()}
+        rows = part.nodes["train_mask"].nonzero().view(-1)[:12].to(device)
+        generator = torch.Generator().manual_seed(0)
+        out = torch.randn(rows.numel(), *value.shape, generator=generator).to(device, value.dtype)
+        out.requires_grad_()
+        return read_by_loss(lambda: objective.lost(out, objective.target(inputs, rows)), self.model)
 
     def _said(self) -> str:
         """What is said before the first epoch."""
@@ -280,7 +300,9 @@ class Pipeline:
         with self.phases.phase("optimizer", epoch):
             if self.settings.clip is not None:
                 self.owners.clip(self.gradients.parameters, self.settings.clip)
-            optimizer.step()
+            watch_hooks(optimizer, self.foreign)
+            with watched(self.foreign, "the optimizer"):
+                optimizer.step()
         return value, stops > 0
 
     def _guess(self, epoch: int, kind: Epoch) -> list[Tensor | None]:
@@ -354,7 +376,8 @@ class Pipeline:
             self.aim.metric.check(out)
         if not rows.numel():
             return
-        lost = self._weighed.mean(*self.aim.objective.lost(shown, target))
+        with watched(self.foreign, "the loss"):
+            lost = self._weighed.mean(*self.aim.objective.lost(shown, target))
         job.lost = float(lost.detach())
         job.roots.append((lost, None))
 

@@ -33,6 +33,7 @@ from kagome.run.dag.layout import Layout
 from kagome.run.dag.passes import Pass, forward_program, update_programs
 from kagome.run.dag.plans import plan_of
 from kagome.run.dag.weights import Weights
+from kagome.run.foreign import read_by_loss, refused, watch_hooks, watched
 from kagome.run.objective import Loss
 from kagome.run.task import check_finite
 from kagome.schedule.actions import to_text
@@ -202,6 +203,9 @@ class Pipeline:
         self.model.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float64, device=self.channel.device)
 
+        if update == 1:
+            self._refuse_foreign(target)
+
         def lose(out: Tensor, samples: range) -> Tensor:
             return lost(self._loss, out, target[samples.start : samples.stop]) / self.plan.batch
 
@@ -218,7 +222,9 @@ class Pipeline:
         check_finite(float(found), update)
         self._last_loss = float(found)
         if self.optimizer is not None:
-            with self._spans.phase("optimizer", update):
+            foreign = self._weights.foreign
+            watch_hooks(self.optimizer, foreign)
+            with self._spans.phase("optimizer", update), watched(foreign, "the optimizer"):
                 self.optimizer.step()
         return self._last_loss
 
@@ -346,6 +352,17 @@ class Pipeline:
         self._stack.__exit__(kind, error, trace)
 
     # Inside ----------------------------------------------------------------------------------------
+
+    def _refuse_foreign(self, target: Tensor) -> None:
+        """Refuse a loss that reads weights of stages before the last, told from a made-up output."""
+        fact, few = self._branches.facts[self._branches.graph.output], target[:4]
+        out = torch.randn(fact.shape_of(few.size(0)), generator=torch.Generator().manual_seed(0))
+        out = out.to(self.channel.device, fact.dtype).requires_grad_()
+        read = read_by_loss(lambda: self._loss(out, few), self.model)
+        last = next(piece.number for piece in self._pieces if piece.output is not None)
+        ranks = set(self._layout.ranks(last))
+        if old := [name for name in read if not ranks <= set(self._weights.holders.get(name, ()))]:
+            raise refused(old, "the loss")
 
     def _moved(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.to(self.channel.device) for name, value in inputs.items()}

@@ -45,6 +45,12 @@ class Weights:
             if mine in self.holders.get(name, ()) and weight.requires_grad
         }
         """The weights that this rank trains."""
+        self.foreign: dict[str, Tensor] = {
+            name: weight
+            for name, weight in self.parameters.items()
+            if name not in self.mine and weight.requires_grad
+        }
+        """Those that it does not, and that are old here until they are joined."""
         self._groups: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
         for name, weight in self.parameters.items():
             ranks = self.holders.get(name, ())
