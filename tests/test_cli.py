@@ -158,6 +158,7 @@ def test_nothing_asked_is_a_mistake_that_shows_the_commands(kagome):
         (["check", "--vertices", "-1"], 2, ["check.vertices"]),
         (["train", *FEW, "--model.layers", "999999999999"], 1, ["999,999,999,999 layers", "GiB are free"]),
         (["train", *FEW, "--model.layers", "4", "--model.hidden", "100000000000"], 1, ["GiB are free"]),
+        (["train", *FEW, "--parallel.chunks", "1000000"], 2, ["chunks=1,000,000", "300 vertices"]),
         (["train", "--nproc", "1000000"], 1, ["1,000,000 local ranks", "GiB"]),
         (["train", "--max-restarts", "-1"], 2, ["--max-restarts takes a number from 0 up"]),
         (["train", "--out", "x" * 5000], 2, ["up to 4,096 characters"]),

@@ -45,7 +45,7 @@ DEFAULT_RANKS = 2
 """Local ranks of ``kagome train`` with no flags at all."""
 MESH_FLAGS = ("--nproc", "--parallel.graph", "--parallel.pipe", "--parallel.tensor", "--parallel.plan")
 """With one of these a run that goes on is split anew."""
-LOADED = ("kagome.run.trainer", "kagome.model.zoo")
+LOADED = ("kagome.run.loaded",)
 """What every rank of a training imports."""
 
 

@@ -187,6 +187,11 @@ def _unstarted(nproc: int, error: BaseException) -> LaunchError:
         found, hint = f"this process may open no more files ({error.strerror})", "ulimit -n 1024"
     elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         found, hint = "there is no memory for them", "fewer ranks, or a larger ulimit -v"
+    elif isinstance(error, EOFError):
+        found, hint = (
+            "the process that they are forked of has died; is memory short?",
+            "ulimit -v; kagome doctor",
+        )
     else:
         found, hint = f"the system refused: {error or type(error).__name__}", "kagome doctor"
     return LaunchError(f"{nproc} ranks were to be started", found, hint=hint)

@@ -21,12 +21,14 @@ NO_MEMORY: Final = (
     "cannot allocate memory",
     "out of memory",
     "std::bad_alloc",
+    "could not create a primitive",
+    "could not create a memory",
     "failed to map segment",
     "unable to mmap",
     "can't start new thread",
     "resource temporarily unavailable",
 )
-"""What libraries say in an error of any class where memory ran out; threads want some too."""
+"""What libraries say where memory ran out, oneDNN and threads too."""
 DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FILES: Final = (errno.EMFILE, errno.ENFILE)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
+from kagome.errors import ConfigError
 from kagome.graph.chunks import Chunk, Chunks, ChunkStep, alone, cut_part, order_of, plan_steps
 from kagome.graph.partition import Partition
 from kagome.graph.together import at_once, bare, together
@@ -168,10 +169,15 @@ def chunked(
         seed: Of the run.
         fast: Whether messages are reduced by kernels.
 
+    Raises:
+        ConfigError: On all ranks, if there are more chunks than vertices in any part.
+
     Cost:
         A copy of the part, or two with ``cross_chunk="drop"``.
     """
     count, drops = settings.chunks or 1, settings.cross_chunk == "drop"
+    if count > 1:
+        _refuse_empty(part, channel, count)
     # Chunks that know nothing of each other read nothing of other parts either.
     cut = Parallel() if drops and count > 1 else settings
     crossing = Crossing(channel, cut, seed, late=channel.patient)
@@ -216,3 +222,15 @@ def chunked(
     if drops:
         apart = [scope(alone(piece), Channel(None, device), None) for piece in chunks.pieces]
     return Chunking(tuple(scopes), tuple(apart), tables, chunks.rows, crossing, settings, seed)
+
+
+def _refuse_empty(part: Partition, channel: Channel, count: int) -> None:
+    """Refuse so many chunks that some are empty in every part."""
+    rows = torch.tensor(part.own.numel(), dtype=torch.int64, device=channel.device)
+    most = int(channel.all_reduce(rows, "max", action="largest part", kind="other"))
+    if count > most:
+        raise ConfigError(
+            f"parallel.chunks={count:,} cuts a part into so many pieces",
+            f"the largest part has {most:,} vertices",
+            hint=f"--parallel.chunks {max(1, min(most // 100, 16))}",
+        )
