@@ -20,6 +20,7 @@ from kagome.graph.partition import extract
 from kagome.model.exact import HANDLERS
 from kagome.neighbors.edge_tables import tables_of
 from kagome.neighbors.intercept import Interception
+from kagome.run.check import check
 from odd_models import ODD_MODELS
 from outcomes import outcome
 from parity import alone, assert_equal, case_build, odd, one_rank, random_owner, whole
@@ -214,3 +215,14 @@ def test_any_graph_with_a_learned_weight_an_edge_is_plain_pyg_s(
     found = outcome(build, data, owner, world)
     assert not isinstance(found, str), found
     assert_equal(found, whole(build, data))
+
+
+@pytest.mark.parametrize(
+    "name", ["a learned weight an edge", "in message", "attributes of gatv2", "masked edges", "in a dict"]
+)
+def test_the_check_runs_a_table_on_the_sample_s_edges(name: str) -> None:
+    data = graph()
+    result = check(TABLES[name]().double(), data, vertices=12)
+    assert result.edges < EDGES
+    assert result.first is None
+    assert result.worst < 1e-10

@@ -181,6 +181,35 @@ def tables_of(model: nn.Module, edges: int, vertices: int) -> EdgeTables | None:
             the model keeps a sparse matrix of the vertices.
     """
     names: ByIdentity[str] = ByIdentity()
+    for name, tensor in _tables_among(model, edges, vertices):
+        names[tensor] = name
+    return EdgeTables(names) if len(names) else None
+
+
+def fit(model: nn.Module, edges: int, vertices: int, places: Tensor) -> bool:
+    """Cut the tables of a model to some edges, in place: a copy of it runs on a sample of the graph.
+
+    Args:
+        model: The copy.
+        edges: Edges of the whole graph.
+        vertices: Its vertices.
+        places: Which edges stay.
+
+    Returns:
+        Whether there was one.
+
+    Shapes:
+        places ``[e]``.
+    """
+    found = {id(tensor): tensor for _, tensor in _tables_among(model, edges, vertices)}
+    if places.numel() == edges:
+        return False
+    for tensor in found.values():
+        tensor.data = tensor.data.index_select(_axis(tensor, edges), places)
+    return bool(found)
+
+
+def _tables_among(model: nn.Module, edges: int, vertices: int) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in _tensors_of(model):
         if tensor.layout is not torch.strided and vertices in tensor.shape:
             raise ModelError(
@@ -200,8 +229,7 @@ def tables_of(model: nn.Module, edges: int, vertices: int) -> EdgeTables | None:
                 where=name,
                 hint=f"{WAY_OUT}; or train on one rank",
             )
-        names[tensor] = name
-    return EdgeTables(names) if len(names) else None
+        yield name, tensor
 
 
 def met(scope: Cutter, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:

@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from kagome.graph.attributes import Attributes, Sorted, attributes_of
 from kagome.graph.partition import Partition, kinds_of
+from kagome.neighbors.edge_tables import fit
 
 
 def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
@@ -24,12 +25,13 @@ def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
     """
     if isinstance(data, Partition):
         inside = data.edge_index[0] < data.own.numel()
-        edge_index = data.edge_index[:, inside]
+        edge_index, places = data.edge_index[:, inside], data.edge_ids[inside]
         kinds = kinds_of(data)
         given = replace(kinds, edges={name: value[inside] for name, value in kinds.edges.items()})
         count = data.own.numel()
     else:
         count, edge_index = int(data.num_nodes or 0), data.edge_index
+        places = torch.arange(edge_index.size(1))
         given = attributes_of(data)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.zeros(count, dtype=torch.bool)
@@ -57,7 +59,16 @@ def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
         given.shared,
         given.refused,
     )
-    return Sorted(place[edge_index[:, inside]], kept.numel(), taken)
+    sample = Sorted(place[edge_index[:, inside]], kept.numel(), taken)
+    sample.__dict__["edge_places"] = places[inside]
+    return sample
+
+
+def fitted(twin: nn.Module, data: Data | Partition, sample: Data) -> bool:
+    """Cut what a copy of a model keeps for each edge of a graph to the edges of a sample; whether it does."""
+    part = isinstance(data, Partition)
+    edges = data.num_edges if part else data.edge_index.size(1)
+    return fit(twin, int(edges), int(data.num_nodes or 0), sample.__dict__["edge_places"])
 
 
 def cast(sample: Data, dtype: torch.dtype) -> Data:
