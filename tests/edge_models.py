@@ -7,6 +7,7 @@ shuffled, sorted and duplicated.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -172,13 +173,7 @@ def _mine(how: Callable[[Call, Tensor], Tensor], **held: object) -> Callable[[],
     def function(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
         return summed(x, edge_index, how(m, edge_index))
 
-    return lambda: Call(function, **{name: _fresh(value) for name, value in held.items()})
-
-
-def _fresh(value: object) -> object:
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(value.detach().clone())
-    return value.clone() if isinstance(value, Tensor) else value
+    return lambda: Call(function, **{name: copy.deepcopy(value) for name, value in held.items()})
 
 
 def _prefix(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
