@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ class TestNpz:
         np.save(tmp_path / "array.npy", np.ones(3))
         np.savez(tmp_path / "objects.npz", edge_index=np.array([{}], dtype=object))
         for file in ("text.npz", "array.npy", "objects.npz"):
-            with pytest.raises(DataError, match=r"whole \.npz file"):
+            with pytest.raises(DataError, match=r"whole \.npz file|holds Python objects"):
                 load(f"npz:{file}", tmp_path)
 
     def test_missing_file_and_missing_edges(self, tmp_path: Path) -> None:
@@ -455,3 +456,70 @@ class TestPyg:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
         with pytest.raises(DataError, match="can be written"):
             load("Cora", tmp_path / "file" / "root")
+
+
+class TestNpzArrays:
+    @pytest.mark.parametrize("kind", [">f4", ">f8", "<f2", "<f8", "u1", "?", ">i8", "u2", "u4"])
+    def test_numbers_arrive_as_they_are_in_any_byte_order(self, tmp_path: Path, kind: str) -> None:
+        x = (np.arange(6).reshape(3, 2) % 2).astype(kind)
+        found = load(bipartite(tmp_path / "g.npz", x=x)).x
+        assert np.array_equal(found.numpy(), x)
+        assert found.is_floating_point() == (np.dtype(kind).kind == "f")
+
+    @pytest.mark.parametrize(
+        ("arrays", "words"),
+        [
+            ({"x": np.ones((3, 2), "g")}, "x must hold numbers(.|\n)*float64"),
+            ({"x": np.ones((3, 2), complex)}, "real"),
+            ({"x": np.float32(1)}, "x must have a row a vertex"),
+            ({"y": np.array(["a", "b", "c"])}, "y must hold numbers, but it holds str"),
+            ({"y": np.zeros(3, "i4,f4")}, "y must hold numbers, but it holds records"),
+            ({"train_mask": np.array(["a"] * 3)}, "train_mask must hold numbers"),
+            ({"y": np.array([2**63, 0, 0], "u8")}, "end at 2"),
+            ({"edge_weight": np.ones(3) > 0}, "one number an edge"),
+            ({"edge_weight": np.ones((3, 2))}, "edge_attr"),
+            ({"num_nodes": np.array([3, 3])}, "one whole number"),
+            ({"num_nodes": np.float64("nan")}, "one whole number"),
+            ({"num_nodes": np.float64("inf")}, "one whole number"),
+            ({"num_nodes": 10**12}, "at most"),
+            ({"num_nodes": 6 * 10**10}, "features are made for"),
+        ],
+    )
+    def test_arrays_that_are_refused(self, tmp_path: Path, arrays: dict[str, Any], words: str) -> None:
+        with pytest.raises(DataError, match=words):
+            load(bipartite(tmp_path / "g.npz", **arrays))
+
+    @pytest.mark.parametrize("name", ["indptr", "indices"])
+    @pytest.mark.parametrize("odd", [np.array([0.0, 1.5]), np.array([[0, 1]]), np.array(3)])
+    def test_lists_of_neighbours_are_whole_numbers(self, tmp_path: Path, name: str, odd: Any) -> None:
+        arrays = {"indptr": np.array([0, 1, 1]), "indices": np.array([1]), name: odd}
+        np.savez(tmp_path / "g.npz", **arrays)
+        with pytest.raises(DataError, match=f"{name} must be a list of whole numbers"):
+            load(f"npz:{tmp_path / 'g.npz'}")
+
+    def test_other_arrays_are_attributes_or_named(self, tmp_path: Path) -> None:
+        more = {
+            "notes": np.ones(7),
+            "keys": np.ones(3),
+            "words": np.array(["a", "b"]),
+            "title": np.array("T"),
+        }
+        data = load(bipartite(tmp_path / "g.npz", **more))
+        assert data.title == "T"
+        said = " ".join(data.notes)
+        assert "'keys' of g.npz is not read" in said
+        assert "'words' of g.npz is not read: it holds str" in said
+
+    def test_a_header_that_claims_terabytes(self, tmp_path: Path) -> None:
+        header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000, 5), }"
+        with zipfile.ZipFile(tmp_path / "g.npz", "w") as archive:
+            archive.writestr("x.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+        with pytest.raises(DataError, match="20,000,000,000,000 bytes, and there are 0"):
+            load(f"npz:{tmp_path / 'g.npz'}")
+
+    def test_an_archive_that_unpacks_to_more_than_there_is(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kagome.graph.npz.available_bytes", lambda: 1000)
+        with pytest.raises(DataError, match="must fit into memory"):
+            load(bipartite(tmp_path / "g.npz", x=np.zeros((3, 1000))))

@@ -36,7 +36,9 @@ def load_data(settings: config.Data) -> Data:
 
     Cost: raw files of a known data set are processed once; a download happens only if they are nowhere.
     """
-    graph, said = validate_edges(_named(settings.name, Path(settings.root).expanduser()))
+    found, left = _named(settings.name, Path(settings.root).expanduser())
+    graph, said = validate_edges(found)
+    said += left
     said += edits.make_up(graph, labels=settings.name.startswith("npz:"))
     if settings.project is not None:
         graph.x, note = edits.project(graph.x, settings.project)
@@ -50,19 +52,20 @@ def load_data(settings: config.Data) -> Data:
     return clean
 
 
-def _named(name: str, root: Path) -> Any:
+def _named(name: str, root: Path) -> tuple[Any, list[str]]:
+    """A data set, and what there is to say of reading it."""
     kind, _, rest = name.partition(":")
     if name == "digits":
-        return builtin.digits()
+        return builtin.digits(), []
     if kind == "sbm":
-        return builtin.sbm(name)
+        return builtin.sbm(name), []
     if kind == "npz":
         return sources.load_npz(rest, root)
     if kind == "python":
-        return sources.load_function(rest)
+        return sources.load_function(rest), []
     if kind == "ogb":
-        return sources.load_ogb(rest, root)
-    return rawfiles.load_pyg(catalog.find(name), root)
+        return sources.load_ogb(rest, root), []
+    return rawfiles.load_pyg(catalog.find(name), root), []
 
 
 def raw_files(settings: config.Data) -> list[Path] | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from kagome.available import available_bytes
 from kagome.errors import DataError
 from kagome.graph.adjacency import with_loops
 from kagome.graph.attributes import attributes_of, is_sparse, plain
@@ -139,6 +140,13 @@ def make_up(data: Data, *, labels: bool, seed: int = 0) -> list[str]:
     num_nodes = int(data.num_nodes)
     draw = torch.Generator().manual_seed(seed)
     if data.x is None:
+        size, room = num_nodes * MADE_FEATURES * 4, available_bytes()
+        if room is not None and size > room:
+            raise DataError(
+                f"features are made for {num_nodes:,} vertices that have none",
+                f"they would take {size / 2**30:,.1f} GiB, and {room / 2**30:,.1f} GiB are left",
+                where="data.num_nodes",
+            )
         data.x = torch.randn(num_nodes, MADE_FEATURES, generator=draw)
         notes.append(f"No features given: {MADE_FEATURES} normal columns are made with seed {seed}.")
     if labels and data.y is None:

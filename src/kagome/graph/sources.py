@@ -8,21 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch_geometric.data import Data
 
 from kagome.errors import DataError
+from kagome.graph.npz import read_npz
 from kagome.named import named_module
 
 
-def load_npz(text: str, root: Path) -> Data:
+def load_npz(text: str, root: Path) -> tuple[Data, list[str]]:
     """Read a graph from an ``.npz`` file.
 
     Args:
@@ -31,10 +28,12 @@ def load_npz(text: str, root: Path) -> Data:
 
     Returns:
         What the file holds: edges from ``edge_index`` (2 x E), or from ``indptr`` and ``indices`` (row v
-        lists the vertices that v has an edge to); and its other numeric arrays.
+        lists the vertices that v has an edge to); and its other arrays of numbers. And sentences on arrays
+        that are not read.
 
     Raises:
-        DataError: If it is missing, truncated, no npz file, or has no edges in either form.
+        DataError: If it is missing, truncated, no npz file, has no edges in either form, or an array that has
+            a meaning holds no numbers.
     """
     bases = _bases(root)
     path = npz_file(text, root)
@@ -44,18 +43,24 @@ def load_npz(text: str, root: Path) -> Data:
             f"it is neither in {' nor in '.join(str(base.absolute()) for base in bases)}",
             where="data.name",
         )
-    arrays = _arrays(path)
-    given = {name: torch.from_numpy(value) for name, value in arrays.items() if value.dtype.kind in "biuf"}
+    found, left = read_npz(path)
+    given: dict[str, Any] = dict(found)
     if "edge_index" not in given:
         if "indptr" not in given or "indices" not in given:
             raise DataError(
                 f"{path} must hold edge_index, or indptr and indices",
-                f"it holds {', '.join(arrays) or 'nothing'}",
+                f"it holds {', '.join(given) or 'nothing'}",
             )
         given["edge_index"] = _from_csr(given.pop("indptr"), given.pop("indices"), given, str(path))
-    if "num_nodes" in given:
-        given["num_nodes"] = int(given["num_nodes"])  # type: ignore[assignment]
-    return Data(**given)
+    weight = given.get("edge_weight")
+    if isinstance(weight, torch.Tensor) and (weight.dim() != 1 or weight.dtype == torch.bool):
+        raise DataError(
+            "edge_weight must be one number an edge",
+            f"it has the shape {list(weight.shape)} and holds {str(weight.dtype).removeprefix('torch.')}",
+            where=str(path),
+            hint="several numbers an edge are edge_attr",
+        )
+    return Data(**given), left
 
 
 def npz_file(text: str, root: Path) -> Path | None:
@@ -67,28 +72,15 @@ def _bases(root: Path) -> list[Path]:
     return [Path(), root, *(Path(shared) for shared in [os.environ.get("KAGOME_DATA")] if shared)]
 
 
-def _arrays(path: Path) -> dict[str, NDArray[Any]]:
-    try:
-        with np.load(path, allow_pickle=False) as opened:
-            return {name: opened[name] for name in opened.files}
-    except (
-        ValueError,
-        OSError,
-        EOFError,
-        KeyError,
-        AttributeError,
-        TypeError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
-        raise DataError(
-            f"{path} must be a whole .npz file (numpy.savez)",
-            f"it cannot be read: {type(error).__name__} {error}",
-            hint="it may be truncated; write it again",
-        ) from None
-
-
 def _from_csr(indptr: torch.Tensor, indices: torch.Tensor, given: dict[str, Any], where: str) -> torch.Tensor:
+    for name, value in (("indptr", indptr), ("indices", indices)):
+        whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        if value.dim() != 1 or not whole:
+            raise DataError(
+                f"{name} must be a list of whole numbers",
+                f"it has the shape {list(value.shape)} and holds {str(value.dtype).removeprefix('torch.')}",
+                where=where,
+            )
     indptr, indices = indptr.long(), indices.long()
     degree = indptr.diff()
     if (

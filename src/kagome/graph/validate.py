@@ -196,8 +196,8 @@ def _rows(name: str, value: Any) -> int:
         ) from None
 
 
-MOST_VERTICES = 2**40
-"""More are a mistake: an id of one takes 8 bytes."""
+MOST_VERTICES = 2**36
+"""More are a mistake: the ids alone would take half a terabyte."""
 
 
 def check_count(count: Any) -> int:
@@ -271,7 +271,7 @@ def _finite(name: str, value: Tensor) -> None:
 
 def _rows_of_labels(y: Any, num_nodes: int) -> Tensor:
     rows = _numbers("y", y)
-    if rows.dim() == 0 or rows.size(0) != num_nodes:
+    if rows.dim() == 0 or rows.size(0) != num_nodes or not rows.numel():
         raise DataError(
             f"y must have a row for each of {num_nodes:,} vertices",
             f"its shape is {list(rows.shape)}",

@@ -21,7 +21,7 @@ from kagome import config
 from kagome.available import available_bytes
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import Mesh
-from kagome.errors import KagomeError, PartitionError
+from kagome.errors import DataError, KagomeError, PartitionError
 from kagome.graph import cache, store
 from kagome.graph.choice import choose, is_auto
 from kagome.graph.data import load_data
@@ -249,7 +249,10 @@ def for_model(name: str, part: Partition, meta: Meta) -> tuple[Partition, Meta]:
     """
     if name.startswith("python:"):
         return part, meta
-    turned = []
+    x, turned = part.nodes.get("x"), []
+    if x is None or x.dim() > 2 or x.is_complex() or 0 in x.shape[1:]:
+        found = "the data has none" if x is None else f"it is {[meta.num_nodes, *x.shape[1:]]}"
+        raise DataError(f"the model {name} takes real features x [N, F]", found, where="data.x")
 
     def floats(attribute: str, value: torch.Tensor) -> torch.Tensor:
         rows = value.unsqueeze(1) if attribute == "x" and value.dim() == 1 else value
