@@ -215,7 +215,7 @@ def sequential(in_channels: int, out_channels: int) -> nn.Module:
 
 
 class VertexTable(nn.Module):
-    """A learned row a vertex, looked up by row number: which vertex that is depends on the split."""
+    """A learned row a vertex, looked up by row number."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -295,5 +295,5 @@ ODD_MODELS: dict[str, Callable[[int, int], nn.Module]] = {
 }
 """Name -> ``build(in_channels, out_channels)``; each module's forward takes ``(x, edge_index)``."""
 
-MUST_BE_REFUSED: frozenset[str] = frozenset({"vertex_table", "best_half", "ranked_rows"})
+MUST_BE_REFUSED: frozenset[str] = frozenset({"best_half", "ranked_rows"})
 """What they compute depends on which rows lie together or in which order: no split can keep it."""

@@ -35,7 +35,7 @@ class Watching(TorchFunctionMode):
 
     def axis(self, tensor: Tensor) -> int | None:
         mark = self.marks.get(tensor)
-        return None if mark is None else mark.axis
+        return None if mark is None or mark.kind is Kind.LOST or mark.each > 1 else mark.axis
 
 
 def probe(shape: tuple[int, ...], axis: int) -> Tensor:

@@ -115,6 +115,9 @@ EXACT: dict[str, tuple[Body, Mods]] = {
     "class means": (lambda m, x, e, d: x - utils.scatter(x, d.group, 0, 5, "mean")[d.group], {}),
     "class maxima": (lambda m, x, e, d: x - utils.scatter(x, d.group, 0, 5, "max")[d.group], {}),
     "vertices counted by new_ones": (lambda m, x, e, d: x / x.new_ones(x.size(0)).sum(), {}),
+    # Places among all vertices: neighbors/test_positions.py has more.
+    "first row": (lambda m, x, e, d: x + x[0], {}),
+    "row numbers": (lambda m, x, e, d: x + torch.arange(x.size(0)).view(-1, 1), {}),
     # Draws.
     "rows masked": (lambda m, x, e, d: set_rows(x, torch.rand(x.size(0)) < 0.5, 0.0), {}),
     "a learned mask": (
@@ -189,19 +192,27 @@ REFUSED: dict[str, tuple[Body, Mods, str]] = {
         {"c": lambda: pyg.TopKPooling(8)},
         "sort",
     ),
-    "edges as numpy": (lambda m, x, e, d: m.c(x, torch.from_numpy(e.numpy().copy())), SAGE, "a part of"),
+    "edges as numpy": (
+        lambda m, x, e, d: m.c(x, torch.from_numpy(e.numpy().copy())),
+        SAGE,
+        "edge list of shape",
+    ),
+    "order of rows": (lambda m, x, e, d: x.cumsum(0), {}, "cumsum goes from one vertex to the next"),
+    "neighbour in memory": (lambda m, x, e, d: x + x.roll(1, 0), {}, "roll goes from one vertex to the next"),
+    "recurrence over vertices": (lambda m, x, e, d: m.c(x)[0], {"c": lambda: nn.GRU(8, 8)}, "gru"),
+    "all pairs": (lambda m, x, e, d: (x @ x.t()).softmax(-1) @ x, {}, "matmul"),
+    "axes of all rows": (lambda m, x, e, d: torch.linalg.qr(x)[0], {}, "qr"),
+    "negative samples": (
+        lambda m, x, e, d: m.c(x, utils.negative_sampling(e, x.size(0), 50)),
+        SAGE,
+        "edge list of shape",
+    ),
 }
 """Refused by name, each with a word of the reason."""
 
 FOUND: dict[str, tuple[Body, Mods]] = {
-    "order of rows": (lambda m, x, e, d: x.cumsum(0), {}),
-    "neighbour in memory": (lambda m, x, e, d: x + x.roll(1, 0), {}),
     "draws for len(x)": (lambda m, x, e, d: x * (torch.rand(len(x), 1) < 0.5), {}),
-    "first row": (lambda m, x, e, d: x + x[0], {}),
-    "row numbers": (lambda m, x, e, d: x + torch.arange(x.size(0)).view(-1, 1), {}),
     "mean through numpy": (lambda m, x, e, d: x - torch.from_numpy(x.detach().numpy().mean(0)), {}),
-    "recurrence over vertices": (lambda m, x, e, d: m.c(x)[0], {"c": lambda: nn.GRU(8, 8)}),
-    "negative samples": (lambda m, x, e, d: m.c(x, utils.negative_sampling(e, x.size(0), 50)), SAGE),
 }
 """No call betrays them; the check before training does."""
 

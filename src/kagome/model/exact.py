@@ -34,7 +34,7 @@ def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
     ids: Tensor | None = None
     if (axis is None and x.dim() and x.size(0) == scope.own) or (axis is not None and scope.of_vertices(x)):
         # Without a mark (an operation that torch does not show) a row a vertex is the likely reading.
-        ids, axis = scope.row_ids(), axis or 0
+        ids, axis = scope.row_ids() if axis is None else scope.words_of(x), axis or 0
     elif axis is not None:
         ids = scope.pair_words(x, draws.edge_ids)
     if ids is None or axis is None:

@@ -78,6 +78,9 @@ class Scope(Protocol):
     def row_ids(self) -> Tensor:
         """Original ids of own vertices."""
 
+    def words_of(self, tensor: Tensor) -> Tensor:
+        """A number for each entry along the row axis of a tensor with rows of vertices."""
+
     def pair_words(self, tensor: Tensor, word: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor | None:
         """``word(source, target, copy)`` of each row of an edge tensor; None where they are not known."""
 

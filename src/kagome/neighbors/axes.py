@@ -13,17 +13,11 @@ from torch import Tensor
 LOSE = frozenset(
     [
         "nonzero",
-        "topk",
         "unique",
         "unique_consecutive",
         "bincount",
-        "roll",
         "histc",
         "multinomial",
-        "argsort",
-        "cumsum",
-        "cumprod",
-        "cummax",
         "searchsorted",
         "diag",
         "outer",
@@ -35,23 +29,16 @@ LOSE = frozenset(
         "addmm_",
         "addr",
         "baddbmm",
-        "scatter_",
-        "scatter",
         "index_put_",
-        "gather",
-        "index_select",
         "embedding_bag",
         "kron",
         "tril",
         "triu",
-        "scatter_add_",
-        "scatter_add",
         "scatter_reduce_",
         "scatter_reduce",
         "index_add_",
         "index_add",
         "take",
-        "take_along_dim",
         "masked_select",
         "movedim",
         "moveaxis",
@@ -87,7 +74,54 @@ _REDUCE = frozenset(
         "aminmax",
     ]
 )
-_PREFIX = frozenset(["view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"])
+_RUNS = frozenset(
+    [
+        "sort",
+        "argsort",
+        "flip",
+        "softmax",
+        "log_softmax",
+        "softmin",
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "cummin",
+        "cumsum_",
+        "cumprod_",
+        "logcumsumexp",
+        "glu",
+        "diff",
+    ]
+)
+"""Calls that go along one axis, the last by default, and keep the others."""
+_BY_AXIS = frozenset(
+    [
+        "gather",
+        "take_along_dim",
+        "scatter",
+        "scatter_",
+        "scatter_add",
+        "scatter_add_",
+        "index_select",
+    ]
+)
+"""Calls that read or write along one axis by number, and keep the others of their first argument."""
+_RECURRENT = frozenset(["gru", "lstm", "rnn_tanh", "rnn_relu"])
+_MIXING = ("linalg_", "fft_", "svd", "qr", "pca_lowrank", "lu", "cholesky", "inverse", "pinverse", "matrix_")
+"""Calls that begin so mix all rows of a matrix; of several matrices each apart."""
+_BATCHED = {
+    **{
+        f"{kind}{d}d": d + 2 for kind in ("conv", "conv_transpose", "avg_pool", "max_pool") for d in (1, 2, 3)
+    },
+    **{f"adaptive_{kind}_pool{d}d": d + 2 for kind in ("avg", "max") for d in (1, 2, 3)},
+    "interpolate": 3,
+    "group_norm": 2,
+    "local_response_norm": 3,
+    "lp_pool1d": 3,
+    "lp_pool2d": 4,
+}
+"""Calls that keep an axis of samples, the first, apart from the others, and of how many axes at least."""
+PREFIX = frozenset(["view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"])
 
 
 def place_of(
@@ -106,8 +140,13 @@ def place_of(
     """
     if name in LOSE:
         return None
-    if name in _PREFIX:
-        return _by_prefix(base, axis, rows, out)
+    if name == "unsqueeze":
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
+        return axis + int(dim <= axis)
+    if name == "squeeze":
+        return _by_squeeze(args, kwargs, base, axis)
+    if name in PREFIX:
+        return _by_prefix(base, axis, rows, out, _given_shape(name, args, kwargs))
     if name in ("t", "numpy_T", "T", "mT", "adjoint"):
         return base.dim() - 1 - axis if base.dim() == 2 else None
     if name in ("transpose", "swapaxes", "transpose_", "swapdims"):
@@ -133,7 +172,27 @@ def place_of(
         return None if dim % out.dim() == axis else axis
     if name == "__getitem__":
         return _by_index(args[1], base, axis)
-    if name in ("sort", "flip", "softmax", "log_softmax"):
+    if name in ("embedding", "one_hot"):
+        return axis
+    if name in ("topk", "kthvalue", "roll"):
+        dim = kwargs.get("dim", kwargs.get("dims", args[2] if len(args) > 2 else -1))
+        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        return None if axis in [_positive(d, base) for d in dims] else axis
+    if name in _BY_AXIS:
+        along = kwargs.get("dim", next((a for a in args[1:] if isinstance(a, int)), None))
+        kept = along is not None and args and args[0] is base and _positive(along, base) != axis
+        return axis if kept and out.dim() == base.dim() and out.size(axis) == rows else None
+    if name in _RECURRENT:
+        return _by_recurrence(args, base, axis, rows, out)
+    if name in _BATCHED or name.startswith(_MIXING):
+        kept = (
+            axis == 0 and base.dim() >= _BATCHED.get(name, 3) if name in _BATCHED else axis < base.dim() - 2
+        )
+        return axis if kept and out.dim() > axis and out.size(axis) == rows else None
+    if name == "layer_norm":
+        shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
+        return axis if axis < base.dim() - len(shape) else None
+    if name in _RUNS:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         dims = dim if isinstance(dim, (tuple, list)) else (dim,)
         return None if axis in [_positive(d, base) for d in dims if isinstance(d, int)] else axis
@@ -153,14 +212,69 @@ def _by_shape(base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
     return None
 
 
-def _by_prefix(base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
-    """Views keep the number of entries before the row axis."""
-    want, have = 1, 1
-    for size in base.shape[:axis]:
-        want *= size
+def _by_prefix(
+    base: Tensor, axis: int, rows: int, out: Tensor, given: tuple[Any, ...] | None = None
+) -> int | None:
+    """Views keep the number of entries before the row axis.
+
+    Where a part has one row, axes of one entry fit as well: the one that is not given as a plain 1 is meant.
+    """
+    want, have = base.shape[:axis].numel(), 1
+    fits = []
     for place, size in enumerate(out.shape):
         if have == want and size == rows:
-            return place
+            fits.append(place)
+        have *= size
+    if len(fits) > 1 and given is not None and len(given) == out.dim():
+        fits = [place for place in fits if type(given[place]) is not int or given[place] != 1] or fits
+    return fits[0] if fits else None
+
+
+def _given_shape(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The sizes that ``view`` and ``reshape`` were given."""
+    if name not in ("view", "reshape"):
+        return None
+    sizes = kwargs.get("size", kwargs.get("shape", args[1:]))
+    return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else tuple(sizes)
+
+
+def _by_recurrence(args: tuple[Any, ...], base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
+    """Samples of a recurrent layer: their axis is another in what it gives last of each."""
+    first = bool(args[-1]) if args and isinstance(args[-1], bool) else False
+    if base.dim() != 3 or axis != (0 if first else 1):
+        return None
+    return 0 if first and out.size(0) == rows and out.size(1) == base.size(1) else 1
+
+
+def _by_squeeze(args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int) -> int | None:
+    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if dims is None:
+        gone = [d for d in range(base.dim()) if base.size(d) == 1]
+    else:
+        named = [_positive(d, base) for d in (dims if isinstance(dims, (tuple, list)) else (dims,))]
+        gone = [d for d in named if base.size(d) == 1]
+    return None if axis in gone else axis - sum(d < axis for d in gone)
+
+
+def merged(base: Tensor, axis: int, each: int, out: Tensor) -> tuple[int, int] | None:
+    """Where a view put the row axis together with those behind it, or took them apart.
+
+    Args:
+        base: What was viewed.
+        axis: Its row axis.
+        each: Entries along it that belong to one row.
+        out: The view.
+
+    Returns:
+        The axis, and how many entries of it belong to one row; None if rows do not lie apart any more.
+    """
+    rows = base.size(axis) // each
+    entries = each * base.shape[axis + 1 :].numel()
+    want, have = base.shape[:axis].numel(), 1
+    for place, size in enumerate(out.shape):
+        rest = out.shape[place + 1 :].numel()
+        if have == want and rest and entries % rest == 0 and (entries // rest) * rows == size and entries:
+            return place, entries // rest
         have *= size
     return None
 

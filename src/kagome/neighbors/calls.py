@@ -182,7 +182,9 @@ def _same(one: Mark | None, other: Mark | None) -> bool:
     """Whether marks say the same, of the same edges."""
     if one is other:
         return True
-    if one is None or other is None or one.edges is not other.edges:
+    if one is None or other is None or one.edges is not other.edges or one.each != other.each:
+        return False
+    if one.subset is not other.subset and not (one.subset is not None and one.subset.same(other.subset)):
         return False
     return replace(one, edges=None) == replace(other, edges=None)
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kagome.neighbors.marks import Mark
+from kagome.neighbors.caller import from_library
+from kagome.neighbors.marks import Kind, Mark
 
 
 class Count(int):
     """The number of own rows or of edges, as ``x.size(0)`` or ``row.size(0)`` gave it.
 
     What is made with so many rows (``torch.zeros``, ``torch.rand``) has a row a vertex or a row an edge: it
-    is this part's number there. Divided by, or made a float, it is the whole graph's.
+    is this part's number there. Divided by, compared with a number, or made a float, it is the whole graph's.
+    Vertices counted and added to, or divided without a rest, are the whole graph's too: ``x.size(0) // 2`` is
+    a place among all vertices.
     """
 
     mark: Mark
@@ -26,6 +29,20 @@ class Count(int):
         self = super().__new__(cls, number)
         self.mark, self.of_all = mark, of_all
         return self
+
+    @property
+    def of_vertices(self) -> bool:
+        """Whether vertices are counted: their number is known without asking the other ranks."""
+        return self.mark.kind is Kind.ROWS and (self.mark.subset is None or self.mark.subset.span is not None)
+
+    @property
+    def _global(self) -> bool:
+        """Whether a user reckons with it: PyG's own code reckons with what is here."""
+        return self.of_vertices and not from_library()
+
+    def _known(self) -> int:
+        """The whole graph's number where a user reckons with it; else this part's."""
+        return self.of_all() if self._global else int(self)
 
     def __float__(self) -> float:
         return float(self.of_all())
@@ -38,6 +55,82 @@ class Count(int):
 
     def __pow__(self, other: Any, modulo: Any = None) -> Any:
         return pow(self.of_all(), other, modulo)
+
+    def __add__(self, other: Any) -> Any:
+        return self._known() + _known(other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self._known() - _known(other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return _known(other) - self._known()
+
+    def __mul__(self, other: Any) -> Any:
+        if type(other) is int and other > 0 and self._global:
+            mark = self.mark.merged(other)
+            return Count(int(self) * other, mark, lambda: self.of_all() * other)
+        return self._known() * _known(other)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: Any) -> Any:
+        if type(other) is int and other > 0 and self.mark.each % other == 0 and self._global:
+            mark = self.mark.merged(self.mark.each // other, anew=True)
+            return Count(int(self) // other, mark, lambda: self.of_all() // other)
+        return self._known() // _known(other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _known(other) // self._known()
+
+    def __mod__(self, other: Any) -> Any:
+        return self._known() % _known(other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return _known(other) % self._known()
+
+    def __neg__(self) -> int:
+        return -self._known()
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Count) or not isinstance(other, int) or not self._global:
+            return int.__eq__(self, other) is True
+        # len(x) is this part's number; 0 and 1 are what forwards branch by, and all ranks take one branch.
+        return self.of_all() == other or (int(self) == other and other > 1)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self._by(other) < _plain(other))
+
+    def __le__(self, other: Any) -> bool:
+        return bool(self._by(other) <= _plain(other))
+
+    def __gt__(self, other: Any) -> bool:
+        return bool(self._by(other) > _plain(other))
+
+    def __ge__(self, other: Any) -> bool:
+        return bool(self._by(other) >= _plain(other))
+
+    def _by(self, other: Any) -> int:
+        return int(self) if isinstance(other, Count) else self._known()
+
+
+def _known(value: Any) -> Any:
+    return value._known() if isinstance(value, Count) else value
+
+
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, Count) else value
+
+
+def as_place(value: Any) -> Any:
+    """A number as a place among all vertices: a count is the whole graph's."""
+    return value.of_all() if isinstance(value, Count) else value
 
 
 class NoneHere(int):

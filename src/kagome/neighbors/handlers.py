@@ -14,26 +14,25 @@ import torch
 from torch import Tensor
 
 from kagome.errors import ModelError
-from kagome.neighbors import dense, edge_places
+from kagome.neighbors import dense, edge_places, whole_tables
 from kagome.neighbors.algebra import all_computed
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.count import Count, NoneHere
 from kagome.neighbors.derivatives import DERIVATIVES
 from kagome.neighbors.lazy import Lazy, now
-from kagome.neighbors.marks import ALIGNED, IDS, Kind, Mark, Marks
+from kagome.neighbors.marks import ALIGNED, IDS, Kind, Mark
 from kagome.neighbors.messages import Linear
+from kagome.neighbors.places import Places
 from kagome.neighbors.thin import Thin
 from kagome.neighbors.view import View
 
 
-class Reader(Protocol):
+class Reader(Places, Protocol):
     """What a handler asks of the running interception."""
 
     fast: bool
-    marks: Marks
     views: list[View]
     inputs: dict[str, Tensor]
-    device: torch.device
 
     @property
     def size(self) -> int:
@@ -45,9 +44,6 @@ class Reader(Protocol):
     def write(self, sums: Tensor, axis: int, mark: Mark) -> Tensor:
         """Sums on own rows."""
 
-    def total(self, part: Tensor) -> Tensor:
-        """Sum over ranks, with gradient."""
-
     def greatest(self, part: Tensor) -> Tensor:
         """Maximum over ranks, without gradient."""
 
@@ -57,11 +53,8 @@ class Reader(Protocol):
     def last_row(self) -> int:
         """Own vertices up to the last one with an edge."""
 
-    def number_of(self, kind: Kind, count: int) -> int:
-        """How many vertices or edges the whole graph has."""
-
-    def where(self) -> str:
-        """The running module."""
+    def number_of(self, mark: Mark, count: int) -> int:
+        """How many rows all ranks have."""
 
     def refuse(self, what: str) -> ModelError:
         """The error for ids that are no longer known."""
@@ -110,17 +103,16 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     axis = axis % max(base.dim(), 1)
     if mark.kind is Kind.MIXED:
         raise scope.refuse("indexing")
-    if mark.kind in (Kind.SOURCE, Kind.TARGET) and axis == 0 and not rest:
+    numbers = whole_tables.original(scope, base, axis, index, mark) if mark.kind in IDS else None
+    if numbers is None and mark.kind in (Kind.SOURCE, Kind.TARGET) and axis == 0 and not rest:
         late = scope.put_off(base, index, mark)
         if late is not None:
             return late
     base = now(base)
-    if mark.kind in (Kind.SOURCE, Kind.EDGES):
-        base = scope.read(base, axis, mark)
-    if name == "__getitem__":
-        out = func(base, (index, *rest) if rest else index, **kwargs)
+    if numbers is not None:
+        out = base[(numbers, *rest)] if name == "__getitem__" else base.index_select(axis, numbers)
     else:
-        out = func(base, axis, index)
+        out = _gathered(scope, name, func, base, axis, index, rest, mark, kwargs)
     if mark.kind in (Kind.SOURCE, Kind.TARGET):
         scope.marks.put(out, Mark(Kind.PAIRS, mark.view, axis, mark.edges))
     elif mark.kind is Kind.EDGES:
@@ -130,6 +122,24 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     return out
 
 
+def _gathered(
+    scope: Reader,
+    name: str,
+    func: Callable[..., Any],
+    base: Tensor,
+    axis: int,
+    index: Tensor,
+    rest: tuple[Any, ...],
+    mark: Mark,
+    kwargs: dict[str, Any],
+) -> Any:
+    if mark.kind in (Kind.SOURCE, Kind.EDGES):
+        base = scope.read(base, axis, mark)
+    if name == "__getitem__":
+        return func(base, (index, *rest) if rest else index, **kwargs)
+    return func(base, axis, index)
+
+
 def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``out.scatter_add_(dim, row, src)``: by source ids the sums of halo rows go to their owners."""
     base = args[0]
@@ -137,11 +147,21 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
     index = kwargs.get("index", args[2] if len(args) > 2 else None)
     value = kwargs.get("src", kwargs.get("source", args[3] if len(args) > 3 else None))
     mark = scope.marks.get(index)
+    if mark is None and isinstance(index, Tensor):
+        whole_tables.refuse_unknown_write(scope, name, base, dim)
     if mark is None or not isinstance(value, Tensor) or not isinstance(index, Tensor):
         return NotImplemented
     axis = dim % max(base.dim(), 1)
     if mark.kind is Kind.MIXED:
         raise scope.refuse(name)
+    if mark.kind is Kind.NUMBERS:
+        args, kwargs = _by_place(scope, index, args, kwargs)
+        return func(*args, **kwargs)
+    if scope.parted and mark.kind in IDS and not isinstance(base, Lazy):
+        base = whole_tables.written_to(scope, base, axis, index, name)
+        if base is not args[0]:
+            args, name = (base, *args[1:]), name.removesuffix("_")
+            func = getattr(torch.Tensor, name)
     late = _reduced(scope, name, base, axis, index, value, args, kwargs) if mark.kind is Kind.TARGET else None
     if late is not None:
         return scope.marks.put(late, Mark(Kind.ROWS, mark.view, axis))
@@ -174,6 +194,15 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
         return _add(base, scope.total(_plain_sum(torch.zeros_like(base), axis, index, value, name)), name)
     best = _pooled_extreme(scope, base, axis, index, value, 1 if reduce == "amax" else -1)
     return base.copy_(best) if name.endswith("_") else best
+
+
+def _by_place(
+    scope: Reader, index: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A write by ``arange(x.size(0))``: own rows by their places here."""
+    own = scope.marks.put(scope.local_of(index), Mark(Kind.TARGET))
+    args = tuple(own if value is index else value for value in args)
+    return args, {key: own if value is index else value for key, value in kwargs.items()}
 
 
 def _reduced(
@@ -320,7 +349,7 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     if mark.kind in IDS:
         what = Mark(Kind.PAIRS, mark.view, 0, args[0] if mark.kind is Kind.EDGES else mark.edges)
     kind = edge_places.counts(scope, what)
-    count = size[axis] = kind(size[axis], what, lambda: scope.number_of(what.kind, int(count)))
+    count = size[axis] = kind(size[axis], what, lambda: scope.number_of(what, int(count)))
     return torch.Size(size) if dim is None else count
 
 

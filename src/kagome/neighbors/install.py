@@ -18,6 +18,7 @@ from kagome.neighbors import adjacency
 from kagome.neighbors.calls import States
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import Lazy, now
+from kagome.neighbors.whole_tables import given_rows, refuse_unknown_edges
 
 
 def install(model: nn.Module, scope: Interception, *, several: bool = False) -> Callable[[], None]:
@@ -101,6 +102,7 @@ def _wrap(module: MessagePassing, name: str, scope: Interception) -> Callable[[]
         found = None if again is None else again.call(module, args, kwargs)
         if found is not None:
             return found
+        refuse_unknown_edges(scope, args[0] if args else kwargs.get("edge_index"))
         scope.arguments.append(kwargs)
         noted = None if scope.notes is None else scope.notes.aside()
         try:
@@ -135,6 +137,9 @@ class _Watched:
         found = scope.calls.call(states, args, kwargs)
         if found is not None:
             return found
+        if scope.parted and isinstance(self.layer, MessagePassing):
+            axis = self.layer.node_dim
+            args, kwargs = given_rows(scope, args, axis), given_rows(scope, kwargs, axis)
         notes = scope.calls.watch(states, args, kwargs)
         try:
             out = self.inner(*args, **kwargs)

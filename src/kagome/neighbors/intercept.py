@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -25,17 +26,29 @@ from torch.overrides import TorchFunctionMode
 from kagome.errors import ModelError
 from kagome.graph.adjacency import adjacency_of
 from kagome.graph.partition import Partition
-from kagome.neighbors import adjacency, algebra, edge_places, edge_tables, edge_views, sliced
+from kagome.neighbors import (
+    adjacency,
+    algebra,
+    edge_places,
+    edge_tables,
+    edge_views,
+    positions,
+    row_order,
+    sliced,
+    whole_tables,
+)
 from kagome.neighbors.again import Again
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.by_identity import ByIdentity
+from kagome.neighbors.caller import user_line
 from kagome.neighbors.calls import Calls
 from kagome.neighbors.count import Count
 from kagome.neighbors.handlers import HANDLERS, Handler
 from kagome.neighbors.late import Late
 from kagome.neighbors.lazy import refuse_in_function
-from kagome.neighbors.marks import ALIGNED, Kind, Mark, Marks
+from kagome.neighbors.marks import ALIGNED, VERTICES, Kind, Mark, Marks
 from kagome.neighbors.notes import Notes
+from kagome.neighbors.places import length
 from kagome.neighbors.rows import Carrier, NeighborRows, agree, all_rows, summing, total
 from kagome.neighbors.tape import Taped
 from kagome.neighbors.turn import Turn
@@ -75,8 +88,12 @@ class Interception(Late, TorchFunctionMode):
         Late.__init__(self, fast, min(tensor, channel.size), sums_only=sums_only and channel.size > 1)
         self.part, self.channel, self.seed = part, Taped(channel), seed
         self.device = torch.device(device)
+        self.vertices = part.num_nodes
         self.ascending = bool((part.own[1:] > part.own[:-1]).all())
         self.parted = not self.ascending or part.own.numel() < part.num_nodes or channel.size > 1
+        """Whether places in a tensor of own rows are not those of the whole graph."""
+        self.numbered = False
+        """Whether forward has told vertices apart by their place."""
         self.edge_tables: edge_tables.EdgeTables | None = None
         self.marks = Marks(whole=not self.parted)
         self.views: list[View] = [in_view(part, self.channel, self.device, rows)]
@@ -90,6 +107,7 @@ class Interception(Late, TorchFunctionMode):
         first = [edge_places.HANDLERS] if self.parted else []
         if adjacency_of(part.edges) is not None:
             first.insert(0, adjacency.HANDLERS)
+        first += [positions.HANDLERS, whole_tables.HANDLERS, row_order.HANDLERS]
         for table in (*first, handlers or {}, HANDLERS, sliced.HANDLERS):
             for name, handler in table.items():
                 self._handlers.setdefault(name, []).append(handler)
@@ -210,11 +228,15 @@ class Interception(Late, TorchFunctionMode):
         if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
             with self:  # normalize, gumbel_softmax, multi_head_attention_forward: call by call
                 return opened(func)(*args, **kwargs)
+        if self.own == 1 and self.parted and (met := whole_tables.met(self, name, args, kwargs)) is not None:
+            return self.__torch_function__(func, types, *met)  # torch would repeat the only row
         try:
             result = func(*args, **kwargs)
-        except (RuntimeError, IndexError):
-            met = edge_tables.met(self, args, kwargs) if self.parted else None
+        except (RuntimeError, IndexError) as error:
+            met = whole_tables.met(self, name, args, kwargs) if self.parted else None
+            met = met or (edge_tables.met(self, args, kwargs) if self.parted else None)
             if met is None:
+                whole_tables.refuse_unfit(self, name, args, kwargs, error)
                 raise
             return self.__torch_function__(func, types, *met)
         if name != "__get__" or isinstance(result, Tensor):
@@ -255,6 +277,11 @@ class Interception(Late, TorchFunctionMode):
             self.edge_tables = edge_tables.tables_of(model, self.part.num_edges, self.part.num_nodes)
 
     @property
+    def checked(self) -> bool:
+        """Whether this forward compares what the ranks do."""
+        return self.turn.checked
+
+    @property
     def epoch(self) -> int:
         """The epoch of the running turn."""
         return self.turn.epoch
@@ -271,13 +298,20 @@ class Interception(Late, TorchFunctionMode):
     def of_vertices(self, tensor: Any) -> bool:
         """Whether a tensor has a row a vertex."""
         mark = self.marks.get(tensor)
-        return mark is not None and mark.kind is Kind.ROWS
+        return mark is not None and mark.kind in VERTICES
+
+    def of_each_vertex(self, tensor: Any) -> bool:
+        """Whether a tensor has one row for each own vertex."""
+        mark = self.marks.get(tensor)
+        return mark is not None and mark.kind in VERTICES and mark.whole
 
     def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
         """Give ``out`` the mark of ``tensor``, if need be along another axis."""
         mark = self.marks.get(tensor)
         if mark is not None and axis is not None:
-            mark = Mark(mark.kind, mark.view, axis, mark.edges, mark.swapped)
+            mark = replace(mark, axis=axis)
+        if mark is not None and mark.kind is Kind.NUMBERS:
+            mark = replace(mark, kind=Kind.ROWS)
         return self.marks.put(out, mark)
 
     def total(self, part: Tensor) -> Tensor:
@@ -311,12 +345,12 @@ class Interception(Late, TorchFunctionMode):
         action, key = site.action("greatest"), (site.key, "greatest")
         return self.channel.all_reduce(part.detach(), "max", action=action, key=key)
 
-    def number_of(self, kind: Kind, count: int) -> int:
-        """How many vertices, or edges of which this rank has ``count``, the whole graph has."""
+    def number_of(self, mark: Mark, count: int) -> int:
+        """How many rows, of which this rank has ``count``, all ranks have."""
+        if mark.kind in VERTICES and (known := length(self, mark)) >= 0:
+            return known
         if self.size == 1:
             return count
-        if kind is Kind.ROWS:
-            return self.part.num_nodes
         return int(self.total(torch.tensor(count, device=self.device)))
 
     def unknown_ids(self, ids: Tensor) -> Tensor:
@@ -372,6 +406,39 @@ class Interception(Late, TorchFunctionMode):
     def row_ids(self) -> Tensor:
         """Original ids of own rows."""
         return self.views[0].ids[: self.own]
+
+    def ids_in(self, mark: Mark) -> Tensor:
+        """Original numbers of own and halo rows, in the order of the part's ids."""
+        return self.views[mark.view].ids
+
+    def ids_of(self, mark: Mark) -> Tensor:
+        """Original numbers of the vertices that a tensor has rows for, one each."""
+        with torch._C.DisableTorchFunction():
+            ids = self.row_ids()
+            return ids if mark.subset is None else ids[mark.subset.places()]
+
+    def words_of(self, tensor: Tensor) -> Tensor:
+        """A number for each entry along the row axis, the same on any ranks: the vertex, and which of its.
+
+        Shapes:
+            ``[k]``.
+        """
+        mark = self.marks.get(tensor)
+        assert mark is not None
+        ids = self.ids_of(mark)
+        if mark.each == 1:
+            return ids
+        with torch._C.DisableTorchFunction():
+            return (ids[:, None] * mark.each + torch.arange(mark.each, device=ids.device)).view(-1)
+
+    def local_of(self, ids: Tensor) -> Tensor:
+        """The own rows of own vertices. Shapes: any, kept."""
+        with torch._C.DisableTorchFunction():
+            own = self.row_ids()
+            if self.ascending:
+                return torch.searchsorted(own, ids.contiguous())
+            order = own.argsort()
+            return order[torch.searchsorted(own[order], ids.contiguous())]
 
     # Reading and writing by id -------------------------------------------------------------------
 
@@ -444,6 +511,6 @@ class Interception(Late, TorchFunctionMode):
         return ModelError(
             "every read of neighbours' rows goes by ids from edge_index",
             f"{what} uses ids that were computed from them (an edge list rebuilt inside forward)",
-            where=self.where(),
+            where="; ".join(filter(None, (self.where(), user_line()))),
             hint="rebuild the edges before training (data.edge_index), not inside forward",
         )

@@ -73,8 +73,8 @@ class Late:
         """The axis along which a tensor has a row a vertex or an edge."""
 
     @abstractmethod
-    def of_vertices(self, tensor: Any) -> bool:
-        """Whether a tensor has a row a vertex."""
+    def of_each_vertex(self, tensor: Any) -> bool:
+        """Whether a tensor has one row for each own vertex."""
 
     @abstractmethod
     def where(self) -> str:
@@ -295,7 +295,7 @@ class Late:
             or weight.dim() != 2
         ):
             return False
-        fits = self.of_vertices(x) and self.axis(x) == 0 and x.size(0) == self.own and supports(x)
+        fits = self.of_each_vertex(x) and self.axis(x) == 0 and x.size(0) == self.own and supports(x)
         if not fits or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
             return False
         return weight.size(1) < weight.size(0) or self.lasting(x)

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome.neighbors.axes import place_of
+from kagome.neighbors.axes import PREFIX, merged, place_of
 from kagome.neighbors.by_identity import ByIdentity
+from kagome.neighbors.caller import from_library, user_line
+from kagome.neighbors.subset import Subset
 
 
 class Kind(enum.Enum):
@@ -39,12 +41,16 @@ class Kind(enum.Enum):
     """A row an own vertex."""
     PAIRS = "pairs"
     """A row an edge."""
+    NUMBERS = "numbers"
+    """Original numbers of own vertices, a row each: ``torch.arange(x.size(0))``."""
     LOCAL = "local"
     """Numbers made from own ids: mean nothing on another rank."""
     MATRIX = "matrix"
     """The graph's sparse matrix, or where its rows begin."""
     MIXED = "mixed"
     """Ids of which it is no longer known what they name."""
+    LOST = "lost"
+    """Made from rows of vertices by their places in this part, in a way that is not known to be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,9 @@ class Mark:
         edges: PAIRS, SOURCE, TARGET: the EDGES tensor they came from, where known.
         swapped: EDGES: row 0 holds the targets.
         both: EDGES: either row may name halo rows, as edges of both directions lie there.
+        subset: ROWS: which own vertices have rows; all if None.
+        each: ROWS: how many entries one after the other along the axis belong to a vertex.
+        origin: LOST: the call, and the line of it.
     """
 
     kind: Kind
@@ -66,10 +75,23 @@ class Mark:
     edges: Tensor | None = None
     swapped: bool = False
     both: bool = False
+    subset: Subset | None = None
+    each: int = 1
+    origin: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is one row for each own vertex or edge."""
+        return self.subset is None and self.each == 1
+
+    def merged(self, each: int, *, anew: bool = False) -> Mark:
+        """The mark of an axis with so many entries for each one of this one's, or anew so many a vertex."""
+        return replace(self, each=each if anew else self.each * each)
 
 
 IDS = (Kind.EDGES, Kind.SOURCE, Kind.TARGET)
-ALIGNED = (Kind.ROWS, Kind.PAIRS)
+ALIGNED = (Kind.ROWS, Kind.PAIRS, Kind.NUMBERS)
+VERTICES = (Kind.ROWS, Kind.NUMBERS)
 Rule = Callable[["Marks", tuple[Any, ...], dict[str, Any], Any, Mark], Any]
 
 
@@ -103,6 +125,10 @@ class Marks:
         found = [mark for tensor in tensors(args, kwargs) if (mark := self.get(tensor)) is not None]
         if not found:
             return
+        if not self.whole and (gone := next((m for m in found if m.kind is Kind.LOST), None)) is not None:
+            for out in _outputs(result):
+                self.put(out, gone)
+            return
         lead = next((m for m in found if m.kind in IDS), None)
         picks = name == "index_select" and self.get(args[0]) is lead
         if lead is not None and (picks or name not in _NO_IDS):
@@ -118,7 +144,7 @@ class Marks:
         lead = first if first is not None and first.kind in ALIGNED else None
         lead = lead or next((m for m in found if m.kind in ALIGNED), None)
         if lead is not None:
-            _spread_rows(self, name, args, kwargs, result, lead)
+            _spread_rows(self, name, args, kwargs, result, lead, found)
 
 
 def tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -299,13 +325,29 @@ _PLACES = frozenset(["argsort", "sort", "topk", "kthvalue", "nonzero", "where", 
 
 
 def _spread_rows(
-    marks: Marks, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, mark: Mark
+    marks: Marks,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    mark: Mark,
+    found: list[Mark],
 ) -> None:
     """Where the row axis went: most calls keep it, some move it, some lose it."""
     carrier = next(t for t in tensors(args, kwargs) if marks.get(t) is mark)
     rows, axis = carrier.size(mark.axis), mark.axis
+    if mark.kind is Kind.NUMBERS and name not in _SAME_NUMBERS:
+        mark = replace(mark, kind=Kind.ROWS)
+    if name in _WRITES and marks.get(args[0]) is mark and any(m.kind in IDS for m in found):
+        marks.put(result, mark)  # each row is written by the edges that end in it
+        return
+    with_edges = any(m.kind is Kind.PAIRS for m in found)
+    if name in _PRODUCTS and not marks.whole and _outer(marks, args):
+        _lose(marks, name, result)
+        return
+    unlike = not marks.whole and mark.kind in VERTICES and _unlike(marks, mark, args, kwargs)
     for out in _outputs(result):
-        place = place_of(name, args, kwargs, carrier, axis, rows, out)
+        place = None if unlike else place_of(name, args, kwargs, carrier, axis, rows, out)
         if place is not None:
             marks.put(out, replace(mark, axis=place))
         elif (
@@ -319,3 +361,67 @@ def _spread_rows(
             marks.put(out, replace(mark, edges=None))
         elif mark.kind is Kind.PAIRS and name in _PLACES and out.dtype == torch.int64:
             marks.put(out, Mark(Kind.LOCAL))
+        elif mark.kind in VERTICES and name in PREFIX and (new := merged(carrier, axis, mark.each, out)):
+            marks.put(out, replace(mark, axis=new[0], each=new[1]))
+        elif not marks.whole and mark.kind in VERTICES and not with_edges:  # not values of edges and of loops
+            _lose(marks, name, out)
+
+
+def _unlike(marks: Marks, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether tensors meet whose rows belong to different vertices."""
+    others = [m for t in tensors(args, kwargs) if (m := marks.get(t)) is not None and m.kind in VERTICES]
+    if mark.whole and all(other.whole for other in others):
+        return False
+    subset = mark.subset
+    return any(
+        other.each != mark.each
+        or (other.subset is not subset and not (subset is not None and subset.same(other.subset)))
+        for other in others
+    )
+
+
+def _outer(marks: Marks, args: tuple[Any, ...]) -> bool:
+    """Whether a product has rows of vertices along both of its last axes: of this part's alone."""
+    if len(args) < 2 or not all(isinstance(arg, Tensor) and arg.dim() > 1 for arg in args[:2]):
+        return False
+    (left, one), (right, two) = ((arg, marks.get(arg)) for arg in args[:2])
+    if one is None or two is None or one.kind not in VERTICES or two.kind not in VERTICES:
+        return False
+    return bool(one.axis == left.dim() - 2 and two.axis == right.dim() - 1)
+
+
+_PRODUCTS = frozenset(["matmul", "mm", "bmm", "__matmul__", "__rmatmul__"])
+
+
+def _lose(marks: Marks, name: str, out: Tensor) -> None:
+    """What became of rows by a call that is not known to give the same on a part."""
+    if name.startswith("new_") or from_library():
+        return  # PyG's own layers are made exact by handlers and rules
+    if out.is_floating_point() or out.is_complex():
+        marks.put(out, Mark(Kind.LOST, origin=f"{name} ({user_line() or 'a library'})"))
+    elif out.dtype != torch.bool:
+        marks.put(out, Mark(Kind.LOCAL))
+
+
+_SAME_NUMBERS = frozenset(
+    [
+        "view",
+        "reshape",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "repeat",
+        "clone",
+        "to",
+        "long",
+        "contiguous",
+        "detach",
+        "flatten",
+        "t",
+        "T",
+        "stack",
+        "type_as",
+        "alias",
+    ]
+)
+_WRITES = frozenset(["scatter", "scatter_", "scatter_reduce", "scatter_reduce_", "index_put_", "index_put"])

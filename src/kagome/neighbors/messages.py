@@ -62,7 +62,7 @@ class MessageScope(Thins, Protocol):
     def size(self) -> int:
         """Ranks that share the graph."""
 
-    def of_vertices(self, tensor: Tensor) -> bool:
+    def of_each_vertex(self, tensor: Tensor) -> bool:
         """Whether a tensor has a row a vertex."""
 
     def roots(self, weight: Tensor | None, edges: EdgeSet) -> Tensor | None:

@@ -293,7 +293,7 @@ def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
             return NotImplemented
         multiple.check()
         other, factor = multiple.rows, multiple.factor
-    if type(other) is not Tensor or other.dtype != inside.part.dtype or not scope.of_vertices(other):
+    if type(other) is not Tensor or other.dtype != inside.part.dtype or not scope.of_each_vertex(other):
         return NotImplemented
     part = scope.apart(other, inside.cut, inside.slicing, inside.site)
     part = part if factor == 1.0 else part * factor
@@ -311,8 +311,8 @@ class Layer(Protocol):
     def axis(self, tensor: Any) -> int | None:
         """The axis along which a tensor has a row a vertex or an edge."""
 
-    def of_vertices(self, tensor: Any) -> bool:
-        """Whether a tensor has a row a vertex."""
+    def of_each_vertex(self, tensor: Any) -> bool:
+        """Whether a tensor has one row for each own vertex."""
 
 
 def scaled(
@@ -324,7 +324,7 @@ def scaled(
     rows, factor = args if isinstance(args[0], Tensor) else reversed(args)
     if type(rows) is not Tensor or not isinstance(factor, (int, float)) or not supports(rows):
         return NotImplemented
-    if not scope.of_vertices(rows) or scope.axis(rows) != 0:
+    if not scope.of_each_vertex(rows) or scope.axis(rows) != 0:
         return NotImplemented
     return scope.marks.put(Lazy(Scaled(rows, float(factor), rows._version)), Mark(Kind.ROWS))
 

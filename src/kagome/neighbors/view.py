@@ -24,7 +24,7 @@ class View:
         ids: Original ids of own rows, then of halo rows.
         edge_index: Local ids; row 0 is read (own or halo), row 1 is own. In the order of the whole graph.
         given: The same edges as a user's model is given them: row 0 is the graph's own row 0.
-        edge_ids: Position of each edge in the whole graph, ascending; view 0's stay where the partition has
+        edge_ids: Position of each edge in the whole graph, ascending; view 0's lie where the partition has
             them.
         attributes: Edge attributes, in the order of ``edge_index``.
         rows: Who supplies the rows that row 0 names.

@@ -1,0 +1,159 @@
+"""Row order: calls that lay rows of vertices end to end, number them, or go from one to the next.
+
+Where it sits: ``intercept`` asks these handlers as it asks those of ``positions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kagome.neighbors.caller import from_library
+from kagome.neighbors.count import Count, as_place
+from kagome.neighbors.lazy import now
+from kagome.neighbors.marks import IDS, VERTICES, Kind, Mark
+from kagome.neighbors.places import Args, Func, Kwargs, Places, refused, rows_base
+from kagome.neighbors.positions import rows_at
+from kagome.neighbors.subset import Subset, in_a_row
+from kagome.neighbors.whole_tables import own_rows
+
+
+def cat(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Subsets laid end to end: where they make up a span of vertices, each row goes to its own place."""
+    values = args[0] if args else kwargs.get("tensors")
+    if not isinstance(values, (tuple, list)):
+        return NotImplemented
+    marks = [scope.marks.get(value) for value in values]
+    kinds = {mark.kind for mark in marks if mark is not None}
+    if kinds.intersection((*IDS, Kind.PAIRS)) or all(
+        mark is None or mark.kind not in VERTICES for mark in marks
+    ):
+        return _with_loops(scope, func, values, marks, args, kwargs)
+    first = next(mark for mark in marks if mark is not None and mark.kind in VERTICES)
+    dims = max(value.dim() for value in values)
+    dim = {"hstack": 1, "vstack": 0}.get(name, kwargs.get("dim", args[1] if len(args) > 1 else 0)) % dims
+    if dim != first.axis or (not scope.parted and first.subset is None) or from_library():
+        return NotImplemented
+    pieces = [(value, mark) for value, mark in zip(values, marks, strict=True) if value.size(dim) or mark]
+    spans = [mark.subset.span for _, mark in pieces if mark is not None and mark.subset is not None]
+    alike = {mark.each if mark is not None and mark.axis == dim else 0 for _, mark in pieces}
+    whole = in_a_row([span for span in spans if span is not None])
+    if len(spans) < len(pieces) or None in spans or alike != {first.each} or whole is None:
+        if not scope.parted:
+            return NotImplemented
+        raise refused(scope, f"{name} lays rows of vertices end to end that do not follow one another")
+    laid = func([now(value) for value, _ in pieces], dim)
+    mark = replace(first, subset=None)
+    with torch._C.DisableTorchFunction():
+        at = torch.cat([m.subset.places() for _, m in pieces if m is not None and m.subset is not None])
+        if len(whole) < scope.vertices:
+            mark = replace(first, subset=Subset(at, whole))
+        elif not torch.equal(at, torch.arange(at.numel(), device=at.device)):
+            laid = rows_at(laid, mark, at.argsort(), whole=False)
+    return scope.marks.put(laid, mark)
+
+
+def _with_loops(
+    scope: Places, func: Func, values: Sequence[Any], marks: Sequence[Mark | None], args: Args, kwargs: Kwargs
+) -> Any:
+    """Edges with ``arange(x.size(0))`` behind them: loops, in local numbers."""
+    if not any(mark is not None and mark.kind in IDS for mark in marks):
+        return NotImplemented
+    if all(mark is None or mark.kind is not Kind.NUMBERS for mark in marks):
+        return NotImplemented
+    local = [
+        scope.local_of(value) if mark is not None and mark.kind is Kind.NUMBERS else value
+        for value, mark in zip(values, marks, strict=True)
+    ]
+    lead = next(mark for mark in marks if mark is not None and mark.kind in IDS)
+    for value, mark in zip(local, marks, strict=True):
+        if mark is not None and mark.kind is Kind.NUMBERS:
+            scope.marks.put(value, replace(lead, edges=None))  # both ends of a loop are one vertex
+    kwargs = {key: value for key, value in kwargs.items() if key != "tensors"}
+    out = func(local, *args[1:], **kwargs)
+    scope.marks.spread(func.__name__, (local, *args[1:]), kwargs, out)
+    return out
+
+
+def numbers(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.linspace(0, 1, x.size(0))``: of a number for each vertex, those of own ones."""
+    counts = [value for value in (*args, *kwargs.values()) if isinstance(value, Count) and value.of_vertices]
+    if not counts or not scope.parted or from_library():
+        return NotImplemented
+    with torch._C.DisableTorchFunction():
+        every = func(*map(as_place, args), **{key: as_place(value) for key, value in kwargs.items()})
+    if every.dim() != 1 or every.numel() != scope.vertices:
+        return every
+    return own_rows(scope, every, 0)
+
+
+def arange(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.arange(x.size(0))``: the numbers of own vertices."""
+    given = [kwargs.get("start", 0), kwargs.get("end"), kwargs.get("step", 1)]
+    plain = [value for value in args if isinstance(value, (int, float))]
+    if len(plain) == 1 and "end" not in kwargs:
+        given[1] = plain[0]
+    else:
+        given[: len(plain)] = plain
+    start, end, step = given
+    if not isinstance(end, Count) or not end.of_vertices or as_place(start) != 0 or step != 1:
+        return numbers(scope, name, func, args, kwargs)
+    if from_library():
+        return NotImplemented  # PyG makes ids of own rows
+    if not end.mark.whole:
+        raise refused(scope, "arange counts rows of some vertices, or several a vertex")
+    named = {key: value for key, value in kwargs.items() if key in ("dtype", "device")}
+    mark = Mark(Kind.NUMBERS)
+    scope.numbered = scope.parted or scope.numbered
+    with torch._C.DisableTorchFunction():
+        ids = scope.ids_of(mark)
+        out = ids.to(named.get("device") or ids.device, named.get("dtype") or torch.int64, copy=True)
+    return scope.marks.put(out, mark)
+
+
+_OVER = {
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "diff"), 1),
+    **dict.fromkeys(("cumsum_", "cumprod_", "flip", "fliplr", "flipud", "rot90"), 1),
+    **dict.fromkeys(("roll", "unfold", "trapezoid", "repeat_interleave"), 2),
+    **dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft"), 2),
+}
+
+
+_DEFAULT = {"diff": -1, "unfold": 0, "trapezoid": -1, "fft_fft": -1, "fft_ifft": -1, "fft_rfft": -1}
+
+
+def over_rows(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Calls that go from one row to the next along an axis: refused along that of the vertices."""
+    held = rows_base(scope, args, kwargs)
+    if held is None:
+        return NotImplemented
+    base, mark = held
+    if name in ("fliplr", "flipud"):
+        dims: Any = (1,) if name == "fliplr" else (0,)
+    elif name == "rot90":
+        dims = kwargs.get("dims", args[2] if len(args) > 2 else (0, 1))
+    elif name == "unfold":
+        dims = kwargs.get("dimension", args[1] if len(args) > 1 else 0)
+    else:
+        dims = kwargs.get("dim", kwargs.get("dims", kwargs.get("axis")))
+        rest = args[_OVER[name] :] if name != "diff" else args[2:]
+        if dims is None:
+            dims = rest[0] if len(rest) == 1 else rest or _DEFAULT.get(name)
+    if isinstance(dims, int):
+        dims = (dims,)
+    if dims is not None and mark.axis not in [int(d) % base.dim() for d in dims]:
+        return NotImplemented
+    if from_library():
+        return NotImplemented
+    raise refused(scope, f"{name} goes from one vertex to the next by their places")
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("cat", "concat", "concatenate", "vstack"), cat),
+    "arange": arange,
+    **dict.fromkeys(("linspace", "logspace"), numbers),
+    **dict.fromkeys(_OVER, over_rows),
+}

@@ -1,0 +1,294 @@
+"""Whole tables: tensors with a row for every vertex of the graph, the same on all ranks.
+
+Where it sits: ``intercept`` and ``handlers`` ask it where such a tensor meets rows of own vertices, or is
+read or written by the part's ids: a parameter or buffer ``[N, d]``, ``torch.zeros(8000, d)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kagome.neighbors.caller import from_library
+from kagome.neighbors.count import Count, as_place
+from kagome.neighbors.marks import IDS, VERTICES, Kind, Mark
+from kagome.neighbors.places import FULL, Args, Func, Kwargs, Places, lost, refused
+
+
+def of_table(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``table[:x.size(0)]`` and ``table[torch.arange(x.size(0))]``: own rows of a tensor with all rows."""
+    base, index = args[0], args[1]
+    if type(index) not in (slice, tuple) or scope.marks.get(base) is not None:
+        return NotImplemented
+    head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+    if type(head) is slice and isinstance(head.stop, Count) and head.stop.of_vertices:
+        if (
+            not isinstance(base, Tensor)
+            or as_place(head.start)
+            or head.step not in (None, 1)
+            or base.dim() == 0
+        ):
+            return NotImplemented
+        mark = head.stop.mark
+        if not mark.whole or base.size(0) < scope.vertices:
+            return NotImplemented
+        scope.numbered = True
+        own = scope.marks.put(func(base, scope.ids_of(mark)), Mark(Kind.ROWS))
+        return own[(FULL, *rest)] if rest else own
+    return NotImplemented
+
+
+def own_rows(scope: Places, table: Tensor, axis: int) -> Tensor:
+    """Own rows of a tensor that has a row for each vertex of the graph, the same on all ranks.
+
+    Shapes:
+        table ``[..., N, ...]`` -> ``[..., n, ...]``.
+    """
+    scope.numbered = True
+    mark = Mark(Kind.ROWS, axis=axis)
+    with torch._C.DisableTorchFunction():
+        out = table.index_select(axis, scope.ids_of(mark).to(table.device))
+    return scope.marks.put(out, mark)
+
+
+def has_all(scope: Places, value: Any, axis: int) -> bool:
+    """Whether an unmarked tensor has a row for each vertex of the graph along an axis."""
+    return (
+        scope.parted
+        and isinstance(value, Tensor)
+        and -value.dim() <= axis < value.dim()
+        and value.size(axis) == scope.vertices
+        and scope.marks.get(value) is None
+    )
+
+
+def original(scope: Places, table: Any, axis: int, ids: Tensor, mark: Mark) -> Tensor | None:
+    """Original numbers for ids of the part, where they index a tensor that is the same on all ranks.
+
+    Args:
+        scope: The running interception.
+        table: What is indexed.
+        axis: Along which axis.
+        ids: Ids of own and halo rows.
+        mark: Their mark.
+
+    Returns:
+        None where the tensor has a row for each own vertex, so that the ids are its own.
+
+    Raises:
+        ModelError: If it has fewer rows than there are vertices.
+    """
+    if not scope.parted or table.dim() == 0:
+        return None
+    held = scope.marks.get(table)
+    if held is not None and held.kind is Kind.LOST:
+        raise lost(scope, held)
+    if held is not None and held.kind in VERTICES and not held.whole:
+        raise refused(scope, "edges read rows of some vertices only, by ids of all of them")
+    if held is not None or table.size(axis) == scope.own or from_library():
+        return None
+    if table.size(axis) < scope.vertices:
+        raise refused(
+            scope,
+            f"a tensor of shape {list(table.shape)} is indexed by ids of {scope.vertices:,} vertices",
+            hint="index tensors with a row for each vertex of the graph, or rows that forward was given",
+        )
+    scope.numbered = True
+    with torch._C.DisableTorchFunction():
+        return scope.ids_in(mark)[ids]
+
+
+def written_to(scope: Places, base: Tensor, axis: int, index: Tensor, name: str) -> Tensor:
+    """What a write by ids of the part goes to: own rows of a tensor that has a row for each vertex.
+
+    Raises:
+        ModelError: If it goes to such a tensor in place, or to rows of some vertices.
+    """
+    held = scope.marks.get(base)
+    if held is not None and held.kind is Kind.LOST:
+        raise lost(scope, held)
+    if held is not None and held.kind in VERTICES and not held.whole:
+        raise refused(scope, "edges write to rows of some vertices only, by ids of all of them")
+    if not has_all(scope, base, axis) or base.size(axis) == scope.own:
+        return base
+    if index.numel() and int(index.max()) >= scope.own and scope.marks.get(index) == Mark(Kind.TARGET):
+        return base  # a layer's own groups, made from ids of targets
+    if name.endswith("_") and not from_library():
+        raise refused(
+            scope,
+            f"{name} writes into a tensor of all {scope.vertices:,} rows",
+            hint="make it with a row for each row of the input: x.new_zeros(x.size(0), ...)",
+        )
+    return own_rows(scope, base, axis)
+
+
+def refuse_unknown_write(scope: Places, name: str, base: Any, dim: Any) -> None:
+    """Refuse a write to rows of vertices by ids that no edge of the graph gave.
+
+    Raises:
+        ModelError: If the rows that are written to lie apart.
+    """
+    held = scope.marks.get(base) if scope.parted else None
+    rows = held is not None and held.kind in VERTICES and isinstance(dim, int)
+    if rows and held is not None and dim % base.dim() == held.axis and not from_library():
+        raise refused(
+            scope,
+            f"{name} writes to rows of vertices by ids that are not those of the graph's edges",
+            hint="edges that forward makes itself go into the Data before training (data.edge_index)",
+        )
+
+
+_ELEMENTWISE = frozenset(
+    [
+        *(
+            "add",
+            "sub",
+            "mul",
+            "div",
+            "rsub",
+            "true_divide",
+            "floor_divide",
+            "remainder",
+            "fmod",
+            "pow",
+            "where",
+        ),
+        *(
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "maximum",
+            "minimum",
+            "fmax",
+            "fmin",
+            "lerp",
+            "addcmul",
+            "addcdiv",
+        ),
+        *(
+            "logical_and",
+            "logical_or",
+            "logical_xor",
+            "bitwise_and",
+            "bitwise_or",
+            "bitwise_xor",
+            "masked_fill",
+        ),
+        *("atan2", "hypot", "copysign", "isclose", "copy", "cat", "concat", "concatenate", "stack", "hstack"),
+        *("and", "or", "xor", "truediv", "floordiv", "mod", "radd", "rmul", "rtruediv", "rdiv", "rpow"),
+        *("iadd", "isub", "imul", "itruediv", "iand", "ior", "rand", "ror", "rfloordiv", "rmod", "rxor"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "getitem", "clamp", "logaddexp", "xlogy"),
+    ]
+)
+"""Calls in which rows of one tensor meet the same rows of another, by their names without underscores."""
+
+
+def refuse_unfit(scope: Places, name: str, args: Args, kwargs: Kwargs, error: Exception) -> None:
+    """Say of a call that torch refuses that it was given the rows of a part.
+
+    Raises:
+        ModelError: If it was, by the user's code.
+    """
+    marks = [scope.marks.get(tensor) for tensor in _flat(args, kwargs)] if scope.parted else []
+    if any(mark is not None and mark.kind in VERTICES for mark in marks) and not from_library():
+        words = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise refused(scope, f"{name} does not take the {scope.own:,} rows of a part: {words}") from error
+
+
+def given_rows(scope: Places, values: Any, axis: int) -> Any:
+    """What a layer is given, with own rows in the place of tables with a row for each vertex.
+
+    Args:
+        scope: The running interception.
+        values: Arguments, in tuples or tables.
+        axis: Where the layer expects its rows.
+    """
+    if isinstance(values, tuple) and not hasattr(values, "_fields"):
+        return tuple(given_rows(scope, value, axis) for value in values)
+    if isinstance(values, dict):
+        return {key: given_rows(scope, value, axis) for key, value in values.items()}
+    floats = isinstance(values, Tensor) and values.dim() > 1 and values.layout is torch.strided
+    return own_rows(scope, values, axis % values.dim()) if floats and has_all(scope, values, axis) else values
+
+
+def refuse_unknown_edges(scope: Places, edges: Any) -> None:
+    """Refuse edges that a layer is given and that are not made of the graph's.
+
+    Raises:
+        ModelError: If rows lie apart, so that these ids would be taken for those of a part.
+    """
+    if scope.parted and type(edges) is Tensor and not edges.is_sparse and scope.marks.get(edges) is None:
+        raise refused(
+            scope,
+            f"a layer is given an edge list of shape {list(edges.shape)} that is not made of edge_index",
+            hint="all edges in data.edge_index, and an attribute an edge that tells their kind",
+        )
+
+
+def met(scope: Places, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """A call's arguments with own rows of tensors that have all rows, where they meet rows of vertices.
+
+    Returns:
+        None where no argument has rows of vertices, or none has all rows.
+    """
+    if name.strip("_") not in _ELEMENTWISE:
+        return None
+    marked = next(
+        ((t, m) for t in _flat(args, kwargs) if (m := scope.marks.get(t)) is not None and m.kind in VERTICES),
+        None,
+    )
+    if marked is None or not marked[1].whole:
+        return None
+    right = marked[1].axis - marked[0].dim()
+    cut = False
+
+    def own(value: Any) -> Any:
+        nonlocal cut
+        if isinstance(value, (tuple, list)):
+            return type(value)(own(each) for each in value)
+        if has_all(scope, value, right):
+            cut = True
+            return own_rows(scope, value, value.dim() + right)
+        return value
+
+    args, kwargs = tuple(own(value) for value in args), {key: own(value) for key, value in kwargs.items()}
+    return (args, kwargs) if cut else None
+
+
+def _flat(args: Sequence[Any], kwargs: Kwargs) -> Sequence[Tensor]:
+    out: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        inner = value if isinstance(value, (tuple, list)) else (value,)
+        out.extend(each for each in inner if isinstance(each, Tensor))
+    return out
+
+
+def embedding(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``F.embedding(edge_index[0], table)``: a table is the same on all ranks, so ids are the graph's own."""
+    ids = args[0] if args else kwargs.get("input")
+    mark = scope.marks.get(ids)
+    table = kwargs.get("weight", args[1] if len(args) > 1 else None)
+    if mark is None or not isinstance(table, Tensor) or not isinstance(ids, Tensor):
+        return NotImplemented
+    axis = ids.dim() - 1 if mark.kind in IDS else mark.axis
+    if mark.kind in VERTICES:
+        out = func(*args, **kwargs)
+        return scope.marks.put(out, replace(mark, kind=Kind.ROWS))
+    if mark.kind not in IDS:
+        return NotImplemented
+    own = original(scope, table, 0, ids, mark)
+    named = {key: value for key, value in kwargs.items() if key not in ("input", "weight")}
+    out = func(ids if own is None else own, table, *args[2:], **named)
+    if mark.kind is Kind.EDGES:
+        return scope.marks.put(out, Mark(Kind.PAIRS, mark.view, axis, ids))
+    return scope.marks.put(out, Mark(Kind.PAIRS, mark.view, axis, mark.edges))
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {"__getitem__": of_table, "embedding": embedding}
