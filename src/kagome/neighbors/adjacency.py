@@ -74,7 +74,7 @@ class Scope(Protocol):
     def own(self) -> int:
         """Own rows."""
 
-    def number_of(self, kind: Kind, count: int) -> int:
+    def number_of(self, mark: Mark, count: int) -> int:
         """How many rows the whole graph has."""
 
     def where(self) -> str:
@@ -149,7 +149,7 @@ def _size(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
         return NotImplemented
     if name == "__get__" and attribute(func) != "shape":
         return NotImplemented
-    count = Count(scope.own, Mark(Kind.ROWS), lambda: scope.number_of(Kind.ROWS, scope.own))
+    count = Count(scope.own, Mark(Kind.ROWS), lambda: scope.number_of(Mark(Kind.ROWS), scope.own))
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     return torch.Size([count, count]) if dim is None else count
 
