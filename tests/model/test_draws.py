@@ -16,7 +16,6 @@ from torch import Tensor
 from convolutions import sample_graph
 from kagome.comm.channel import Channel
 from kagome.comm.local import LocalChannel, LocalGroup
-from kagome.errors import ModelError
 from kagome.graph.partition import split_all
 from kagome.model.draws import _scaled, call_key, dropout, edge_ids, plain_scaled, row_keys, uniform
 from kagome.model.exact import HANDLERS
@@ -209,14 +208,6 @@ def test_equal_edges_are_dropped_apart() -> None:
     twins = [(a, b) for a in range(120) for b in range(a) if ends[a] == ends[b]]
     assert twins
     assert any(not torch.equal(numbers[a], numbers[b]) for a, b in twins)
-
-
-def test_rows_that_are_nobodys_are_refused() -> None:
-    def call(scope: Interception) -> Tensor:
-        return torch.nn.functional.dropout(torch.ones(7, 2), 0.5, True)
-
-    with pytest.raises(ModelError, match="a row a vertex or a row an edge"):
-        drawn(2, call)
 
 
 @pytest.mark.parametrize("begin", [0, 3, 16, 17])

@@ -172,21 +172,6 @@ REFUSED: dict[str, tuple[Body, Mods, str]] = {
         {},
         "checkpoint",
     ),
-    "gradient inside": (
-        lambda m, x, e, d: x + torch.autograd.grad((x**3).sum(), x, create_graph=True)[0],
-        {},
-        "autograd.grad",
-    ),
-    "dropout of a pooled row": (
-        lambda m, x, e, d: x + F.dropout(x.mean(0, keepdim=True)),
-        {},
-        "rows are neither",
-    ),
-    "dropout of weights": (
-        lambda m, x, e, d: F.linear(x, F.dropout(m.c.weight)),
-        {"c": lambda: nn.Linear(8, 8)},
-        "rows are neither",
-    ),
     "pool by score": (
         lambda m, x, e, d: x * m.c(x, e)[0].mean(),
         {"c": lambda: pyg.TopKPooling(8)},

@@ -37,6 +37,9 @@ def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
         ids, axis = scope.row_ids() if axis is None else scope.words_of(x), axis or 0
     elif axis is not None:
         ids = scope.pair_words(x, draws.edge_ids)
+    elif x.dim():
+        # Neither vertices nor edges, a virtual node or a weight: the same on every rank, so drawn alike.
+        ids, axis = torch.arange(x.size(0), device=x.device), 0
     if ids is None or axis is None:
         raise ModelError(
             f"{what} draws a number for each vertex or each edge",
@@ -98,6 +101,30 @@ def _like_random(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs
     return scope.like(out, x)
 
 
+def _in_place(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``x.uniform_()`` and the like of a tensor with rows: the numbers of ``rand_like``, turned."""
+    x: Tensor = args[0]
+    if scope.axis(x) is None or not x.is_floating_point() or not draws.of_torch(func, kwargs):
+        return _shared(scope, name, func, args, kwargs)
+    ids, key, axis = _ids(scope, x, name)
+    rows = x.movedim(axis, 0)
+    flat = draws.uniform(draws.row_keys(ids, key), rows[:1].numel() if rows.size(0) else 0)
+    number = ((flat.double() + 0.5) / 2**32).reshape(rows.shape).movedim(0, axis)
+    if name == "uniform_":
+        low, high = argument(args, kwargs, 1, "from", 0.0), argument(args, kwargs, 2, "to", 1.0)
+        number = low + (high - low) * number
+    elif name == "normal_":
+        mean, std = argument(args, kwargs, 1, "mean", 0.0), argument(args, kwargs, 2, "std", 1.0)
+        number = mean + std * math.sqrt(2) * torch.erfinv(number * 2 - 1)
+    elif name == "exponential_":
+        number = -number.log() / argument(args, kwargs, 1, "lambd", 1.0)
+    else:
+        number = (number < argument(args, kwargs, 1, "p", 0.5)).double()
+    with torch.no_grad():
+        x.copy_(number)
+    return x
+
+
 def _shared(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """A draw that is no vertex's and no edge's: the same on every rank, in every stage and for every chunk.
 
@@ -129,6 +156,11 @@ def _view(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
 
 def _attention(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if argument(args, kwargs, 4, "dropout_p", 0.0) > 0.0:
+        if scope.size == 1:
+            path, index = scope.call()
+            with torch.random.fork_rng():
+                torch.manual_seed(draws.call_key(scope.seed, scope.epoch, path, index))
+                return func(*args, **kwargs)
         raise ModelError(
             "dropout draws a number for each vertex or each edge",
             "attention over all vertices asks for dropout on a square of them",
@@ -141,6 +173,7 @@ def _attention(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) 
 HANDLERS: Mapping[str, Handler] = {
     **dict.fromkeys(("dropout", "dropout_", "feature_dropout"), _dropout),
     **dict.fromkeys(draws.DRAWS, _shared),
+    **dict.fromkeys(("uniform_", "normal_", "exponential_", "bernoulli_"), _in_place),
     **dict.fromkeys(("rand_like", "randn_like", "rand", "randn", "bernoulli"), _like_random),
     **NORMS,
     **REDUCTIONS,

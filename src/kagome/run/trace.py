@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from kagome.comm.local import LocalChannel, LocalGroup
 from kagome.errors import KagomeError, ModelError
@@ -116,7 +117,9 @@ def _watch(model: nn.Module, trace: Trace) -> Callable[[], None]:
 
 
 def _backward(out: Any, ids: Tensor, token: Tensor | None, model: nn.Module, trace: Trace, seed: int) -> None:
-    value = out if isinstance(out, Tensor) else next(v for v in out if isinstance(v, Tensor))
+    value = next((v for v in tree_leaves(out) if isinstance(v, Tensor)), None)
+    if value is None:
+        raise ModelError("forward gives a tensor, or several", f"it gives {type(out).__name__} without any")
     # Weights by original id: the same sum however the rows are spread.
     weight = torch.sin(ids.to(value.dtype) * 12.9898 + seed) + 1.5
     loss = (value * weight.view(-1, *[1] * (value.dim() - 1))).sum()

@@ -1,0 +1,67 @@
+"""Draws in place, of a virtual node, of a weight: the same on every mesh, and on one rank all run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convolutions import sample_graph
+from parity import assert_equal, one_rank, random_owner, split
+
+DRAWS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "uniform_": lambda m, h: h + torch.empty_like(h).uniform_(-1, 2),
+    "normal_": lambda m, h: h + torch.zeros_like(h).normal_(0.5, 2.0),
+    "bernoulli_": lambda m, h: h * torch.empty_like(h).bernoulli_(0.3),
+    "exponential_": lambda m, h: h + torch.empty_like(h).exponential_(),
+    "gumbel_softmax": lambda m, h: F.gumbel_softmax(h, tau=0.7, dim=-1),
+    "a virtual node": lambda m, h: h + F.dropout(h.mean(0, keepdim=True), 0.5, m.training),
+    "a weight": lambda m, h: F.linear(h, F.dropout(m.more.weight, 0.5, m.training)),
+}
+
+
+class Drawing(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.lin, self.more, self.what = nn.Linear(6, 5), nn.Linear(5, 5), what
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = DRAWS[self.what](self, self.lin(x))
+        return h.new_zeros(h.shape).index_add_(0, edge_index[1], h[edge_index[0]]) + h
+
+
+class Built:
+    """Makes one."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __call__(self) -> nn.Module:
+        return Drawing(self.what)
+
+
+@pytest.mark.parametrize("what", DRAWS)
+def test_rows_draw_the_same_wherever_they_lie(ranks, what):
+    data = sample_graph(1)
+    alone = one_rank(Built(what), data, epochs=2)
+    assert_equal(one_rank(Built(what), data, epochs=2), alone)
+    for world in (2, 3):
+        owner = random_owner(data.num_nodes, world)
+        assert_equal(split(ranks, world, Built(what), data, owner, epochs=2), alone)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.layer(x.unsqueeze(0)).squeeze(0)
+
+
+def test_attention_over_all_vertices_with_dropout_runs_on_one_rank_and_draws_by_the_seed():
+    data = sample_graph(1)
+    assert_equal(one_rank(Attending, data, epochs=2), one_rank(Attending, data, epochs=2))
