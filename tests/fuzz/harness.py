@@ -109,8 +109,9 @@ class Result:
     seconds: float
 
     def line(self) -> str:
-        """One line of JSON."""
-        return json.dumps({**dataclasses.asdict(self), "seconds": round(self.seconds, 2)})
+        """One line of JSON; of a refusal its beginning."""
+        said = self.said if self.outcome in FAULTS else self.said[:240]
+        return json.dumps({**dataclasses.asdict(self), "said": said, "seconds": round(self.seconds, 2)})
 
 
 @dataclass(frozen=True)
