@@ -205,7 +205,7 @@ def _saved_ranks(settings: config.Run, resume: str | None, args: list[str]) -> i
     try:
         found = _checkpoint(resume)
         return None if found is None else int(json.loads((found / "place.json").read_text())["world_size"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # loading it says what is wrong
 
 
@@ -224,7 +224,7 @@ def _parts(folder: str | None) -> int | None:
 
     try:
         return int(json.loads((Path(folder or "") / "partition.json").read_text())["num_parts"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

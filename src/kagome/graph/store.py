@@ -328,7 +328,7 @@ def _labels_fault(y: Tensor | None, meta: Meta) -> str:
 def _damaged(folder: Path, fault: str) -> PartitionError:
     return PartitionError(
         f"{folder} must hold what kagome partition wrote",
-        f"it is damaged: {fault}",
+        f"it is damaged: {fault[:400]}",
         hint="make it again with kagome partition",
     )
 

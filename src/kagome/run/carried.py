@@ -13,7 +13,7 @@ a run that goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -247,6 +247,24 @@ class Told:
         if not same and _ambiguous(found):
             return None
         return {(kind, key): state for kind, key, state in found}
+
+
+def checked(rank: Any) -> dict[str, Any]:
+    """What a rank handed on, as :meth:`Carried.plain` gives it.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    if not isinstance(rank, dict) or set(rank) != {*(each.name for each in fields(Layout)), "entries"}:
+        raise ValueError("a rank's rows lack their layout")
+    if not isinstance(rank["rest"], dict) or not isinstance(rank["steps"], tuple):
+        raise ValueError("a rank's layout is none")
+    for entry in rank["entries"]:
+        kind, key, state = entry
+        hash(key)
+        if not isinstance(kind, str) or not isinstance(state, dict):
+            raise ValueError(f"a rank's rows hold {str(kind)[:40]!r}")
+    return rank
 
 
 def said_of(recall: Recall | None, *, late: bool, history: bool = False) -> str:

@@ -32,7 +32,7 @@ from kagome.comm.objects import ObjectError, pack, unpack
 from kagome.errors import CheckpointError, KagomeError
 from kagome.kinds import fits
 from kagome.report.files import write_text
-from kagome.run.carried import SECTION, Carried, Named, Told
+from kagome.run.carried import SECTION, Carried, Named, Told, checked
 from kagome.sealed import Seal, SealError
 
 KEEP: Final = 2
@@ -131,6 +131,7 @@ def save(
             rest = {
                 "scheduler": None if scheduler is None else _without_functions(scheduler.state_dict()),
                 **_plain_of(optimizer),
+                "forms": _forms(_under(state, "optimizer")),
                 "guards": {} if carried is None else dict(carried.guards),
                 "carried": [rank for rank in kept if rank is not None],
             }
@@ -228,6 +229,16 @@ def _state(model: nn.Module, optimizer: Optimizer, best: Mapping[str, Tensor] | 
     if odd is not None:
         raise SealError(f"{odd} is a {type(state[odd]).__name__}, and no tensor")
     return state
+
+
+def _under(state: Mapping[str, Tensor], section: str) -> dict[str, Tensor]:
+    start = f"{section}."
+    return {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each tensor, by name."""
+    return {name: (str(tensors[name].dtype), tuple(tensors[name].shape)) for name in sorted(tensors)}
 
 
 def _without_functions(state: Any) -> Any:
@@ -410,10 +421,12 @@ def load(
         for name, value in sections["optimizer"].items():
             index, _, key = name.partition("/")
             state.setdefault(int(index), {})[key] = value
-        told = Told(folder, place.epoch, dict(rest["guards"]), list(rest["carried"]))
+        told = Told(folder, place.epoch, dict(rest["guards"]), [checked(rank) for rank in rest["carried"]])
+        if _forms(sections["optimizer"]) != rest["forms"]:
+            raise SealError("the optimizer's tensors are not those that it says")
         refused = _misfit(model, sections["model"]) or _misfit(model, sections["best"] or sections["model"])
         refused = refused or _other_optimizer(optimizer, rest["kind"], rest["groups"], state)
-    except (SealError, ObjectError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (SealError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(folder, f"{REST} does not fit: {type(error).__name__}: {_reason(error)}") from None
     if refused:
         raise CheckpointError(
@@ -462,7 +475,7 @@ def _verified(folder: Path, channel: Channel) -> tuple[Place, dict[str, Seal]]:
 def _damaged(folder: Path, fault: str) -> CheckpointError:
     return CheckpointError(
         f"a whole checkpoint was expected in {folder}",
-        f"it is damaged: {fault}",
+        f"it is damaged: {fault[:400]}",
         hint=_offer(folder.parent, folder.name),
     )
 
