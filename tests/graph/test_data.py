@@ -477,6 +477,7 @@ class TestNpzArrays:
             ({"train_mask": np.array(["a"] * 3)}, "train_mask must hold numbers"),
             ({"y": np.array([2**63, 0, 0], "u8")}, "end at 2"),
             ({"edge_weight": np.ones(3) > 0}, "one number an edge"),
+            ({"edge_weight": np.array("text")}, "edge_weight must be a tensor of numbers"),
             ({"edge_weight": np.ones((3, 2))}, "edge_attr"),
             ({"num_nodes": np.array([3, 3])}, "one whole number"),
             ({"num_nodes": np.float64("nan")}, "one whole number"),

@@ -95,7 +95,7 @@ def validate_edges(data: object) -> tuple[Data, list[str]]:
     check_ids(edge_index, num_nodes)
     for name in ("edge_weight", "edge_attr"):
         if given.get(name) is not None:
-            given[name] = _edge_values(name, plain(given[name]), edge_index.size(1))
+            given[name] = _edge_values(name, _numbers(name, given[name]), edge_index.size(1))
     return Data(**{**given, "edge_index": edge_index, "num_nodes": num_nodes}), notes
 
 
@@ -250,7 +250,7 @@ def _numbers(name: str, value: Any) -> Tensor:
             pass
     kind = getattr(value, "dtype", None)
     said = f"it is a {type(value).__name__}" + (f" of {kind}" if kind is not None else "")
-    raise DataError(f"{name} must be a tensor of numbers, a row a vertex", said, where=f"data.{name}")
+    raise DataError(f"{name} must be a tensor of numbers", said, where=f"data.{name}")
 
 
 def _finite(name: str, value: Tensor) -> None:
