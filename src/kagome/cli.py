@@ -1,4 +1,4 @@
-"""The command line: kagome train | plan | check | partition | report | doctor.
+"""The command line: kagome train | predict | plan | check | partition | report | doctor.
 
 Flags come from the same dataclasses as the API.
 
@@ -25,6 +25,7 @@ from kagome.commands import (
     DoctorCommand,
     PartitionCommand,
     PlanCommand,
+    PredictCommand,
     ReportCommand,
     TrainCommand,
 )
@@ -97,6 +98,7 @@ def _run(name: str, args: list[str]) -> int:
         raise ConfigError(f"a command of {', '.join(COMMANDS)}", f"it is {name!r}", hint="kagome --help")
     actions: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
+        "predict": _predict,
         "plan": _plan,
         "check": _check,
         "partition": _partition,
@@ -257,11 +259,12 @@ def parse_train(args: list[str]) -> TrainCommand:
     return command
 
 
-def _resumed(args: list[str]) -> Path | None:
-    """The settings of the run that goes on, if one does and has any."""
+def _resumed(args: list[str], flag: str = "--resume") -> Path | None:
+    """The settings of the run that a flag names, if it names one that has any."""
     for place, word in enumerate(args):
-        follows = word == "--resume" and place + 1 < len(args)
-        folder = args[place + 1] if follows else word.partition("--resume=")[2]
+        follows = word == flag and place + 1 < len(args)
+        folder = args[place + 1] if follows else word.partition(f"{flag}=")[2]
+        folder = str(Path(folder).parent) if folder and Path(folder).is_file() else folder
         if folder and (_run_folder(folder) / "config.toml").exists():
             return _run_folder(folder) / "config.toml"
     return None
@@ -339,15 +342,102 @@ def _goes_on(trainer: Trainer, folder: str | None) -> str | None:
     return None
 
 
-def _builder(settings: config.Model, train: config.Train) -> Callable[[Partition, Meta, Channel], nn.Module]:
+# predict -----------------------------------------------------------------------------------------
+
+
+def _predict(args: list[str]) -> int:
+    command = _parse_predict(args)
+    sections = ("data", "model", "parallel", "train", "report")
+    settings = config.Run(**{name: getattr(command, name) for name in sections})
+    if command.nproc is not None and command.nproc < 1:
+        raise ConfigError("--nproc takes a number from 1 up", f"it is {command.nproc}")
+    out = Path(command.out)
+    if out.suffix not in (".npz", ".npy") or out.is_dir() or not out.resolve().parent.is_dir():
+        raise ConfigError(
+            "--out takes a .npz or .npy file in a folder that is there", f"it is {command.out!r}"
+        )
+    if not Path(command.checkpoint).exists():
+        raise CheckpointError(
+            "--checkpoint takes the folder of a run, a checkpoint, or a .safetensors file",
+            f"there is no {command.checkpoint}",
+            hint="ls runs/",
+        )
+    nproc = command.nproc or _ranks(settings) or 1
+    if environment().source == "single" and nproc > 1:
+        settings.parallel.fit(nproc)
+        from kagome.launch import start_local
+
+        start_local(nproc, predict_rank, settings, command.checkpoint, command.out, loaded=LOADED)
+        return 0
+    return predict_rank(settings, command.checkpoint, command.out)
+
+
+def _parse_predict(args: list[str]) -> PredictCommand:
+    """Flags over the settings of the run whose weights are asked for, over the defaults."""
+    run, found = config.Run(), _resumed(args, "--checkpoint")
+    if found is not None:
+        run = written.from_toml(found)
+        free = replace(run.parallel, plan="manual", graph=None)
+        words = any(word.startswith(MESH_FLAGS) for word in args) or environment().source != "single"
+        run = replace(run, parallel=free if words else run.parallel)
+    default = PredictCommand(
+        checkpoint=tyro.MISSING,
+        out=tyro.MISSING,
+        data=run.data,
+        model=run.model,
+        parallel=run.parallel,
+        train=run.train,
+        report=run.report,
+    )
+    command: PredictCommand = _parse(PredictCommand, args, "predict", default)
+    return command
+
+
+def predict_rank(settings: config.Run, checkpoint: str, out: str) -> int:
+    """What each rank of ``kagome predict`` does.
+
+    Args:
+        settings: Of the run, and of the graph.
+        checkpoint: Where the weights are.
+        out: The file for scores.
+
+    Returns:
+        The exit code.
+    """
+    from kagome.run.outcome import write_scores
+    from kagome.run.trainer import Trainer
+    from kagome.run.weights import columns_of, weights_at
+
+    def build(part: Partition, meta: Meta, channel: Channel) -> nn.Module:
+        def make(columns: int) -> nn.Module:
+            return _builder(settings.model, settings.train, columns)(part, meta, channel)
+
+        return make(columns_of(weights_at(checkpoint), make) or meta.num_classes)
+
+    with Trainer.from_settings(settings, build) as trainer:
+        trainer.load(checkpoint)
+        scores = trainer.predict()
+        if trainer.mesh.rank == 0:
+            write_scores(Path(out), scores)
+            shape = " x ".join(f"{size:,}" for size in scores.shape)
+            print(f"Scores: {out}   ({shape}, in the original order of vertices)")
+    return 0
+
+
+def _builder(
+    settings: config.Model, train: config.Train, columns: int | None = None
+) -> Callable[[Partition, Meta, Channel], nn.Module]:
+    """Makes the model that settings name; of so many columns, or as many as the labels ask for."""
+
     def build(part: Partition, meta: Meta, channel: Channel) -> nn.Module:
         from kagome.model.zoo import build_model
         from kagome.run.source import degree_histogram
 
+        wide = 0 if meta.labels is None else meta.labels.outputs_for(train.loss)
         return build_model(
             settings,
             in_channels=meta.features,
-            out_channels=0 if meta.labels is None else meta.labels.outputs_for(train.loss),
+            out_channels=wide if columns is None else columns,
             num_nodes=meta.num_nodes,
             degree_histogram=degree_histogram(part, channel) if settings.name == "pna" else None,
         )

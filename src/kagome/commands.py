@@ -39,6 +39,21 @@ class TrainCommand(config.Run):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PredictCommand(config.Run):
+    """Score a graph with the weights of a run; the graph need have no labels.
+
+    The settings of the run are the defaults; flags win.
+    """
+
+    checkpoint: Annotated[str, tyro.conf.arg(metavar="RUN")]
+    """Folder of a run (its best epoch counts), one of its checkpoints, or a .safetensors file of weights."""
+    out: Annotated[str, tyro.conf.arg(metavar="FILE")]
+    """Where scores go, a row a vertex in the original order: FILE.npz (as ``scores``) or FILE.npy."""
+    nproc: int | None = None
+    """Local ranks to start; by default the product of the mesh."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckCommand:
     """Compare split with whole on a sample of the graph: all outputs and gradients.
 
@@ -132,6 +147,7 @@ class DoctorCommand:
 
 COMMANDS = {
     "train": TrainCommand,
+    "predict": PredictCommand,
     "plan": PlanCommand,
     "check": CheckCommand,
     "partition": PartitionCommand,

@@ -424,7 +424,7 @@ def load(
         told = Told(folder, place.epoch, dict(rest["guards"]), [checked(rank) for rank in rest["carried"]])
         if _forms(sections["optimizer"]) != rest["forms"]:
             raise SealError("the optimizer's tensors are not those that it says")
-        refused = _misfit(model, sections["model"]) or _misfit(model, sections["best"] or sections["model"])
+        refused = misfit(model, sections["model"]) or misfit(model, sections["best"] or sections["model"])
         refused = refused or _other_optimizer(optimizer, rest["kind"], rest["groups"], state)
     except (SealError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(folder, f"{REST} does not fit: {type(error).__name__}: {_reason(error)}") from None
@@ -439,6 +439,29 @@ def load(
     own = model.state_dict()
     best = {name: value.to(own[name].device) for name, value in sections["best"].items()}
     return place, best or None, told
+
+
+def best_weights(folder: str | Path) -> dict[str, Tensor]:
+    """The weights of the best epoch that a checkpoint knows.
+
+    Args:
+        folder: What :func:`latest` gave.
+
+    Raises:
+        CheckpointError: If it is damaged.
+
+    Cost:
+        Reads and verifies all of its files but rows that are handed on.
+    """
+    folder = Path(folder)
+    try:
+        files = _page(folder)[1]
+        for name, seal in files.items():
+            sealed.verify(folder / name, seal)
+        sections = _read(folder, files)[1]
+    except (SealError, ObjectError, OSError, ValueError) as error:
+        raise _damaged(folder, _reason(error)) from None
+    return sections["best"] or sections["model"]
 
 
 def _give(optimizer: Optimizer, scheduler: Any, state: Any, rest: Mapping[str, Any], folder: Path) -> None:
@@ -523,7 +546,7 @@ def _read(folder: Path, files: Mapping[str, Seal]) -> tuple[Any, dict[str, dict[
     return rest, sections
 
 
-def _misfit(model: nn.Module, saved: Mapping[str, Tensor]) -> str:
+def misfit(model: nn.Module, saved: Mapping[str, Tensor]) -> str:
     """How saved weights differ from a model's in names, shapes or types; empty where they do not."""
     own = model.state_dict()
     for name in (*own, *saved):

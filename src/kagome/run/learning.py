@@ -19,6 +19,7 @@ from kagome.comm.channel import Channel
 from kagome.config import Train
 from kagome.errors import ConfigError, DataError, ModelError
 from kagome.graph import masks
+from kagome.graph.labels import labels_of
 from kagome.graph.partition import Partition
 from kagome.graph.store import Meta
 from kagome.run.losses import objective_of
@@ -99,6 +100,14 @@ def aim_of(wishes: Wishes, part: Partition, meta: Meta, train: Train, channel: C
     mine = torch.tensor([*given, *kept, int((~labelled).sum())], device=channel.device)
     found = channel.all_reduce(mine, action="count labelled vertices", kind="other").tolist()
     return Aim(objective, metric, replace(part, nodes=nodes), _said(objective, meta, found))
+
+
+def no_aim(part: Partition) -> Aim:
+    """What engines take for data without labels, which is scored and never trained."""
+    objective = objective_of(
+        None, labels_of(torch.tensor([0, 1])), Train(), 2, inputs=None, nodes=(), shared=()
+    )
+    return Aim(objective, metric_of(None, objective, Train()), part, ())
 
 
 def _said(objective: Objective, meta: Meta, found: Sequence[int]) -> tuple[str, ...]:

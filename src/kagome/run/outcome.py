@@ -6,13 +6,16 @@ Where it sits: ``trainer`` asks it for predictions and at the end of a run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from kagome.comm.channel import Channel
+from kagome.errors import ConfigError
 from kagome.graph.partition import Partition
 from kagome.graph.store import Meta
 from kagome.report.meters import EpochRecord
@@ -42,6 +45,26 @@ def original_order(rows: Any, part: Partition, channel: Channel, action: str) ->
     out = torch.empty_like(joined)
     out[torch.cat(ids)] = joined
     return out
+
+
+def write_scores(path: Path, scores: Tensor) -> None:
+    """Write scores to a ``.npy`` file, or as ``scores`` to a ``.npz`` file, that appears whole.
+
+    Raises:
+        ConfigError: If it cannot be written.
+    """
+    rows = scores.detach().cpu()
+    rows = rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
+    fresh = path.with_name(f".{path.name}")
+    try:
+        with fresh.open("wb") as file:
+            if path.suffix == ".npy":
+                np.save(file, rows.numpy())
+            else:
+                np.savez_compressed(file, scores=rows.numpy())
+        fresh.rename(path)
+    except OSError as error:
+        raise ConfigError(f"scores go to {path}", f"it cannot be written: {error}") from None
 
 
 def outcome(

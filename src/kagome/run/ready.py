@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,6 +126,14 @@ def refuse_asked(model: nn.Module, part: Partition) -> None:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def unlabelled(part: Partition) -> Partition:
+    """A part without labels as engines take it: for scores alone, which read none."""
+    count = part.own.numel()
+    none = {name: torch.zeros(count, dtype=torch.bool) for name in ("val_mask", "test_mask")}
+    whole = {"train_mask": torch.ones(count, dtype=torch.bool), "y": torch.zeros(count, dtype=torch.int64)}
+    return replace(part, nodes={**part.nodes, **none, **whole})
 
 
 def broadcast_weights(model: nn.Module, channel: Channel) -> None:

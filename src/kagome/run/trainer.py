@@ -28,7 +28,7 @@ from kagome.comm.mesh import open_mesh
 from kagome.config import Loss as LossName
 from kagome.config import Metric as MetricName
 from kagome.config import Parallel, Report, Train
-from kagome.errors import ConfigError, ModelError
+from kagome.errors import CheckpointError, ConfigError, DataError, ModelError
 from kagome.graph.partition import Partition, graph_of
 from kagome.graph.store import Meta
 from kagome.report.meters import EpochRecord, Memory
@@ -47,8 +47,9 @@ from kagome.run.learning import Wishes, named
 from kagome.run.metrics import Own
 from kagome.run.objective import Loss
 from kagome.run.outcome import original_order, outcome
-from kagome.run.ready import asks, ready
+from kagome.run.ready import asks, ready, unlabelled
 from kagome.run.stop import asked_to_stop, ended_by
+from kagome.run.weights import give, weights_at
 from kagome.run.wrappers import as_written, unwrapped
 
 AFTER_IMPORTS: Final = Memory()
@@ -201,7 +202,11 @@ class Trainer:
 
     def _learn(self, wishes: Wishes) -> None:
         optimizer, scheduler = wishes.optimizer, wishes.scheduler
-        self.aim = learning.aim_of(wishes, self.part, self.meta, self.train, self.channel)
+        self._labelled = self.meta.labels is not None
+        if self._labelled:
+            self.aim = learning.aim_of(wishes, self.part, self.meta, self.train, self.channel)
+        else:  # it is scored and never trained: what stands for labels is read by nobody
+            self.aim = learning.no_aim(unlabelled(self.part))
         self.part, self.metric_name = self.aim.part, self.aim.metric.name
         self._say_all(self.aim.notes)
         self._say_all(asks(self.model, self.part, self.aim.objective.uses))
@@ -251,6 +256,7 @@ class Trainer:
                 with 130; on all ranks, whichever of them was asked.
         """
         self._together("fit")
+        self._need_labels("fit")
         learning.refuse_thawed(self.model, self._frozen)
         epochs = self.train.epochs if epochs is None else epochs
         self._go_on()
@@ -263,14 +269,12 @@ class Trainer:
             self._say(
                 f"{self.epoch} epochs are done, and fit({epochs}) asks for {epochs} in all: none is left"
             )
-        if not self._was_checked:
+        self._check()
+        if self.part.nodes:
             with self.spans.phase("check"):
-                if self.train.check:
-                    self._say_all(check_on_first(self.model, self.part, self.world, self.settings))
                 self._say_all(self.accounts.foresee(self.part, self.world))
             self._say_all(self.engine.take_notes())
             self.part = replace(self.part, nodes={}, edges={})  # the engine has what it needs
-            self._was_checked = True
         set_up = time.perf_counter() - self._begun
         self._open_files()
         self._callbacks.tell("on_fit_start", self)
@@ -340,15 +344,24 @@ class Trainer:
 
         Raises:
             ConfigError: If there is no such split.
+            DataError: If the data has no labels.
+            CheckError: If split and whole differ (``train.check``).
         """
         self._together("evaluate")
+        self._need_labels("evaluate")
         if split not in SPLITS:
             raise ConfigError(f"evaluate takes one of {', '.join(SPLITS)}", f"it was given {split!r}")
+        self._check()
         return self._scores()[split]
 
     @as_written
     def predict(self) -> Any:
         """Scores: of all vertices in original order on rank 0, of own rows elsewhere. All ranks call it.
+
+        They are of the weights that the model holds; the data need have no labels.
+
+        Raises:
+            CheckError: If split and whole differ (``train.check``).
 
         Shapes:
             ``[N, C]`` on rank 0, ``[n, C]`` elsewhere; of a model that gives several tensors each of them.
@@ -357,9 +370,32 @@ class Trainer:
             N rows to rank 0.
         """
         self._together("predict")
+        self._check()
         own = self.engine.evaluate(self.epoch)
         joined = original_order(own, self.part, self.channel, "predictions")
         return own if joined is None or self.mesh.rank else joined
+
+    def load(self, where: str | Path) -> None:
+        """Give the model the best weights of a run: to score with them, or to train on. All ranks call it.
+
+        Args:
+            where: The folder of a run, of its ``checkpoints`` or of one of them, or a ``.safetensors`` file
+                of weights under the model's own names.
+
+        Raises:
+            CheckpointError: If there are no such weights, they are damaged, or of another model.
+        """
+        self._together("load")
+        fault = None
+        try:
+            give(self.model, weights_at(where), where)
+        except CheckpointError as error:
+            fault = error
+        faults: Any = self.world.gather_objects(fault and str(fault), "load weights")
+        found = next((each for each in faults if each), None)
+        if fault is not None or found is not None:
+            raise fault or CheckpointError("all ranks load the same weights", f"on one of them: {found}")
+        self._last, self._is_whole = None, True
 
     def close(self) -> None:
         """Leave the ranks, and let go of all connections, threads and files. It may be called twice.
@@ -386,6 +422,22 @@ class Trainer:
                 f"{what} needs the ranks", "this Trainer is closed", hint="call it inside the with block"
             )
         self._callbacks.refuse_alone(what)
+
+    def _need_labels(self, what: str) -> None:
+        if not self._labelled:
+            raise DataError(
+                f"{what} needs labels (data.y)",
+                "the data has none",
+                hint="predict gives scores without labels",
+            )
+
+    def _check(self) -> None:
+        """Before the first forward: compare split with whole on a sample."""
+        if self._was_checked or not self.train.check:
+            return
+        with self.spans.phase("check"):
+            self._say_all(check_on_first(self.model, self.part, self.world, self.settings))
+        self._was_checked = True
 
     def _go_on(self) -> None:
         """Give the model the weights that training goes on with; those of all ranks must be the same."""
