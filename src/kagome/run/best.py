@@ -5,12 +5,13 @@ Where it sits: ``trainer`` shows it every evaluation; checkpoints carry it; ``ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
+from kagome.errors import ModelError
 from kagome.run import checkpoint
 
 
@@ -107,3 +108,24 @@ def bits(tensor: Tensor) -> int:
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     return int(plain.view(_WHOLE[plain.element_size()]).sum(dtype=torch.int64))
+
+
+def unlike_on_ranks(model: nn.Module, sums: Sequence[Sequence[int]]) -> ModelError:
+    """The error for weights that are not the same on all ranks.
+
+    Args:
+        model: Theirs.
+        sums: Of each rank, :func:`bits` of each parameter; not all alike.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    rank, name = next(
+        (rank, name)
+        for rank, theirs in enumerate(sums)
+        for name, one, other in zip(names, theirs, sums[0], strict=True)
+        if one != other
+    )
+    return ModelError(
+        "all ranks train the same weights",
+        f"rank {rank}'s {name} is not rank 0's",
+        hint="change weights on every rank in the same way",
+    )

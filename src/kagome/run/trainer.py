@@ -36,7 +36,7 @@ from kagome.report.progress import Progress, warn
 from kagome.report.spans import Spans
 from kagome.run import checkpoint, learning, source
 from kagome.run.accounts import Accounts
-from kagome.run.best import Best, bits, copied, holds
+from kagome.run.best import Best, bits, copied, holds, unlike_on_ranks
 from kagome.run.callbacks import Callbacks
 from kagome.run.check import check_on_first
 from kagome.run.costs import Costs
@@ -447,18 +447,7 @@ class Trainer:
         if self._last is not None and not any(each for each, _ in found):
             self.model.load_state_dict(self._last)
         elif self._is_whole and any(theirs != found[0][1] for _, theirs in found):
-            names = [name for name, _ in self.model.named_parameters()]
-            rank, place = next(
-                (rank, place)
-                for rank, (_, theirs) in enumerate(found)
-                for place in range(len(names))
-                if theirs[place] != found[0][1][place]
-            )
-            raise ModelError(
-                "all ranks train the same weights",
-                f"rank {rank}'s {names[place]} is not rank 0's",
-                hint="change weights on every rank in the same way",
-            )
+            raise unlike_on_ranks(self.model, [theirs for _, theirs in found])
         elif self._last is not None:
             self._say("the model's weights were changed since the last fit: training goes on with them")
         self._last = None
