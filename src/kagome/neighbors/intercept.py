@@ -92,6 +92,8 @@ class Interception(Late, TorchFunctionMode):
         self.ascending = bool((part.own[1:] > part.own[:-1]).all())
         self.parted = not self.ascending or part.own.numel() < part.num_nodes or channel.size > 1
         """Whether places in a tensor of own rows are not those of the whole graph."""
+        self.aside = False
+        """Whether forward runs as plain PyG runs it, all of the graph being here."""
         self.numbered = False
         """Whether forward has told vertices apart by their place."""
         self.edge_tables: edge_tables.EdgeTables | None = None
@@ -177,7 +179,7 @@ class Interception(Late, TorchFunctionMode):
         grad = training and torch.is_grad_enabled()
         self.turn = Turn(epoch, checked=checked, device=self.device, grad=grad, named=named)
         self.path, self.arguments, self.draws, self.training, self.layers = [], [], 0, training, 0
-        with self:
+        with nullcontext() if self.aside else self:
             yield self.turn
         self.turn.end()
         self.forget_reads()

@@ -38,7 +38,8 @@ def cat(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any
     if dim != first.axis or (not scope.parted and first.subset is None) or from_library():
         return NotImplemented
     pieces = [(value, mark) for value, mark in zip(values, marks, strict=True) if value.size(dim) or mark]
-    spans = [mark.subset.span for _, mark in pieces if mark is not None and mark.subset is not None]
+    subsets = [_subset_of(scope, mark) if mark is not None else None for _, mark in pieces]
+    spans = [subset.span for subset in subsets if subset is not None]
     alike = {mark.each if mark is not None and mark.axis == dim else 0 for _, mark in pieces}
     whole = in_a_row([span for span in spans if span is not None])
     if len(spans) < len(pieces) or None in spans or alike != {first.each} or whole is None:
@@ -48,12 +49,19 @@ def cat(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any
     laid = func([now(value) for value, _ in pieces], dim)
     mark = replace(first, subset=None)
     with torch._C.DisableTorchFunction():
-        at = torch.cat([m.subset.places() for _, m in pieces if m is not None and m.subset is not None])
+        at = torch.cat([subset.places() for subset in subsets if subset is not None])
         if len(whole) < scope.vertices:
             mark = replace(first, subset=Subset(at, whole))
         elif not torch.equal(at, torch.arange(at.numel(), device=at.device)):
             laid = rows_at(laid, mark, at.argsort(), whole=False)
     return scope.marks.put(laid, mark)
+
+
+def _subset_of(scope: Places, mark: Mark) -> Subset:
+    """Which vertices a mark's rows belong to: all own ones, where it names no others."""
+    if mark.subset is not None:
+        return mark.subset
+    return Subset(torch.arange(scope.own, device=scope.device), range(scope.vertices))
 
 
 def _with_loops(

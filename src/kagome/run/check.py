@@ -8,10 +8,10 @@ needs no peers.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from kagome.model.exact import HANDLERS
 from kagome.neighbors.install import forget
 from kagome.run.drawn import Bias
 from kagome.run.first import by_first
-from kagome.run.sample import cast, fitted, take_sample
+from kagome.run.sample import cast, fitted, numbered_sample, take_sample
 from kagome.run.trace import DRAWS, Trace, WholeFailedError, no_draw, split_of, whole_of
 from kagome.run.wrappers import as_written, unwrapped
 
@@ -68,6 +68,7 @@ class CheckResult:
         edges: Edges of the sample.
         dtype: The number type it ran in.
         seconds: How long it took.
+        unseen: What could not be compared, or nothing.
     """
 
     first: Row | None
@@ -78,6 +79,7 @@ class CheckResult:
     edges: int
     dtype: str
     seconds: float
+    unseen: str = ""
 
     @property
     def worst(self) -> float:
@@ -88,10 +90,13 @@ class CheckResult:
         """One line for a person."""
         verdict = "equal" if self.first is None else f"differ first at {self.first.name} ({self.first.kind})"
         sliced = f" (features over {self.tensor})" if self.tensor > 1 else ""
+        split = f"split over {self.parts}{sliced} and whole"
+        compared = split if self.parts > 1 else "one rank and plain PyG"
+        unseen = f"; {self.unseen}" if self.unseen else ""
         return (
-            f"split over {self.parts}{sliced} and whole {verdict}: {len(self.rows)} tensors, "
+            f"{compared} {verdict}: {len(self.rows)} tensors, "
             f"largest difference {self.worst:.1e} of the largest entry "
-            f"({self.dtype}; {self.vertices} vertices, {self.edges} edges; {self.seconds:.1f} s)"
+            f"({self.dtype}; {self.vertices} vertices, {self.edges} edges; {self.seconds:.1f} s){unseen}"
         )
 
     def raise_if_different(self) -> None:
@@ -106,8 +111,7 @@ class CheckResult:
                 f"the {self.first.kind} of {self.first.name} differs by {self.first.error:.1e} "
                 "of its largest entry",
                 where="a sample of your graph",
-                hint="a layer there mixes vertices other than through edges; kagome check shows all rows, "
-                "--train.no-check goes on all the same",
+                hint="a layer there mixes vertices other than through edges; kagome check shows all rows",
             )
 
 
@@ -140,50 +144,126 @@ def check(
         ModelError: If the model fails on the whole sample, or on a part.
     """
     begun = time.perf_counter()
-    sample = take_sample(data, vertices, seed)
-    generator = torch.Generator().manual_seed(seed)
-    count = int(sample.num_nodes or 0)
-    owner = torch.randint(0, parts, (count,), generator=generator)
-    model = unwrapped(model)
-    twin = twin_of(model)
-    attempts = [torch.float64, torch.float32]
-    while attempts:
-        dtype = attempts.pop(0)
+    twin = twin_of(unwrapped(model))
+    way = _Way(parts, seed, tensor, fast)
+    sample, unseen = take_sample(data, vertices, seed), ""
+    try:
+        found = _on_sample(twin, data, sample, way)
+        if found.numbered:
+            whole = numbered_sample(data, sample)
+            unseen = "" if whole is not None else _TOO_MANY.format(int(data.num_nodes or 0))
+            sample = sample if whole is None else whole
+            found = found if whole is None else _on_sample(twin, data, whole, way)
+    except WholeFailedError as failure:
+        whole = numbered_sample(data, sample)
+        if whole is None:
+            raise _no_sample(failure, int(sample.num_nodes or 0)) from failure.cause
+        sample = whole
         try:
-            rows = _compare(twin.to(dtype), cast(sample, dtype), owner, parts, dtype, seed, tensor, fast)
-        except WholeFailedError as failure:
-            if attempts:  # a layer that insists on float32 gets it, and a table of the edges has the sample's
-                attempts = [dtype, *attempts] if fitted(twin, data, sample) else attempts
-                continue
-            raise ModelError(
-                f"the model runs on {count} vertices of your graph in one process",
-                f"it raised {type(failure.cause).__name__}: {failure.cause}",
-                where=failure.where,
-                hint=_table_hint(model, int(data.num_nodes or 0)) or "run it once in plain PyTorch Geometric",
-            ) from failure.cause
-        first = next((row for row in rows if not row.error <= TOLERANCE[dtype]), None)
-        if first is None or max(row.error for row in rows) > FLOAT32_INSIDE:
-            break
+            found = _on_sample(twin, data, sample, way)
+        except WholeFailedError as again:
+            raise _no_sample(again, int(sample.num_nodes or 0)) from again.cause
     return CheckResult(
-        first=first,
-        rows=tuple(rows),
+        first=found.first,
+        rows=tuple(found.rows),
         parts=parts,
         tensor=tensor,
-        vertices=count,
+        vertices=int(sample.num_nodes or 0),
         edges=sample.edge_index.size(1),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(found.dtype).removeprefix("torch."),
         seconds=time.perf_counter() - begun,
+        unseen=unseen,
     )
 
 
-def _table_hint(model: nn.Module, vertices: int) -> str:
-    """What to do about a parameter that has a row for each vertex of the whole graph; empty if none has."""
-    tables = (name for name, p in model.named_parameters() if p.dim() > 1 and p.size(0) == vertices)
-    name = next(tables, "")
-    return name and (
-        f"{name} has a row for each of {vertices} vertices: read those of the given vertices by number, with "
-        f"data.n_id = torch.arange({vertices}) and forward(..., n_id)"
+_TOO_MANY: Final = "what goes by the numbers of {:,} vertices is not compared: they are too many for a check"
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a check splits and runs: as :func:`check` is told."""
+
+    parts: int
+    seed: int
+    tensor: int
+    fast: bool
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one sample showed, and whether forward told its vertices apart by their places."""
+
+    rows: list[Row]
+    first: Row | None
+    dtype: torch.dtype
+    numbered: bool
+
+
+def _on_sample(twin: nn.Module, data: Data | Partition, sample: Data, way: _Way) -> _Found:
+    """Compare on a sample in float64, or in float32 where the model insists on it.
+
+    Raises:
+        WholeFailedError: If plain PyG does not run the model on the sample.
+    """
+    generator = torch.Generator().manual_seed(way.seed)
+    owner = torch.randint(0, way.parts, (int(sample.num_nodes or 0),), generator=generator)
+    attempts = [torch.float64, torch.float32]
+    while True:
+        dtype = attempts.pop(0)
+        try:
+            rows, numbered = _compare(twin.to(dtype), cast(sample, dtype), owner, dtype, way)
+        except WholeFailedError:
+            if not attempts:
+                raise
+            # A layer that insists on float32 gets it, and a table of the edges has the sample's.
+            attempts = [dtype, *attempts] if fitted(twin, data, sample) else attempts
+            continue
+        first = next((row for row in rows if not row.error <= TOLERANCE[dtype]), None)
+        if first is None or max(row.error for row in rows) > FLOAT32_INSIDE or not attempts:
+            return _Found(rows, first, dtype, numbered)
+
+
+def _no_sample(failure: WholeFailedError, count: int) -> ModelError:
+    return ModelError(
+        f"the model runs on {count:,} vertices of your graph in plain PyTorch Geometric",
+        f"it raised {type(failure.cause).__name__}: {failure.cause}",
+        where=failure.where,
+        hint="if it runs on the whole graph: let sizes come from what forward is given (x.size(0))",
     )
+
+
+Way = Literal["fast", "plain", "aside"]
+"""How one rank runs a model: with kernels, with messages edge by edge, or as plain PyG does."""
+
+
+def before_first(
+    model: nn.Module,
+    part: Partition,
+    channel: Channel,
+    settings: config.Run,
+    goes: Callable[[Way], None] | None = None,
+) -> tuple[str, ...]:
+    """Compare with plain PyG before the first forward. All ranks call it.
+
+    Args:
+        model: The user's module.
+        part: This rank's part.
+        channel: All ranks.
+        settings: Of the run.
+        goes: Tells one rank that has the whole graph how to run the model.
+
+    Returns:
+        What there is to say.
+
+    Raises:
+        CheckError: If split and whole differ.
+        ModelError: As :func:`check_on_first`.
+    """
+    if channel.size > 1 or goes is None:
+        return check_on_first(model, part, channel, settings)
+    way, said = way_alone(model, part, settings)
+    goes(way)
+    return (said,)
 
 
 def check_on_first(
@@ -192,14 +272,12 @@ def check_on_first(
     """Rank 0 checks on a sample of its own part; all ranks hear what came out. All ranks call it.
 
     Returns:
-        What was compared, as a note; nothing on one rank with the graph in one chunk.
+        What was compared, as a note.
 
     Raises:
         CheckError: If split and whole differ.
         ModelError: If a layer's messages of drawn rows are not right on the mean (``halo_sample``).
     """
-    if channel.size == 1 and (settings.parallel.chunks or 1) == 1:
-        return ()
 
     def look() -> CheckResult:
         cut, seed = settings.parallel, settings.train.seed
@@ -215,6 +293,29 @@ def check_on_first(
     found = by_first(channel, look, "check of the model", [CheckResult])
     found.raise_if_different()
     return (f"check: {found.text()}",)
+
+
+def way_alone(model: nn.Module, part: Partition, settings: config.Run) -> tuple[Way, str]:
+    """How one rank runs a model that has the whole graph: as plain PyG does, and fast where that is the same.
+
+    Returns:
+        ``fast``, ``plain`` (messages edge by edge) or ``aside`` (nothing of Kagome's within the forward), and
+        what there is to say.
+    """
+    ways: list[Literal["fast", "plain"]] = ["fast", "plain"] if settings.model.fast else ["plain"]
+    why = ""
+    for way in ways:
+        try:
+            found = check(model, part, seed=settings.train.seed, parts=1, fast=way == "fast")
+        except ModelError as error:
+            if "plain PyTorch Geometric" in error.asked:  # no sample of the graph shows anything
+                return ways[0], f"the model was not compared with plain PyG: {error.found}"
+            why = error.found
+            continue
+        if found.first is None:
+            return way, f"check: {found.text()}"
+        why = f"the {found.first.kind} of {found.first.name} is another than plain PyG's"
+    return "aside", f"the model runs as plain PyG runs it, without Kagome's own way: {why}"
 
 
 def biased(model: nn.Module, part: Partition, share: float, seed: int) -> ModelError | None:
@@ -238,7 +339,7 @@ def twin_of(model: nn.Module) -> nn.Module:
         raise ModelError(
             "the check runs a copy of the model",
             f"it cannot be copied: {type(error).__name__}: {error}",
-            hint="let copy.deepcopy(model) work, or leave the check out (--train.no-check)",
+            hint="let copy.deepcopy(model) work",
         ) from error
     for module in twin.modules():
         forget(module)
@@ -246,32 +347,31 @@ def twin_of(model: nn.Module) -> nn.Module:
 
 
 def _compare(
-    model: nn.Module,
-    sample: Data,
-    owner: Tensor,
-    parts: int,
-    dtype: torch.dtype,
-    seed: int,
-    tensor: int,
-    fast: bool,
-) -> list[Row]:
+    model: nn.Module, sample: Data, owner: Tensor, dtype: torch.dtype, way: _Way
+) -> tuple[list[Row], bool]:
+    """Plain PyG against the split, and with draws one rank against the split.
+
+    Returns:
+        What differs by how much; whether forward told vertices apart by their places.
+    """
     with _default(dtype):
         whole_data = split_all(sample, torch.zeros_like(owner), 1)[0]
-        pieces = split_all(sample, owner, parts)
+        pieces = split_all(sample, owner, way.parts)
         rows: list[Row] = []
         quiet = {**HANDLERS, **dict.fromkeys(DRAWS, no_draw)}
-        whole = whole_of(copied(model), whole_data, seed)
-        split = split_of(model, pieces, quiet, seed, tensor=tensor, fast=fast)
+        whole = whole_of(copied(model), whole_data, way.seed)
+        split = split_of(model, pieces, quiet, way.seed, tensor=way.tensor, fast=way.fast)
         rows += _differences(whole, split, pieces, sample, "")
         for name, buffer in whole.buffers.items():
             shares = [trace.buffers[name] for trace in split]
             if all(share.shape == buffer.shape for share in shares):
                 rows.append(Row(name, "buffer", max(_error(share, buffer, None) for share in shares)))
-        # Once more with dropout on, against Kagome on one rank: draws must not know the mesh.
-        one = split_of(model, [whole_data], dict(HANDLERS), seed, fast=fast)
-        many = split_of(model, pieces, dict(HANDLERS), seed, tensor=tensor, fast=fast)
-        rows += _differences(one[0], many, pieces, sample, " with dropout")
-        return rows
+        if way.parts > 1:
+            # Once more with dropout on, against Kagome on one rank: draws must not know the mesh.
+            one = split_of(model, [whole_data], dict(HANDLERS), way.seed, fast=way.fast)
+            many = split_of(model, pieces, dict(HANDLERS), way.seed, tensor=way.tensor, fast=way.fast)
+            rows += _differences(one[0], many, pieces, sample, " with dropout")
+        return rows, any(trace.numbered for trace in split)
 
 
 @contextmanager

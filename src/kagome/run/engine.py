@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -168,8 +168,16 @@ class Engine:
         self.crossing.forget(recall or NOTHING)
         return said_of(recall, late=self.crossing.late)
 
+    def goes(self, way: Literal["fast", "plain", "aside"]) -> None:
+        """How one rank with the whole graph runs the model: see ``check.way_alone``."""
+        self.scope.fast = self.scope.fast and way == "fast"
+        self.scope.aside = way == "aside"
+
     @contextmanager
     def _put_on(self) -> Iterator[None]:
+        if self.scope.aside:
+            yield
+            return
         with ExitStack() as undo:
             undo.callback(apply_rules(self.model, self.scope))  # refuses before it touches the model
             undo.callback(install(self.model, self.scope))

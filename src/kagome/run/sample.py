@@ -6,7 +6,7 @@ Where it sits: ``check`` takes one.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +60,49 @@ def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
         given.refused,
     )
     sample = Sorted(place[edge_index[:, inside]], kept.numel(), taken)
-    sample.__dict__["edge_places"] = places[inside]
+    sample.__dict__["edge_places"], sample.__dict__["vertices"] = places[inside], kept
     return sample
+
+
+NUMBERED: Final = 2**25
+"""Entries that the attributes of all vertices may have for a sample in which these keep their numbers."""
+
+
+def numbered_sample(data: Data | Partition, sample: Data) -> Data | None:
+    """The sample's edges among all vertices of the graph, each with its own number.
+
+    Vertices that a part does not own have the attributes of some that it does: split and whole are given the
+    same, whatever it is.
+
+    Args:
+        data: What the sample was taken from.
+        sample: By :func:`take_sample`.
+
+    Returns:
+        None where the graph has too many vertices, or where the sample has them all already.
+
+    Shapes:
+        N rows; the sample's edges.
+
+    Cost:
+        The attributes of all vertices once more.
+    """
+    part = isinstance(data, Partition)
+    own = data.own if part else torch.arange(int(data.num_nodes or 0))
+    given = kinds_of(data) if part else attributes_of(data)
+    count, kept = int(data.num_nodes or 0), own[sample.__dict__["vertices"]]
+    entries = sum(value[:1].numel() for value in given.nodes.values()) * count
+    if entries > NUMBERED or kept.numel() == count:
+        return None
+    like = torch.arange(count) % max(own.numel(), 1)
+    like[own] = torch.arange(own.numel())
+    found = attributes_of(sample)
+    nodes = {name: value[like] for name, value in given.nodes.items()}
+    every = Sorted(
+        kept[sample.edge_index], count, Attributes(nodes, found.edges, found.shared, found.refused)
+    )
+    every.__dict__["edge_places"] = sample.__dict__["edge_places"]
+    return every
 
 
 def fitted(twin: nn.Module, data: Data | Partition, sample: Data) -> bool:

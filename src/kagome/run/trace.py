@@ -40,12 +40,21 @@ DRAWS = _MEANS.union(draws.DRAWS)
 
 @dataclass
 class Trace:
-    """What one run left: outputs by module in the order they were finished, and gradients by parameter."""
+    """What one run left: outputs by module in the order they were finished, and gradients by parameter.
+
+    Args:
+        outputs: By module's path and call.
+        grads: By parameter.
+        buffers: By name, afterwards.
+        rows: Original numbers of own rows.
+        numbered: Whether forward told vertices apart by their places.
+    """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     grads: dict[str, Tensor | None] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     rows: Tensor | None = None
+    numbered: bool = False
 
 
 class WholeFailedError(Exception):
@@ -211,6 +220,7 @@ def _split_of(
             calling = Calling.of(mine, set(scope.inputs))
             with scope.running(1, training=True, checked=True):
                 out = calling.call(mine, scope.inputs)
+            trace.numbered = scope.numbered
             _backward(out, part.own, scope.turn.token, mine, trace, seed)
         except KagomeError:
             raise

@@ -38,8 +38,9 @@ from kagome.run import checkpoint, learning, source
 from kagome.run.accounts import Accounts
 from kagome.run.best import Best, bits, copied, holds, unlike_on_ranks
 from kagome.run.callbacks import Callbacks
-from kagome.run.check import check_on_first
+from kagome.run.check import before_first
 from kagome.run.costs import Costs
+from kagome.run.engine import Engine
 from kagome.run.engines import engine_for
 from kagome.run.folder import RunWriter
 from kagome.run.heap import set_aside
@@ -432,11 +433,12 @@ class Trainer:
             )
 
     def _check(self) -> None:
-        """Before the first forward: compare split with whole on a sample."""
+        """Before the first forward: compare with plain PyG on a sample."""
         if self._was_checked or not self.train.check:
             return
         with self.spans.phase("check"):
-            self._say_all(check_on_first(self.model, self.part, self.world, self.settings))
+            goes = self.engine.goes if isinstance(self.engine, Engine) else None
+            self._say_all(before_first(self.model, self.part, self.world, self.settings, goes))
         self._was_checked = True
 
     def _go_on(self) -> None:
