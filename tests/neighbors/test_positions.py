@@ -227,6 +227,27 @@ REFUSED: dict[str, tuple[Body, Mods, str]] = {
     ),
 }
 
+
+class Ends(ByHand):
+    """What leaves the model went by places."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.body(self, self.first(x), edge_index, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        (lambda m, x, e, d: x @ x.t(), "matmul|rows went"),
+        (lambda m, x, e, d: torch.linalg.qr(x)[0], "qr"),
+        (lambda m, x, e, d: x[:20], "size|vertices"),
+    ],
+)
+def test_what_leaves_the_model_has_a_known_row_for_each_vertex(body: Body, word: str) -> None:
+    with double_precision(), pytest.raises(ModelError, match=word):
+        check(Ends(body), graph())
+
+
 MESHES = {"1 rank": (1, 1), "2 ranks": (2, 1), "3 ranks": (3, 1), "2 slices": (2, 2)}
 
 

@@ -18,7 +18,7 @@ from kagome.neighbors import adjacency
 from kagome.neighbors.calls import States
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import Lazy, now
-from kagome.neighbors.whole_tables import given_rows, refuse_unknown_edges
+from kagome.neighbors.whole_tables import given_rows, refuse_some_rows, refuse_unknown_edges
 
 
 def install(model: nn.Module, scope: Interception, *, several: bool = False) -> Callable[[], None]:
@@ -54,6 +54,8 @@ def install(model: nn.Module, scope: Interception, *, several: bool = False) -> 
                 scope.path.pop()
             if caches:
                 (forget if several else _settle)(module)
+            if module is model and out is not None:
+                refuse_some_rows(scope, out, "the model")
             return scope.leave_layer(out) if isinstance(module, MessagePassing) else None
 
         if isinstance(module, torch.jit.ScriptModule):

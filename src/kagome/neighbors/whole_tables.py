@@ -218,6 +218,29 @@ def given_rows(scope: Places, values: Any, axis: int) -> Any:
     return own_rows(scope, values, axis % values.dim()) if floats and has_all(scope, values, axis) else values
 
 
+def refuse_some_rows(scope: Places, given: Any, what: str) -> None:
+    """Refuse what leaves a forward, or a stage of it, and has not a row for each vertex, or is not known.
+
+    Args:
+        scope: The running interception.
+        given: Tensors, in tuples or tables.
+        what: What gives them.
+
+    Raises:
+        ModelError: If rows were lost, or belong to some vertices only.
+    """
+    if not scope.parted:
+        return
+    if isinstance(given, dict):
+        given = tuple(given.values())
+    for value in given if isinstance(given, (tuple, list)) else (given,):
+        mark = scope.marks.get(value)
+        if mark is not None and mark.kind is Kind.LOST:
+            raise lost(scope, mark)
+        if mark is not None and mark.kind in VERTICES and not mark.whole:
+            raise refused(scope, f"{what} gives rows of some vertices only, of shape {list(value.shape)}")
+
+
 def refuse_unknown_edges(scope: Places, edges: Any) -> None:
     """Refuse edges that a layer is given and that are not made of the graph's.
 

@@ -22,6 +22,7 @@ from kagome.neighbors import algebra
 from kagome.neighbors.current import Current
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.marks import Kind, Mark
+from kagome.neighbors.whole_tables import refuse_some_rows
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class Job:
                 before=before,
                 keep=names,
             )
+            refuse_some_rows(scope, found, "a stage")
             self.outs = {name: algebra.computed(value) for name, value in found.items()}
         self.token = turn.token
 
