@@ -169,6 +169,32 @@ EXACT: dict[str, tuple[Body, Mods]] = {
     ),
     "kinds in a loop": (lambda m, x, e, d: in_loop(m, x), TWO),
     "zeros of a constant size": (lambda m, x, e, d: utils.scatter(x[e[0]], e[1], 0, N, "sum"), {}),
+    "loops of a constant number": (
+        lambda m, x, e, d: m.c(x, utils.add_self_loops(e, num_nodes=N)[0]),
+        {"c": lambda: pyg.SAGEConv(8, 8)},
+    ),
+    "weighted loops of a constant number": (
+        lambda m, x, e, d: m.c(x, *utils.add_remaining_self_loops(e, d.weight, 2.0, N)),
+        {"c": lambda: pyg.GraphConv(8, 8)},
+    ),
+    "loops by len": (
+        lambda m, x, e, d: m.c(x, utils.add_self_loops(e, num_nodes=len(x))[0]),
+        {"c": lambda: pyg.SAGEConv(8, 8)},
+    ),
+    "loops by hand": (
+        lambda m, x, e, d: m.c(x, torch.cat([e, torch.arange(len(x)).expand(2, -1)], 1)),
+        {"c": lambda: pyg.SAGEConv(8, 8)},
+    ),
+    "half of len": (lambda m, x, e, d: halves(m, x, len(x) // 2), TWO),
+    "divided by len": (lambda m, x, e, d: x / len(x) + x[len(x) - 1], {}),
+    "draws for len": (lambda m, x, e, d: x * (torch.rand(len(x), 1) < 0.5), {}),
+    "degrees for len": (lambda m, x, e, d: x * utils.degree(e[1], len(x)).view(-1, 1), {}),
+    "softmax for a constant": (
+        lambda m, x, e, d: torch.zeros_like(x).index_add(
+            0, e[1], x[e[0]] * utils.softmax(x[e[0]], e[1], num_nodes=N)
+        ),
+        {},
+    ),
     # Writes.
     "the first ten overwritten": (lambda m, x, e, d: written(x, slice(0, 10), 0.0), {}),
     "the first ten from a parameter": (
@@ -210,6 +236,11 @@ REFUSED: dict[str, tuple[Body, Mods, str]] = {
     "another order": (lambda m, x, e, d: torch.cat([x[20:], x[:20]]), {}, "cat"),
     "vertices held as data": (lambda m, x, e, d: x + x[d.group], {}, "numbers that each vertex holds"),
     "neighbours of one kind": (lambda m, x, e, d: x + 0 * x[:20][e[0] % 20].sum(), {}, "rebuild|vertices"),
+    "edges put to the graph's": (
+        lambda m, x, e, d: m.c(x, torch.cat([e, torch.tensor([[0, 1, 2], [3, 4, 5]])], 1)),
+        {"c": lambda: pyg.SAGEConv(8, 8)},
+        "edges of forward's own",
+    ),
     "edges to a constant": (
         lambda m, x, e, d: m.c(x, torch.tensor([[0, 1, 2], [3, 4, 5]])),
         {"c": lambda: pyg.SAGEConv(8, 8)},

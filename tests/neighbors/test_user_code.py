@@ -196,7 +196,6 @@ REFUSED: dict[str, tuple[Body, Mods, str]] = {
 """Refused by name, each with a word of the reason."""
 
 FOUND: dict[str, tuple[Body, Mods]] = {
-    "draws for len(x)": (lambda m, x, e, d: x * (torch.rand(len(x), 1) < 0.5), {}),
     "mean through numpy": (lambda m, x, e, d: x - torch.from_numpy(x.detach().numpy().mean(0)), {}),
 }
 """No call betrays them; the check before training does."""

@@ -230,7 +230,7 @@ class Interception(Late, TorchFunctionMode):
         if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
             with self:  # normalize, gumbel_softmax, multi_head_attention_forward: call by call
                 return opened(func)(*args, **kwargs)
-        if self.own == 1 and self.parted and (met := whole_tables.met(self, name, args, kwargs)) is not None:
+        if self.parted and self.own == 1 and (met := whole_tables.met(self, name, args, kwargs)) is not None:
             return self.__torch_function__(func, types, *met)  # torch would repeat the only row
         try:
             result = func(*args, **kwargs)

@@ -10,15 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kagome.neighbors.caller import from_library
 from kagome.neighbors.count import Count, as_place
 from kagome.neighbors.lazy import now
 from kagome.neighbors.marks import IDS, VERTICES, Kind, Mark
-from kagome.neighbors.places import Args, Func, Kwargs, Places, refused, rows_base
+from kagome.neighbors.places import Args, Func, Kwargs, Places, length, refused, rows_base
 from kagome.neighbors.positions import rows_at
 from kagome.neighbors.subset import Subset, in_a_row
-from kagome.neighbors.whole_tables import own_rows
+from kagome.neighbors.whole_tables import has_all, own_rows
 
 
 def cat(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -31,7 +32,7 @@ def cat(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any
     if kinds.intersection((*IDS, Kind.PAIRS)) or all(
         mark is None or mark.kind not in VERTICES for mark in marks
     ):
-        return _with_loops(scope, func, values, marks, args, kwargs)
+        return _with_edges(scope, func, values, marks, args, kwargs)
     first = next(mark for mark in marks if mark is not None and mark.kind in VERTICES)
     dims = max(value.dim() for value in values)
     dim = {"hstack": 1, "vstack": 0}.get(name, kwargs.get("dim", args[1] if len(args) > 1 else 0)) % dims
@@ -64,26 +65,64 @@ def _subset_of(scope: Places, mark: Mark) -> Subset:
     return Subset(torch.arange(scope.own, device=scope.device), range(scope.vertices))
 
 
-def _with_loops(
+def _with_edges(
     scope: Places, func: Func, values: Sequence[Any], marks: Sequence[Mark | None], args: Args, kwargs: Kwargs
 ) -> Any:
-    """Edges with ``arange(x.size(0))`` behind them: loops, in local numbers."""
-    if not any(mark is not None and mark.kind in IDS for mark in marks):
+    """Edges with loops behind them, made of the numbers of vertices, and weights with those of loops."""
+    lead = next((mark for mark in marks if mark is not None and mark.kind in IDS), None)
+    pairs = next((mark for mark in marks if mark is not None and mark.kind is Kind.PAIRS), None)
+    given = zip(values, marks, strict=True)
+    if lead is not None:
+        local = [_loops(scope, value, mark, lead) for value, mark in given]
+    elif pairs is not None:
+        axis = pairs.axis
+        local = [
+            own_rows(scope, value, axis) if mark is None and has_all(scope, value, axis) else value
+            for value, mark in given
+        ]
+    else:
         return NotImplemented
-    if all(mark is None or mark.kind is not Kind.NUMBERS for mark in marks):
+    if all(one is other for one, other in zip(local, values, strict=True)):
         return NotImplemented
-    local = [
-        scope.local_of(value) if mark is not None and mark.kind is Kind.NUMBERS else value
-        for value, mark in zip(values, marks, strict=True)
-    ]
-    lead = next(mark for mark in marks if mark is not None and mark.kind in IDS)
-    for value, mark in zip(local, marks, strict=True):
-        if mark is not None and mark.kind is Kind.NUMBERS:
-            scope.marks.put(value, replace(lead, edges=None))  # both ends of a loop are one vertex
     kwargs = {key: value for key, value in kwargs.items() if key != "tensors"}
     out = func(local, *args[1:], **kwargs)
     scope.marks.spread(func.__name__, (local, *args[1:]), kwargs, out)
     return out
+
+
+def _loops(scope: Places, value: Tensor, mark: Mark | None, lead: Mark) -> Tensor:
+    """Ids that are put to a part's edges: those of own vertices, both ends of a loop, in local numbers.
+
+    Raises:
+        ModelError: If a user puts other edges to them: their ids would be taken for a part's.
+    """
+    if mark is not None and mark.kind is Kind.NUMBERS:
+        return scope.marks.put(scope.local_of(value), replace(lead, edges=None))
+    if mark is not None or not scope.parted or not value.numel():
+        return value
+    with torch._C.DisableTorchFunction():
+        row = value.reshape(-1, value.size(-1))
+        every = torch.arange(row.size(1), device=value.device).expand_as(row)
+        numbered = row.size(1) in (scope.own, scope.vertices) and torch.equal(row, every)
+        if numbered and row.size(1) == scope.vertices:
+            own = torch.arange(scope.own, device=value.device).expand(*value.shape[:-1], -1)
+            return scope.marks.put(own.to(value.dtype), replace(lead, edges=None))
+    if not numbered and not from_library():
+        raise refused(
+            scope,
+            f"edges of forward's own, of shape {list(value.shape)}, are put to those of the graph",
+            hint="all edges in data.edge_index, and an attribute an edge that tells their kind",
+        )
+    return value
+
+
+def count(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``len(x)``: how many vertices the whole graph has, where a user asks."""
+    held = rows_base(scope, args, kwargs)
+    if held is None or held[1].axis != 0 or from_library():
+        return NotImplemented
+    known = length(scope, held[1])
+    return known if known >= 0 else NotImplemented
 
 
 def numbers(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -161,6 +200,7 @@ def over_rows(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) 
 
 HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("cat", "concat", "concatenate", "vstack"), cat),
+    "__len__": count,
     "arange": arange,
     **dict.fromkeys(("linspace", "logspace"), numbers),
     **dict.fromkeys(_OVER, over_rows),

@@ -42,6 +42,16 @@ def of_table(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -
     return NotImplemented
 
 
+def set_rows(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``table[row] = value`` by ids of edges: a tensor with all rows is written by original numbers."""
+    base, index, value = args
+    mark = scope.marks.get(index) if isinstance(index, Tensor) else None
+    if mark is None or mark.kind not in IDS or base.dim() == 0 or not has_all(scope, base, 0):
+        return NotImplemented
+    numbers = original(scope, base, 0, index, mark, library=True)
+    return NotImplemented if numbers is None else func(base, numbers, value)
+
+
 def own_rows(scope: Places, table: Tensor, axis: int) -> Tensor:
     """Own rows of a tensor that has a row for each vertex of the graph, the same on all ranks.
 
@@ -66,7 +76,9 @@ def has_all(scope: Places, value: Any, axis: int) -> bool:
     )
 
 
-def original(scope: Places, table: Any, axis: int, ids: Tensor, mark: Mark) -> Tensor | None:
+def original(
+    scope: Places, table: Any, axis: int, ids: Tensor, mark: Mark, *, library: bool = False
+) -> Tensor | None:
     """Original numbers for ids of the part, where they index a tensor that is the same on all ranks.
 
     Args:
@@ -75,6 +87,7 @@ def original(scope: Places, table: Any, axis: int, ids: Tensor, mark: Mark) -> T
         axis: Along which axis.
         ids: Ids of own and halo rows.
         mark: Their mark.
+        library: Whether to answer PyG's own code as well: its tables may be a part's, of any size.
 
     Returns:
         None where the tensor has a row for each own vertex, so that the ids are its own.
@@ -89,7 +102,7 @@ def original(scope: Places, table: Any, axis: int, ids: Tensor, mark: Mark) -> T
         raise lost(scope, held)
     if held is not None and held.kind in VERTICES and not held.whole:
         raise refused(scope, "edges read rows of some vertices only, by ids of all of them")
-    if held is not None or table.size(axis) == scope.own or from_library():
+    if held is not None or table.size(axis) == scope.own or (from_library() and not library):
         return None
     if table.size(axis) < scope.vertices:
         raise refused(
@@ -314,4 +327,8 @@ def embedding(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) 
     return scope.marks.put(out, Mark(Kind.PAIRS, mark.view, axis, mark.edges))
 
 
-HANDLERS: dict[str, Callable[..., Any]] = {"__getitem__": of_table, "embedding": embedding}
+HANDLERS: dict[str, Callable[..., Any]] = {
+    "__getitem__": of_table,
+    "__setitem__": set_rows,
+    "embedding": embedding,
+}

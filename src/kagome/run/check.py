@@ -149,7 +149,7 @@ def check(
     sample, unseen = take_sample(data, vertices, seed), ""
     try:
         found = _on_sample(twin, data, sample, way)
-        if found.numbered:
+        if found.numbered and sample.num_nodes != data.num_nodes:
             whole = numbered_sample(data, sample)
             unseen = "" if whole is not None else _TOO_MANY.format(int(data.num_nodes or 0))
             sample = sample if whole is None else whole
