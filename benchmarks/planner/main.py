@@ -89,7 +89,7 @@ def predicted(setting: Setting, options: Options, hosts: Mapping[str, Any]) -> d
     """A setting's plans by rate and name, from what is measured now."""
     run = parse_train(setting.words(options.data))
     asked = PlanCommand(data=run.data, model=run.model, train=run.train, allow=ALLOW, cluster="emulated")
-    study, _ = studied(asked, _builder(asked.model), Kept())
+    study, _ = studied(asked, _builder(asked.model, asked.train), Kept())
     found = {}
     for rate in options.rates:
         plans = study.plans(emulated(rate, hosts), ALLOW)

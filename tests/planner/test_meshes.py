@@ -477,7 +477,7 @@ def test_a_plan_s_file_is_the_mesh(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pipe=2, but pipe=4"):
         Parallel(plan=str(file), pipe=4)
     file.write_text(json.dumps({"plans": [{"settings": {"graph": "two"}}]}))
-    with pytest.raises(ConfigError, match="graph='two'"):
+    with pytest.raises(ConfigError, match="graph takes a whole number, but it is 'two'"):
         Parallel(plan=str(file))
     file.write_text("[]")
     with pytest.raises(ConfigError, match="kagome plan --json"):
@@ -520,7 +520,7 @@ def test_a_script_gets_what_the_command_prints(tmp_path: Path) -> None:
 
 def test_auto_takes_the_first_plan(capsys: pytest.CaptureFixture[str]) -> None:
     settings = Run(data=Source(name=SBM), parallel=Parallel(plan="auto", allow=("decoupled",)))
-    found, told = chosen(settings, 2, _builder(settings.model))
+    found, told = chosen(settings, 2, _builder(settings.model, settings.train))
     assert found.parallel.plan == "manual"
     cut = found.parallel.fit(told.fitting[0].ranks)
     assert cut.pipe * (cut.graph or 1) * cut.tensor == told.fitting[0].ranks
@@ -566,7 +566,7 @@ def test_auto_takes_fewer_ranks_where_more_are_slower(
 
     monkeypatch.setattr(planning, "planned", made_up)
     settings = Run(data=Source(name=SBM), parallel=Parallel(plan="auto"))
-    found, told = chosen(settings, 4, _builder(settings.model))
+    found, told = chosen(settings, 4, _builder(settings.model, settings.train))
     assert (told.fitting[0].ranks, found.parallel.graph or 1) == (taken, taken)
     assert "slower than" not in told.fitting[0].reason
     err = capsys.readouterr().err
@@ -599,10 +599,14 @@ def test_auto_and_a_cut_of_one_s_own_clash(mesh: dict[str, Any]) -> None:
 def test_how_a_model_is_run_counts(tmp_path: Path) -> None:
     """Layers that run again keep less; without fast paths there are no slices; what cannot be is told."""
     asked = PlanCommand(data=Source(name=SBM), model=Model(name="gin", layers=3), allow=("decoupled",))
-    usual = planned(asked, _builder(asked.model))
+    usual = planned(asked, _builder(asked.model, asked.train))
     assert any("not decoupled" in note for note in usual.facts["notes"])
-    again = planned(replace(asked, model=replace(asked.model, recompute=True)), _builder(asked.model))
-    plain = planned(replace(asked, model=replace(asked.model, fast=False)), _builder(asked.model))
+    again = planned(
+        replace(asked, model=replace(asked.model, recompute=True)), _builder(asked.model, asked.train)
+    )
+    plain = planned(
+        replace(asked, model=replace(asked.model, fast=False)), _builder(asked.model, asked.train)
+    )
     held = [
         next(one for one in found.fitting if one.name == "graph=2").memory_bytes for found in (usual, again)
     ]

@@ -119,16 +119,16 @@ def test_a_second_plan_measures_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("KAGOME_CACHE", str(tmp_path))
     monkeypatch.setattr("kagome.run.kept.AGREE", 9.0)  # whatever else this machine does
     asked = PlanCommand(data=Data(name=SBM), model=Model(name="gcn", layers=2, hidden=8), allow=("onebit",))
-    first = planning.planned(asked, _builder(asked.model))
-    again = planning.planned(asked, _builder(asked.model))
+    first = planning.planned(asked, _builder(asked.model, asked.train))
+    again = planning.planned(asked, _builder(asked.model, asked.train))
     assert again.fitting == first.fitting
     assert again.facts["notes"]
     assert not first.facts["notes"]
     files = len(list((tmp_path / "measured").iterdir()))
     for other in (replace(asked, model=replace(asked.model, hidden=9)), replace(asked, train=Train(seed=1))):
-        planning.planned(other, _builder(other.model))
+        planning.planned(other, _builder(other.model, other.train))
         files, before = len(list((tmp_path / "measured").iterdir())), files
         assert files > before
     anew = replace(asked, reuse=False)
-    assert not planning.planned(anew, _builder(anew.model)).facts["notes"]
+    assert not planning.planned(anew, _builder(anew.model, anew.train)).facts["notes"]
     assert len(list((tmp_path / "measured").iterdir())) == files
