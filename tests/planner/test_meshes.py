@@ -482,7 +482,7 @@ def test_a_plan_s_file_is_the_mesh(tmp_path: Path) -> None:
     file.write_text("[]")
     with pytest.raises(ConfigError, match="kagome plan --json"):
         Parallel(plan=str(file))
-    with pytest.raises(ConfigError, match="no file"):
+    with pytest.raises(ConfigError, match="No such file"):
         Parallel(plan=str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match="3 ranks are there already"):
         Parallel(plan="auto").fit(3)
