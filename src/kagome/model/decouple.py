@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from torch_geometric.data import Data
 from kagome.errors import ModelError
 from kagome.model.calling import Calling
 from kagome.model.copies import copied
-from kagome.model.propagation import Attention, Mean, Relations, Symmetric
+from kagome.model.propagation import Attention, Ends, Mean, Relations, Symmetric
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,15 @@ class Operator:
 
     Args:
         kind: The class in ``propagation``.
-        options: Its settings; the width of rows comes first where it has weights a column.
+        options: Its settings.
     """
 
     kind: type[nn.Module]
     options: tuple[Any, ...] = ()
 
-    def build(self, channels: int) -> nn.Module:
-        """The operator for rows of so many columns."""
-        wide = (channels,) if self.kind is Attention else ()
-        return self.kind(*wide, *self.options)
+    def build(self) -> nn.Module:
+        """The operator."""
+        return self.kind(*self.options)
 
 
 @dataclass(frozen=True)
@@ -54,19 +53,43 @@ class Rule:
     """How a class of layers is split in two.
 
     Args:
-        map: ``(layer, x, *arguments) -> rows``: what it does to rows.
+        map: ``(layer, x, *arguments) -> rows``: what it does to rows. A layer with attention also gives
+            its numbers at both ends of an edge: ``(rows, ends)``.
         operator: ``(layer) -> Operator``: what it does along edges; it refuses settings that cannot be split.
     """
 
-    map: Callable[..., Tensor]
+    map: Callable[..., Tensor | tuple[Tensor, Ends]]
     operator: Callable[[Any], Operator]
 
 
+class Hops(NamedTuple):
+    """Hops of one kind that follow each other.
+
+    Args:
+        operator: Their kind.
+        ends: For each hop whose layer has attention, its numbers at both ends.
+        times: How many there are.
+    """
+
+    operator: Operator
+    ends: tuple[Ends, ...]
+    times: int = 1
+
+
 class Calls:
-    """The layers that a forward came to, in order."""
+    """The layers that a forward came to, in order; those of one kind that follow each other together."""
 
     def __init__(self) -> None:
-        self.operators: list[Operator] = []
+        self.hops: list[Hops] = []
+
+    def note(self, operator: Operator, ends: Ends | None) -> None:
+        """A layer was called."""
+        new = () if ends is None else (ends,)
+        if self.hops and self.hops[-1].operator == operator:
+            last = self.hops.pop()
+            self.hops.append(Hops(operator, (*last.ends, *new), last.times + 1))
+        else:
+            self.hops.append(Hops(operator, new))
 
 
 class Map(nn.Module):
@@ -88,8 +111,10 @@ class Map(nn.Module):
         Shapes:
             ``[N, F]`` -> ``[N, G]``.
         """
-        self.calls.operators.append(self.operator)
-        return self.rule.map(self.layer, x, *args, **kwargs)
+        found = self.rule.map(self.layer, x, *args, **kwargs)
+        rows, ends = found if isinstance(found, tuple) else (found, None)
+        self.calls.note(self.operator, ends)
+        return rows
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -125,9 +150,13 @@ class Decoupled(nn.Module):
         inputs = {name: data[name] for name in data.keys()}  # noqa: SIM118 - Data is not a dict
         rows, hops, calling = _mapped(self.model, self.calls, inputs)
         weight = inputs.get("edge_weight") if "edge_weight" in calling.named else None
-        for operator, count in hops:
+        for operator, ends, count in hops:
             run = self.operators[self.order.index(operator)]
-            more = {"edge_type": inputs["edge_type"]} if isinstance(run, Relations) else {}
+            more: dict[str, Any] = {}
+            if isinstance(run, Relations):
+                more["edge_type"] = inputs["edge_type"]
+            if isinstance(run, Attention):
+                more["ends"] = ends
             rows = run(rows, inputs["edge_index"], weight, count, **more)
         return rows
 
@@ -140,19 +169,12 @@ class Decoupled(nn.Module):
         )
 
 
-def _mapped(
-    model: nn.Module, calls: Calls, inputs: Mapping[str, Any]
-) -> tuple[Tensor, list[tuple[Operator, int]], Calling]:
-    """A model's maps run; the hops that follow, those of one kind together; and how it is called."""
-    calls.operators = []
+def _mapped(model: nn.Module, calls: Calls, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Hops], Calling]:
+    """A model's maps run; the hops that follow; and how it is called."""
+    calls.hops = []
     calling = Calling.of(model, set(inputs))
     rows = calling.call(model, inputs)
-    hops: list[tuple[Operator, int]] = []
-    for operator in calls.operators:
-        if hops and hops[-1][0] == operator:
-            hops[-1] = operator, hops[-1][1] + 1
-        else:
-            hops.append((operator, 1))
+    hops, calls.hops = calls.hops, []  # what they hold of this forward is not kept
     return rows, hops, calling
 
 
@@ -193,9 +215,9 @@ def decouple(model: nn.Module, inputs: Mapping[str, Tensor]) -> Decoupled:
         rows, hops, _ = _mapped(twin, calls, inputs)
     twin.train(training)
     built: dict[Operator, nn.Module] = {}
-    for operator, _ in hops:
+    for operator, _, _ in hops:
         if operator not in built:
-            built[operator] = operator.build(rows.size(1)).to(rows.device, rows.dtype)
+            built[operator] = operator.build().to(rows.device, rows.dtype)
     return Decoupled(twin, calls, built)
 
 
@@ -273,12 +295,15 @@ def _mean(layer: Any) -> Operator:
     return Operator(Mean)
 
 
-def _gat(layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
-    out: Tensor = layer.lin(x).view(-1, layer.heads, layer.out_channels)
-    out = out.flatten(1) if layer.concat else out.mean(1)
+def _gat(layer: Any, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Ends]:
+    heads: Tensor = layer.lin(x).view(-1, layer.heads, layer.out_channels)
+    source, target = (
+        (heads * vector).sum(-1).mean(1, keepdim=True) for vector in (layer.att_src, layer.att_dst)
+    )
+    out = heads.flatten(1) if layer.concat else heads.mean(1)
     if getattr(layer, "res", None) is not None:
         out = out + layer.res(x)
-    return out if layer.bias is None else out + layer.bias
+    return out if layer.bias is None else out + layer.bias, (source, target)
 
 
 def _attention(layer: Any) -> Operator:

@@ -5,6 +5,8 @@ Where it sits: ``decouple`` puts one after a model whose layers it has split; it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
@@ -79,35 +81,40 @@ class Mean(MessagePassing):  # type: ignore[misc]
         return x
 
 
+Ends = tuple[Tensor, Tensor]
+"""What a layer's attention gives an edge's source, and its target; ``[N, 1]`` each."""
+
+
 class Attention(Weighted):
-    """One attention matrix for all hops, from the rows before the first; its vectors are trained.
+    """One attention matrix for all hops, by the attention vectors of the layers that they stand for.
+
+    An edge's logit is the mean, over these layers and their heads, of what each gives it. One layer of one
+    head has the matrix that it has where it is not decoupled.
 
     Args:
-        channels: Columns of the rows.
         slope: Of the leaky relu.
         add_loops: Whether each vertex reads itself.
 
-    Source: NeutronTP, PVLDB 18(2), section 4.1 (generalised decoupling): one vector for both ends, one head.
+    Source: NeutronTP, PVLDB 18(2), section 4.1 (generalised decoupling): one matrix, from what maps give.
     """
 
-    def __init__(self, channels: int, slope: float = 0.2, add_loops: bool = True) -> None:
+    def __init__(self, slope: float = 0.2, add_loops: bool = True) -> None:
         super().__init__()
         self.slope, self.add_loops = slope, add_loops
-        self.source, self.target = (nn.Parameter(torch.empty(channels, 1)) for _ in range(2))
-        for vector in (self.source, self.target):
-            nn.init.xavier_uniform_(vector)
 
-    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, hops: int) -> Tensor:
+    def forward(
+        self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, hops: int, ends: Sequence[Ends]
+    ) -> Tensor:
         """So many hops.
 
         Shapes:
-            ``x [N, C]``, ``edge_index [2, E]`` -> ``[N, C]``.
+            ``x [N, C]``, ``edge_index [2, E]``, ``ends`` of ``[N, 1]`` -> ``[N, C]``.
         """
         if self.add_loops:
             edge_index, _ = remove_self_loops(edge_index)
             edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
-        ends = x @ self.source, x @ self.target
-        weight = self.edge_updater(edge_index, alpha=ends)
+        source, target = (sum(each[1:], start=each[0]) / len(each) for each in zip(*ends, strict=True))
+        weight = self.edge_updater(edge_index, alpha=(source, target))
         return self.hop(x, edge_index, weight, hops)
 
     def edge_update(
