@@ -23,17 +23,24 @@ from torch import nn
 from torch_geometric.nn import SAGEConv
 
 
+class Hidden(nn.Module):
+    """Adds the mean of all rows where no torch call shows it."""
+
+    def forward(self, x):
+        return x + float(x.detach().numpy().mean())
+
+
 class Table(nn.Module):
-    """A learned row a vertex, looked up by row number."""
+    """A layer whose result depends on which rows lie together."""
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.table = nn.Embedding(10_000, 8)
+        self.table = Hidden()
         self.conv = SAGEConv(in_channels, 8)
         self.last = SAGEConv(8, out_channels)
 
     def forward(self, x, edge_index):
-        x = self.conv(x, edge_index) + self.table(torch.arange(x.size(0)))
+        x = self.table(self.conv(x, edge_index))
         return self.last(x.relu(), edge_index)
 
 
@@ -121,7 +128,7 @@ def test_nothing_asked_is_a_mistake_that_shows_the_commands(kagome):
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (["fly"], 2, ["train, plan, check, partition, report, doctor", "'fly'", "kagome --help"]),
+        (["fly"], 2, ["train, predict, plan, check, partition, report, doctor", "'fly'", "kagome --help"]),
         (["train", "--train.epoch", "3"], 2, ["--train.epoch", "--train.epochs"]),
         (["train", "--training.epochs", "3"], 2, ["Unrecognized", "--training.epochs"]),
         (["train", "--train.epochs", "many"], 2, ["--train.epochs", "many"]),

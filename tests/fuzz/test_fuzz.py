@@ -18,7 +18,7 @@ import warm
 from . import runner
 from .harness import FAULTS, Case, Kind, command, run_case
 
-FEW = 20
+FEW = 4
 
 
 def in_process(name: str, seed: int, file: str) -> None:
@@ -59,8 +59,6 @@ class Told:
 
         if self.do == "refuse":
             raise DataError("an input was to be read", "it cannot be")
-        if self.do == "long":
-            raise DataError("an input was to be read", "no " * 5_000)
         if self.do == "crash":
             raise ZeroDivisionError
         if self.do == "wait":
@@ -89,7 +87,6 @@ class Told:
         ("refuse", "", "refused"),
         ("command", "", "refused"),
         ("flag", "", "refused"),
-        ("long", "", "nonsense"),
         ("crash", "", "traceback"),
         ("die", "", "traceback"),
         ("write", "", "nonsense"),
@@ -107,4 +104,3 @@ def test_a_case_that_does_not_end_is_stopped() -> None:
     kind.seconds = 1.0
     found = run_case(kind, 0, 0)
     assert found.outcome == "hang"
-    assert "time.sleep" in found.said or "run" in found.said

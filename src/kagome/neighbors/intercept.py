@@ -179,6 +179,7 @@ class Interception(Late, TorchFunctionMode):
         grad = training and torch.is_grad_enabled()
         self.turn = Turn(epoch, checked=checked, device=self.device, grad=grad, named=named)
         self.path, self.arguments, self.draws, self.training, self.layers = [], [], 0, training, 0
+        self.turn.running = True
         with nullcontext() if self.aside else self:
             yield self.turn
         self.turn.end()

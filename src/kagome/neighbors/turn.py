@@ -50,7 +50,7 @@ class Turn:
         self.epoch, self.checked, self.grad = epoch, checked, grad
         self.token = torch.zeros((), device=device, requires_grad=grad)
         self.collectives = 0
-        self.over = False
+        self.running = self.over = False
         self.aside = False
         """Whether what runs is kept for all forwards: such a read is no site of later ones."""
         self.differentiates = False
@@ -117,7 +117,7 @@ class Turn:
 
     def end(self) -> None:
         """The forward has ended: one token stands for all."""
-        self.over = True
+        self.running, self.over = False, True
         for token in self._inner:
             self.token = self.token + token
         self._inner.clear()
@@ -140,7 +140,7 @@ def inside(found: Callable[[], Turn | None]) -> Turn | None:
     turn = found()
     if turn is not None and turn.differentiates:
         return turn
-    over = turn is None or turn.over
+    over = turn is None or not turn.running
     if over and not torch.is_grad_enabled():
         return None
     raise ModelError(

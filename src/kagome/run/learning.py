@@ -58,23 +58,26 @@ def named(train: Train, loss: object, metric: object) -> Train:
 
 @dataclass(frozen=True)
 class Aim:
-    """What a run learns, how it is scored, and on which vertices.
+    """What a run learns, and how it is scored.
 
     Args:
         objective: The loss.
         metric: The score.
-        part: This rank's part, with masks of vertices that have a label.
         notes: What there is to say of labels and masks.
     """
 
     objective: Objective
     metric: Metric
-    part: Partition
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
-def aim_of(wishes: Wishes, part: Partition, meta: Meta, train: Train, channel: Channel) -> Aim:
+def aim_of(
+    wishes: Wishes, part: Partition, meta: Meta, train: Train, channel: Channel
+) -> tuple[Aim, Partition]:
     """Loss and metric, checked against the labels before anything is trained. All ranks call it.
+
+    Returns:
+        The aim, and this rank's part with masks of vertices that have a label.
 
     Raises:
         DataError: If there are no labels, they do not fit the loss, or no labelled vertex trains.
@@ -99,15 +102,15 @@ def aim_of(wishes: Wishes, part: Partition, meta: Meta, train: Train, channel: C
     kept = [int(nodes[name].sum()) for name in masks.NAMES]
     mine = torch.tensor([*given, *kept, int((~labelled).sum())], device=channel.device)
     found = channel.all_reduce(mine, action="count labelled vertices", kind="other").tolist()
-    return Aim(objective, metric, replace(part, nodes=nodes), _said(objective, meta, found))
+    return Aim(objective, metric, _said(objective, meta, found)), replace(part, nodes=nodes)
 
 
-def no_aim(part: Partition) -> Aim:
+def no_aim() -> Aim:
     """What engines take for data without labels, which is scored and never trained."""
     objective = objective_of(
         None, labels_of(torch.tensor([0, 1])), Train(), 2, inputs=None, nodes=(), shared=()
     )
-    return Aim(objective, metric_of(None, objective, Train()), part, ())
+    return Aim(objective, metric_of(None, objective, Train()))
 
 
 def _said(objective: Objective, meta: Meta, found: Sequence[int]) -> tuple[str, ...]:

@@ -205,10 +205,11 @@ class Trainer:
         optimizer, scheduler = wishes.optimizer, wishes.scheduler
         self._labelled = self.meta.labels is not None
         if self._labelled:
-            self.aim = learning.aim_of(wishes, self.part, self.meta, self.train, self.channel)
+            found = learning.aim_of(wishes, self.part, self.meta, self.train, self.channel)
+            self.aim, self.part = found
         else:  # it is scored and never trained: what stands for labels is read by nobody
-            self.aim = learning.no_aim(unlabelled(self.part))
-        self.part, self.metric_name = self.aim.part, self.aim.metric.name
+            self.aim, self.part = learning.no_aim(), unlabelled(self.part)
+        self.metric_name = self.aim.metric.name
         self._say_all(self.aim.notes)
         self._say_all(asks(self.model, self.part, self.aim.objective.uses))
         self._frozen = learning.frozen(self.model)
