@@ -61,6 +61,18 @@ class Noisy(nn.Module):
         return self.out(self.drop(seen).mean(1))
 
 
+class Encoder(nn.Module):
+    """A transformer's layer as it is by default, whose attention drops within the kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.out = nn.Linear(2, 8), nn.Linear(8, 3)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(self.read(x.view(-1, 3, 2))).mean(1))
+
+
 def task(name: str, count: int) -> tuple[nn.Module, dict[str, Tensor], Tensor, Any]:
     """A model with a batch and a target, the same wherever it is called."""
     torch.manual_seed(7)
@@ -69,6 +81,8 @@ def task(name: str, count: int) -> tuple[nn.Module, dict[str, Tensor], Tensor, A
         return example.build(**SIZES[name]), *example.batch(count), example.loss
     loss = nn.CrossEntropyLoss(reduction="none")
     inputs = {"x": torch.randn(count, 6)}
+    if name == "encoder":
+        return Encoder(), inputs, torch.randint(0, 3, (count,)), loss
     model = Noisy() if name == "noisy" else Odd(0.4 if name == "odd drop" else 0.0)
     return model, inputs, torch.randint(0, 3, (count,)), loss
 

@@ -67,6 +67,7 @@ def test_gradients_are_plain_trainings(ranks, case):
     [
         ("odd drop", PLANS["odd"][1]),
         ("noisy", plan_of(8, ("read", 1, 2), ("attention drop out", 2, 4))),
+        ("encoder", plan_of(8, ("read", 1, 2), ("layer out", 2, 4))),
         (
             "odd drop",
             plan_of(8, ("first relu right drop left table", 2, 8), ("turned norm relu#2 out", 1, 4)),

@@ -42,21 +42,21 @@ class Small(nn.Module):
 class Pair(Small):
     """Gives two tensors."""
 
+    def __init__(self, between: Any, named: bool = False) -> None:
+        super().__init__(between)
+        self.named = named
+
     def forward(self, x: Tensor) -> Any:
         h = self.first(x)
-        return self.last(h), h
+        return {"out": self.last(h), "hidden": h} if self.named else (self.last(h), h)
 
 
-class Attention(nn.Module):
-    """Attention that drops within the kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
+class Contrastive(nn.Linear):
+    """Compares all samples of a batch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(x).unsqueeze(1)
-        return F.scaled_dot_product_attention(h, h, h, dropout_p=0.5).squeeze(1)
+        h = F.normalize(F.linear(x, self.weight), dim=-1)
+        return (h @ h.T) * 10.0
 
 
 def made(model: nn.Module, sample: Any = None, **options: Any) -> Any:
@@ -76,8 +76,14 @@ def made(model: nn.Module, sample: Any = None, **options: Any) -> Any:
         (Small(lambda h: h.tanh() if isinstance(h, Tensor) else h), "in training(.|\n)*is last, after first"),
         (Small(lambda h: operator.iadd(h, h.detach()) + h), "in training(.|\n)*is last, after first"),
         (Small(nn.AlphaDropout(0.5)), "alpha_dropout has none"),
-        (Attention(), "scaled_dot_product_attention draws its own"),
-        (Pair(nn.ReLU()), "one tensor|type tuple"),
+        (Pair(nn.ReLU()), "one tensor with samples along axis 0, but it returns a tuple of 2 values"),
+        (Pair(nn.ReLU(), named=True), "it returns a dict of 'out', 'hidden'"),
+        (
+            Contrastive(4, 6),
+            r"'mul' gives a tensor of shape \[4, 4\], in which they have no axis of their own",
+        ),
+        (Small(lambda h: h * 2 if h.sum() > 0 else h), r"put these lines into a module of its own"),
+        (Small(lambda h: h @ torch.ones(3, 3)), "'matmul' raised RuntimeError"),
     ],
 )
 def test_models_whose_samples_are_not_independent(model, text):
@@ -174,6 +180,16 @@ def norms(channel: Channel) -> dict[str, Tensor]:
     whole = {key: value.clone() for key, value in pipe.state_dict().items() if "running" in key}
     assert channel.rank == 2 or all(torch.equal(own[key], whole[key]) for key in own)
     return whole
+
+
+def test_batch_norms_have_two_samples():
+    model, x, y = Small(nn.BatchNorm1d(6)), torch.randn(8, 4), torch.randn(8, 2)
+    pipe = made(model, x, plan="auto", batch_norm="micro-batch")
+    assert all(stage.micro_batch >= 2 for stage in pipe.plan.stages)
+    pipe.step(x, y)
+    plan = plan_of(8, ("first between last", 1, 1))
+    with pytest.raises(PlanError, match="'between' would have 1: micro-batches of 1 on 1 devices"):
+        made(model, x, plan=plan, batch_norm="micro-batch")
 
 
 def test_batch_norms_of_micro_batches(ranks):

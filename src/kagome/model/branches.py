@@ -24,6 +24,7 @@ from torch import nn
 
 from kagome.errors import ModelError
 from kagome.model.layers import trace
+from kagome.model.notes import OF_SAMPLES
 from kagome.model.pieces import Piece
 from kagome.model.probe import Fact, Probe, compare, probe
 from kagome.model.samples import Batch, inputs_of
@@ -191,6 +192,16 @@ class Branches:
 
     def _check(self) -> None:
         output = self.facts.get(self.graph.output)
+        if output is not None and output.kind == "odd":
+            step = self._by_name[self.graph.output]
+            raise ModelError(
+                "a pipeline's model returns one tensor with a row a sample, made of that sample alone",
+                f"{step.name!r} gives a tensor of shape {list(output.shape)}, in which they have no axis of "
+                "their own, as in a product of a batch with itself",
+                where=step.line or step.path,
+                hint="train what compares all samples of a batch (a @ b.T) without a pipeline: no "
+                "micro-batch has all of them",
+            )
         if output is None or output.kind != "samples" or output.axis:
             raise ModelError(
                 "a pipeline's model returns one tensor with samples along axis 0",
@@ -237,7 +248,7 @@ def branches_of(model: nn.Module, sample: Batch, *, batch_norm: str = "refuse") 
             read each other.
     """
     inputs = inputs_of(model, sample)
-    graph = trace(model, list(inputs))
+    graph = trace(model, list(inputs), words=OF_SAMPLES)
     branches = Branches(graph, probe(model, graph, inputs, batch_norm=batch_norm))
     compare(model, branches.graph, inputs, batch_norm=batch_norm)
     return branches

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from kagome.errors import KagomeError
 from kagome.model.calling import Calling
 from kagome.model.chains import chain
-from kagome.model.notes import both_modes, steps_of
+from kagome.model.notes import OF_GRAPHS, Words, both_modes, steps_of
 from kagome.model.steps import Flag, LayerGraph, Ref, Step, failed
 from kagome.model.tracing import FaultError, Tracer
 
@@ -79,7 +79,9 @@ class Survey:
         return replace(graph, steps=tuple(steps))
 
 
-def trace(model: nn.Module, names: Sequence[str], plain: Mapping[str, Any] | None = None) -> LayerGraph:
+def trace(
+    model: nn.Module, names: Sequence[str], plain: Mapping[str, Any] | None = None, words: Words = OF_GRAPHS
+) -> LayerGraph:
     """The steps of a model's forward, the same for training and evaluation but for the training flag.
 
     A submodule that cannot be traced becomes one step. No other thread may run a model meanwhile.
@@ -88,6 +90,7 @@ def trace(model: nn.Module, names: Sequence[str], plain: Mapping[str, Any] | Non
         model: The user's module; its modes are left as they are.
         names: Inputs that the data has.
         plain: Those of them that are numbers and texts, which forward may branch on.
+        words: What to call the output, and what to try.
 
     Raises:
         ModelError: If the model's own forward cannot be traced, does other things in training than in
@@ -99,15 +102,15 @@ def trace(model: nn.Module, names: Sequence[str], plain: Mapping[str, Any] | Non
         try:
             with _modes_kept(model):
                 train, eval_ = (
-                    steps_of(model.train(mode), Tracer(model, form, names, whole, plain).noted())
+                    steps_of(model.train(mode), Tracer(model, form, names, whole, plain).noted(), words)
                     for mode in (True, False)
                 )
         except FaultError as fault:
             if not fault.path:
-                raise fault.told() from fault.cause
+                raise fault.told(words.hint) from fault.cause
             whole.add(fault.path)
             continue
-        steps, blamed = both_modes(train, eval_)
+        steps, blamed = both_modes(train, eval_, words)
         if blamed is None:
             return replace(train, steps=steps)
         whole.add(blamed)

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from kagome.errors import ModelError
 from kagome.model import draws
+from kagome.model.attending import attention
 from kagome.model.scope import argument
 from kagome.model.steps import Step
 from kagome.opened import opened
@@ -86,12 +87,8 @@ class Masks(TorchFunctionMode):
         if name in _DROPS or name in _REFUSED:
             return self._dropped(name, func, args, kwargs)
         if name == "scaled_dot_product_attention" and argument(args, kwargs, 4, "dropout_p", 0.0) > 0.0:
-            raise ModelError(
-                "a mask of dropout is drawn for each sample",
-                "scaled_dot_product_attention draws its own with the whole micro-batch",
-                where=self._step,
-                hint="set the attention's dropout to 0, or call it with need_weights=True",
-            )
+            with self:  # its kernel draws with the whole micro-batch
+                return attention(*args, **kwargs, drop=functional.dropout)
         if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
             with self:  # multi_head_attention_forward and the like: call by call
                 return opened(func)(*args, **kwargs)

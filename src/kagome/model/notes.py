@@ -6,18 +6,54 @@ Where it sits: ``layers.trace`` gives it what ``tracing`` has found.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, Final, NoReturn
 
 from torch import Tensor, fx, nn
 from torch_geometric.nn import MessagePassing
 
 from kagome.errors import ModelError
 from kagome.model.steps import Flag, LayerGraph, Ref, Step, StepKind, attribute_of, mapped, refs
-from kagome.model.tracing import HINT
+from kagome.model.tracing import CURE, HINT
 
 
-def steps_of(model: nn.Module, notes: fx.Graph) -> LayerGraph:
+@dataclass(frozen=True)
+class Words:
+    """What messages call the output of a model, and what they say to try.
+
+    Args:
+        output: What the model is to return.
+        several: What to try where it returns several values.
+        hint: What to try where a forward cannot be followed.
+    """
+
+    output: str
+    several: str
+    hint: str
+
+
+OF_GRAPHS: Final = Words(
+    "a pipeline's last stage gives what forward returns, one tensor with a row a vertex",
+    "return the scores alone",
+    HINT,
+)
+OF_SAMPLES: Final = Words(
+    "a pipeline's model returns one tensor with samples along axis 0",
+    "return what the loss reads as one tensor: torch.cat([one, two], dim=1), say, and split it in the loss",
+    CURE,
+)
+
+
+def _kind_of(value: Any) -> str:
+    """What a value that is no single one is, in words."""
+    if isinstance(value, dict):
+        return f"a dict of {', '.join(map(repr, value)) or 'nothing'}"
+    if isinstance(value, tuple | list):
+        return f"a {'list' if isinstance(value, list) else 'tuple'} of {len(value)} values"
+    return f"a value of type {type(value).__name__}"
+
+
+def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> LayerGraph:
     """The calls of one mode as steps.
 
     Raises:
@@ -42,11 +78,7 @@ def steps_of(model: nn.Module, notes: fx.Graph) -> LayerGraph:
         if node.op == "output":
             returned = node.args[0]
             if not isinstance(returned, fx.Node):
-                raise ModelError(
-                    "a pipeline's last stage gives what forward returns, one tensor with a row a vertex",
-                    f"it returns a value of type {type(returned).__name__}",
-                    hint="return the scores alone",
-                )
+                raise ModelError(words.output, f"it returns {_kind_of(returned)}", hint=words.several)
             return graph_of(model, steps, names[returned], inputs)
         names[node] = node.target if node.op == "placeholder" else node.name
         if node.op == "placeholder":
@@ -149,7 +181,9 @@ def _both(train: Any, eval_: Any) -> Any:
     raise _DifferError
 
 
-def both_modes(train: LayerGraph, eval_: LayerGraph) -> tuple[tuple[Step, ...], str | None]:
+def both_modes(
+    train: LayerGraph, eval_: LayerGraph, words: Words = OF_GRAPHS
+) -> tuple[tuple[Step, ...], str | None]:
     """The steps of both modes, or the submodule to blame.
 
     Raises:
@@ -173,13 +207,13 @@ def both_modes(train: LayerGraph, eval_: LayerGraph) -> tuple[tuple[Step, ...], 
             deepest = max(places, key=lambda path: (bool(path), path.count(".")))
             if deepest:
                 return (), deepest
-            _refuse(mine, its)
+            _refuse(mine, its, words)
     if train.output != eval_.output:
-        _refuse(train.steps[-1], eval_.steps[-1])
+        _refuse(train.steps[-1], eval_.steps[-1], words)
     return tuple(steps), None
 
 
-def _refuse(train: Step | None, eval_: Step | None) -> NoReturn:
+def _refuse(train: Step | None, eval_: Step | None, words: Words) -> NoReturn:
     def told(step: Step | None) -> str:
         return f"{step.name} (at {step.line})" if step is not None else "nothing more"
 
@@ -187,5 +221,5 @@ def _refuse(train: Step | None, eval_: Step | None) -> NoReturn:
         "a pipeline's forward does the same in training and in evaluation, but for a training=self.training",
         f"in training it calls {told(train)}, in evaluation {told(eval_)}",
         where=next((step.line for step in (train, eval_) if step is not None), ""),
-        hint="put what differs into a module of its own, as torch.nn.Dropout does; or " + HINT,
+        hint="put what differs into a module of its own, as torch.nn.Dropout does; or " + words.hint,
     )

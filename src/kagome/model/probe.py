@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from kagome.errors import DataError, ModelError
+from kagome.errors import DataError, KagomeError, ModelError
 from kagome.model.likeness import refuse_unlike
 from kagome.model.masks import Call, Masks, Place, place_of
 from kagome.model.samples import count_of, rows_of
@@ -173,7 +173,23 @@ def _values(
 
     rows = {name: value.clone() for name, value in rows_of(inputs, first, last).items()}
     with masks.on(0, torch.arange(first, last)), torch.enable_grad():
-        graph.run(model, rows, training=True, before=masks.at, after=after)
+        begun: list[Step] = []
+
+        def before(step: Step) -> None:
+            begun[:] = [step]
+            masks.at(step)
+
+        try:
+            graph.run(model, rows, training=True, before=before, after=after)
+        except KagomeError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                "a pipeline runs each step of the model on a few samples",
+                f"{begun[0].name!r} raised {type(error).__name__}: {error}",
+                where=begun[0].line or begun[0].path,
+                hint="try the model on the sample batch by itself",
+            ) from error
     return found
 
 

@@ -28,6 +28,8 @@ from kagome.model.calling import Calling
 from kagome.model.draws import DRAWS
 from kagome.model.steps import Constant
 
+CURE = "put these lines into a module of its own: what cannot be followed is one operator"
+"""What to try where a pipeline of independent samples cannot follow."""
 HINT = "name the layers that follow each other: --parallel.layers conv1 conv2 ..."
 
 _LOOKED_INTO = ("torch_geometric.nn.models", "torch_geometric.nn.sequential")
@@ -63,14 +65,14 @@ class FaultError(Exception):
         super().__init__(path)
         self.path, self.cause = path, cause
 
-    def told(self) -> ModelError:
+    def told(self, hint: str = HINT) -> ModelError:
         """The same for the user, with the line of the forward."""
         name, number = _frame_of(self.cause.__traceback__) or ("", 0)
         text = str(self.cause).strip().split("\n")[0] or type(self.cause).__name__
         code = linecache.getline(name, number).strip()
         found = f"{code!r} stops it: {text}" if code else f"this stops it: {text}"
         where = f"{name}:{number}" if name else ""
-        return ModelError("a pipeline follows forward from layer to layer", found, where=where, hint=HINT)
+        return ModelError("a pipeline follows forward from layer to layer", found, where=where, hint=hint)
 
 
 def is_whole(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from kagome.planner.graphpipe import GraphPipe
 from kagome.planner.operators import OperatorGraph
 from kagome.planner.profile import measured
 from kagome.planner.stageplan import StagePlan
+from kagome.run.dag.checks import joint_norms
 
 LARGEST: Final = 64
 """Samples of the largest micro-batch that is tried."""
@@ -31,10 +32,12 @@ PROBE: Final = 1 << 20
 """Numbers that are summed to learn how fast links are."""
 
 
-def sizes_of(batch: int) -> tuple[int, ...]:
-    """Micro-batches to try: powers of two that divide a batch."""
+def sizes_of(batch: int, least: int = 1) -> tuple[int, ...]:
+    """Micro-batches to try: powers of two that divide a batch, of so many samples at least."""
     found = tuple(size for size in (2**power for power in range(LARGEST.bit_length())) if not batch % size)
-    return tuple(size for size in found if size <= max(1, batch // 2)) or (1,)
+    return tuple(size for size in found if least <= size <= max(1, batch // 2)) or (
+        1 if least == 1 else batch,
+    )
 
 
 def searched(
@@ -51,7 +54,7 @@ def searched(
     Cost:
         Each operator a few times at a few sizes on rank 0; two sums of 4 MiB over all ranks.
     """
-    sizes = sizes_of(batch)
+    sizes = sizes_of(batch, 2 if joint_norms(model, branches) else 1)
     link, free = bandwidth(channel), _memory(channel)
     answer: tuple[str, str, PlanError | None] = "", "", None
     if channel.rank == 0:

@@ -5,6 +5,7 @@ Where it sits: ``pipeline`` asks them of what a user gives it.
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from kagome.comm.channel import Channel
 from kagome.errors import ConfigError, DataError, PlanError
@@ -48,6 +50,41 @@ def check_forms(inputs: Mapping[str, Tensor], forms: Forms) -> None:
                 "there are none" if value is None else f"they are {list(value.shape[1:])} {value.dtype}",
                 where=f"input {name!r}",
                 hint="pad samples to one shape",
+            )
+
+
+def joint_norms(model: nn.Module, branches: Branches) -> dict[str, str]:
+    """The operators with a batch norm that needs two samples, with the norm's path.
+
+    One sample of several positions, an image say, is enough for a batch norm.
+    """
+    found: dict[str, str] = {}
+    for operator, steps in branches.operators.items():
+        for step in steps:
+            if step.kind != "module":
+                continue
+            module, shape = model.get_submodule(step.path), branches.facts[step.name].shape
+            norms = [name for name, inner in module.named_modules() if isinstance(inner, _BatchNorm)]
+            if norms and (norms != [""] or math.prod(shape[1:]) == 1):
+                found[operator] = ".".join(part for part in (step.path, norms[0]) if part)
+    return found
+
+
+def check_norms(model: nn.Module, branches: Branches, plan: StagePlan) -> None:
+    """Check that batch norms have two samples or more to take statistics of.
+
+    Raises:
+        PlanError: If a replica takes one sample at a time.
+    """
+    joint = joint_norms(model, branches)
+    for number, stage in enumerate(plan.stages):
+        norm = next((joint[name] for name in stage.operators if name in joint), None)
+        if norm is not None and stage.micro_batch // stage.devices < 2:
+            raise PlanError(
+                'with batch_norm="micro-batch" each replica takes 2 samples or more at a time',
+                f"{norm!r} would have 1: micro-batches of {stage.micro_batch} on {stage.devices} devices",
+                where=f"stage {number}",
+                hint="a larger micro_batch in the plan, or a larger batch",
             )
 
 

@@ -27,7 +27,15 @@ from kagome.report.files import write_text
 from kagome.report.spans import Span, Spans
 from kagome.report.stages_page import StageRow, write_stages
 from kagome.run.dag.auto import searched
-from kagome.run.dag.checks import agreed, check_forms, common_zero, forms_of, lost, rough_operators
+from kagome.run.dag.checks import (
+    agreed,
+    check_forms,
+    check_norms,
+    common_zero,
+    forms_of,
+    lost,
+    rough_operators,
+)
 from kagome.run.dag.job import Job, StageCode
 from kagome.run.dag.layout import Layout
 from kagome.run.dag.passes import Pass, forward_program, update_programs
@@ -148,6 +156,7 @@ class Pipeline:
             self.operators = rough_operators(self.model, self._branches, inputs, channel)
         chosen = plan_of(plan, self.operators, channel.size, batch, count_of(inputs))
         self.plan = agreed(chosen, channel)
+        check_norms(model, self._branches, self.plan)
         shape = self.plan.shape(self.operators)
         self._pieces = self._branches.pieces([stage.operators for stage in self.plan.stages])
         self._layout = Layout.of(self.plan)
