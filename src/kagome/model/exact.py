@@ -163,9 +163,9 @@ def _attention(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) 
                 return func(*args, **kwargs)
         raise ModelError(
             "dropout draws a number for each vertex or each edge",
-            "attention over all vertices asks for dropout on a square of them",
+            "attention drops within its kernel, which draws by the place of a rank's rows",
             where=scope.where(),
-            hint="set the attention's dropout to 0",
+            hint="set the attention's dropout to 0, or drop from its weights: softmax, dropout, then @ value",
         )
     return NotImplemented
 
