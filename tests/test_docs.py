@@ -133,7 +133,7 @@ def test_readme_names_flags_that_exist(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
     shown = re.findall(r"kagome (\w+)((?: +[^\s#`]+)*)", "\n".join(blocks(ROOT / "README.md", "sh")))
     helps = {name: run("kagome", name, "--help", cwd=tmp_path) for name in {name for name, _ in shown}}
-    assert {"train", "plan", "check", "partition", "report", "doctor"} == set(helps)
+    assert {"train", "predict", "plan", "check", "partition", "report", "doctor"} == set(helps)
     for name, rest in shown:
         for flag in re.findall(r"--[\w.-]+", rest):
             assert re.search(rf"{re.escape(flag)}(?![\w.-])", helps[name]), f"kagome {name} {flag}"

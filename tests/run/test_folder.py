@@ -104,7 +104,7 @@ def test_a_run_that_had_done_nothing_stands_in_nobody_s_way(tmp_path):
 
     for _ in range(2):
         with (
-            pytest.raises(FailsError),
+            pytest.raises(ConfigError, match="FailsError"),
             Trainer(
                 model("gcn"), graph(), train=settings(), report=QUIET, out=tmp_path / "r", loss=fails
             ) as t,

@@ -258,10 +258,10 @@ def refused(channel: Channel, how: str) -> Any:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("vertex_table", ["CheckError", "table", "--train.no-check"]),
+        ("best_half", ["ModelError", "topk", "BestHalf"]),
         ("mean", ["ConfigError", 'reduction="none"']),
         ("graph=2", ["ConfigError", "graph=2 needs 2 ranks", "there are 3"]),
-        ("rows", ["ModelError", "a row of scores for each of the part's"]),
+        ("rows", ["ModelError", "rows of some vertices only"]),
         ("columns", ["ModelError", "4 columns, one a class"]),
         ("nan", ["ModelError", "the loss is nan", "epoch 1"]),
     ],

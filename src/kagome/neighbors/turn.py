@@ -115,6 +115,15 @@ class Turn:
                 self._inner.append(self.token)
             self.token = outer
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around a backward pass over a step of the forward, between two steps."""
+        self.running = False
+        try:
+            yield
+        finally:
+            self.running = True
+
     def end(self) -> None:
         """The forward has ended: one token stands for all."""
         self.running, self.over = False, True

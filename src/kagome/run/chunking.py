@@ -177,7 +177,7 @@ def chunked(
     """
     count, drops = settings.chunks or 1, settings.cross_chunk == "drop"
     if count > 1:
-        _refuse_empty(part, channel, count)
+        _refuse_empty(part, count)
     # Chunks that know nothing of each other read nothing of other parts either.
     cut = Parallel() if drops and count > 1 else settings
     crossing = Crossing(channel, cut, seed, late=channel.patient)
@@ -224,13 +224,11 @@ def chunked(
     return Chunking(tuple(scopes), tuple(apart), tables, chunks.rows, crossing, settings, seed)
 
 
-def _refuse_empty(part: Partition, channel: Channel, count: int) -> None:
-    """Refuse so many chunks that some are empty in every part."""
-    rows = torch.tensor(part.own.numel(), dtype=torch.int64, device=channel.device)
-    most = int(channel.all_reduce(rows, "max", action="largest part", kind="other"))
-    if count > most:
+def _refuse_empty(part: Partition, count: int) -> None:
+    """Refuse more chunks than the graph has vertices: small parts may have empty ones, not all of them."""
+    if count > part.num_nodes:
         raise ConfigError(
-            f"parallel.chunks={count:,} cuts a part into so many pieces",
-            f"the largest part has {most:,} vertices",
-            hint=f"--parallel.chunks {max(1, min(most // 100, 16))}",
+            f"parallel.chunks={count:,} cuts each part into so many pieces",
+            f"the whole graph has {part.num_nodes:,} vertices",
+            hint=f"--parallel.chunks {max(1, min(part.num_nodes // 100, 16))}",
         )

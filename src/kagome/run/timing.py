@@ -192,7 +192,8 @@ def _one(
         views = [leaf.view_as(leaf) for leaf in leaves]
         ones = [torch.ones_like(root) for root in roots]
         # The call of autograd's engine is one a chunk, not one a step: it is timed apart.
-        empty, back = (_backward(each, ones, clock, scope.device) for each in (views, roots))
+        with scope.turn.paused():
+            empty, back = (_backward(each, ones, clock, scope.device) for each in (views, roots))
         back = max(back - empty, 0.0)
     for tensor in (*leaves, *model.parameters()):
         tensor.grad = None
@@ -225,7 +226,8 @@ def _backward(
     roots: Sequence[Tensor], gradients: Sequence[Tensor], clock: Callable[[], float], device: torch.device
 ) -> float:
     begun = clock()
-    torch.autograd.backward(roots, gradients)
+    with torch._C.DisableTorchFunction():  # it is not the user's computation
+        torch.autograd.backward(roots, gradients)
     _wait(device)
     return clock() - begun
 
