@@ -25,6 +25,8 @@ from kagome.neighbors.intercept import Interception
 from kagome.neighbors.rows import Carrier
 from kagome.neighbors.tables import ChunkChannel, ChunkRows, Tables
 
+FEW = 64
+"""Chunks that a graph of any size may have."""
 LARGE = 20_000_000
 """Edges of a part above which ``auto`` streams its vertices into chunks."""
 
@@ -225,8 +227,8 @@ def chunked(
 
 
 def _refuse_empty(part: Partition, count: int) -> None:
-    """Refuse more chunks than the graph has vertices: small parts may have empty ones, not all of them."""
-    if count > part.num_nodes:
+    """Refuse more chunks than the graph has vertices; a few empty ones cost nothing."""
+    if count > max(part.num_nodes, FEW):
         raise ConfigError(
             f"parallel.chunks={count:,} cuts each part into so many pieces",
             f"the whole graph has {part.num_nodes:,} vertices",
