@@ -6,10 +6,11 @@ below real processes.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,6 +48,8 @@ class LocalGroup:
     def run(self, work: Callable[[LocalChannel], T]) -> list[T]:
         """Run ``work`` on every rank, each in a thread; an error of any ends all, and is raised.
 
+        Python's garbage collector does not run by itself meanwhile: see :func:`_uncollected`.
+
         Returns:
             The results in the order of ranks.
         """
@@ -63,10 +66,11 @@ class LocalGroup:
                     self.arrived.notify_all()
 
         threads = [threading.Thread(target=body, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with _uncollected():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         if errors:
             # What a rank found itself comes before what others only heard of, a named fault before any other.
             raise min(
@@ -78,6 +82,27 @@ class LocalGroup:
                 ),
             )
         return results
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from running by itself in a block in which several threads draw.
+
+    ``torch.get_rng_state``, and so ``fork_rng`` and ``checkpoint``, makes its tensor while it holds the
+    generator's lock. A collection may begin there, and what it frees may let another thread run. That thread
+    waits for the same lock and does not let go of the interpreter: the process stands still for ever.
+
+    Cost:
+        Cycles that the block leaves stay in memory until its end.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Come:

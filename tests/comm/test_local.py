@@ -1,0 +1,58 @@
+"""Ranks that are threads: what one of them does with torch's generator stops none of the others."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from kagome.comm.channel import Channel
+from kagome.comm.local import LocalChannel, LocalGroup
+
+
+def drawn_by_threads(channel: Channel) -> list[int]:
+    """Four threads read the generator's state while every collection lets another thread run."""
+    together = threading.Barrier(4)
+
+    def work(channel: LocalChannel) -> int:
+        together.wait(10)
+        # The states are all that the collector has to count: collections begin where one is made.
+        read = torch.default_generator.get_state
+        return len([read() for _ in range(200)])
+
+    def lets_others_run(phase: str, facts: dict[str, int]) -> None:
+        time.sleep(1e-3)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(lets_others_run)
+    gc.set_threshold(20)
+    try:
+        return LocalGroup(4).run(work)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(lets_others_run)
+
+
+def test_a_collection_while_threads_read_the_generator_stops_nothing(ranks):
+    """The thread in which it began held the generator's lock, and another one the interpreter."""
+    assert ranks(1, drawn_by_threads, timeout=15) == [[200] * 4]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_afterwards_as_it_was(enabled):
+    def fails(channel: LocalChannel) -> None:
+        raise KeyError("its own fault")
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        assert LocalGroup(2).run(lambda channel: gc.isenabled()) == [False, False]
+        assert gc.isenabled() is enabled
+        with pytest.raises(KeyError, match="its own fault"):
+            LocalGroup(2).run(fails)
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
