@@ -186,6 +186,7 @@ def epochs_of(run: Path) -> list[int]:
 LONG = ("train", *FEW[:2], "--report.no-progress", "--train.no-check", "--train.save-every", "5")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mesh", [(3, ()), (4, ("--parallel.pipe", "2"))], ids=["3-parts", "2x2"])
 @pytest.mark.some(1)
 def test_a_plain_resume_goes_on_with_the_ranks_that_were(start, tmp_path, mesh):
@@ -217,6 +218,7 @@ def ranks_of(launcher: int) -> list[int]:
     return grand or [pid for pid, parent in parents.items() if parent == launcher]
 
 
+@pytest.mark.some(1)
 @pytest.mark.some(1)
 @pytest.mark.parametrize("through", [(), (TORCHRUN, "--standalone", "--nproc-per-node", "2")])
 def test_a_killed_rank_is_started_again_from_the_last_whole_checkpoint(start, tmp_path, through):
@@ -257,6 +259,7 @@ def test_what_lies_in_the_current_folder_never_runs(start, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.some(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.some(1)
 def test_the_process_that_cuts_the_graph_ends_with_its_rank(start, tmp_path, monkeypatch, number):

@@ -18,7 +18,7 @@ import warm
 from . import runner
 from .harness import FAULTS, Case, Kind, command, run_case
 
-FEW = 4
+FEW = 2
 
 
 def in_process(name: str, seed: int, file: str) -> None:

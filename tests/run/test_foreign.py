@@ -177,7 +177,7 @@ def trained(channel: Channel, cases: list[Case], parallel: dict[str, Any]) -> li
     return found
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_weights_that_are_read_besides_count_as_in_plain_pyg_or_are_refused(ranks, mesh):
     world, parallel = MESHES[mesh]
