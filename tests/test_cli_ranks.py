@@ -186,7 +186,6 @@ def epochs_of(run: Path) -> list[int]:
 LONG = ("train", *FEW[:2], "--report.no-progress", "--train.no-check", "--train.save-every", "5")
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("mesh", [(3, ()), (4, ("--parallel.pipe", "2"))], ids=["3-parts", "2x2"])
 @pytest.mark.some(1)
 def test_a_plain_resume_goes_on_with_the_ranks_that_were(start, tmp_path, mesh):
@@ -259,7 +258,6 @@ def test_what_lies_in_the_current_folder_never_runs(start, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.some(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.some(1)
 def test_the_process_that_cuts_the_graph_ends_with_its_rank(start, tmp_path, monkeypatch, number):
