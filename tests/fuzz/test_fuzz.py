@@ -29,6 +29,7 @@ def in_process(name: str, seed: int, file: str) -> None:
         )
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", runner.kinds())
 def test_altered_inputs_are_served_sanely_or_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
     job = warm.context().Process(target=in_process, args=(name, 1, str(tmp_path / "results")))
