@@ -70,14 +70,14 @@ def test_what_is_not_finite_becomes_null(tmp_path: Path) -> None:
     assert [r.loss for r in read_records(tmp_path / "metrics.jsonl")] == [None, None]
 
 
-def test_resume_cuts_later_epochs_off(tmp_path: Path) -> None:
+def test_epochs_before_a_resume_stay_and_what_came_later_goes(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with JsonLines(path) as lines:
         for epoch in range(1, 8):
             lines.write(record(epoch))
     with path.open("a") as file:
         file.write('{"epoch": 8, "lo')  # died while it wrote
-    with JsonLines(path, after=5) as lines:
+    with JsonLines(path, before=read_records(path)[:5]) as lines:
         lines.write(record(6, 0.1))
     found = read_records(path)
     assert [r.epoch for r in found] == [1, 2, 3, 4, 5, 6]
@@ -85,9 +85,8 @@ def test_resume_cuts_later_epochs_off(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_new_run_starts_the_file_anew_and_a_resume_needs_none(tmp_path: Path) -> None:
+def test_a_new_run_starts_the_file_anew(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
-    JsonLines(path, after=3).close()
     with JsonLines(path) as lines:
         lines.write(record(1))
     JsonLines(path).close()

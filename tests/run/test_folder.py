@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kagome import Trainer
 from kagome.comm.channel import Channel
 from kagome.errors import CheckpointError, ConfigError, KagomeError
 from kagome.report.meters import read_records
+from kagome.report.summary import headline
 from kagome.run import checkpoint
 from kagome.run.claim import LOCK, Claim
 
@@ -57,6 +59,33 @@ def with_named(channel: Channel, out: str, epochs: int, named: dict[str, Any]) -
 
 def content(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# Going on elsewhere --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", ["the run", "its checkpoints"])
+def test_a_run_that_goes_on_in_another_folder_counts_all_its_epochs(tmp_path, kept):
+    """Its summary said "best epoch 3 of 2"."""
+    trained(ALONE, str(tmp_path / "one"), 4, save_every=3)
+    before = [asdict(record) for record in read_records(tmp_path / "one" / "metrics.jsonl")]
+    if kept != "the run":
+        (tmp_path / "one" / "metrics.jsonl").unlink()
+    first = str(tmp_path / "one" / "checkpoints" / "epoch-000003")
+    trained(ALONE, str(tmp_path / "two"), 5, resume=first)
+    values = json.loads((tmp_path / "two" / "summary.json").read_text())
+    found = [asdict(record) for record in read_records(tmp_path / "two" / "metrics.jsonl")]
+    assert values["epochs"] == 5
+    assert dict(headline(values))["best epoch"] == f"{values['best_epoch']} of 5"
+    assert [each["epoch"] for each in found] == ([1, 2, 3, 4, 5] if kept == "the run" else [4, 5])
+    assert kept != "the run" or found[:3] == before[:3]
+
+
+def test_a_trainer_without_a_folder_knows_the_epochs_that_it_goes_on_from(tmp_path):
+    trained(ALONE, str(tmp_path / "one"), 3)
+    with Trainer(model("gcn", 0.4, seed=1), graph(), train=settings(), report=QUIET) as trainer:
+        assert trainer.fit(4, resume=tmp_path / "one")["epochs"] == 4
+        assert [record.epoch for record in trainer.records] == [1, 2, 3, 4]
 
 
 # Another run ---------------------------------------------------------------------------------------

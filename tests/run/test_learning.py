@@ -13,6 +13,7 @@ from training import FEATURES, QUIET, VERTICES, Gcn, graph, losses, model, plain
 
 from kagome import Trainer
 from kagome.errors import ConfigError
+from kagome.report.folder import read_folder
 
 
 def run(mine: nn.Module, data: Data | None = None, epochs: int = 3, **given) -> Trainer:
@@ -81,6 +82,82 @@ def test_a_plateau_scheduler_is_told_the_loss_or_the_validation_metric(mode):
     metrics = [r.val_metric for r in trainer.records if r.val_metric is not None]
     assert told == (losses(trainer) if mode == "min" else metrics)
     assert len(metrics) == 2
+
+
+class Rises(nn.Module):
+    """Gives a number a vertex that training pushes up; targets are 0, so errors rise with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = nn.Parameter(torch.ones(1))
+
+    def forward(self, x, edge_index):
+        return self.level.expand(x.size(0), 1)
+
+
+def numbers() -> Data:
+    data = graph()
+    data.y = torch.zeros(VERTICES)
+    return data
+
+
+def rising(metric="rmse", **given) -> Trainer:
+    given = {"train": settings(**given.pop("train", {}))} | given
+    # An ascent: the first epoch is the best by each error, and each next one is worse.
+    ascent = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1, maximize=True)}
+    return run(Rises(), numbers(), epochs=5, loss="mse", metric=metric, **ascent, **given)
+
+
+def distance(out, y):
+    return (out.squeeze(1) - y).abs()
+
+
+distance.higher_is_better = False
+
+
+@pytest.mark.parametrize("metric", ["mse", "mae", "rmse", "loss", distance])
+def test_of_errors_the_least_is_the_best(metric):
+    trainer = rising(metric)
+    found = [record.val_metric for record in trainer.records]
+    assert found == sorted(found)
+    assert len(set(found)) == 5
+    assert trainer.summary["best_epoch"] == trainer.summary["weights_epoch"] == 1
+    assert trainer.summary["val_metric"] == found[0]
+    assert [record.best_epoch for record in trainer.records] == [1] * 5
+
+
+def test_of_scores_the_most_is_the_best():
+    assert rising(lambda out, y: distance(out, y)).summary["best_epoch"] == 5
+
+
+@pytest.mark.parametrize("metric", ["mae", distance])
+def test_patience_waits_for_an_error_to_fall(metric):
+    assert len(rising(metric, train={"patience": 2}).records) == 3
+
+
+def test_a_plateau_of_errors_is_told_the_error_and_lowers_the_rate():
+    told = []
+
+    class Plateau(ReduceLROnPlateau):
+        def step(self, metrics, epoch=None):
+            told.append(metrics)
+            super().step(metrics)
+
+    trainer = rising("mae", scheduler=lambda optimizer: Plateau(optimizer, mode="min", patience=1))
+    assert told == [record.val_metric for record in trainer.records]
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+    with pytest.raises(ConfigError, match="less is better of this run's metric"):
+        rising("mae", scheduler=lambda optimizer: Plateau(optimizer, mode="max"))
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"), [("rmse", 1), (distance, 1), (lambda *given: distance(*given), 5)]
+)
+def test_a_run_without_a_summary_tells_its_best_epoch(tmp_path, metric, best):
+    """It was the epoch with the largest metric, also where that is an error."""
+    rising(metric, out=tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    assert read_folder(tmp_path / "run").summary["best_epoch"] == best
 
 
 def test_a_scheduler_that_steps_nothing():

@@ -146,8 +146,9 @@ MOST: Final = 1e21
 
 def _provisional(records: list[EpochRecord], config: dict[str, Any]) -> dict[str, Any]:
     """What the epochs alone tell of a run that did not end."""
-    rated = [record for record in records if record.val_metric is not None]
-    best = max(rated, key=lambda record: record.val_metric or 0.0, default=None)
+    # Which way is better only the run knows, where its metric is the user's own: it notes the best each time.
+    known = next((record.best_epoch for record in reversed(records) if record.best_epoch is not None), None)
+    best = next((record for record in records if record.epoch == known), None)
     train, parallel = config.get("train", {}), config.get("parallel", {})
     metric = train.get("metric", "auto")
     values = summary(
@@ -155,7 +156,8 @@ def _provisional(records: list[EpochRecord], config: dict[str, Any]) -> dict[str
         test_metric=None,
         val_metric=best.val_metric if best else None,
         metric_name="metric" if metric == "auto" else metric,
-        best_epoch=best.epoch if best else None,
+        epochs=records[-1].epoch if records else 0,
+        best_epoch=known,
         peak_memory_bytes=[],
         world_size=0,
         parallel=parallel,

@@ -45,11 +45,14 @@ class EpochRecord:
     uncoded: Mapping[str, int] = field(default_factory=dict)
     """Bytes of all ranks without codecs, and without what probes send beside, by kind; only kinds that may be
     coded, and only where anything is coded or late."""
+    best_epoch: int | None = None
+    """The best epoch so far, by the run's metric; None where this one was not evaluated."""
 
     def as_dict(self) -> dict[str, Any]:
         """The record as a line of ``metrics.jsonl``, with all kinds of bytes and their total.
 
-        ``waited`` and ``under_way`` are there where anything was exchanged, ``uncoded`` where it was coded.
+        ``waited`` and ``under_way`` are there where anything was exchanged, ``uncoded`` where it was coded,
+        ``best_epoch`` where there was an evaluation.
         """
         more = {name: dict(getattr(self, name)) for name in ("waited", "under_way", "uncoded")}
         return {
@@ -59,7 +62,7 @@ class EpochRecord:
             "val_metric": self.val_metric,
             "seconds": self.seconds,
             "bytes": by_kind(self.bytes),
-        } | {name: values for name, values in more.items() if values}
+        } | {name: values for name, values in (*more.items(), ("best_epoch", self.best_epoch)) if values}
 
 
 def by_kind(counts: Mapping[str, float]) -> dict[str, Any]:
@@ -136,7 +139,7 @@ def _record(values: Any) -> EpochRecord:
         raise ValueError("it is no object")
     record = EpochRecord(**values)
     for name, each in values.items():
-        if name == "epoch":
+        if name in ("epoch", "best_epoch"):
             fine = isinstance(each, int) and not isinstance(each, bool) and 0 < each < 2**53
         elif name in ("loss", "train_metric", "val_metric"):
             fine = each is None or _number(each)
@@ -158,17 +161,13 @@ class JsonLines:
 
     Args:
         path: The file.
-        after: None starts the file anew. On resume, the last epoch that the checkpoint holds: its lines and
-            those before stay, later ones are cut off, so that no epoch is there twice.
+        before: Records of the epochs that the run has done; whatever else the file held goes.
     """
 
-    def __init__(self, path: str | Path, *, after: int | None = None) -> None:
+    def __init__(self, path: str | Path, *, before: Sequence[EpochRecord] = ()) -> None:
         self.path = Path(path)
-        old = read_records(self.path) if after is not None and self.path.exists() else []
-        # The cut is written whole before the first new line: dying here loses nothing.
-        write_text(
-            self.path, "".join(_line(record) for record in old if after is None or record.epoch <= after)
-        )
+        # They are written whole before the first new line: dying here loses nothing.
+        write_text(self.path, "".join(map(_line, before)))
         self._file: TextIO = self.path.open("a", encoding="utf-8")
 
     def write(self, record: EpochRecord) -> None:

@@ -52,11 +52,12 @@ def summary(
     activations_moved_bytes: int | None = None,
     history: Mapping[str, Any] | None = None,
     weights_epoch: int | None = None,
+    epochs: int | None = None,
 ) -> dict[str, Any]:
     """Build what ``summary.json`` holds.
 
     Args:
-        records: All epochs of the run, those before a resume too; bytes of all ranks.
+        records: The epochs of the run, those before a resume too where they are known; bytes of all ranks.
         test_metric: The metric on the test vertices with the weights of ``weights_epoch``.
         val_metric: The metric on the validation vertices with the same weights.
         metric_name: For example ``accuracy``.
@@ -82,6 +83,7 @@ def summary(
         history: What rows of other chunks cost: ``probes``, ``careful_from``, ``exact_epochs``,
             ``plateau_epochs``, and how often weights were put back (``undone``).
         weights_epoch: The epoch whose weights the model was left with; None before any.
+        epochs: How many are done, where records of some are not known.
 
     Returns:
         Plain values in the order of the file.
@@ -94,7 +96,7 @@ def summary(
         "val_metric": val_metric,
         "metric_name": metric_name,
         "best_epoch": best_epoch,
-        "epochs": len(records),
+        "epochs": len(records) if epochs is None else epochs,
         "epoch_seconds": median(record.seconds for record in records) if records else None,
         "bytes_per_epoch": sent,
         "peak_memory_bytes": [int(size) for size in peak_memory_bytes],

@@ -90,10 +90,10 @@ class Costs:
         counts = self.channel.start_all_reduce(mine.view(-1), action=f"costs, epoch {epoch}", kind="other")
         self._begun.append(Begun(EpochRecord(epoch, loss, None, None, seconds, {}), counts))
 
-    def scored(self, train: float | None, val: float | None) -> None:
-        """Put metrics into the record of the epoch that has ended."""
+    def scored(self, train: float | None, val: float | None, *, best_epoch: int) -> None:
+        """Put metrics, and which epoch is the best with it, into the record of the epoch that has ended."""
         last = self._begun[-1]
-        last.record = replace(last.record, train_metric=train, val_metric=val)
+        last.record = replace(last.record, train_metric=train, val_metric=val, best_epoch=best_epoch)
 
     @contextmanager
     def ending(self, noting: Sequence[Callable[[EpochRecord], None]]) -> Iterator[None]:

@@ -26,6 +26,7 @@ from kagome.report.meters import EpochRecord, JsonLines, read_records
 from kagome.report.progress import TensorBoard, warn
 from kagome.report.spans import Span
 from kagome.run.claim import Claim, goes_on, refuse_taken, remove_run, unwritable
+from kagome.run.first import by_first
 
 
 class RunWriter:
@@ -110,23 +111,22 @@ class RunWriter:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / "config.toml", written.to_toml(self.settings))
 
-    def open(self, *, after: int) -> list[EpochRecord]:
+    def open(self, before: Sequence[EpochRecord], *, after: int) -> None:
         """Begin ``metrics.jsonl``, or go on with it after an epoch.
 
-        Returns:
-            The records up to that epoch.
+        Args:
+            before: The records of the epochs that are done, as far as they are known.
+            after: The last of these epochs; 0 begins.
         """
         if not self.writes:
-            return []
-        path = self.folder / "metrics.jsonl"
+            return
         with self._worded():
+            self._records = list(before)
             if self._claim is not None and not self._claim.stands:
                 self._make_again(after)
-            self._lines = JsonLines(path, after=after or None)
+            self._lines = JsonLines(self.folder / "metrics.jsonl", before=before)
             if self.settings.report.tensorboard:
                 self._board = TensorBoard(self.folder / "tensorboard", after=after or None)
-        self._records = read_records(path) if after else []
-        return list(self._records)
 
     def record(self, record: EpochRecord) -> None:
         """Write one epoch's line.
@@ -149,9 +149,7 @@ class RunWriter:
         self.close()
         self._take()
         self._write_settings()
-        self._lines = JsonLines(self.folder / "metrics.jsonl")
-        for earlier in self._records:
-            self._lines.write(earlier)
+        self._lines = JsonLines(self.folder / "metrics.jsonl", before=self._records)
         if self._board is not None:
             self._board = TensorBoard(self.folder / "tensorboard", after=epoch)
         self._say(
@@ -243,3 +241,23 @@ class RunWriter:
 def _key(key: Any) -> str:
     """A place in a nest, as a word."""
     return str(getattr(key, "key", getattr(key, "idx", key)))
+
+
+def earlier_records(channel: Channel, checkpoint: Path, epoch: int) -> list[EpochRecord]:
+    """The records of the epochs that led to a checkpoint, as far as they are there. All ranks call it.
+
+    Args:
+        channel: All ranks.
+        checkpoint: Its folder.
+        epoch: The last epoch that it holds; later ones are another run's by now.
+
+    Raises:
+        ConfigError: If the folder's ``metrics.jsonl`` cannot be read.
+    """
+    path = checkpoint.resolve().parent.parent / "metrics.jsonl"
+
+    def read() -> list[EpochRecord]:
+        found = read_records(path) if path.is_file() else []
+        return [record for record in found if record.epoch <= epoch]
+
+    return by_first(channel, read, "earlier epochs", [EpochRecord])

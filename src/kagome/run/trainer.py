@@ -42,7 +42,7 @@ from kagome.run.check import before_first
 from kagome.run.costs import Costs
 from kagome.run.engine import Engine
 from kagome.run.engines import engine_for
-from kagome.run.folder import RunWriter
+from kagome.run.folder import RunWriter, earlier_records
 from kagome.run.heap import set_aside
 from kagome.run.learning import Wishes, named
 from kagome.run.metrics import Own
@@ -278,7 +278,8 @@ class Trainer:
             self._say_all(self.engine.take_notes())
             self.part = replace(self.part, nodes={}, edges={})  # the engine has what it needs
         set_up = time.perf_counter() - self._begun
-        self._open_files()
+        if self.writer is not None:
+            self.writer.open(self.records, after=self.epoch)
         self._callbacks.tell("on_fit_start", self)
         name, shown = self.metric_name, self.settings.report.progress and self.mesh.rank == 0
         progress = Progress(epochs, done=self.epoch, metric_name=name, enabled=shown)
@@ -485,8 +486,8 @@ class Trainer:
             with self.spans.phase("evaluate", epoch):
                 found = self._scores(out)
             val = found["val"]
-            self.costs.scored(found["train"], val)
             self._best.see(epoch, val, self.model, higher=self.aim.metric.higher)
+            self.costs.scored(found["train"], val, best_epoch=self._best.epoch)
         if self.scheduler is not None:
             learning.step_scheduler(self.scheduler, loss, val, higher=self.aim.metric.higher)
         return stopped
@@ -543,18 +544,10 @@ class Trainer:
         with checkpoint.fitting(folder):
             said = self.engine.resumed(self.optimizer, told)
         self.epoch, self._best = place.epoch, Best.at(place, best)
+        self.records = earlier_records(self.world, folder, place.epoch)
         self._say(
             f"resumed after epoch {place.epoch}, written by {place.world_size} ranks, in {folder}{said}"
         )
-
-    def _open_files(self) -> None:
-        """Begin ``metrics.jsonl`` or go on with it; all ranks know the epochs before a resume."""
-        if self.writer is None:
-            return
-        before: Any = self.world.gather_objects(
-            self.writer.open(after=self.epoch), "earlier epochs", [EpochRecord]
-        )[0]
-        self.records = before or self.records[: self.epoch]
 
     def _finish(self, set_up: float) -> dict[str, Any]:
         with self.spans.phase("evaluate", self.epoch):
@@ -564,6 +557,7 @@ class Trainer:
             "test_metric": found["test"],
             "val_metric": found["val"],
             "metric_name": self.metric_name,
+            "epochs": self.epoch,
             "best_epoch": self._best.epoch or None,
             "weights_epoch": (self.epoch if self._last is None else self._best.epoch) or None,
             **self.engine.facts(),
