@@ -171,6 +171,40 @@ def test_a_mistake_is_not_tried_again(tmp_path):
     assert len(list(tmp_path.glob("start-*"))) == 2
 
 
+def told_alone(number: int) -> None:
+    from kagome.run.stop import asked_to_stop, ended_by
+
+    with open_mesh(timeout=60) as mesh, asked_to_stop(can_save=True) as asked:
+        mesh.world.barrier("start")
+        if mesh.rank == 1:
+            os.kill(os.getpid(), number)
+        found = [told for told in mesh.world.gather_objects(list(asked), "stop") if told]
+        raise ended_by(found[0][0], mesh.size)
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_one_rank_ends_the_job_as_one_to_all_does(number):
+    """The launcher took it for a failure, and left with 1; a restart would have gone against the signal."""
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as left:
+        start_local(2, told_alone, int(number), loaded=LOADED, restarts=2)
+    assert isinstance(left.value, KeyboardInterrupt) or left.value.code == 128 + number
+    assert isinstance(left.value, KeyboardInterrupt) is (number == signal.SIGINT)
+
+
+def test_a_rank_that_failed_is_told_of_though_another_left_for_a_signal(tmp_path):
+    guard = launch._Guard(2, tmp_path)
+    assert guard.signalled() is None
+    (tmp_path / "signalled-0").write_text("15")
+    assert guard.signalled() == 15
+    guard.codes[1] = lambda: -signal.SIGKILL
+    assert guard.signalled() is None
+    guard.codes[1] = lambda: -signal.SIGTERM
+    assert guard.signalled() == 15
+    (tmp_path / "failed-1").write_text(json.dumps([1, 5.0, "a bug"]))
+    assert guard.signalled() is None
+
+
 def test_more_ranks_than_the_memory_holds_are_refused():
     with pytest.raises(LaunchError, match=r"1,000,000 local ranks take .* GiB"):
         start_local(1_000_000, threads_and_sum, 1)

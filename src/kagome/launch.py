@@ -40,6 +40,8 @@ SAVE_SECONDS = 30
 """What ranks get to save a checkpoint after Ctrl-C or SIGTERM."""
 FAIL_SECONDS = 8.0
 """What the other ranks get once one has died: it cannot be waited for, so there is little to do."""
+SIGNALLED = {128 + number: int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+"""What a rank leaves with that has ended itself for a signal, and the signal."""
 STOPPED_SECONDS = 5.0
 """A rank that is stopped for so long is told of."""
 LOOK_SECONDS = 0.1
@@ -76,8 +78,9 @@ def start_local(
 
     Raises:
         LaunchError: If a rank failed or died: with the error of the rank that failed first.
-        KeyboardInterrupt: After Ctrl-C, when the ranks have ended.
-        SystemExit: After SIGTERM or SIGHUP, with 128 + the signal.
+        KeyboardInterrupt: After Ctrl-C, when the ranks have ended; also where one rank alone was told, and
+            all have left for it with 130.
+        SystemExit: After SIGTERM or SIGHUP, with 128 + the signal; to one rank alone, too.
     """
     if nproc < 1:
         raise LaunchError("--nproc takes a number from 1 up", f"it is {nproc}")
@@ -155,6 +158,8 @@ def _launched(
             except (OSError, EOFError, MemoryError) as error:
                 raise _unstarted(nproc, error) from None
         if ended.failures:
+            if (number := guard.signalled()) is not None:
+                raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
             rank, failure = min(ended.failures.items())
             raise guard.failed(rank, failure.exitcode)
         return ended.return_values[0]
@@ -236,7 +241,9 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
     try:
         result = function(*args)
     except SystemExit as error:
-        if error.code not in (None, 0):
+        if error.code in SIGNALLED:
+            _write(folder / f"signalled-{rank}", SIGNALLED[error.code])
+        elif error.code not in (None, 0):
             _write(folder / f"failed-{rank}", [3, time.time(), f"it left with {error.code!r}"])
         raise
     except BaseException as error:
@@ -279,6 +286,14 @@ class _Guard:
         """Who failed first, and whether a user must mend it."""
         noted = [_read(path) for path in self.folder.glob("failed-*")]
         return _FailedError(self.blame(rank, code), mistake=any(note[3] for note in noted if len(note) > 3))
+
+    def signalled(self) -> int | None:
+        """The signal that some rank got and all have ended for; None if anything else ended one of them."""
+        found = [_read(path) for path in self.folder.glob("signalled-*")]
+        if not found or any(self.folder.glob("failed-*")):
+            return None
+        fine = (None, 0, -signal.SIGTERM, *SIGNALLED)  # the agent ends by SIGTERM who has yet to leave
+        return min(found) if all(code_of() in fine for code_of in self.codes.values()) else None
 
     def blame(self, rank: int, code: int) -> LaunchError:
         """The error that says which rank failed first; ``rank`` and ``code`` are what the launcher saw."""
