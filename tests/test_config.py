@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import tomllib
 from typing import Any
 
@@ -92,6 +94,25 @@ def test_the_round_trip_leaves_out_no_field(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(written.to_toml(full), encoding="utf-8")
     assert written.from_toml(path) == full
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (math.hypot, "python:math:hypot"),
+        (functools.partial(math.hypot, 1), "python:math:hypot"),
+        (tomllib.loads, "python:tomllib._parser:loads"),
+        (config.Train(), "python:kagome.config:Train"),
+        (lambda: 1, f"python:{__name__}:<lambda>"),
+    ],
+)
+def test_a_function_has_a_name_in_settings(tmp_path, given, name):
+    assert written.own_name(given) == name
+    path = tmp_path / "run.toml"
+    path.write_text(written.to_toml(config.Run(), {"loss": name}))
+    with pytest.raises(ConfigError, match=r"train\.loss takes a name, but this run's was the function"):
+        written.from_toml(path)
+    assert written.from_toml(path, trains=False) == config.Run()
 
 
 def test_what_is_left_out_keeps_its_default():

@@ -53,6 +53,20 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
+def test_samples_of_plans_are_as_they_are_printed() -> None:
+    """README's table had seconds without what they may be off by."""
+    rows = [
+        line
+        for page in PAGES
+        for block in blocks(page, "console")
+        for line in block.splitlines()
+        if re.search(r" (yes|no) .* (ms|s)\b.*%.* [KMG]B$", line)
+    ]
+    assert len(rows) > 10
+    for row in rows:
+        assert re.search(r"  (yes|no) +\d[\d.]* (ms|s) \+-\d+% +\d+% ", row), row
+
+
 def test_every_example_is_run_by_a_test_here() -> None:
     assert {p.name for p in EXAMPLES.glob("*.py")} == {"twelve_lines.py", "own_model.py", "own_data.py"}
     for path in EXAMPLES.iterdir():

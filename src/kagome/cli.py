@@ -376,7 +376,7 @@ def _parse_predict(args: list[str]) -> PredictCommand:
     """Flags over the settings of the run whose weights are asked for, over the defaults."""
     run, found = config.Run(), _resumed(args, "--checkpoint")
     if found is not None:
-        run = written.from_toml(found)
+        run = written.from_toml(found, trains=False)
         free = replace(run.parallel, plan="manual", graph=None)
         words = any(word.startswith(MESH_FLAGS) for word in args) or environment().source != "single"
         run = replace(run, parallel=free if words else run.parallel)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Final, get_args, get_origin
 
 from kagome import reading
 from kagome.config import Run
@@ -24,10 +25,27 @@ def as_dict(run: Run) -> dict[str, dict[str, Any]]:
     }
 
 
-def to_toml(run: Run) -> str:
-    """The run as TOML text that :func:`from_toml` reads back."""
+OWN: Final = "python:"
+"""Begins the name of a loss or metric that was given as a function, in a run's settings."""
+
+
+def own_name(given: object) -> str:
+    """What settings say of a function of the user's: where it is defined."""
+    code = getattr(given, "func", given)  # what a partial calls
+    code = code if hasattr(code, "__qualname__") else type(code)
+    return f"{OWN}{getattr(code, '__module__', None) or 'builtins'}:{code.__qualname__}"
+
+
+def to_toml(run: Run, own: Mapping[str, str] | None = None) -> str:
+    """The run as TOML text that :func:`from_toml` reads back.
+
+    Args:
+        run: The settings.
+        own: What is written of the losses and metrics of ``train`` that are functions: :func:`own_name`.
+    """
     lines: list[str] = []
     for section, values in as_dict(run).items():
+        values |= (own or {}) if section == "train" else {}
         lines.append(f"[{section}]")
         lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
         lines.append("")
@@ -43,11 +61,17 @@ def _toml_value(value: Any) -> str:
     return repr(list(value) if isinstance(value, tuple) else value)
 
 
-def from_toml(path: str | Path, *, over: Run | None = None) -> Run:
+def from_toml(path: str | Path, *, over: Run | None = None, trains: bool = True) -> Run:
     """Read a run from a TOML file; what it leaves out is as in another run, or by default.
 
+    Args:
+        path: The file.
+        over: The other run.
+        trains: Whether a loss or metric that was a function in Python is needed; else it is left out.
+
     Raises:
-        ConfigError: If the file is missing, is no TOML, or names an unknown section or setting.
+        ConfigError: If the file is missing, is no TOML, names an unknown section or setting, or a function
+            that is needed.
     """
     try:
         table = reading.toml(path)
@@ -55,7 +79,22 @@ def from_toml(path: str | Path, *, over: Run | None = None) -> Run:
         raise ConfigError(
             f"a settings file of TOML was asked for: {path}", f"it cannot be read: {error}"
         ) from None
+    train = table.get("train")
+    train = train if isinstance(train, dict) else {}
+    for key in [key for key in ("loss", "metric") if _is_own(train.get(key))]:
+        if trains:
+            raise ConfigError(
+                f"train.{key} takes a name",
+                f"this run's was the function {train[key].removeprefix(OWN)}, which Python gave",
+                where=str(path),
+                hint=f"Trainer(..., {key}=...).fit(resume=...) goes on with it",
+            )
+        del train[key]
     return from_dict(table, where=str(path), over=over)
+
+
+def _is_own(value: object) -> bool:
+    return isinstance(value, str) and value.startswith(OWN)
 
 
 def from_dict(table: dict[str, Any], *, where: str = "", over: Run | None = None) -> Run:

@@ -17,6 +17,7 @@ from kagome import Trainer, cli
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
 from kagome.errors import CheckpointError, DataError
+from kagome.report.folder import read_folder
 from kagome.run.weights import columns_of, give, weights_at
 
 MESHES = [(1, {}), (2, {}), (2, {"pipe": 2, "chunks": 2, "cross_chunk": "exact"})]
@@ -55,6 +56,46 @@ def test_scores_are_plain_pyg_s_with_the_best_weights(ranks, run, what, world, p
     folder, expected = run
     found = ranks(world, scored, str(folder / what), parallel)
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-10)
+
+
+def focal(out: Tensor, y: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(out, y, reduction="none")
+
+
+def distance(out: Tensor, y: Tensor) -> Tensor:
+    return (out.argmax(1) - y).abs().double()
+
+
+def built(in_channels: int) -> nn.Module:
+    return Gcn().double()
+
+
+def test_a_run_s_own_loss_is_named_and_not_replaced_by_the_default(tmp_path, monkeypatch, capsys):
+    """Its settings said `auto`, and --resume went on with cross entropy."""
+    monkeypatch.chdir(tmp_path)
+    data, columns = graph(torch.float64), "python:test_predict:built"
+    name = f"python:{__name__}:"
+    for key, given in (("loss", {"loss": focal}), ("metric", {"metric": distance})):
+        with Trainer(Gcn().double(), data, train=settings(), report=QUIET, out=key, **given) as trainer:
+            trainer.fit(2)
+        (function,) = given.values()
+        assert f'\n{key} = "{name}{function.__name__}"\n' in Path(key, "config.toml").read_text()
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", "--resume", key, "--train.epochs", "3"])
+        assert ended.value.code == 2
+        expected = f"this run's was the function {__name__}:{function.__name__}, which Python gave"
+        assert expected in capsys.readouterr().err
+        np.savez("graph.npz", x=data.x.numpy(), edge_index=data.edge_index.numpy())
+        flags = ["--data.name", "npz:graph.npz", "--model.name", columns, "--train.no-check"]
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["predict", "--checkpoint", key, "--out", "scores.npz", *flags])
+        assert ended.value.code == 0, capsys.readouterr().err
+        Path(key, "summary.json").unlink()
+        shown = read_folder(key).summary["metric_name"]
+        assert shown == ("distance" if key == "metric" else "metric")
+        with Trainer(Gcn().double(), data, train=settings(), report=QUIET, out=key, **given) as trainer:
+            trainer.fit(3, resume=key)
+        assert f'\n{key} = "{name}{function.__name__}"\n' in Path(key, "config.toml").read_text()
 
 
 def test_without_labels_nothing_is_trained_or_evaluated():

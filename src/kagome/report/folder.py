@@ -150,7 +150,7 @@ def _provisional(records: list[EpochRecord], config: dict[str, Any]) -> dict[str
     known = next((record.best_epoch for record in reversed(records) if record.best_epoch is not None), None)
     best = next((record for record in records if record.epoch == known), None)
     train, parallel = config.get("train", {}), config.get("parallel", {})
-    metric = train.get("metric", "auto")
+    metric = str(train.get("metric", "auto")).rpartition(":")[2]  # of a function its name alone
     values = summary(
         records=records,
         test_metric=None,

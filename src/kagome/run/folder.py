@@ -36,6 +36,7 @@ class RunWriter:
         folder: Made if it is not there.
         settings: Written to ``config.toml``.
         channel: All ranks. Only rank 0 writes, but for checkpoints.
+        own: What ``config.toml`` says of a loss and a metric that are functions.
         overwrite: Whether another run that is there may be removed.
         say: Takes a sentence to be said.
 
@@ -49,10 +50,11 @@ class RunWriter:
         settings: config.Run,
         channel: Channel,
         *,
+        own: Mapping[str, str] | None = None,
         overwrite: bool = False,
         say: Callable[[str], None] = warn,
     ) -> None:
-        self.folder, self.settings, self.channel = Path(folder), settings, channel
+        self.folder, self.settings, self.channel, self.own = Path(folder), settings, channel, own
         self.writes, self.overwrite, self._say = channel.rank == 0, overwrite, say
         self.checkpoints = self.folder / "checkpoints"
         self._claim: Claim | None = None
@@ -109,7 +111,7 @@ class RunWriter:
 
     def _write_settings(self) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        write_text(self.folder / "config.toml", written.to_toml(self.settings))
+        write_text(self.folder / "config.toml", written.to_toml(self.settings, self.own))
 
     def open(self, before: Sequence[EpochRecord], *, after: int) -> None:
         """Begin ``metrics.jsonl``, or go on with it after an epoch.

@@ -25,6 +25,7 @@ from kagome.graph.store import Meta
 from kagome.run.losses import objective_of
 from kagome.run.metrics import Metric, Own, metric_of
 from kagome.run.objective import Loss, Objective
+from kagome.written import own_name
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class Wishes:
     loss_inputs: Mapping[str, str] | None = None
     optimizer: Callable[[Any], Optimizer] | None = None
     scheduler: Callable[[Optimizer], Any] | None = None
+
+    @property
+    def own(self) -> dict[str, str]:
+        """The loss and the metric that are functions, by their names in code."""
+        given = {"loss": self.loss, "metric": self.metric}
+        return {key: own_name(value) for key, value in given.items() if callable(value)}
 
 
 def named(train: Train, loss: object, metric: object) -> Train:

@@ -195,7 +195,9 @@ class Trainer:
             self.writer = None
             if folder is not None:
                 say = partial(_noted, self.notes, self.mesh.rank == 0 and settings.report.progress)
-                self.writer = RunWriter(str(folder), settings, self.world, overwrite=overwrite, say=say)
+                self.writer = RunWriter(
+                    str(folder), settings, self.world, own=wishes.own, overwrite=overwrite, say=say
+                )
                 self._stack.callback(self.writer.close)
         except BaseException:
             self.close()
