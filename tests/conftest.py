@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import fused  # noqa: F401 - before any test makes a layer
 from pool import Pool
 
 pytest_plugins = ["shorter"]

@@ -2,7 +2,7 @@
 
 PyG writes one ``propagate`` a class and process, and takes the class's first layer for it: after a first
 ``SAGEConv(aggr="lstm")``, any ``SAGEConv`` refuses a sparse matrix. Which test comes first in a worker is
-chance, so that ``conftest`` imports this before any.
+chance, so that ``pool`` imports this before any.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 import torch
 import torch.distributed as dist
 
+import fused  # noqa: F401 - before any test makes a layer, here and in the workers
 import warm
 from kagome.comm.channel import Channel
 from kagome.comm.shelf import open_shelf
@@ -165,6 +166,7 @@ def _chosen(failures: list[tuple]) -> BaseException:
 
 def _work(rank: int, port: int, connection: Connection) -> None:
     torch.set_num_threads(1)
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
