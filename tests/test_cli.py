@@ -297,6 +297,18 @@ def test_check_tells_right_from_wrong_by_a_layer_s_name(kagome):
     assert "kagome: error" in err
 
 
+@pytest.mark.parametrize("command", [("train", "--out", "run"), ("check",), ("plan",)])
+def test_a_label_of_no_class_is_refused_before_a_model_is_as_wide_as_it_says(kagome, tmp_path, command):
+    """The model was built first, of 2^62 columns: torch's words, and a traceback."""
+    label = np.array([0, 1, 2**62, 0])
+    np.savez(
+        tmp_path / "g.npz", x=np.ones((4, 2), "f4"), y=label, edge_index=np.array([[0, 1, 2], [1, 2, 3]])
+    )
+    code, _, err = kagome(*command, "--data.name", f"npz:{tmp_path / 'g.npz'}")
+    assert code == 1
+    assert f"y[2] is {2**62}" in err
+
+
 def test_check_splits_as_the_flags_do_and_says_what_it_leaves_out(kagome):
     few = ("check", "--data.name", SBM, "--vertices", "60")
     sliced = ("--parallel.graph", "2", "--parallel.tensor", "2", "--parallel.decouple")

@@ -431,13 +431,17 @@ def _builder(
 
     def build(part: Partition, meta: Meta, channel: Channel) -> nn.Module:
         from kagome.model.zoo import build_model
+        from kagome.run.losses import objective_of
         from kagome.run.source import degree_histogram
 
-        wide = 0 if meta.labels is None else meta.labels.outputs_for(train.loss)
+        wide, labels, names = columns or 0, meta.labels, (tuple(part.nodes), tuple(part.shared))
+        if columns is None and labels is not None:  # what is no label is refused before a model is as wide
+            aim = objective_of(None, labels, train, meta.num_nodes, nodes=names[0], shared=names[1])
+            wide = aim.outputs
         return build_model(
             settings,
             in_channels=meta.features,
-            out_channels=wide if columns is None else columns,
+            out_channels=wide,
             num_nodes=meta.num_nodes,
             degree_histogram=degree_histogram(part, channel) if settings.name == "pna" else None,
         )

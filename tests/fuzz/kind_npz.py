@@ -38,8 +38,12 @@ NUMBERS = (math.nan, math.inf, -math.inf, -1, 0, 1e12, 1e300, 2**62, 0.5, -7)
 
 
 def _type(rng: random.Random, value: Any) -> Any:
-    with np.errstate(all="ignore"):
-        return np.asarray(value).astype(np.dtype(rng.choice(DTYPES)))
+    kind = np.dtype(rng.choice(DTYPES))
+    try:
+        with np.errstate(all="ignore"):
+            return np.asarray(value).astype(kind)
+    except TypeError:  # records are cast to nothing else
+        return np.asarray(value)
 
 
 def _shape(rng: random.Random, value: Any) -> Any:

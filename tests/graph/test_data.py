@@ -21,6 +21,7 @@ from kagome import config
 from kagome.errors import ConfigError, DataError
 from kagome.graph import catalog, download, rawfiles
 from kagome.graph.data import load_data
+from kagome.graph.npz import read_npz
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +200,24 @@ class TestNpz:
         for file in ("text.npz", "array.npy", "objects.npz"):
             with pytest.raises(DataError, match=r"whole \.npz file|holds Python objects"):
                 load(f"npz:{file}", tmp_path)
+
+    def test_an_array_whose_name_was_altered_is_not_left_out(self, tmp_path: Path) -> None:
+        """One bit of the archive's directory, and the labels were gone without a word."""
+        file = tmp_path / "g.npz"
+        name = bipartite(file, y=np.array([0, 1, 0]))
+        held = file.read_bytes()
+        at = held.rindex(b"y.npy") + 1
+        file.write_bytes(held[:at] + b"," + held[at + 1 :])
+        with pytest.raises(DataError, match=r"whole \.npz file.*File name in directory 'y,npy'"):
+            load(name)
+
+    def test_what_else_is_in_an_archive_is_told_of(self, tmp_path: Path) -> None:
+        bipartite(tmp_path / "g.npz")
+        with zipfile.ZipFile(tmp_path / "g.npz", "a") as archive:
+            archive.writestr("README", "by hand")
+        found, said = read_npz(tmp_path / "g.npz")
+        assert list(found) == ["edge_index"]
+        assert said == ["the file 'README' in g.npz is not read: it is no array (.npy)."]
 
     def test_missing_file_and_missing_edges(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"g\.npz was asked for, but it is neither in"):

@@ -43,7 +43,7 @@ def read_npz(path: Path) -> tuple[dict[str, Tensor | str], list[str]]:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            members = _members(archive, path)
+            members, others = _members(archive, path)
             total = sum(info.file_size for info in members.values())
             room = available_bytes()
             if room is not None and total > room:
@@ -59,11 +59,11 @@ def read_npz(path: Path) -> tuple[dict[str, Tensor | str], list[str]]:
     except Exception as error:  # zipfile, zlib, tokenize and NumPy each have their own for broken bytes
         raise DataError(
             f"{path} must be a whole .npz file (numpy.savez)",
-            f"it cannot be read: {type(error).__name__} {str(error)[:200]}",
+            f"it cannot be read: {type(error).__name__} {str(error)[:200].rstrip('.')}",
             hint="it may be truncated; write it again",
         ) from None
     found: dict[str, Tensor | str] = {}
-    left = []
+    left = [f"the file {name!r} in {path.name} is not read: it is no array (.npy)." for name in others]
     for name, value in arrays.items():
         why = _unfit(name)
         if isinstance(value, str):
@@ -100,16 +100,22 @@ def tensor_of(array: NDArray[Any]) -> Tensor | str:
     return torch.from_numpy(np.ascontiguousarray(plain).reshape(plain.shape))
 
 
-def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
+def _members(archive: zipfile.ZipFile, path: Path) -> tuple[dict[str, zipfile.ZipInfo], list[str]]:
+    """The arrays of an archive by name, and the names of what else is in it."""
     found: dict[str, zipfile.ZipInfo] = {}
+    others = []
     for info in archive.infolist():
         name = info.filename.removesuffix(".npy")
-        if info.is_dir() or name == info.filename:
+        if info.is_dir():
+            continue
+        if name == info.filename:
+            archive.open(info).close()  # an array whose name was altered in one of its two places is a fault
+            others.append(name)
             continue
         if name in found:
             raise DataError(f"{path} holds each array once", f"{name!r} is there twice")
         found[name] = info
-    return found
+    return found, others
 
 
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, path: Path) -> NDArray[Any] | str:

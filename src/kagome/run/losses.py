@@ -161,7 +161,7 @@ def _check_ids(made: Objective, vertices: int, *, asked: bool) -> None:
         none = "" if made.ignore is None else f"{made.ignore} for none, "
         raise DataError(
             f"class labels run from 0 to C - 1 ({none}at most {limit:,} classes)",
-            f"y[{row}] is {low:.0f}",
+            f"y[{row}] is {low:.0f}" if abs(low) < 1e19 else f"y[{row}] is {low:g}",
             where="data.y",
             hint="loss='mse' for numbers",
         )
