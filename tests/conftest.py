@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from kagome.run import kept, steady
 from pool import Pool
 
 pytest_plugins = ["shorter"]
@@ -48,6 +50,16 @@ def seed(request: pytest.FixtureRequest) -> None:
     random.seed(request.node.nodeid)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements are kept whether they agree or not, for tests of what is made of them.
+
+    On a machine that computes something else they seldom agree, and each test would measure all anew.
+    """
+    monkeypatch.setattr(steady, "AGREE", math.inf)
+    monkeypatch.setattr(kept, "AGREE", math.inf)
 
 
 @pytest.fixture(scope="session")

@@ -186,8 +186,8 @@ def epochs_of(run: Path) -> list[int]:
 LONG = ("train", *FEW[:2], "--report.no-progress", "--train.no-check", "--train.save-every", "5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(3, ()), (4, ("--parallel.pipe", "2"))], ids=["3-parts", "2x2"])
-@pytest.mark.some(1)
 def test_a_plain_resume_goes_on_with_the_ranks_that_were(start, tmp_path, mesh):
     """Of 3 ranks 1 went on, of 2 x 2 stages and parts 2; the command of the first start may say --resume."""
     ranks, flags = mesh

@@ -38,6 +38,7 @@ from kagome.run.planning import chosen, here, planned
 from kagome.run.source import from_data
 from kagome.run.study import Study
 
+pytestmark = pytest.mark.usefixtures("one_measure")
 README = (Path(__file__).parents[2] / "README.md").read_text()
 SBM = "sbm:vertices=300,degree=8,features=10,classes=4,communities=4"
 
@@ -72,7 +73,7 @@ def run(
         return dict(trainer.records[-1].bytes)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "size"), [("gcn", 2), ("gcn", 3), ("sage", 2), ("gat", 2), ("gcn2", 3)])
 def test_bytes_are_those_of_a_run(ranks: Callable[..., list], name: str, size: int) -> None:
     data = kagome.load(SBM)
@@ -120,7 +121,7 @@ def test_bytes_of_sliced_parts_are_those_of_a_run(ranks: Callable[..., list], na
     assert predicted["transpose"] == pytest.approx(told["transpose"], rel=0.02)  # uneven parts and columns
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "mesh", [{"pipe": 2, "chunks": 1}, {"pipe": 2}, {"pipe": 2, "tensor": 2}, {"pipe": 2, "graph": 2}]
 )
@@ -141,6 +142,7 @@ def test_bytes_of_stages_are_those_of_a_run(ranks: Callable[..., list], mesh: di
     assert predicted.get("transpose", 0) == pytest.approx(told.get("transpose", 0), rel=0.02)
 
 
+@pytest.mark.slow
 def test_few_chunks_pass_dealt_stages(ranks: Callable[..., list]) -> None:
     """On a graph where chunks cost more than rows; the usual chunks and a stage a rank stay beside it."""
     data = kagome.load(SBM)
@@ -159,6 +161,7 @@ def test_few_chunks_pass_dealt_stages(ranks: Callable[..., list]) -> None:
     assert found[best].bytes_per_epoch["stage"] == told["stage"]
 
 
+@pytest.mark.slow
 def test_bytes_of_weights_in_many_messages(ranks: Callable[..., list]) -> None:
     """A wide model's gradients go in several: large ones in two rounds, the last small one in one."""
     data = kagome.load(SBM)
@@ -284,6 +287,7 @@ def test_each_message_of_gradients_is_summed_in_one_round_or_two() -> None:
     assert summed(4, (3e6, 1e5), stages=100) == 3 * (3e6 + 1e5) / 100
 
 
+@pytest.mark.slow
 def test_ranks_that_crowd_a_machine_are_slower() -> None:
     crowded = replace(ONE, crowded=0.5)
     assert parts(2, LOADS, RATES, crowded, 0.0).compute_seconds == pytest.approx(2 * (60e-5 + 500e-6))
@@ -390,6 +394,7 @@ def test_an_exact_plan_stands_before_one_that_is_hardly_faster() -> None:
     assert ranked([exact, well], ONE).fitting[0].name == "graph=2 max_age=1"
 
 
+@pytest.mark.slow
 def test_one_rank_has_all_threads() -> None:
     """Rates are those of a rank with its share of them; a rank alone computes faster."""
     alone, rates = [Load(110, 900, 0, 0, 1e6)], replace(RATES, alone=1.6)

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_run_that_was_not_stopped(ranks, tmp_path, name):
     kind, parallel = CASES[name]
@@ -84,6 +84,7 @@ def test_it_is_the_run_that_was_not_stopped(ranks, tmp_path, name):
     same_curve(ranks(world, run, kind, parallel, EPOCHS, folder, folder), expected)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("world", "eval_every"), [(1, 1), (2, 100)])
 def test_sums_go_on_from_the_last_epoch_s_whether_evaluated_or_not(ranks, tmp_path, world, eval_every):
     """A resumed run evaluates, to come to all sites: sums of that are no epoch's."""

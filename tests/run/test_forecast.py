@@ -62,6 +62,7 @@ def of_the_zoo(channel: Channel, name: str) -> list[list[dict[str, Any]]]:
     return [held(zoo(each, data), data) for each in ZOO]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("world", "name"), [(1, "sbm:vertices=500,degree=8"), (2, "digits"), (3, "sbm:vertices=500,degree=8")]
 )
@@ -113,7 +114,7 @@ def in_pipelines(channel: Channel, cuts: list[dict[str, Any]]) -> list[list[dict
     return found
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("world", "cut"),
     [
@@ -272,6 +273,7 @@ def test_slices_hold_what_is_foreseen(ranks, size: int) -> None:
             assert predicted == pytest.approx(measured, rel=0.05), kind
 
 
+@pytest.mark.slow
 def test_slices_of_parts_hold_what_is_foreseen(ranks) -> None:
     """Beside the columns of their part's rows ranks hold those of the rows that it reads of other parts."""
     for memory in ranks(4, in_slices, "sbm:vertices=600,degree=8", {"tensor": 2, "graph": 2})[0]:

@@ -192,6 +192,7 @@ def test_weights_that_are_read_besides_count_as_in_plain_pyg_or_are_refused(rank
             assert losses == pytest.approx(plain(case), rel=1e-10, abs=1e-10), case
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["history", "drop"])
 def test_a_penalty_under_history_and_drop_is_that_of_today_s_weights(ranks, kind):
     """With one chunk a part there is nothing old but weights: the numbers are plain PyG's."""

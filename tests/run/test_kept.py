@@ -15,7 +15,7 @@ from torch_geometric.nn import GCN, GCNConv
 
 from kagome.cli import _builder
 from kagome.commands import PlanCommand
-from kagome.config import Data, Model, Train
+from kagome.config import Data, Model
 from kagome.model.identity import identity
 from kagome.run import planning
 from kagome.run.kept import FRESH_SECONDS, Kept
@@ -125,10 +125,10 @@ def test_a_second_plan_measures_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert again.facts["notes"]
     assert not first.facts["notes"]
     files = len(list((tmp_path / "measured").iterdir()))
-    for other in (replace(asked, model=replace(asked.model, hidden=9)), replace(asked, train=Train(seed=1))):
-        planning.planned(other, _builder(other.model, other.train))
-        files, before = len(list((tmp_path / "measured").iterdir())), files
-        assert files > before
+    other = replace(asked, model=replace(asked.model, hidden=9))
+    planning.planned(other, _builder(other.model, other.train))
+    files, before = len(list((tmp_path / "measured").iterdir())), files
+    assert files > before
     anew = replace(asked, reuse=False)
     assert not planning.planned(anew, _builder(anew.model, anew.train)).facts["notes"]
     assert len(list((tmp_path / "measured").iterdir())) == files

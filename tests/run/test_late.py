@@ -215,6 +215,7 @@ def on_sheets(channel: Channel, *given: Any) -> dict[str, Any]:
         return {**trained(channel, *given), "most": max(most)}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(
     "parallel",

@@ -189,6 +189,7 @@ def edgeless(channel: Channel, parallel: dict[str, Any]) -> Any:
     return told(model("sage", 0.2), given, 3, parallel)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_without_edges_is_the_same_however_it_is_cut(ranks, kind):
     alone = ranks(1, edgeless, {})[0]
@@ -295,6 +296,7 @@ def idle(channel: Channel, chunk: int, parallel: dict[str, Any]) -> str:
     return ""
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("kind", "pipe", "chunk"), [("exact", 1, 0), ("exact", 2, 2), ("history", 2, 0), ("history", 2, 1)]
 )
