@@ -147,8 +147,8 @@ def _parity(
         scope = Interception(part, channel, seed=seed, handlers=HANDLERS, fast=fast, tensor=tensor)
         if bound is not None:
             scope.bound = Bound(bound, scope.device)
-        uninstall = install(model, scope)
         unrule = apply_rules(model, scope)
+        uninstall = install(model, scope)
         model.train()
         halo = []
         take_bytes = getattr(channel, "take_bytes", dict)
@@ -162,8 +162,8 @@ def _parity(
             if loss.requires_grad:
                 loss.backward()
             halo.append(take_bytes().get("halo", 0))
-        unrule()
         uninstall()
+        unrule()
         if scope.bound is not None and bound is not None:
             assert 0 < scope.bound.gauge.peak <= bound
         return Share(part.own, out.detach(), _grads(model), x.grad, _buffers(model), halo)

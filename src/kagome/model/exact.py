@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from types import FunctionType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from kagome.errors import ModelError
 from kagome.model import draws
+from kagome.model.laws import LAWS, Given, Number, given_of, handed_out
 from kagome.model.norms import NORMS
 from kagome.model.reductions import REDUCTIONS
 from kagome.model.scope import Args, Func, Handler, Kwargs, Scope, argument
@@ -31,114 +33,171 @@ def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
     path, index = scope.call()
     key = draws.call_key(scope.seed, scope.epoch, path, index)
     axis = scope.axis(x)
-    ids: Tensor | None = None
-    if (axis is None and x.dim() and x.size(0) == scope.own) or (axis is not None and scope.of_vertices(x)):
+    if axis is not None and not scope.of_vertices(x):
+        words = scope.pair_words(x, draws.edge_ids)
+        if words is None:
+            raise scope.refuse_draw(what, f"it is not known of which edges the {x.size(axis)} rows are")
+        return words, key, axis
+    unmarked = axis is None and not isinstance(x, torch.nn.Parameter) and x.dim()
+    if axis is not None or (unmarked and x.size(0) == scope.own):
         # Without a mark (an operation that torch does not show) a row a vertex is the likely reading.
-        ids, axis = scope.row_ids() if axis is None else scope.words_of(x), axis or 0
-    elif axis is not None:
-        ids = scope.pair_words(x, draws.edge_ids)
-    elif x.dim():
-        # Neither vertices nor edges, a virtual node or a weight: the same on every rank, so drawn alike.
-        ids, axis = torch.arange(x.size(0), device=x.device), 0
-    if ids is None or axis is None:
-        raise ModelError(
-            f"{what} draws a number for each vertex or each edge",
-            f"it was given a tensor of shape {tuple(x.shape)} whose rows are neither",
-            where=path,
-            hint=f"apply {what} to a tensor with a row a vertex or a row an edge",
-        )
-    return ids, key, axis
+        return scope.row_ids() if axis is None else scope.words_of(x), key, axis or 0
+    # Neither vertices nor edges, a virtual node or a weight: the same on every rank, so drawn alike.
+    return torch.arange(x.size(0) if x.dim() else 1, device=x.device), key, 0
 
 
 def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     x: Tensor = args[0] if args else kwargs["input"]
     p = float(argument(args, kwargs, 1, "p", 0.5))
-    if not 0.0 <= p <= 1.0:
+    if not 0.0 <= p <= 1.0 or not x.dim():
         return NotImplemented
+    if isinstance(func, FunctionType) and name != "dropout":
+        return NotImplemented  # torch's own function calls the other of this name
     training = argument(args, kwargs, 2, "train" if name != "dropout" else "training", True)
     if not training or p == 0.0:
         return x if scope.drops_shares(x) else NotImplemented
-    ids, key, axis = _ids(scope, x, "dropout")
     if name == "dropout" and scope.drops_shares(x):
+        ids, key, _ = _ids(scope, x, name)
         return scope.drop_shares(
             x, lambda part, words, first: draws.dropout(part, words, key, p, 0, first), ids
         )
-    if name == "feature_dropout" and x.dim() > 2:  # dropout1d: a number for a whole channel x[i, j]
-        if axis > 1:
-            raise ModelError(
-                "a channel that is dropped belongs to one vertex",
-                f"the rows lie along axis {axis}, so it is one channel of all of them",
-                where=scope.where(),
-                hint="give dropout1d a tensor [vertices, channels, ...]",
-            )
-        ones = x.new_ones(*x.shape[:2], *[1] * (x.dim() - 2))
-        return scope.like(x * draws.dropout(ones, ids, key, p, axis), x)
-    if name == "dropout_" or argument(args, kwargs, 3, "inplace", False):
-        return x.mul_(draws.dropout(torch.ones_like(x), ids, key, p, axis))
-    return scope.like(draws.dropout(x, ids, key, p, axis), x)
+    in_place = name.endswith("_") or bool(argument(args, kwargs, 3, "inplace", False))
+    if not name.startswith(("feature", "alpha")) and not in_place:
+        ids, key, axis = _ids(scope, x, name)
+        return scope.like(draws.dropout(x, ids, key, p, axis), x)
+    keep = _kept(scope, x, name, p)
+    shift: Tensor | float = 0.0
+    if "alpha" in name:
+        length = _SELU / math.sqrt((_SELU**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+        kept = keep * (1 - p)
+        keep, shift = kept * (length / _SELU), (kept - (1 - p)) * length
+    if in_place:
+        return x.mul_(keep).add_(shift) if "alpha" in name else x.mul_(keep)
+    return scope.like(x * keep + shift if "alpha" in name else x * keep, x)
 
 
-def _like_random(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``rand_like``, ``bernoulli`` and the like of a tensor with rows; ``torch.rand(x.size(0))``."""
-    x: Any = args[0] if args else kwargs.get("input", kwargs.get("size"))
-    if name in ("rand", "randn"):
-        x = scope.made("empty", args, {k: v for k, v in kwargs.items() if k != "generator"})
-    axis = scope.axis(x)
-    if axis is None:
-        return _shared(scope, name, func, args, kwargs)
-    ids, key, axis = _ids(scope, x, name)
-    rows = x.movedim(axis, 0)
-    flat = draws.uniform(draws.row_keys(ids, key), rows[:1].numel() if rows.size(0) else 0)
-    number = ((flat.double() + 0.5) / 2**32).reshape(rows.shape).movedim(0, axis)
-    kind = kwargs.get("dtype") or x.dtype
-    if name == "bernoulli":
-        p = argument(args, kwargs, 1, "p")
-        out = (number < (x if p is None else p)).to(x.dtype)
-    elif name.startswith("rand") and not name.startswith("randn"):
-        out = number.to(kind)
+_SELU: Final = 1.7580993408473766
+"""What a dropped entry of a self-normalising network is, below 0."""
+
+
+def _kept(scope: Scope, x: Tensor, name: str, p: float) -> Tensor:
+    """0 where an entry, or a whole channel ``x[i, j]``, is dropped, else ``1 / (1 - p)``."""
+    if not name.startswith("feature") or x.dim() < 3:
+        ids, key, axis = _ids(scope, x, name)
+        return draws.dropout(torch.ones_like(x), ids, key, p, axis)
+    ones = x.new_ones(*x.shape[:2], *[1] * (x.dim() - 2))
+    if (scope.axis(x) or 0) > 1:  # one channel of all rows
+        ids, key, axis = _ids(scope, torch.nn.Parameter(ones), name)
     else:
-        out = (torch.erfinv(number * 2 - 1) * math.sqrt(2)).to(kind)
-    return scope.like(out, x)
+        ids, key, axis = _ids(scope, x, name)
+    return draws.dropout(ones, ids, key, p, axis)
 
 
-def _in_place(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``x.uniform_()`` and the like of a tensor with rows: the numbers of ``rand_like``, turned."""
-    x: Tensor = args[0]
-    if scope.axis(x) is None or not x.is_floating_point() or not draws.of_torch(func, kwargs):
+def _rrelu(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Leaky relus with a drawn slope an entry."""
+    x: Tensor = args[0] if args else kwargs["input"]
+    if not argument(args, kwargs, 3, "training", False) or not draws.of_torch(func, kwargs):
+        return NotImplemented
+    low, high = argument(args, kwargs, 1, "lower", 1 / 8), argument(args, kwargs, 2, "upper", 1 / 3)
+    slope = low + (high - low) * _numbers(*_ids(scope, x, name))(tuple(x.shape), 0).to(x.dtype)
+    factor = torch.where(x.detach() <= 0, slope, torch.ones_like(slope))
+    return x.mul_(factor) if name.endswith("_") else scope.like(x * factor, x)
+
+
+def _numbers(ids: Tensor, key: int, axis: int) -> Number:
+    """Uniform numbers of rows."""
+    keys = draws.row_keys(ids, key)
+
+    def number(shape: tuple[int, ...], place: int) -> Tensor:
+        rest = [size for at, size in enumerate(shape) if at != axis]
+        columns = math.prod(rest)
+        flat = draws.uniform(keys, columns, place * columns)
+        return ((flat.double() + 0.5) / 2**32).reshape(keys.numel(), *rest).movedim(0, axis)
+
+    return number
+
+
+def _drawn(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """A draw of rows, by its law: ``rand_like``, ``x.uniform_()``, ``torch.normal(x, 1.0)``, ..."""
+    given = given_of(name, args, kwargs)
+    found = drawn_for(scope, name, given)
+    if found is None:
         return _shared(scope, name, func, args, kwargs)
-    ids, key, axis = _ids(scope, x, name)
-    rows = x.movedim(axis, 0)
-    flat = draws.uniform(draws.row_keys(ids, key), rows[:1].numel() if rows.size(0) else 0)
-    number = ((flat.double() + 0.5) / 2**32).reshape(rows.shape).movedim(0, axis)
-    if name == "uniform_":
-        low, high = argument(args, kwargs, 1, "from", 0.0), argument(args, kwargs, 2, "to", 1.0)
-        number = low + (high - low) * number
-    elif name == "normal_":
-        mean, std = argument(args, kwargs, 1, "mean", 0.0), argument(args, kwargs, 2, "std", 1.0)
-        number = mean + std * math.sqrt(2) * torch.erfinv(number * 2 - 1)
-    elif name == "exponential_":
-        number = -number.log() / argument(args, kwargs, 1, "lambd", 1.0)
+    if kwargs.get("generator") is not None:
+        return _by_generator(scope, name, func, args, kwargs, found)
+    given["shape"] = tuple(found.shape)
+    out = LAWS[name](_numbers(*_ids(scope, found, name)), given)
+    return scope.like(handed_out(name, given, found, out), found)
+
+
+def drawn_for(scope: Scope, name: str, given: Given) -> Tensor | None:
+    """A tensor of the shape and kind of what a draw gives, with its rows; None where it has none.
+
+    Raises:
+        ModelError: If it draws among the rows, and not for each of them.
+    """
+    if given.get("size") is not None:
+        kind = given.get("dtype") or (torch.int64 if name == "randint" else None)
+        return scope.made("empty", (given["size"],), {"dtype": kind, "device": given.get("device")})
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    base = next((each for each in tensors if scope.axis(each) is not None), None)
+    if base is None:
+        return None
+    if scope.parted and name in ("multinomial", "_sample_dirichlet") and scope.axis(base) == base.dim() - 1:
+        raise scope.refuse_draw(name, "it draws among all vertices or edges")
+    shape = torch.broadcast_shapes(*(each.shape for each in tensors))
+    if base.shape == shape:
+        return base
+    axis = scope.axis(base)
+    assert axis is not None
+    return scope.like(base.expand(shape), base, axis + len(shape) - base.dim())
+
+
+def _by_generator(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs, rows: Tensor) -> Any:
+    """A draw by the user's own generator: all vertices' numbers are drawn on each rank, and own ones kept."""
+    if not scope.parted:
+        return NotImplemented
+    given = given_of(name, args, kwargs)
+    sized = given.get("size") is not None
+    if not scope.of_each_vertex(rows) or not (sized or name.endswith(("_", "_like"))):
+        raise scope.refuse_draw(name, "a generator of your own draws in the order of the rows")
+    axis = scope.axis(rows)
+    assert axis is not None
+    shape = [scope.vertices if at == axis else size for at, size in enumerate(rows.shape)]
+    if sized:
+        values = [given[each] for each in ("low", "high", "mean", "std") if each in given]
+        whole = func(*values, size=shape, dtype=rows.dtype, generator=given["generator"])
     else:
-        number = (number < argument(args, kwargs, 1, "p", 0.5)).double()
-    with torch.no_grad():
-        x.copy_(number)
-    return x
+        whole = func(rows.new_empty(shape), *args[1:], **kwargs)
+    own = whole.index_select(axis, scope.row_ids())
+    return scope.like(handed_out(name, given, rows, own), rows)
 
 
 def _shared(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """A draw that is no vertex's and no edge's: the same on every rank, in every stage and for every chunk.
 
-    Torch's own generator stands elsewhere in each of them. What draws for rows is left to the check.
+    Torch's own generator stands elsewhere in each of them.
     """
-    idle = name in ("rrelu", "rrelu_") and not argument(args, kwargs, 3, "training", False)
-    if idle or not draws.of_torch(func, kwargs):
+    if not draws.of_torch(func, kwargs):
         return NotImplemented
-    given = [*args, *kwargs.values()]
-    inner = [each for value in given if isinstance(value, (tuple, list)) for each in value]
-    if any(scope.counts(value) for value in (*given, *inner)):
-        return NotImplemented
+    args = counted(scope, name, args, kwargs)
     path, index = scope.call()
     return draws.seeded(func, args, kwargs, draws.call_key(scope.seed, scope.epoch, path, index))
+
+
+def counted(scope: Scope, name: str, args: Args, kwargs: Kwargs) -> Args:
+    """The arguments of a draw of no rows: ``torch.randperm(x.size(0))`` is an order of all vertices.
+
+    Raises:
+        ModelError: If another draw goes by the number of a rank's rows.
+    """
+    numbers = [scope.vertices_counted(value) for value in args]
+    args = tuple(value if n is None else n for value, n in zip(args, numbers, strict=True))
+    given = [*args, *kwargs.values()]
+    inner = [each for value in given if isinstance(value, (tuple, list)) for each in value]
+    if scope.parted and any(scope.counts(value) for value in (*given, *inner)):
+        raise scope.refuse_draw(name, "it goes by the number of a rank's rows")
+    return args
 
 
 # Shapes, attention --------------------------------------------------------------------------------
@@ -170,11 +229,15 @@ def _attention(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) 
     return NotImplemented
 
 
+DROPOUTS: Final = tuple(
+    f"{kind}dropout{place}" for kind in ("", "feature_", "alpha_", "feature_alpha_") for place in ("", "_")
+)
+
 HANDLERS: Mapping[str, Handler] = {
-    **dict.fromkeys(("dropout", "dropout_", "feature_dropout"), _dropout),
+    **dict.fromkeys(DROPOUTS, _dropout),
     **dict.fromkeys(draws.DRAWS, _shared),
-    **dict.fromkeys(("uniform_", "normal_", "exponential_", "bernoulli_"), _in_place),
-    **dict.fromkeys(("rand_like", "randn_like", "rand", "randn", "bernoulli"), _like_random),
+    **dict.fromkeys(LAWS, _drawn),
+    **dict.fromkeys(("rrelu", "rrelu_"), _rrelu),
     **NORMS,
     **REDUCTIONS,
     **dict.fromkeys(("view", "reshape"), _view),

@@ -27,6 +27,8 @@ class Scope(Protocol):
         """The running epoch."""
 
     seed: int
+    parted: bool
+    vertices: int
 
     def axis(self, tensor: Any) -> int | None:
         """The row axis of a tensor with a row a vertex or an edge."""
@@ -36,6 +38,15 @@ class Scope(Protocol):
 
     def of_vertices(self, tensor: Any) -> bool:
         """Whether the rows are vertices."""
+
+    def of_each_vertex(self, tensor: Any) -> bool:
+        """Whether a tensor has one row for each own vertex."""
+
+    def vertices_counted(self, value: Any) -> int | None:
+        """Vertices of the whole graph where a value is the number of own ones; else None."""
+
+    def refuse_draw(self, name: str, why: str) -> Exception:
+        """The error for a draw of rows that would be another on other ranks."""
 
     def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
         """Mark ``out`` as having the rows of ``tensor``."""

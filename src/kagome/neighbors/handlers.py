@@ -362,13 +362,30 @@ def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _make(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.zeros(x.size(0))`` has a row a vertex, ``x.new_ones(row.size(0))`` a row an edge."""
-    place = int(name.startswith("new_"))
+    """``torch.zeros(x.size(0))`` has a row a vertex, ``x.new_ones(3, row.size(0))`` a row an edge."""
+    place = int(name.startswith("new"))
     size = args[place] if len(args) > place else kwargs.get("size")
-    first = size[0] if isinstance(size, (tuple, list)) and size else size
-    if not isinstance(first, Count):
+    sizes = size if isinstance(size, (tuple, list)) else args[place:]
+    axis = next((at for at, each in enumerate(sizes) if isinstance(each, Count)), None)
+    if axis is None:
         return NotImplemented
-    return scope.marks.put(func(*args, **kwargs), first.mark)
+    count = sizes[axis]
+    assert isinstance(count, Count)
+    return scope.marks.put(func(*args, **kwargs), replace(count.mark, axis=axis))
+
+
+def _widened(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``bias.expand(x.size(0), -1)``: a row a vertex, all alike."""
+    size = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+    axis = next((at for at, each in enumerate(size) if isinstance(each, Count)), None)
+    base = args[0]
+    if axis is None or not isinstance(base, Tensor) or scope.marks.get(base) is not None:
+        return NotImplemented
+    at, count = base.dim() - len(size) + axis, size[axis]
+    if at >= 0 and base.size(at) != 1:
+        return NotImplemented
+    assert isinstance(count, Count)
+    return scope.marks.put(func(*args, **kwargs), replace(count.mark, axis=axis))
 
 
 def _sparse(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -404,7 +421,8 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("numel", "nelement"), _numel),
     "__get__": _size,
     **dict.fromkeys(("zeros", "ones", "full", "empty"), _make),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _make),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty", "new"), _make),
+    **dict.fromkeys(("expand", "broadcast_to", "repeat", "tile"), _widened),
     **dict.fromkeys((f"sparse_{kind}_tensor" for kind in ("coo", "csr", "csc", "compressed")), _sparse),
     "_convert_indices_from_coo_to_csr": _sparse,
     "__getitem__": _gather,

@@ -308,6 +308,11 @@ class Interception(Late, TorchFunctionMode):
         mark = self.marks.get(tensor)
         return mark is not None and mark.kind in VERTICES and mark.whole
 
+    def vertices_counted(self, value: Any) -> int | None:
+        """Vertices of the whole graph where a value is the number of own ones; else None."""
+        counted = isinstance(value, Count) and value.mark.kind is Kind.ROWS and value.mark.whole
+        return self.vertices if counted else None
+
     def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
         """Give ``out`` the mark of ``tensor``, if need be along another axis."""
         mark = self.marks.get(tensor)
@@ -508,6 +513,15 @@ class Interception(Late, TorchFunctionMode):
                 if value is rows or (isinstance(value, (tuple, list)) and any(v is rows for v in value)):
                     return f"{self.where()}.{name}"
         return self.where()
+
+    def refuse_draw(self, name: str, why: str) -> ModelError:
+        """The error for a draw of rows that would be another on other ranks."""
+        return ModelError(
+            "what a model draws for vertices and edges is the same on any ranks",
+            f"{name} draws random numbers that are not made exact: {why}",
+            where="; ".join(filter(None, (self.where(), user_line()))),
+            hint="draw a row a vertex or a row an edge (torch.rand(x.size(0), k), torch.rand_like(x))",
+        )
 
     def refuse(self, what: str) -> ModelError:
         """The error for ids of which it is no longer known what they name."""

@@ -114,7 +114,7 @@ def _known(scope: Places, item: Tensor) -> bool:
     """Whether an index is one that knows which own rows it names: not a list of numbers of vertices."""
     mark = scope.marks.get(item)
     if mark is not None:
-        return mark.kind is not Kind.ROWS or item.dtype == torch.bool
+        return mark.kind not in (Kind.ROWS, Kind.PAIRS) or item.dtype == torch.bool
     if item.dtype in (torch.bool, torch.uint8):
         return not scope.parted or item.dim() != 1 or item.numel() != scope.vertices
     return not scope.parted
@@ -170,10 +170,11 @@ def take(scope: Places, base: Tensor, mark: Mark, item: Any) -> Tensor:
         raise refused(scope, f"rows are indexed by a {type(item).__name__}")
     if item.dtype in (torch.bool, torch.uint8):
         return _masked(scope, base, mark, item)
-    if (held := scope.marks.get(item)) is not None and held.kind is Kind.ROWS:
+    if (held := scope.marks.get(item)) is not None and held.kind in (Kind.ROWS, Kind.PAIRS):
+        holder = "vertex" if held.kind is Kind.ROWS else "edge"
         raise refused(
             scope,
-            "rows of other vertices are read by numbers that each vertex holds",
+            f"rows of other vertices are read by numbers that each {holder} holds",
             hint="make edges of them: edge_index[0] holds the numbers, edge_index[1] the vertices that read",
         )
     return _listed(scope, base, mark, item)

@@ -24,17 +24,17 @@ from kagome.graph.partition import Partition
 from kagome.model import draws
 from kagome.model.calling import Calling
 from kagome.model.copies import copied
+from kagome.model.exact import DROPOUTS, HANDLERS, counted, drawn_for
+from kagome.model.laws import LAWS, Given, given_of, handed_out, likely
 from kagome.model.rules import apply_rules
+from kagome.model.scope import argument
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
 from kagome.opened import opened
 
-_MEANS = frozenset(
-    {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"}
-    | {"feature_alpha_dropout", "rand_like", "randn_like", "rand", "randn", "bernoulli"}
-)
-DRAWS = _MEANS.union(draws.DRAWS)
+_DROPS = {*DROPOUTS, *(f"dropout{dims}d" for dims in (1, 2, 3))}
+DRAWS = frozenset(draws.DRAWS) | _DROPS
 """Calls that draw: switched off where split and whole are to agree with plain PyG."""
 
 
@@ -80,21 +80,36 @@ class _NoDraws(TorchFunctionMode):
 
 
 def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Answer a draw with its mean: dropout keeps all, rand gives one half; or else with the same always."""
-    if name not in _MEANS:
-        return draws.seeded(func, args, kwargs, 0) if draws.of_torch(func, kwargs) else NotImplemented
-    if name in ("rand", "randn"):
-        made = None if scope is None else scope.made("empty", args, _without_generator(kwargs))
-        return (func(*args, **kwargs) if made is None else made).fill_(0.5)
-    x: Tensor = args[0] if args else kwargs["input"]
-    if "rand" in name or name == "bernoulli":
-        out = torch.full_like(x, 0.5 if name != "bernoulli" else 1.0)
-        return out if scope is None else scope.like(out, x)
-    return x
+    """Answer a draw with what is the same for equal rows: dropout keeps all, rand gives one number."""
+    if name in _DROPS:
+        return args[0] if args else kwargs["input"]
+    if isinstance(func, FunctionType):
+        return NotImplemented
+    if name in LAWS and kwargs.get("generator") is None:
+        given = given_of(name, args, kwargs)
+        rows = None if scope is None else drawn_for(scope, name, given)
+        like = _like(name, given) if rows is None else rows
+        given["shape"] = tuple(like.shape)
+        out = handed_out(name, given, like, likely(name, given))
+        return out if rows is None else scope.like(out, rows)
+    if name.startswith("rrelu"):
+        bounds = (argument(args, kwargs, 1, "lower", 1 / 8), argument(args, kwargs, 2, "upper", 1 / 3))
+        out = func(args[0] if args else kwargs["input"], *bounds, training=False)
+        return out if scope is None else scope.like(out, args[0] if args else kwargs["input"])
+    if name in LAWS and scope is not None:  # by a generator of the user's
+        return HANDLERS[name](scope, name, func, args, kwargs)
+    if scope is not None and kwargs.get("generator") is None:
+        args = counted(scope, name, args, kwargs)
+    return draws.seeded(func, args, kwargs, 0) if draws.of_torch(func, kwargs) else NotImplemented
 
 
-def _without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in kwargs.items() if key != "generator"}
+def _like(name: str, given: Given) -> Tensor:
+    """A tensor of the shape and kind of what a draw of no rows gives."""
+    if given.get("size") is not None:
+        kind = given.get("dtype") or (torch.int64 if name == "randint" else None)
+        return torch.empty(given["size"], dtype=kind, device=given.get("device"))
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    return tensors[0].expand(torch.broadcast_shapes(*(each.shape for each in tensors)))
 
 
 def _watch(model: nn.Module, trace: Trace) -> Callable[[], None]:
@@ -129,9 +144,12 @@ def _backward(out: Any, ids: Tensor, token: Tensor | None, model: nn.Module, tra
     value = next((v for v in tree_leaves(out) if isinstance(v, Tensor)), None)
     if value is None:
         raise ModelError("forward gives a tensor, or several", f"it gives {type(out).__name__} without any")
-    # Weights by original id: the same sum however the rows are spread.
+    # Weights by original id: the same sum however the rows are spread. Columns weigh differently, or a
+    # softmax would have no gradient.
     weight = torch.sin(ids.to(value.dtype) * 12.9898 + seed) + 1.5
-    loss = (value * weight.view(-1, *[1] * (value.dim() - 1))).sum()
+    columns = torch.linspace(1, 2, value[:1].numel(), dtype=value.dtype, device=value.device)
+    by_row = weight.view(-1, *[1] * (value.dim() - 1))
+    loss = (value * by_row * columns.view(1, *value.shape[1:])).sum()
     loss = loss if token is None else loss + token
     if loss.requires_grad:
         loss.backward()
