@@ -51,17 +51,3 @@ def test_rows_draw_the_same_wherever_they_lie(ranks, what):
     for world in (2, 3):
         owner = random_owner(data.num_nodes, world)
         assert_equal(split(ranks, world, Built(what), data, owner, epochs=2), alone)
-
-
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.2, batch_first=True)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.layer(x.unsqueeze(0)).squeeze(0)
-
-
-def test_attention_over_all_vertices_with_dropout_runs_on_one_rank_and_draws_by_the_seed():
-    data = sample_graph(1)
-    assert_equal(one_rank(Attending, data, epochs=2), one_rank(Attending, data, epochs=2))

@@ -18,8 +18,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kagome.errors import ModelError
 from kagome.model import draws
+from kagome.model.attending import ATTENTION
 from kagome.model.laws import LAWS, Given, Number, given_of, handed_out
 from kagome.model.norms import NORMS
 from kagome.model.reductions import REDUCTIONS
@@ -200,7 +200,7 @@ def counted(scope: Scope, name: str, args: Args, kwargs: Kwargs) -> Args:
     return args
 
 
-# Shapes, attention --------------------------------------------------------------------------------
+# Shapes --------------------------------------------------------------------------------
 
 
 def _view(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -211,22 +211,6 @@ def _view(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
     width = math.prod(s for s in x.shape if s) // math.prod(s for s in shape if s > 0)
     out: Tensor = func(x, [width if s == -1 else s for s in shape])
     return scope.like(out, x)
-
-
-def _attention(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    if argument(args, kwargs, 4, "dropout_p", 0.0) > 0.0:
-        if scope.size == 1:
-            path, index = scope.call()
-            with torch.random.fork_rng():
-                torch.manual_seed(draws.call_key(scope.seed, scope.epoch, path, index))
-                return func(*args, **kwargs)
-        raise ModelError(
-            "dropout draws a number for each vertex or each edge",
-            "attention drops within its kernel, which draws by the place of a rank's rows",
-            where=scope.where(),
-            hint="set the attention's dropout to 0, or drop from its weights: softmax, dropout, then @ value",
-        )
-    return NotImplemented
 
 
 DROPOUTS: Final = tuple(
@@ -241,5 +225,5 @@ HANDLERS: Mapping[str, Handler] = {
     **NORMS,
     **REDUCTIONS,
     **dict.fromkeys(("view", "reshape"), _view),
-    "scaled_dot_product_attention": _attention,
+    **ATTENTION,
 }

@@ -219,10 +219,10 @@ _REDUCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def _softmax(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """A softmax over all vertices."""
+    """A softmax over all vertices, or all edges."""
     x = args[0] if args else kwargs["input"]
     axis, dim = scope.axis(x), argument(args, kwargs, 1, "dim", -1)
-    if axis is None or scope.size == 1 or dim is None or dim % x.dim() != axis or not scope.of_vertices(x):
+    if axis is None or scope.size == 1 or dim is None or dim % x.dim() != axis:
         return NotImplemented
     z = -x if name == "softmin" else x
     shifted = z - _highest(scope, z, (axis,))

@@ -66,11 +66,6 @@ def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
     return remove
 
 
-def attends_to_all(model: nn.Module) -> str:
-    """Path of the first layer that attends to all vertices; empty if there is none."""
-    return next((path for path, module in model.named_modules() if isinstance(module, pyg.GPSConv)), "")
-
-
 def _cheb(module: Any, scope: LayerScope) -> Settings:
     """ChebConv scales its Laplacian by twice the largest entry, which may lie on another rank."""
     inner = module.__norm__
@@ -110,6 +105,7 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
 
     def attend(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         if scope.size == 1:
+            scope.knows_everyone()
             return inner(query, *args, **kwargs)
         if query.size(0) != 1 or query.size(1) != scope.own:
             raise ModelError(
@@ -118,14 +114,13 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
                 where=scope.where(),
                 hint="leave batch out: there is one graph",
             )
-        whole = scope.everyone(query.squeeze(0)).unsqueeze(0)
+        if not performer:
+            return inner(query, query, query, need_weights=False)
+        whole = scope.everyone(query.squeeze(0), ordered=False).unsqueeze(0)
         if query.size(1) == 0:
             # A rank without vertices: nothing to compute, but its gradient must ask for the same collectives.
-            none = whole[:, :0] + sum(p.sum() * 0 for p in module.attn.parameters())
-            return none if performer else (none, None)
-        if performer:
-            return inner(whole)[:, : query.size(1)]
-        return inner(query, whole, whole, need_weights=False)
+            return whole[:, :0] + sum(p.sum() * 0 for p in module.attn.parameters())
+        return inner(whole)[:, : query.size(1)]
 
     return [(module.attn, "forward", attend)]
 

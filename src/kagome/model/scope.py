@@ -66,6 +66,18 @@ class Scope(Protocol):
     def greatest(self, part: Tensor) -> Tensor:
         """Maximum over ranks, without gradient."""
 
+    def everyone(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks in the order of the graph, with gradient."""
+
+    def knows_everyone(self) -> object:
+        """Say, where all rows are here, that rows of all vertices are read."""
+
+    def within(self, function: Callable[[], Any]) -> Any:
+        """Run a function whose torch calls are seen one by one."""
+
+    def lost(self, tensor: Tensor, origin: str) -> Tensor:
+        """Mark a tensor that no part has: whatever is made of it is refused where it leaves forward."""
+
     def made(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
         """What ``torch.zeros`` or the like gives for a counted number of rows; None for any other size."""
 

@@ -23,8 +23,11 @@ from kagome.model.scope import Scope
 class LayerScope(Scope, Protocol):
     """What a rule may ask of the interception beyond what a handler may."""
 
-    def everyone(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks, own ones first, with gradient."""
+    def everyone(self, rows: Tensor, *, ordered: bool = True) -> Tensor:
+        """The rows of all ranks, with gradient: in the order of the graph, or own ones first."""
+
+    def knows_everyone(self) -> object:
+        """Say, where all rows are here, that rows of all vertices are read."""
 
     def lasting(self, tensor: Tensor | None) -> bool:
         """Whether a tensor is the same in every forward."""

@@ -79,9 +79,6 @@ _RUNS = frozenset(
         "sort",
         "argsort",
         "flip",
-        "softmax",
-        "log_softmax",
-        "softmin",
         "cumsum",
         "cumprod",
         "cummax",
@@ -94,6 +91,8 @@ _RUNS = frozenset(
     ]
 )
 """Calls that go along one axis, the last by default, and keep the others."""
+_SHARES = frozenset(["softmax", "log_softmax", "softmin"])
+"""Calls that go along one axis, and whose result belongs entry by entry to what they are given."""
 _BY_AXIS = frozenset(
     [
         "gather",
@@ -192,6 +191,8 @@ def place_of(
     if name == "layer_norm":
         shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
         return axis if axis < base.dim() - len(shape) else None
+    if name in _SHARES:
+        return axis
     if name in _RUNS:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         dims = dim if isinstance(dim, (tuple, list)) else (dim,)

@@ -22,7 +22,7 @@ from kagome.neighbors.derivatives import DERIVATIVES
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.marks import ALIGNED, IDS, Kind, Mark
 from kagome.neighbors.messages import Linear
-from kagome.neighbors.places import Places
+from kagome.neighbors.places import Places, lost
 from kagome.neighbors.thin import Thin
 from kagome.neighbors.view import View
 
@@ -151,6 +151,8 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
         whole_tables.refuse_unknown_write(scope, name, base, dim)
     if mark is None or not isinstance(value, Tensor) or not isinstance(index, Tensor):
         return NotImplemented
+    if scope.parted and (gone := scope.marks.get(value)) is not None and gone.kind is Kind.LOST:
+        raise lost(scope, gone)
     axis = dim % max(base.dim(), 1)
     if mark.kind is Kind.MIXED:
         raise scope.refuse(name)

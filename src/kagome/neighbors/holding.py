@@ -53,7 +53,7 @@ def _kept(scope: Interception) -> Iterator[Tensor]:
         yield whole
     yield from scope._edge_keys.values()
     if scope._everyone is not None:
-        yield scope._everyone.send
+        yield from (scope._everyone.send, scope._order)
 
 
 def _of_structure(structure: Structure) -> Iterator[Tensor]:

@@ -116,6 +116,7 @@ class Interception(Late, TorchFunctionMode):
         self._constants: ByIdentity[Any] = ByIdentity()
         self._edge_keys: ByIdentity[Any] = ByIdentity()
         self._everyone: NeighborRows | None = None
+        self._order = torch.empty(0, dtype=torch.int64)
         self._wholes: ByIdentity[Any] = ByIdentity()
         self.again, self.calls = Again(self), Calls(self)
         self.notes: Notes | None = None
@@ -395,13 +396,30 @@ class Interception(Late, TorchFunctionMode):
         words: Tensor = self._edge_keys[edges]
         return words if words.numel() == tensor.size(mark.axis if mark is not None else 0) else None
 
-    def everyone(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks, own ones first, with gradient."""
+    def everyone(self, rows: Tensor, *, ordered: bool = True) -> Tensor:
+        """The rows of all ranks, with gradient: in the order of the graph, or own ones first."""
         self.needs_all("attention over all vertices")
+        plan = self.knows_everyone()
+        whole = plan.extend(rows, self.turn, self.where())
+        return whole.index_select(0, self._order) if ordered else whole
+
+    def knows_everyone(self) -> NeighborRows:
+        """The lists by which every rank reads every other's rows. All ranks come to it at once."""
         if self._everyone is None:
             with torch._C.DisableTorchFunction(), self.channel.aside():
                 self._everyone = all_rows(self.row_ids(), self.channel)
-        return self._everyone.extend(rows, self.turn, self.where())
+                assert self._everyone.ids is not None
+                self._order = self._everyone.ids.argsort()
+        return self._everyone
+
+    def within(self, function: Callable[[], Any]) -> Any:
+        """Run a function whose torch calls are seen one by one."""
+        with self:
+            return function()
+
+    def lost(self, tensor: Tensor, origin: str) -> Tensor:
+        """Mark a tensor that no part has: whatever is made of it is refused where it leaves forward."""
+        return self.marks.put(tensor, Mark(Kind.LOST, origin=f"{origin} ({user_line() or 'a library'})"))
 
     def as_targets(self, index: Tensor) -> Tensor:
         """Say that a tensor holds ids of own rows."""

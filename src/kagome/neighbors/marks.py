@@ -381,11 +381,11 @@ def _unlike(marks: Marks, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _outer(marks: Marks, args: tuple[Any, ...]) -> bool:
-    """Whether a product has rows of vertices along both of its last axes: of this part's alone."""
+    """Whether a product has rows of vertices or edges along both its last axes: of this part's alone."""
     if len(args) < 2 or not all(isinstance(arg, Tensor) and arg.dim() > 1 for arg in args[:2]):
         return False
     (left, one), (right, two) = ((arg, marks.get(arg)) for arg in args[:2])
-    if one is None or two is None or one.kind not in VERTICES or two.kind not in VERTICES:
+    if one is None or two is None or one.kind not in ALIGNED or two.kind not in ALIGNED:
         return False
     return bool(one.axis == left.dim() - 2 and two.axis == right.dim() - 1)
 

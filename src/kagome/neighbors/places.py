@@ -21,6 +21,10 @@ Kwargs = dict[str, Any]
 Func = Callable[..., Any]
 
 _WAY_OUT = "give the Data an attribute with a value a vertex (data.kind = ...) and tell rows apart by that"
+_ATTENTION = (
+    "F.scaled_dot_product_attention(q, k, v) where all vertices attend to all, edges where some do; or train "
+    "on one rank"
+)
 FULL = slice(None)
 
 
@@ -119,4 +123,5 @@ def refused(scope: Places, what: str, *, hint: str = "") -> ModelError:
 
 def lost(scope: Places, mark: Mark) -> ModelError:
     """The error of what became of rows by a call that goes by their places."""
-    return refused(scope, f"rows went through {mark.origin}")
+    product = mark.origin.startswith(("matmul", "bmm", "mm", "einsum", "baddbmm"))
+    return refused(scope, f"rows went through {mark.origin}", hint=_ATTENTION if product else "")

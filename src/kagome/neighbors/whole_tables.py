@@ -210,6 +210,9 @@ def refuse_unfit(scope: Places, name: str, args: Args, kwargs: Kwargs, error: Ex
         ModelError: If it was, by the user's code.
     """
     marks = [scope.marks.get(tensor) for tensor in _flat(args, kwargs)] if scope.parted else []
+    gone = next((mark for mark in marks if mark is not None and mark.kind is Kind.LOST), None)
+    if gone is not None:
+        raise lost(scope, gone) from error
     if any(mark is not None and mark.kind in VERTICES for mark in marks) and not from_library():
         words = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise refused(scope, f"{name} does not take the {scope.own:,} rows of a part: {words}") from error

@@ -20,7 +20,7 @@ from kagome.graph.partition import Partition, partition
 from kagome.model.exact import HANDLERS
 from kagome.model.layers import Survey, settled, survey
 from kagome.model.likeness import TRACED, refuse_unlike
-from kagome.model.rules import apply_rules, attends_to_all
+from kagome.model.rules import apply_rules
 from kagome.model.steps import LayerGraph, Step
 from kagome.model.tracing import HINT
 from kagome.neighbors.install import install
@@ -102,9 +102,7 @@ def looked_at(
     _compare(model, graph, scopes[0], train, named=named)
     vertices = scopes[0].own, scopes[1].own
     edges = scopes[0].part.edge_index.size(1), scopes[1].part.edge_index.size(1)
-    return replace(
-        settled(one, other, vertices, edges), beyond=next(iter(asked.layers), attends_to_all(model))
-    )
+    return replace(settled(one, other, vertices, edges), beyond=next(iter(asked.layers), ""))
 
 
 def _survey(model: nn.Module, graph: LayerGraph, scope: Interception, train: Train) -> Survey:

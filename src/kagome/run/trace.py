@@ -34,7 +34,8 @@ from kagome.neighbors.lazy import EscapeError
 from kagome.opened import opened
 
 _DROPS = {*DROPOUTS, *(f"dropout{dims}d" for dims in (1, 2, 3))}
-DRAWS = frozenset(draws.DRAWS) | _DROPS
+_DROPS_INSIDE = "scaled_dot_product_attention"
+DRAWS = frozenset(draws.DRAWS) | _DROPS | {_DROPS_INSIDE}
 """Calls that draw: switched off where split and whole are to agree with plain PyG."""
 
 
@@ -85,6 +86,8 @@ def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return args[0] if args else kwargs["input"]
     if isinstance(func, FunctionType):
         return NotImplemented
+    if name == _DROPS_INSIDE:
+        return _undropped(scope, name, func, args, kwargs)
     if name in LAWS and kwargs.get("generator") is None:
         given = given_of(name, args, kwargs)
         rows = None if scope is None else drawn_for(scope, name, given)
@@ -101,6 +104,18 @@ def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if scope is not None and kwargs.get("generator") is None:
         args = counted(scope, name, args, kwargs)
     return draws.seeded(func, args, kwargs, 0) if draws.of_torch(func, kwargs) else NotImplemented
+
+
+def _undropped(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Attention that drops nothing."""
+    args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+    kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+    found = NotImplemented if scope is None else HANDLERS[name](scope, name, func, args, kwargs)
+    if found is NotImplemented:
+        found = func(*args, **kwargs)
+        if scope is not None:
+            scope.marks.spread(name, args, kwargs, found)
+    return found
 
 
 def _like(name: str, given: Given) -> Tensor:
