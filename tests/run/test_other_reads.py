@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,7 +53,40 @@ def _attentive() -> nn.Module:
     return Stack(pyg.GPSConv(HIDDEN, pyg.SAGEConv(HIDDEN, HIDDEN), heads=2))
 
 
-MODELS = {"most": _most, "attentive": _attentive, "dropped": Dropped}
+class BothWays(nn.Module):
+    """Reads along edges and against them."""
+
+    def __init__(self, turn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.there, self.back = pyg.SAGEConv(FEATURES, HIDDEN), pyg.SAGEConv(FEATURES, HIDDEN)
+        self.out, self.turn = nn.Linear(HIDDEN, CLASSES), turn
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.out((self.there(x, edge_index) + self.back(x, self.turn(edge_index))).tanh())
+
+
+class Transformed(nn.Module):
+    """Its middle attends to all vertices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(FEATURES, HIDDEN), pyg.SAGEConv(HIDDEN, CLASSES)
+        self.layer = nn.TransformerEncoderLayer(HIDDEN, 2, HIDDEN, batch_first=True)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.out(self.layer(self.into(x).unsqueeze(0)).squeeze(0), edge_index)
+
+
+MODELS = {
+    "most": _most,
+    "attentive": _attentive,
+    "dropped": Dropped,
+    "flipped": lambda: BothWays(lambda edges: edges.flip(0)),
+    "stacked": lambda: BothWays(lambda edges: torch.stack([edges[1], edges[0]])),
+    "turned": lambda: BothWays(lambda edges: edges[[1, 0]]),
+    "both ways": lambda: Stack(pyg.DirGNNConv(pyg.SAGEConv(HIDDEN, HIDDEN))),
+    "transformed": Transformed,
+}
 
 
 def trained(channel: Channel, name: str, parallel: dict[str, Any], fast: bool = True, epochs: int = 4) -> Any:
@@ -71,6 +105,15 @@ def test_a_maximum_over_drawn_rows_is_refused_in_pipelines_too(ranks, world, cut
 def test_attention_over_drawn_rows_of_all_vertices_is_refused(ranks):
     for rank in ranks(2, trained, "attentive", {"graph": 2, "halo_sample": 0.3}, spoils=True):
         assert "attention over all vertices wants all of them" in rank
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("cross_chunk", ["history", "exact", "drop"])
+@pytest.mark.parametrize("name", ["flipped", "stacked", "turned", "both ways", "attentive", "transformed"])
+def test_chunks_refuse_other_reads_on_all_ranks_before_the_first_epoch(ranks, name, cross_chunk):
+    found = ranks(2, trained, name, {"graph": 2, "chunks": 2, "cross_chunk": cross_chunk}, spoils=True)
+    for rank in found:
+        assert "chunks=2 read their neighbours' rows by the edges into them" in rank
 
 
 @pytest.mark.parametrize("given", [{"codec": "int4", "adaptive_bits": True}, {"codec": "onebit"}])

@@ -41,6 +41,9 @@ class Reader(Places, Protocol):
     def read(self, rows: Tensor, axis: int, mark: Mark) -> Tensor:
         """Own and halo rows."""
 
+    def goes_beyond(self, what: str) -> None:
+        """Say, where all rows are here, that more is asked for than the edges into a vertex bring."""
+
     def write(self, sums: Tensor, axis: int, mark: Mark) -> Tensor:
         """Sums on own rows."""
 
@@ -172,6 +175,7 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
     if mark.kind is Kind.TARGET:
         return scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, mark.view, axis))
     if mark.kind is Kind.SOURCE and scope.size == 1:
+        scope.goes_beyond("sums for neighbours' rows")
         return scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, 0, axis))
     if scope.size == 1 or mark.kind is Kind.LOCAL:
         return NotImplemented

@@ -412,6 +412,11 @@ class Interception(Late, TorchFunctionMode):
                 self._order = self._everyone.ids.argsort()
         return self._everyone
 
+    def goes_beyond(self, what: str) -> None:
+        """Say, where all rows are here, that more is asked for than the edges into a vertex bring."""
+        none = torch.empty(0, 1, device=self.device)
+        self.channel.exchange(none, [0], [0], action=what, kind="other")  # whoever looks on hears of it
+
     def within(self, function: Callable[[], Any]) -> Any:
         """Run a function whose torch calls are seen one by one."""
         with self:

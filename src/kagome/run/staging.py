@@ -166,7 +166,7 @@ def stage_model(
         As :func:`steps_of`.
     """
     steps = steps_of(model, part, world, parallel.layers, train, device, fast=fast)
-    if steps.survey.beyond and (parallel.chunks or 1) > 1 and parallel.cross_chunk != "drop":
+    if steps.survey.beyond and (parallel.chunks or 1) > 1:  # evaluation drops no edge
         raise ModelError(
             f"chunks={parallel.chunks} read their neighbours' rows by the edges into them",
             "a layer reads along edges the other way, or all vertices",
