@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from edge_models import ADJACENCIES, FAN_IN, FAN_OUT, NODES, Adjacent, weighted
+from adjacency_models import ADJACENCIES, Adjacent, weighted
+from edge_models import FAN_IN, FAN_OUT, NODES
 from kagome.errors import DataError
 from kagome.graph.validate import validate
 from kagome.run.check import check

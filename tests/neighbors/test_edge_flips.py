@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from edge_models import FAN_IN, FLIPS, NODES, TURNS, D, Flipped, P, graph, summed, table
+from edge_models import FAN_IN, NODES, D, P, graph, summed, table
+from flip_models import FLIPS, TURNS, Flipped
 from outcomes import outcome
 from parity import assert_equal, random_owner, whole
 

@@ -21,7 +21,6 @@ LOSE = frozenset(
         "searchsorted",
         "diag",
         "outer",
-        "cdist",
         "corrcoef",
         "cov",
         "einsum",
@@ -120,6 +119,32 @@ _BATCHED = {
     "lp_pool2d": 4,
 }
 """Calls that keep an axis of samples, the first, apart from the others, and of how many axes at least."""
+ELEMENTWISE = frozenset(
+    [
+        *("add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "mul", "rmul", "imul", "multiply"),
+        *("div", "truediv", "rtruediv", "rdiv", "idiv", "itruediv", "true_divide", "divide", "pow", "rpow"),
+        *("floor_divide", "floordiv", "rfloordiv", "remainder", "fmod", "mod", "rmod", "addcmul", "addcdiv"),
+        *(
+            "maximum",
+            "minimum",
+            "max",
+            "min",
+            "fmax",
+            "fmin",
+            "where",
+            "lerp",
+            "masked_fill",
+            "copy",
+            "clamp",
+        ),
+        *("eq", "ne", "lt", "le", "gt", "ge", "isclose", "atan2", "hypot", "copysign", "logaddexp", "xlogy"),
+        *("logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor"),
+        *("and", "or", "xor", "iand", "ior", "rand", "ror", "rxor"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+        *("cat", "concat", "concatenate", "stack", "hstack"),
+    ]
+)
+"""Calls in which rows of one tensor meet the same rows of another, by their names without underscores."""
 PREFIX = frozenset(["view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"])
 
 
@@ -155,6 +180,9 @@ def place_of(
         dims = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
         places = [_positive(d, base) for d in dims]
         return places.index(axis)
+    if name == "cdist":  # of rows and of points that are no rows: see marks for rows with rows
+        inner, outer = base.dim() - 2, out.dim() - (2 if args[0] is base else 1)
+        return outer if axis == inner else axis if axis < inner else None
     if name in ("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"):
         return _by_product(args, base, axis, rows, out)
     if name in _REDUCE:

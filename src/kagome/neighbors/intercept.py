@@ -218,6 +218,8 @@ class Interception(Late, TorchFunctionMode):
             args = algebra.computed_for(name, args)
             if name not in algebra.WRITES:
                 kwargs = {key: algebra.computed(value) for key, value in kwargs.items()}
+        if self.parted and name in whole_tables.BY_IDS:
+            whole_tables.refuse_lost_ids(self, name, args, kwargs)
         for handler in self._handlers.get(name, ()):
             result = handler(self, name, func, args, kwargs)
             if result is not NotImplemented:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome.neighbors.axes import PREFIX, merged, place_of
+from kagome.neighbors.axes import ELEMENTWISE, PREFIX, merged, place_of
 from kagome.neighbors.by_identity import ByIdentity
 from kagome.neighbors.caller import from_library, user_line
 from kagome.neighbors.subset import Subset
@@ -342,7 +342,11 @@ def _spread_rows(
         marks.put(result, mark)  # each row is written by the edges that end in it
         return
     with_edges = any(m.kind is Kind.PAIRS for m in found)
-    if name in _PRODUCTS and not marks.whole and _outer(marks, args):
+    if not marks.whole and (
+        (name in _PRODUCTS and _outer(marks, args))
+        or (name == "cdist" and len([m for m in found if m.kind in VERTICES]) > 1)
+        or (name.strip("_") in ELEMENTWISE and _crossed(marks, args, kwargs))
+    ):
         _lose(marks, name, result)
         return
     unlike = not marks.whole and mark.kind in VERTICES and _unlike(marks, mark, args, kwargs)
@@ -388,6 +392,12 @@ def _outer(marks: Marks, args: tuple[Any, ...]) -> bool:
     if one is None or two is None or one.kind not in ALIGNED or two.kind not in ALIGNED:
         return False
     return bool(one.axis == left.dim() - 2 and two.axis == right.dim() - 1)
+
+
+def _crossed(marks: Marks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an element-wise call lays rows of vertices along two axes: ``x[:, None] - x[None]``."""
+    held = [(t, m) for t in tensors(args, kwargs) if (m := marks.get(t)) is not None and m.kind in VERTICES]
+    return len({m.axis - t.dim() for t, m in held}) > 1
 
 
 _PRODUCTS = frozenset(["matmul", "mm", "bmm", "__matmul__", "__rmatmul__"])

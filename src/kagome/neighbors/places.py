@@ -121,7 +121,16 @@ def refused(scope: Places, what: str, *, hint: str = "") -> ModelError:
     )
 
 
-def lost(scope: Places, mark: Mark) -> ModelError:
-    """The error of what became of rows by a call that goes by their places."""
+def lost(scope: Places, mark: Mark, *, edges: bool = False) -> ModelError:
+    """The error of what became of rows by a call that goes by their places.
+
+    Args:
+        scope: The running interception.
+        mark: Of what is lost.
+        edges: Whether it tells which rows belong together.
+    """
     product = mark.origin.startswith(("matmul", "bmm", "mm", "einsum", "baddbmm"))
-    return refused(scope, f"rows went through {mark.origin}", hint=_ATTENTION if product else "")
+    hint = "make these edges before training (data.edge_index), not inside forward; or train on one rank"
+    return refused(
+        scope, f"rows went through {mark.origin}", hint=hint if edges else _ATTENTION if product else ""
+    )

@@ -6,13 +6,14 @@ read or written by the part's ids: a parameter or buffer ``[N, d]``, ``torch.zer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from kagome.neighbors.axes import ELEMENTWISE
 from kagome.neighbors.caller import from_library
 from kagome.neighbors.count import Count, as_place
 from kagome.neighbors.marks import IDS, VERTICES, Kind, Mark
@@ -155,54 +156,6 @@ def refuse_unknown_write(scope: Places, name: str, base: Any, dim: Any) -> None:
         )
 
 
-_ELEMENTWISE = frozenset(
-    [
-        *(
-            "add",
-            "sub",
-            "mul",
-            "div",
-            "rsub",
-            "true_divide",
-            "floor_divide",
-            "remainder",
-            "fmod",
-            "pow",
-            "where",
-        ),
-        *(
-            "eq",
-            "ne",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "maximum",
-            "minimum",
-            "fmax",
-            "fmin",
-            "lerp",
-            "addcmul",
-            "addcdiv",
-        ),
-        *(
-            "logical_and",
-            "logical_or",
-            "logical_xor",
-            "bitwise_and",
-            "bitwise_or",
-            "bitwise_xor",
-            "masked_fill",
-        ),
-        *("atan2", "hypot", "copysign", "isclose", "copy", "cat", "concat", "concatenate", "stack", "hstack"),
-        *("and", "or", "xor", "truediv", "floordiv", "mod", "radd", "rmul", "rtruediv", "rdiv", "rpow"),
-        *("iadd", "isub", "imul", "itruediv", "iand", "ior", "rand", "ror", "rfloordiv", "rmod", "rxor"),
-        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "getitem", "clamp", "logaddexp", "xlogy"),
-    ]
-)
-"""Calls in which rows of one tensor meet the same rows of another, by their names without underscores."""
-
-
 def refuse_unfit(scope: Places, name: str, args: Args, kwargs: Kwargs, error: Exception) -> None:
     """Say of a call that torch refuses that it was given the rows of a part.
 
@@ -263,6 +216,9 @@ def refuse_unknown_edges(scope: Places, edges: Any) -> None:
     Raises:
         ModelError: If rows lie apart, so that these ids would be taken for those of a part.
     """
+    held = scope.marks.get(edges)
+    if scope.parted and held is not None and held.kind is Kind.LOST:
+        raise lost(scope, held, edges=True)
     if scope.parted and type(edges) is Tensor and not edges.is_sparse and scope.marks.get(edges) is None:
         raise refused(
             scope,
@@ -271,13 +227,43 @@ def refuse_unknown_edges(scope: Places, edges: Any) -> None:
         )
 
 
+def refuse_lost_ids(scope: Places, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Refuse rows that are read or written by ids made of lost rows: of the nearest vertices in a part.
+
+    Raises:
+        ModelError: Naming the call that lost them.
+    """
+    for value in _deep((*args[1:], *kwargs.values())):
+        held = scope.marks.get(value)
+        if held is not None and held.kind is Kind.LOST and not value.is_floating_point():
+            raise lost(scope, held, edges=True)
+
+
+def _deep(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _deep(value)
+
+
+BY_IDS: Final = frozenset(
+    [
+        *("__getitem__", "__setitem__", "index_select", "gather", "take_along_dim", "take", "embedding"),
+        *("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
+        *("index_add", "index_add_", "index_put", "index_put_", "index_copy", "index_copy_"),
+    ]
+)
+"""Calls that read or write entries by ids."""
+
+
 def met(scope: Places, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """A call's arguments with own rows of tensors that have all rows, where they meet rows of vertices.
 
     Returns:
         None where no argument has rows of vertices, or none has all rows.
     """
-    if name.strip("_") not in _ELEMENTWISE:
+    if name != "__getitem__" and name.strip("_") not in ELEMENTWISE:
         return None
     marked = next(
         ((t, m) for t in _flat(args, kwargs) if (m := scope.marks.get(t)) is not None and m.kind in VERTICES),
