@@ -6,11 +6,13 @@ import gc
 import os
 import sys
 import threading
+from pathlib import Path
 
 import torch
 from training import QUIET, Gcn, graph, settings
 
 from kagome import Trainer
+from kagome.run.claim import Claim
 
 COUNT = int(sys.argv[1])
 
@@ -64,3 +66,22 @@ for _ in range(2):
     third.close()
 del one, other, third
 left("side by side")
+
+gc.collect()
+gc.disable()
+trainer = made(out="run")
+trainer.fit(1)
+trainer.myself = trainer
+del trainer
+collecting = threading.Thread(target=gc.collect)
+collecting.start()
+collecting.join()
+gc.enable()
+# That thread has left no ranks, and has closed the run's files.
+assert torch.distributed.is_initialized() == (int(os.environ.get("WORLD_SIZE", "1")) > 1)
+if os.environ.get("RANK", "0") == "0":
+    Claim(Path("run")).close()
+trainer = made()
+trainer.fit(1)
+trainer.close()
+left("in a thread")

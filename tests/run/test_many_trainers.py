@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ from training import QUIET, Gcn, graph, settings
 
 import warm
 from kagome import Trainer
+from kagome.comm.leaving import Leaving, close_waiting
 from kagome.errors import ConfigError
 
 SCRIPT = Path(__file__).parent / "many.py"
@@ -24,10 +28,46 @@ def test_trainers_leave_no_file_and_no_thread(tmp_path, trainers, ranks):
     found = warm.run(SCRIPT, trainers, cwd=tmp_path, ranks=ranks, timeout=400)
     assert found.returncode == 0, found.stderr
     rows = [line.split() for line in found.stdout.splitlines()]
-    assert len(rows) == 5 * ranks
-    for first, *others in (rows[place : place + 5] for place in range(0, len(rows), 5)):
+    assert len(rows) == 6 * ranks
+    for first, *others in (rows[place : place + 6] for place in range(0, len(rows), 6)):
         for row in others:
             assert row[-3:] == first[-3:], rows
+
+
+def test_what_is_gone_is_closed_by_the_thread_that_opened_it():
+    """A collection in any other thread left the process group from there."""
+    closed = []
+
+    def note(what: str) -> Callable[[], None]:
+        return lambda: closed.append((what, threading.current_thread()))
+
+    here, there = Leaving(note("ranks"), note("files")), []
+    opened, ends = threading.Event(), threading.Event()
+
+    def opens() -> None:
+        there.append(Leaving(note("ranks"), note("files")))
+        opened.set()
+        ends.wait(20)
+
+    other = threading.Thread(target=opens)
+    other.start()
+    assert opened.wait(20)
+    there[0]()
+    close_waiting()
+    assert closed == [("files", threading.current_thread())], "its thread is alive, and not this one"
+    collecting = threading.Thread(target=here)
+    collecting.start()
+    collecting.join()
+    assert closed[1:] == [("files", collecting)]
+    close_waiting()
+    close_waiting()
+    assert closed[2:] == [("ranks", threading.current_thread())]
+    ends.set()
+    other.join()
+    del other
+    there.clear()
+    gc.collect()
+    assert [what for what, _ in closed[3:]] == ["ranks"], "a thread that has ended holds nothing open"
 
 
 def test_a_closed_trainer_says_so():

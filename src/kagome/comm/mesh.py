@@ -30,6 +30,7 @@ from kagome.allocator import keep_freed_memory
 from kagome.comm.channel import Channel
 from kagome.comm.groups import Groups
 from kagome.comm.joined import Joined, current, given_store, join
+from kagome.comm.leaving import close_waiting
 from kagome.comm.watch import Watch
 from kagome.config import Parallel
 from kagome.ranks import Ranks, environment
@@ -117,6 +118,7 @@ def open_mesh(
         CommError: If the ranks do not meet.
         LaunchError: If the environment is no sense.
     """
+    close_waiting()
     given = dist.is_initialized() and current() is None
     ranks = _given_ranks() if given else environment()
     fitted = (parallel or Parallel()).fit(ranks.size)

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from kagome import config
 from kagome.comm.channel import Channel
+from kagome.comm.leaving import Leaving
 from kagome.comm.mesh import open_mesh
 from kagome.config import Loss as LossName
 from kagome.config import Metric as MetricName
@@ -171,8 +172,9 @@ class Trainer:
         self._begun, self.spans = time.perf_counter(), Spans(most=10_000)  # a pipeline has one an action
         self._stack = ExitStack()
         self.settings, self.train = settings, settings.train
-        # Nothing on the stack may hold the trainer. What is not gone before ends with the process.
-        self._closing = weakref.finalize(self, self._stack.close)
+        self._files = ExitStack()  # what any thread may close
+        # Nothing on the stacks may hold the trainer. What is not gone before ends with the process.
+        self._closing = weakref.finalize(self, Leaving(self._stack.close, self._files.close))
         try:
             mesh = open_mesh(settings.parallel, timeout=self.train.timeout, say=warn)
             self.mesh = self._stack.enter_context(mesh)
@@ -198,7 +200,8 @@ class Trainer:
                 self.writer = RunWriter(
                     str(folder), settings, self.world, own=wishes.own, overwrite=overwrite, say=say
                 )
-                self._stack.callback(self.writer.close)
+                self._files.callback(self.writer.close)
+                self._stack.callback(self._files.close)
         except BaseException:
             self.close()
             raise
@@ -405,7 +408,8 @@ class Trainer:
     def close(self) -> None:
         """Leave the ranks, and let go of all connections, threads and files. It may be called twice.
 
-        A Trainer that nobody holds any more, and one that is left at exit, closes by itself.
+        A Trainer that nobody holds any more, and one that is left at exit, closes by itself: the thread that
+        made it does that.
         """
         self._closing.detach()
         self._stack.__exit__(*sys.exc_info())  # after an error peers are not waited for as long
