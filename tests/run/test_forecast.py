@@ -328,6 +328,38 @@ class Picky(nn.Module):
         return self.layer(x)
 
 
+class Tables(nn.Module):
+    """A row an edge and a row a vertex: parameters, a buffer, an embedding."""
+
+    def __init__(self, vertices: int, edges: int) -> None:
+        super().__init__()
+        self.weight, self.place = nn.Parameter(torch.ones(edges)), nn.Parameter(torch.zeros(vertices, 8))
+        self.register_buffer("held", torch.linspace(0.5, 1, edges))
+        self.own = nn.Embedding(vertices, 8)
+        self.first, self.last = nn.Linear(FEATURES, 8), GCNConv(8, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = self.first(x) + self.place + self.own.weight
+        return self.last(h.tanh(), edge_index, (self.weight * self.held).sigmoid())
+
+
+def of_tables(channel: Channel) -> tuple[list[dict[str, Any]], list[str]]:
+    data = graph()
+    torch.manual_seed(0)
+    mine = Tables(data.num_nodes, data.num_edges)
+    with Trainer(mine, data, train=settings(), report=QUIET) as trainer:
+        memory: list[dict[str, Any]] = trainer.fit(3)["memory"]
+        return memory, [note for note in trainer.notes if note.startswith("memory")]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_with_tables_of_vertices_and_edges_is_foreseen(ranks, world: int) -> None:
+    """It was "not known": made graphs have other numbers of vertices and edges."""
+    memory, notes = ranks(world, of_tables)[0]
+    assert not any("not known" in note for note in notes)
+    same(memory)
+
+
 def test_a_model_that_fails_on_a_made_graph_trains_all_the_same() -> None:
     with Trainer(Picky(), graph(), train=settings(), report=QUIET) as trainer:
         one = trainer.fit(2)["memory"][0]

@@ -210,7 +210,7 @@ def fit(model: nn.Module, edges: int, vertices: int, places: Tensor) -> bool:
 
 
 def _tables_among(model: nn.Module, edges: int, vertices: int) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in _tensors_of(model):
+    for name, tensor in tensors_of(model):
         if tensor.layout is not torch.strided and vertices in tensor.shape:
             raise ModelError(
                 "an adjacency comes with the data, so that each part has its own rows",
@@ -286,8 +286,8 @@ def _by_number(rest: Args, kwargs: Kwargs) -> bool:
     return not numbers and isinstance(items[0] if items else None, int)
 
 
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers, and tensors among the attributes of the user's own modules."""
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """By their names, parameters, buffers, and tensors among the attributes of the user's own modules."""
     for path, module in model.named_modules():
         if type(module).__module__.startswith(_OWN) and not isinstance(module, _HOLDERS):
             continue

@@ -39,7 +39,7 @@ from kagome.run.check import twin_of
 from kagome.run.counts import UNITS, Counts, Team, counts_of, fitted, split_counts
 from kagome.run.gradients import message_bytes
 from kagome.run.holdings import Saved, ledger_of
-from kagome.run.made import drawn, made_pieces
+from kagome.run.made import drawn, fit, made_pieces, tables_of
 from kagome.run.task import undisturbed
 
 FITTED: Final = ("features", "edges", "tables", "activations", "halo")
@@ -176,7 +176,7 @@ def rates_of(
     try:
         pieces = made_pieces(part, several=way.several, loops=loops, seed=way.seed)
         with undisturbed():
-            found = _steps(twin_of(model), pieces, way)
+            found = _steps(twin_of(model), part, pieces, way)
         graded = [any(has) for has in zip(*(one.graded for one in found), strict=True)]
         by_unit = fitted([counts_of(piece) for piece in pieces], [one.bytes for one in found])
         if slices:
@@ -264,15 +264,28 @@ class _Step:
     graded: tuple[bool, ...]
 
 
-def _steps(twin: nn.Module, pieces: Sequence[Partition], way: Way, tensor: int = 1) -> list[_Step]:
+def _steps(
+    twin: nn.Module, part: Partition, pieces: Sequence[Partition], way: Way, tensor: int = 1
+) -> list[_Step]:
     try:
-        return _all(twin, pieces, way, fast=way.fast, tensor=tensor)
+        return _all(_on(twin, part, pieces), pieces, way, fast=way.fast, tensor=tensor)
     except EscapeError:
-        return _all(twin, pieces, way, fast=False, tensor=tensor)  # as the engine does
+        return _all(_on(twin, part, pieces), pieces, way, fast=False, tensor=tensor)  # as the engine does
 
 
-def _all(twin: nn.Module, pieces: Sequence[Partition], way: Way, *, fast: bool, tensor: int) -> list[_Step]:
-    models = [copied(twin, {id(p): p for p in twin.parameters()}) for _ in pieces]
+def _on(twin: nn.Module, part: Partition, pieces: Sequence[Partition]) -> list[nn.Module]:
+    """A copy for each piece, with tables of its sizes; they share all other weights."""
+    apart = {id(table) for table in tables_of(twin, part)}
+    shared = {id(p): p for p in twin.parameters() if id(p) not in apart}
+    models = [copied(twin, shared) for _ in pieces]
+    for model, piece in zip(models, pieces, strict=True):
+        fit(model, part, piece)
+    return models
+
+
+def _all(
+    models: Sequence[nn.Module], pieces: Sequence[Partition], way: Way, *, fast: bool, tensor: int
+) -> list[_Step]:
     if way.several:
         group = LocalGroup(len(pieces))
         return group.run(lambda c: _step(models[c.rank], pieces[c.rank], c, way, fast, tensor))
@@ -339,7 +352,9 @@ def _by_slice(
         if skewed:
             data.edge_index[1] = data.edge_index[1] ** 2 // vertices
         owner = torch.arange(vertices) * size // vertices
-        steps = _steps(twin, [extract(data, owner, rank, size) for rank in range(size)], way, tensor=count)
+        steps = _steps(
+            twin, part, [extract(data, owner, rank, size) for rank in range(size)], way, tensor=count
+        )
         each = split_counts(data.edge_index, owner, size)
         for group, one in enumerate(split_counts(data.edge_index, owner // count, groups)):
             ranks = range(group * count, (group + 1) * count)

@@ -33,7 +33,7 @@ from kagome.run.check import twin_of
 from kagome.run.counts import UNITS, Counts, counts_of, fitted
 from kagome.run.holdings import HeldTensor, ledger_of, restored
 from kagome.run.looks import SAMPLE, On
-from kagome.run.made import made_pieces
+from kagome.run.made import fit, made_pieces
 from kagome.run.sample import take_sample
 from kagome.run.task import undisturbed
 from kagome.run.timing import step_by_step
@@ -126,7 +126,9 @@ def keeping(model: nn.Module, graph: LayerGraph, part: Partition, train: Train, 
         try:
             with undisturbed():
                 pieces, twin = groups(part, train.seed), twin_of(model)
-                ran = [one for group in pieces for one in _of_group(twin, graph, group, train, fast=fast)]
+                ran = [
+                    one for group in pieces for one in _of_group(twin, graph, part, group, train, fast=fast)
+                ]
             return _told([piece for group in pieces for piece in group], ran, among)
         except EscapeError:
             raise
@@ -189,9 +191,17 @@ class _Noting(LocalChannel):
 
 
 def _of_group(
-    twin: nn.Module, graph: LayerGraph, pieces: Sequence[Partition], train: Train, *, fast: bool
+    twin: nn.Module,
+    graph: LayerGraph,
+    part: Partition,
+    pieces: Sequence[Partition],
+    train: Train,
+    *,
+    fast: bool,
 ) -> list[_Ran]:
     models = [_sharing(twin) for _ in pieces]
+    for model, piece in zip(models, pieces, strict=True):
+        fit(model, part, piece)
     group = LocalGroup(len(pieces))
 
     def work(rank: int) -> _Ran:

@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from kagome.graph.attributes import Attributes, Sorted
 from kagome.graph.partition import Partition, extract
+from kagome.neighbors.edge_tables import tensors_of
 
 ROWS: Final = (29, 41, 23, 53, 37, 31, 47)
 """Own rows of each piece: no size that a layer is likely to have."""
@@ -90,6 +91,29 @@ def drawn(like: Partition, vertices: int, edges: int, seed: int) -> Data:
     edge_index = torch.randint(0, vertices, (2, edges), generator=generator)
     nodes, of_edges = ({name: attributes[name] for name in values} for values, _ in rows)
     return Sorted(edge_index, vertices, Attributes(nodes, of_edges, like.shared, like.refused))
+
+
+def tables_of(model: nn.Module, part: Partition) -> list[Tensor]:
+    """What a model keeps with a row for each vertex or each edge of the whole graph."""
+    sizes = {part.num_nodes, part.num_edges}
+    found = {id(tensor): tensor for _, tensor in tensors_of(model) if sizes.intersection(tensor.shape)}
+    return [tensor for tensor in found.values() if tensor.layout is torch.strided]
+
+
+def fit(model: nn.Module, part: Partition, piece: Partition) -> None:
+    """Give the tables of a model as many rows as a made graph has vertices or edges, in place.
+
+    Args:
+        model: A copy of the user's, with tables of its own.
+        part: Of the whole graph.
+        piece: Of the made one.
+    """
+    for table in tables_of(model, part):
+        for axis, size in enumerate(table.shape):
+            whole = part.num_nodes if size == part.num_nodes else part.num_edges
+            rows = piece.num_nodes if size == part.num_nodes else piece.num_edges
+            if size == whole:
+                table.data = table.data.index_select(axis, torch.arange(rows) % whole)
 
 
 def _links(k: int, start: int, loops: bool, generator: torch.Generator) -> Tensor:
