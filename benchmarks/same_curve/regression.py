@@ -2,7 +2,7 @@
 
 The target is the logarithm of a page's monthly traffic (Wikipedia's chameleon pages).
 
-Run: python benchmarks/same_curve/regression.py --data ../shared/data
+Run: python benchmarks/same_curve/regression.py --data ../shared/data  (resumes where it stopped)
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import platform
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -93,27 +92,16 @@ def trained(data: Data, dropout: float, epochs: int) -> dict[str, Any]:
 
 
 def side(name: str, options: argparse.Namespace, dtype: str, dropout: float) -> dict[str, Any]:
-    """One side in processes of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        ranks = (
-            [] if name == "PyG" else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", name]
-        )
-        words = [
-            "--side",
-            name,
-            "--data",
-            options.data,
-            "--epochs",
-            options.epochs,
-            "--dtype",
-            dtype,
-            "--dropout",
-            dropout,
-        ]
-        command = [sys.executable, *ranks, __file__, *words, "--out", out]
-        subprocess.run([str(word) for word in command], check=True)
-        found: dict[str, Any] = json.loads(out.read_text())
+    """One side in processes of its own, kept."""
+    out = options.runs / f"chameleon-{dtype}-{dropout:g}-{options.epochs}-{name}.json"
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", name]
+        words = [f"--side={name}", f"--epochs={options.epochs}", f"--dtype={dtype}", f"--dropout={dropout}"]
+        given = [f"--data={options.data}", f"--out={out}"]
+        command = [sys.executable, *(ranks if name != "PyG" else []), __file__, *words, *given]
+        subprocess.run(command, check=True)
+    found: dict[str, Any] = json.loads(out.read_text())
     return found
 
 
@@ -123,6 +111,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--runs", type=Path, default=HERE / "runs")
     parser.add_argument("--side", choices=SIDES)
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--dropout", type=float, default=0.0)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -143,30 +143,27 @@ def open_mesh(
         channels.append(weights := graph.beside())
         keep_freed_memory()
         counts = stack.enter_context(_fitting_threads(world))
-        yield Mesh(
-            ranks.size,
-            ranks.rank,
-            {"pipe": fitted.pipe, "graph": groups.parts // fitted.tensor, "tensor": fitted.tensor},
-            ranks.local_rank,
-            device,
-            world,
-            graph,
-            weights,
-            pipe,
-            counts,
-            watch,
-        )
+        axes = {"pipe": fitted.pipe, "graph": groups.parts // fitted.tensor, "tensor": fitted.tensor}
+        lanes = (world, graph, weights, pipe)
+        yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, *lanes, counts, watch)
         patience = TAKEN_WITHIN
     finally:
         stack.close()
-        if watch is not None:
-            watch.close()
-        limit = time.monotonic() + patience
-        for each in reversed(channels):
-            each.close(max(0.0, limit - time.monotonic()))
-        groups.close()
-        if joined is not None:
-            joined.leave()
+        _leave(watch, channels, groups, joined, patience)
+
+
+def _leave(
+    watch: Watch | None, channels: Sequence[Channel], groups: Groups, joined: Joined | None, patience: float
+) -> None:
+    """Close what was opened, the last first; peers have some seconds to take what is theirs."""
+    if watch is not None:
+        watch.close()
+    limit = time.monotonic() + patience
+    for each in reversed(channels):
+        each.close(max(0.0, limit - time.monotonic()))
+    groups.close()
+    if joined is not None:
+        joined.leave()
 
 
 @contextmanager

@@ -148,19 +148,14 @@ def extract(
     Cost: three passes over the edges; beside the part 20 bytes a vertex of the whole graph, and 8 more for
     each 64 parts, for the time of the call.
     """
-    if not 0 <= part < num_parts:
-        raise PartitionError(f"part {part} was asked for", f"there are {num_parts}, counted from 0")
-    _check_owner(owner, int(data.num_nodes), num_parts)
+    _check_owner(owner, int(data.num_nodes), num_parts, part)
     source, target = data.edge_index.contiguous().numpy()
     owners = owner.to(torch.int32).numpy()
-    if readers is None:
-        readers = edges.read_by(source, target, owners, num_parts)[0]
+    readers = edges.read_by(source, target, owners, num_parts)[0] if readers is None else readers
     own = (owner == part).nonzero().view(-1)
     halo, received = edges.halo_of(readers, owners, part, num_parts)
     send, sent = edges.sent_by(readers, own.numpy(), num_parts)
-    local = np.empty(owner.numel(), np.int64)
-    local[own.numpy()] = np.arange(own.numel())
-    local[halo] = np.arange(own.numel(), own.numel() + halo.size)
+    local = _numbers(owner.numel(), own.numpy(), halo)
     edge_index, edge_ids = (_tensor(ids) for ids in edges.edges_of(source, target, owners, part, local))
     attributes = attributes_of(data)
     return Partition(
@@ -184,12 +179,22 @@ def extract(
     )
 
 
+def _numbers(vertices: int, own: NDArray[np.int64], halo: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The number in a part of each vertex that it knows: its own first; no other vertex is asked for."""
+    local = np.empty(vertices, np.int64)
+    local[own] = np.arange(own.size)
+    local[halo] = np.arange(own.size, own.size + halo.size)
+    return local
+
+
 def _tensor(ids: NDArray[np.int64]) -> Tensor:
     # NumPy gives an empty array strides of 0, which look like a row repeated.
     return torch.from_numpy(ids) if ids.size else torch.empty(ids.shape, dtype=torch.int64)
 
 
-def _check_owner(owner: Tensor, num_nodes: int, num_parts: int) -> None:
+def _check_owner(owner: Tensor, num_nodes: int, num_parts: int, part: int = 0) -> None:
+    if not 0 <= part < num_parts:
+        raise PartitionError(f"part {part} was asked for", f"there are {num_parts}, counted from 0")
     if owner.numel() != num_nodes:
         raise PartitionError(
             f"owner must name a part for each of {num_nodes:,} vertices", f"it names {owner.numel():,}"

@@ -92,6 +92,12 @@ _RUNS = frozenset(
 """Calls that go along one axis, the last by default, and keep the others."""
 _SHARES = frozenset(["softmax", "log_softmax", "softmin"])
 """Calls that go along one axis, and whose result belongs entry by entry to what they are given."""
+_AMONG = frozenset(["topk", "kthvalue", "roll"])
+"""Calls that go along one axis, with a number before it, and keep the others."""
+_TURNS = frozenset(
+    ["t", "numpy_T", "T", "mT", "adjoint", "transpose", "swapaxes", "transpose_", "swapdims", "permute"]
+)
+_JOINS = frozenset(["stack", "cat", "concat", "concatenate", "hstack", "vstack"])
 _BY_AXIS = frozenset(
     [
         "gather",
@@ -164,22 +170,10 @@ def place_of(
     """
     if name in LOSE:
         return None
-    if name == "unsqueeze":
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
-        return axis + int(dim <= axis)
-    if name == "squeeze":
-        return _by_squeeze(args, kwargs, base, axis)
     if name in PREFIX:
-        return _by_prefix(base, axis, rows, out, _given_shape(name, args, kwargs))
-    if name in ("t", "numpy_T", "T", "mT", "adjoint"):
-        return base.dim() - 1 - axis if base.dim() == 2 else None
-    if name in ("transpose", "swapaxes", "transpose_", "swapdims"):
-        pair = {_positive(args[1], base), _positive(args[2], base)}
-        return axis if axis not in pair else (pair - {axis} or {axis}).pop()
-    if name == "permute":
-        dims = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-        places = [_positive(d, base) for d in dims]
-        return places.index(axis)
+        return _by_view(name, args, kwargs, base, axis, rows, out)
+    if name in _TURNS:
+        return _by_turn(name, args, base, axis)
     if name == "cdist":  # of rows and of points that are no rows: see marks for rows with rows
         inner, outer = base.dim() - 2, out.dim() - (2 if args[0] is base else 1)
         return outer if axis == inner else axis if axis < inner else None
@@ -190,21 +184,12 @@ def place_of(
     if name in ("unbind", "select"):
         dim = _positive(kwargs.get("dim", args[1] if len(args) > 1 else 0), base)
         return None if dim == axis else axis - int(dim < axis)
-    if name == "stack":
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
-        return axis + int(dim <= axis)
-    if name in ("cat", "concat", "concatenate", "hstack", "vstack"):
-        dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
-        dim = {"hstack": 1, "vstack": 0}.get(name, dim)
-        return None if dim % out.dim() == axis else axis
+    if name in _JOINS:
+        return _by_join(name, args, kwargs, axis, out)
     if name == "__getitem__":
         return _by_index(args[1], base, axis)
     if name in ("embedding", "one_hot"):
         return axis
-    if name in ("topk", "kthvalue", "roll"):
-        dim = kwargs.get("dim", kwargs.get("dims", args[2] if len(args) > 2 else -1))
-        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-        return None if axis in [_positive(d, base) for d in dims] else axis
     if name in _BY_AXIS:
         along = kwargs.get("dim", next((a for a in args[1:] if isinstance(a, int)), None))
         kept = along is not None and args and args[0] is base and _positive(along, base) != axis
@@ -212,20 +197,56 @@ def place_of(
     if name in _RECURRENT:
         return _by_recurrence(args, base, axis, rows, out)
     if name in _BATCHED or name.startswith(_MIXING):
-        kept = (
-            axis == 0 and base.dim() >= _BATCHED.get(name, 3) if name in _BATCHED else axis < base.dim() - 2
-        )
+        kept = axis == 0 and base.dim() >= _BATCHED[name] if name in _BATCHED else axis < base.dim() - 2
         return axis if kept and out.dim() > axis and out.size(axis) == rows else None
     if name == "layer_norm":
         shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
         return axis if axis < base.dim() - len(shape) else None
     if name in _SHARES:
         return axis
-    if name in _RUNS:
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-        return None if axis in [_positive(d, base) for d in dims if isinstance(d, int)] else axis
+    if name in _RUNS or name in _AMONG:
+        return _by_run(name, args, kwargs, base, axis)
     return _by_shape(base, axis, rows, out)
+
+
+def _by_view(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int, rows: int, out: Tensor
+) -> int | None:
+    """Other sizes, the entries in their order."""
+    if name == "unsqueeze":
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
+        return axis + int(dim <= axis)
+    if name == "squeeze":
+        return _by_squeeze(args, kwargs, base, axis)
+    return _by_prefix(base, axis, rows, out, _given_shape(name, args, kwargs))
+
+
+def _by_turn(name: str, args: tuple[Any, ...], base: Tensor, axis: int) -> int | None:
+    """Axes in another order."""
+    if name == "permute":
+        dims = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+        return [_positive(d, base) for d in dims].index(axis)
+    if name in ("transpose", "swapaxes", "transpose_", "swapdims"):
+        pair = {_positive(args[1], base), _positive(args[2], base)}
+        return axis if axis not in pair else (pair - {axis} or {axis}).pop()
+    return base.dim() - 1 - axis if base.dim() == 2 else None
+
+
+def _by_join(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, out: Tensor) -> int | None:
+    """Several tensors laid end to end, or along an axis of their own."""
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+    dim = {"hstack": 1, "vstack": 0}.get(name, dim) % out.dim()
+    if name == "stack":
+        return axis + int(dim <= axis)
+    return None if dim == axis else axis
+
+
+def _by_run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int) -> int | None:
+    """Calls that go along some axes."""
+    place = 2 if name in _AMONG else 1
+    dim = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else -1))
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    return None if axis in [_positive(d, base) for d in dims if isinstance(d, int)] else axis
 
 
 def _positive(dim: int, base: Tensor) -> int:

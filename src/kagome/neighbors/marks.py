@@ -241,27 +241,14 @@ def _spread_ids(
             whole = lead.kind is not Kind.EDGES or (_two_rows(out) and not across)
             marks.put(out, lead if whole else Mark(Kind.MIXED))
     elif name in ("unbind", "split", "chunk", "tensor_split") and lead.kind is Kind.EDGES:
-        dim = kwargs.get("dim", args[-1] if len(args) > (1 if name == "unbind" else 2) else 0) % 2
-        for row, out in enumerate(result):
-            if dim == 0 and len(result) == 2:
-                marks.put(out, _end(first, lead, row))
-            else:
-                marks.put(out, replace(lead, edges=None) if dim == 1 and _two_rows(out) else Mark(Kind.MIXED))
+        _part_edges(marks, name, args, kwargs, result, lead)
     elif name in ("cat", "concat", "concatenate", "hstack"):
-        kinds = {m.kind for m in found}
-        dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
-        whole = kinds == {Kind.EDGES} and (dim in (1, -1) or name == "hstack")
-        same = len({m.view for m in found}) == 1 and len(kinds) == 1 and (whole or Kind.EDGES not in kinds)
-        both = any(m.both for m in found) or len({m.swapped for m in found}) > 1
-        marks.put(result, replace(lead, edges=None, both=both) if same else Mark(Kind.MIXED))
+        _join_ids(marks, name, args, kwargs, result, found)
     elif name in ("stack", "vstack") and len(found) == 2:
-        kinds2 = [m.kind for m in found]
-        if kinds2 == [Kind.SOURCE, Kind.TARGET]:
-            marks.put(result, Mark(Kind.EDGES, lead.view))
-        elif kinds2 == [Kind.TARGET, Kind.SOURCE]:
-            marks.put(result, Mark(Kind.EDGES, lead.view, swapped=True))
-        else:
-            marks.put(result, Mark(Kind.MIXED))
+        kinds = [m.kind for m in found]
+        both = sorted(kinds, key=lambda kind: kind.value) == [Kind.SOURCE, Kind.TARGET]
+        swapped = kinds[0] is Kind.TARGET
+        marks.put(result, Mark(Kind.EDGES, lead.view, swapped=swapped) if both else Mark(Kind.MIXED))
     elif name == "flip" and lead.kind is Kind.EDGES:
         dims = kwargs.get("dims", args[1:])
         dims = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
@@ -277,6 +264,30 @@ def _spread_ids(
         marks.put(result, replace(lead, edges=None) if keep else Mark(Kind.MIXED))
     else:
         _count(marks, result, lead, found, first)
+
+
+def _part_edges(
+    marks: Marks, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, lead: Mark
+) -> None:
+    """``source, target = edge_index.unbind(0)``, and edges some at a time."""
+    dim = kwargs.get("dim", args[-1] if len(args) > (1 if name == "unbind" else 2) else 0) % 2
+    for row, out in enumerate(result):
+        if dim == 0 and len(result) == 2:
+            marks.put(out, _end(args[0], lead, row))
+        else:
+            marks.put(out, replace(lead, edges=None) if dim == 1 and _two_rows(out) else Mark(Kind.MIXED))
+
+
+def _join_ids(
+    marks: Marks, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, found: list[Mark]
+) -> None:
+    """Edges after edges, sources after sources: what they were, if they are all of one view."""
+    lead, kinds = next(m for m in found if m.kind in IDS), {m.kind for m in found}
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+    whole = kinds == {Kind.EDGES} and (dim in (1, -1) or name == "hstack")
+    same = len({m.view for m in found}) == 1 and len(kinds) == 1 and (whole or Kind.EDGES not in kinds)
+    both = any(m.both for m in found) or len({m.swapped for m in found}) > 1
+    marks.put(result, replace(lead, edges=None, both=both) if same else Mark(Kind.MIXED))
 
 
 def _two_rows(ends: Tensor) -> bool:

@@ -105,8 +105,7 @@ def save(
         Each rank writes its share of what all have, and what it alone has.
     """
     folder = Path(folder)
-    name = f"epoch-{place.epoch:06d}"
-    fresh, target = folder / f".{name}.new", folder / name
+    fresh, target = _places(folder, place.epoch)
     file = f"rank-{channel.rank:05d}.safetensors"
     _agree(channel, _make_room(fresh) if channel.rank == 0 else "", target)
     # Where hosts share no disk, what the first has is whole without the others' rows.
@@ -114,6 +113,7 @@ def save(
     writes = channel.rank in writers
     told = None if carried is None or not writes else carried.plain(file)
     kept = channel.gather_objects(told, "what epochs hand on", [Named])
+    state: dict[str, Tensor] = {}
     fault, seal = "", None
     try:
         state = _state(model, optimizer, best)
@@ -125,28 +125,50 @@ def save(
         fault = _reason(error)
     seals: list[Any] = channel.gather_objects((fault, file, seal), "written", [Seal])
     fault = next((fault for fault, *_ in seals if fault), "")
-    try:
-        if channel.rank == 0 and not fault:
-            files = {file: seal for _, file, seal in seals if seal is not None}
-            rest = {
-                "scheduler": None if scheduler is None else _without_functions(scheduler.state_dict()),
-                **_plain_of(optimizer),
-                "forms": _forms(_under(state, "optimizer")),
-                "guards": {} if carried is None else dict(carried.guards),
-                "carried": [rank for rank in kept if rank is not None],
-            }
-            _finish(fresh, place, rest, files)
-            shutil.rmtree(target, ignore_errors=True)
-            fresh.rename(target)
-            write_text(folder / LATEST, name + "\n")
-            sealed.sync_folder(folder)
-            _remove_others(folder, name)
-    except Exception as error:
-        fault = _reason(error)
-    if fault and channel.rank == 0:
-        shutil.rmtree(fresh, ignore_errors=True)  # room for others; the last whole one stays
+    if channel.rank == 0:
+        files = {file: seal for _, file, seal in seals if seal is not None}
+        fault = fault or _publish(folder, place, state, files, optimizer, scheduler, carried, kept)
+        if fault:
+            shutil.rmtree(fresh, ignore_errors=True)  # room for others; the last whole one stays
     _agree(channel, fault, target)
     return target
+
+
+def _publish(
+    folder: Path,
+    place: Place,
+    state: Mapping[str, Tensor],
+    files: dict[str, Seal],
+    optimizer: Optimizer,
+    scheduler: Any,
+    carried: Carried | None,
+    kept: list[Any],
+) -> str:
+    """Write what is no tensor, and make the checkpoint the latest; what went wrong, or nothing."""
+    fresh, target = _places(folder, place.epoch)
+    try:
+        rest = {
+            "scheduler": None if scheduler is None else _without_functions(scheduler.state_dict()),
+            **_plain_of(optimizer),
+            "forms": _forms(_under(state, "optimizer")),
+            "guards": {} if carried is None else dict(carried.guards),
+            "carried": [rank for rank in kept if rank is not None],
+        }
+        _finish(fresh, place, rest, files)
+        shutil.rmtree(target, ignore_errors=True)
+        fresh.rename(target)
+        write_text(folder / LATEST, target.name + "\n")
+        sealed.sync_folder(folder)
+        _remove_others(folder, target.name)
+    except Exception as error:
+        return _reason(error)
+    return ""
+
+
+def _places(folder: Path, epoch: int) -> tuple[Path, Path]:
+    """Where a checkpoint is written, and where it goes once it is whole."""
+    name = f"epoch-{epoch:06d}"
+    return folder / f".{name}.new", folder / name
 
 
 def _make_room(fresh: Path) -> str:
