@@ -36,8 +36,6 @@ def root(tmp_path_factory: pytest.TempPathFactory, data_folder: Path) -> Path:
 @pytest.mark.some(6)
 @pytest.mark.parametrize("name", TABLE)
 def test_sizes(name: str, root: Path) -> None:
-    if name.endswith("attributed"):
-        pytest.importorskip("pandas")
     vertices, edges, features, classes, masks, unlabelled = TABLE[name]
     data = load_data(config.Data(name=name, root=str(root)))
     assert (data.num_nodes, data.edge_index.size(1), data.x.size(1)) == (vertices, edges, features)
@@ -53,7 +51,6 @@ def test_squirrel_as_gnnpipe_has_it(root: Path) -> None:
 
 
 def test_sparse_features_are_projected(root: Path) -> None:
-    pytest.importorskip("pandas")
     data = load_data(config.Data(name="flickr-attributed", root=str(root), project=64))
     assert data.x.shape == (7575, 64)
     assert not any("dense" in note for note in data.notes)

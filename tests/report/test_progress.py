@@ -69,7 +69,6 @@ def test_tensorboard_asked_for_but_missing(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_tensorboard_writes_events(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     board = TensorBoard(tmp_path, after=2)
     board.write(EpochRecord(3, 0.5, None, 0.25, 1.0, {"halo": 3}))
     board.close()

@@ -192,8 +192,8 @@ def _tensor(ids: NDArray[np.int64]) -> Tensor:
     return torch.from_numpy(ids) if ids.size else torch.empty(ids.shape, dtype=torch.int64)
 
 
-def _check_owner(owner: Tensor, num_nodes: int, num_parts: int, part: int = 0) -> None:
-    if not 0 <= part < num_parts:
+def _check_owner(owner: Tensor, num_nodes: int, num_parts: int, part: int | None = None) -> None:
+    if part is not None and not 0 <= part < num_parts:
         raise PartitionError(f"part {part} was asked for", f"there are {num_parts}, counted from 0")
     if owner.numel() != num_nodes:
         raise PartitionError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch_geometric.nn as pyg
@@ -304,7 +305,7 @@ class _SGC(nn.Module):
         return out
 
 
-class _PreActivation(nn.Module):
+class _PreActivation(nn.Module, ABC):
     """Linear in, residual blocks LayerNorm -> ReLU -> Dropout -> conv, the same activation, linear out."""
 
     def __init__(self, m: Model, in_channels: int, out_channels: int) -> None:
@@ -325,9 +326,9 @@ class _PreActivation(nn.Module):
             nn.LayerNorm(m.hidden), nn.ReLU(), nn.Dropout(m.dropout), nn.Linear(m.hidden, out_channels)
         )
 
+    @abstractmethod
     def make_conv(self, hidden: int) -> nn.Module:
         """The layer inside each block: every model of this kind has its own."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         x = self.first(x)
