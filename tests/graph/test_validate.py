@@ -266,9 +266,12 @@ def test_a_split_by_ids_as_ogb_has_it(word: str, kind: str) -> None:
         ({"train": torch.ones(2, 2)}, "list of vertex ids"),
         ({"nothing": 1}, "it has nothing"),
         ({"train": torch.tensor([0]), "test": torch.tensor([0])}, "share"),
+        ([torch.tensor([0]), torch.tensor([1])], "by the names train, valid and test, but it is a list"),
+        ("train", "it is a str"),
+        (torch.tensor([0, 1]), "it is a Tensor"),
     ],
 )
-def test_a_split_by_ids_that_is_none(ids: dict[str, Any], said: str) -> None:
+def test_a_split_by_ids_that_is_none(ids: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         validate(graph(split_idx=ids, **NO_MASKS))
 

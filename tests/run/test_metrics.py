@@ -293,6 +293,16 @@ def test_a_loss_that_takes_all_columns_as_classes_says_what_they_are():
         metric_of(None, objective_of(loss, labels_of(y), Train(), N), Train()).check(out)
 
 
+@pytest.mark.parametrize("name", ["mse", "mae", "rmse", "r2"])
+def test_a_metric_of_numbers_is_not_one_of_class_scores(name):
+    """Scores of 5 classes minus a class id: a number without sense, or with r2 a RuntimeError of torch."""
+    _, y, _ = made("multiclass")
+    for loss in (None, nn.CrossEntropyLoss(reduction="none")):
+        scored = metric_of(name, objective_of(loss, labels_of(y), Train(), N), Train())
+        with pytest.raises(ModelError, match=rf"metric {name} scores 1 column, (.|\n)* gives {C}"):
+            scored.check(torch.randn(N, C))
+
+
 def test_labels_that_scores_stand_for():
     for kind in ("multiclass", "both", "multilabel", "numbers"):
         out, y, _ = made(kind)

@@ -73,7 +73,7 @@ def settle(
     return masks
 
 
-def of_ids(ids: Mapping[str, object], given: Mapping[str, object], num_nodes: int) -> dict[str, object]:
+def of_ids(ids: object, given: Mapping[str, object], num_nodes: int) -> dict[str, object]:
     """Masks of OGB's ``split_idx``: ids (or a mask) by ``train``, ``valid`` (or ``val``) and ``test``.
 
     Args:
@@ -82,8 +82,15 @@ def of_ids(ids: Mapping[str, object], given: Mapping[str, object], num_nodes: in
         num_nodes: Vertices.
 
     Raises:
-        DataError: If there are masks too, or an entry is no list of ids.
+        DataError: If there are masks too, it has no names, or an entry is no list of ids.
     """
+    if not isinstance(ids, Mapping):
+        raise DataError(
+            "split_idx has the ids of vertices by the names train, valid and test",
+            f"it is a {type(ids).__name__}",
+            where="data.split_idx",
+            hint='data.split_idx = {"train": ..., "valid": ..., "test": ...}, or masks',
+        )
     if given:
         raise DataError(
             "a split is given once",

@@ -56,7 +56,7 @@ def validate(data: object, *, split: int = 0) -> tuple[Data, list[str]]:
         there = labelled(settled["y"], labels_of(settled["y"]))
     given = {name: graph[name] for name in masks.NAMES if graph.get(name) is not None}
     ids = graph.get("split_idx")
-    if isinstance(ids, Mapping):
+    if isinstance(ids, Mapping) or (ids is not None and not given):
         given = masks.of_ids(ids, given, num_nodes)
     if graph.y is None and not given:
         settled |= {name: torch.zeros(num_nodes, dtype=torch.bool) for name in masks.NAMES}

@@ -163,7 +163,8 @@ class Metric:
         wanted = self._width()
         single = wanted <= 2 and self.objective.classified and rows.size(1) == 1
         # A loss that takes all columns as classes says what they are; one of the user's own does not.
-        wide = rows.size(1) > wanted and not (self.objective.classified and _takes_all(self.objective))
+        classes = self.name not in NUMBERS and self.objective.classified and _takes_all(self.objective)
+        wide = rows.size(1) > wanted and not classes
         if (rows.size(1) < wanted and not single) or wide:
             raise ModelError(
                 f"the metric {self.name} scores {wanted} column{'s' * (wanted != 1)}, as labels have",
