@@ -104,7 +104,6 @@ def steps(draw: st.DrawFn, x: Tensor, axis: int) -> Tensor:
         lambda: x[None],
         lambda: x[..., None],
         lambda: x.unbind(draw(st.integers(0, x.dim() - 1)))[0],
-        lambda: x.softmax(axis),
         lambda: x.flip(axis),
         lambda: x.cumsum(axis),
         lambda: torch.einsum("...->...", x),
