@@ -48,6 +48,12 @@ NO_MASKS = {"train_mask": None, "val_mask": None, "test_mask": None}
 NAN = float("nan")
 
 
+def named(name: str) -> Data:
+    made = graph()
+    made[name] = torch.ones(N)
+    return made
+
+
 def with_nan(tensor: Tensor, *place: int) -> Tensor:
     changed = tensor.clone()
     changed[place] = NAN
@@ -79,6 +85,7 @@ FAULTS: dict[str, tuple[object, list[str]]] = {
     "num_nodes NaN": (graph(num_nodes=float("nan")), ["one whole number", "nan"]),
     "num_nodes that no machine holds": (graph(num_nodes=10**13), ["at most", "1e+13"]),
     "masks and split_idx": (graph(split_idx={"train": torch.tensor([0])}), ["given once", "train_mask"]),
+    "a name that no call takes": (named("self"), ["one is called self"]),
     "text for a mask": (graph(train_mask="all"), ["train_mask must hold true and false"]),
     "length of y": (graph(y=torch.zeros(5, dtype=torch.long)), ["6 vertices", "[5]"]),
     "overlap": (graph(val_mask=mask(2, 3)), ["train_mask and val_mask", "1", "vertex 2"]),

@@ -137,7 +137,14 @@ def _fields(data: object) -> dict[str, Any]:
         raise DataError(
             "a torch_geometric.data.Data was expected", f"this is a {type(data).__name__}", hint=hint
         )
-    return {name: unboxed(value) for name, value in data.to_dict().items()}
+    given = data.to_dict()
+    if "self" in given:  # no Data(...) and no forward can be given it
+        raise DataError(
+            "an attribute of the data is called as an argument may be",
+            "one is called self",
+            where="data.self",
+        )
+    return {name: unboxed(value) for name, value in given.items()}
 
 
 def _edge_index(given: dict[str, Any]) -> Tensor:
