@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -105,6 +106,55 @@ def test_a_rank_that_dies_ends_the_job_soon_with_its_own_traceback(start):
     assert "ZeroDivisionError: its own bug" in err
     assert 'raise ZeroDivisionError("its own bug")' in err
     assert "kagome/launch.py" not in err + out
+
+
+GROWS = '''
+import os
+import torch
+from torch import nn
+from torch_geometric.nn import SAGEConv
+
+
+class Grows(nn.Module):
+    """Keeps 100 MB more at each call, from the seventh on; on one rank, or on all."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv, self.calls, self.kept = SAGEConv(in_channels, out_channels), 0, []
+
+    def forward(self, x, edge_index):
+        self.calls += 1
+        if self.calls > 6 and os.environ["GROWS"] in ("all", os.environ.get("RANK")):
+            self.kept.append(torch.ones(25_000_000))
+        return self.conv(x, edge_index)
+
+
+def build(in_channels, out_channels):
+    return Grows(in_channels, out_channels)
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["1", "all"])
+def test_memory_that_runs_out_in_mid_run_is_one_sentence_and_keeps_the_checkpoint(
+    start, tmp_path, monkeypatch, where
+):
+    """With the limit on all ranks nothing was said within a minute."""
+    (tmp_path / "grows.py").write_text(GROWS)
+    monkeypatch.setenv("GROWS", where)
+    flags = ("--model.name", "python:grows:build", "--nproc", "2", "--train.no-check")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2 * 2**30, limits[1]))
+    try:
+        job = start("train", *FEW, *flags, "--train.epochs", "60", "--train.save-every", "2", "--out", "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    code, out, err = ended(job)
+    assert code == 1
+    assert "memory was to be had from the system, but it gives no more" in err
+    assert err.count("kagome: error") == 1
+    assert "Traceback" not in err + out
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().startswith("epoch-")
 
 
 @pytest.mark.some(1)

@@ -48,6 +48,7 @@ MAY = {
     "ranks": {"errors"},
     "named": set(),
     "system": {"errors", "available"},
+    "forked": {"system", "available"},
     "threads": set(),
     "allocator": set(),
     "available": set(),

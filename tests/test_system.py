@@ -7,9 +7,12 @@ import resource
 
 import pytest
 
+from kagome import forked, launch
 from kagome.available import available_bytes
-from kagome.errors import ResourceError
-from kagome.system import refused
+from kagome.comm.channel import Channel
+from kagome.errors import CheckpointError, DataError, ModelError, ResourceError
+from kagome.run.first import by_first
+from kagome.system import STARVED, in_words, refused
 
 
 @pytest.mark.parametrize(
@@ -50,3 +53,62 @@ def test_a_limit_of_the_address_space_counts_as_memory(monkeypatch):
     limit = 2**20
     assert available_bytes() == 0
     assert before is None or before > 0
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+def test_memory_that_runs_out_in_a_model_is_no_fault_of_the_model():
+    told = caused(ModelError("the model runs on a sample", "it raised MemoryError"), MemoryError())
+    assert isinstance(in_words(told), ResourceError)
+    threads = caused(ModelError("it runs", "it raised"), RuntimeError("can't start new thread"))
+    assert "can't start new thread" in str(in_words(threads))
+    for other in (
+        caused(DataError("labels", "none"), ValueError("a")),
+        caused(CheckpointError("a checkpoint", "the disk is full"), OSError(errno.ENOSPC, "No space", "run")),
+        DataError("it must fit", "it does not"),
+    ):
+        assert in_words(other) is other
+    assert in_words(ZeroDivisionError("its own bug")) is None
+    assert isinstance(in_words(MemoryError()), ResourceError)
+
+
+def test_what_one_rank_runs_for_all_says_that_memory_ran_out():
+    def find():
+        raise RuntimeError("can't start new thread")
+
+    with pytest.raises(ResourceError, match=r"can't start new thread.*\(rank 0, check of the model\)"):
+        by_first(Channel(None, "cpu"), find, "check of the model")
+
+
+def test_a_process_that_cannot_even_start_leaves_with_a_code_that_has_words(monkeypatch, capsys):
+    codes = []
+    monkeypatch.setattr(forked.os, "_exit", codes.append)
+    forked._starved(MemoryError, MemoryError(), None)
+    assert codes == [STARVED]
+    monkeypatch.setattr(forked, "available_bytes", lambda: 2**40)
+    forked._starved(ValueError, ValueError("a bug"), None)
+    assert codes == [STARVED]
+    assert "ValueError: a bug" in capsys.readouterr().err
+    monkeypatch.setattr(forked, "available_bytes", lambda: 2**20)  # Python's own words are none then
+    forked._starved(SystemError, SystemError("returned NULL"), None)
+    assert codes == [STARVED] * 2
+    assert "no memory to start its process" in launch._ending(STARVED)
+    assert "is memory short" in launch._ending(launch.LOST)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "/dev/shm is full"),
+        (OSError(errno.EMFILE, "Too many open files"), "no more files"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "no memory for them"),
+    ],
+)
+def test_what_keeps_ranks_from_being_started_is_named(error, words, monkeypatch):
+    monkeypatch.setattr(launch.os, "access", lambda path, mode: True)
+    assert words in str(launch._unstarted(2, error))
+    monkeypatch.setattr(launch.os, "access", lambda path, mode: False)
+    assert "/dev/shm cannot be written" in str(launch._unstarted(2, error))

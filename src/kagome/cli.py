@@ -32,7 +32,7 @@ from kagome.commands import (
 from kagome.errors import CheckError, CheckpointError, ConfigError, KagomeError, shortened
 from kagome.ranks import environment
 from kagome.run.claim import goes_on, refuse_taken
-from kagome.system import end_with, refused
+from kagome.system import end_with, in_words
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,12 +63,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     try:
         code = _run(args[0], args[1:])
-    except KagomeError as error:
-        code = _told(error)
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
-        found = refused(error)
+        found = in_words(error)
         if found is None:
             raise
         code = _told(found)

@@ -31,7 +31,7 @@ from typing import Any
 from kagome.available import available_bytes
 from kagome.errors import ADVICE, CommError, KagomeError, LaunchError, ResourceError
 from kagome.ranks import RESTARTS, STORE, Ranks, environment
-from kagome.system import refused
+from kagome.system import STARVED, in_words, memory_left
 from kagome.threads import LAUNCHED, chosen, cores, local
 
 __all__ = ["Ranks", "environment", "start_local"]
@@ -42,6 +42,8 @@ FAIL_SECONDS = 8.0
 """What the other ranks get once one has died: it cannot be waited for, so there is little to do."""
 SIGNALLED = {128 + number: int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 """What a rank leaves with that has ended itself for a signal, and the signal."""
+LOST = 255
+"""What multiprocessing says of a process when the one that it was forked of is gone."""
 STOPPED_SECONDS = 5.0
 """A rank that is stopped for so long is told of."""
 LOOK_SECONDS = 0.1
@@ -184,10 +186,11 @@ def _unstarted(nproc: int, error: BaseException) -> LaunchError:
     """What kept ranks from being started, in words."""
     shared = Path("/dev/shm")
     if shared.parent.exists() and not os.access(shared, os.W_OK):
-        found, hint = (
-            "/dev/shm cannot be written, and ranks tell how they ended by it",
-            "mount -t tmpfs tmpfs /dev/shm",
-        )
+        found = "/dev/shm cannot be written, and ranks tell how they ended by it"
+        hint = "mount -t tmpfs tmpfs /dev/shm"
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:  # a semaphore
+        found = "/dev/shm is full, and ranks tell how they ended by it"
+        hint = "remove what is left over there, or mount -o remount,size=64M /dev/shm"
     elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         found, hint = f"this process may open no more files ({error.strerror})", "ulimit -n 1024"
     elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
@@ -223,7 +226,7 @@ def _begin_loading(modules: Sequence[str]) -> str:
     """Start the process that ranks are forked of, if there is something to load; how ranks are to start."""
     if not modules or sys.platform != "linux":
         return "spawn"
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["kagome.forked", *modules])
     forkserver.ensure_running()
     return "forkserver"
 
@@ -231,6 +234,7 @@ def _begin_loading(modules: Sequence[str]) -> str:
 def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: str, launcher: int) -> object:
     """What each rank runs: the function, and a note of how it ended for the launcher."""
     folder, rank = Path(name), int(os.environ["RANK"])
+    sys.excepthook = sys.__excepthook__  # what comes now is told by a note
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with(launcher)
     _write(folder / f"pid-{rank}", os.getpid())
@@ -247,7 +251,7 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
             _write(folder / f"failed-{rank}", [3, time.time(), f"it left with {error.code!r}"])
         raise
     except BaseException as error:
-        found = error if isinstance(error, KagomeError) else refused(error)
+        found = in_words(error)
         text = _trace(error) if found is None else str(found)
         # A peer's fault shows here as a CommError: it is told only if nothing else explains it.
         order = 2 if isinstance(found, CommError) else 1
@@ -370,6 +374,10 @@ def _code(child: object) -> Callable[[], int | None]:
 
 
 def _ending(code: int) -> str:
+    if code == STARVED:
+        return f"there was no memory to start its process{memory_left()}"
+    if code == LOST:
+        return f"its process, or the one that it was forked of, died; is memory short{memory_left()}?"
     if code >= 0:
         return f"its process ended with code {code}; if it said why, then in the output above"
     try:

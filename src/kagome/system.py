@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kagome.available import available_bytes
-from kagome.errors import ResourceError, shortened
+from kagome.errors import KagomeError, ResourceError, shortened
 
 NO_MEMORY: Final = (
     "can't allocate memory",
@@ -30,6 +30,8 @@ NO_MEMORY: Final = (
 )
 """What libraries say where memory ran out, oneDNN and threads too."""
 DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+STARVED: Final = 76
+"""What a process leaves with that memory ran out for before it could say so."""
 FILES: Final = (errno.EMFILE, errno.ENFILE)
 
 
@@ -52,9 +54,22 @@ def refused(error: BaseException) -> ResourceError | None:
                 f"this process may have {_limit(resource.RLIMIT_NOFILE)} open at once",
                 hint="ulimit -n 1024 before the command",
             )
-        if number in (errno.ENOMEM, errno.EAGAIN) or isinstance(each, MemoryError) or _says_memory(each):
+        if _lacks_memory(each):
             return _memory(each)
     return None
+
+
+def in_words(error: BaseException) -> KagomeError | None:
+    """An error as people are told of it; None for one that nobody expects.
+
+    Memory that ran out in a user's model, loss or metric is told as that, not as a fault of theirs.
+    """
+    if not isinstance(error, KagomeError):
+        return refused(error)
+    cause = error.__cause__
+    while cause is not None and not _lacks_memory(cause):
+        cause = cause.__cause__
+    return error if cause is None or isinstance(error, ResourceError) else _memory(cause)
 
 
 def end_with(parent: int, how: int = signal.SIGKILL) -> None:
@@ -82,6 +97,11 @@ def _led_to(error: BaseException) -> Iterator[BaseException]:
         found = found.__cause__ or found.__context__
 
 
+def _lacks_memory(error: BaseException) -> bool:
+    number = error.errno if isinstance(error, OSError) else None
+    return number in (errno.ENOMEM, errno.EAGAIN) or isinstance(error, MemoryError) or _says_memory(error)
+
+
 def _says_memory(error: BaseException) -> bool:
     # torch.OutOfMemoryError is a RuntimeError; a failed import of a library is an ImportError.
     text = str(error).lower()
@@ -92,14 +112,18 @@ def _says_memory(error: BaseException) -> bool:
 def _memory(error: BaseException) -> ResourceError:
     said = str(error).strip().splitlines()
     first = f": {shortened(said[0], 200)}" if said else ""
-    limit, free = _limit(resource.RLIMIT_AS), available_bytes()
-    amount = "" if free is None else f", {free / 2**30:.1f} GiB are free"
-    bound = "" if limit == "any number" else f", ulimit -v is {int(limit) / 2**30:.1f} GiB"
     return ResourceError(
         "memory was to be had from the system",
-        f"it gives no more{first}{amount}{bound}",
+        f"it gives no more{first}{memory_left()}",
         hint="more ranks (--nproc), --model.recompute or a smaller --model.hidden; kagome plan foretells it",
     )
+
+
+def memory_left() -> str:
+    """What memory is left to this process, as the end of a sentence."""
+    limit, free = _limit(resource.RLIMIT_AS), available_bytes()
+    amount = "" if free is None else f", {free / 2**30:.1f} GiB are free"
+    return amount + ("" if limit == "any number" else f", ulimit -v is {int(limit) / 2**30:.1f} GiB")
 
 
 def _disk(error: BaseException, number: int | None) -> ResourceError:

@@ -25,7 +25,7 @@ from kagome.graph.data import load_data
 from kagome.graph.partition import each_part, fingerprint
 from kagome.graph.partitioners import assign
 from kagome.graph.store import Meta
-from kagome.system import end_with, refused
+from kagome.system import end_with, in_words
 
 #: Partitioners whose owners are worth keeping: the others take no longer than reading them would.
 KEPT = ("metis", "streaming")
@@ -137,7 +137,7 @@ def main(order: str, parent: int) -> int:
     try:
         prepare(config.Data(**data), **rest)
     except (KagomeError, MemoryError, OSError, RuntimeError) as raised:
-        error = raised if isinstance(raised, KagomeError) else refused(raised)
+        error = in_words(raised)
         if error is None:
             raise
         print(json.dumps([type(error).__name__, error.asked, error.found, error.where, error.hint]))

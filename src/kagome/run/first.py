@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 from kagome.comm.channel import Channel
-from kagome.errors import KagomeError, ModelError
+from kagome.errors import KagomeError, ModelError, ResourceError
+from kagome.system import in_words
 
 Found = TypeVar("Found")
 
@@ -24,23 +25,25 @@ def by_first(channel: Channel, find: Callable[[], Found], action: str, kinds: Se
         kinds: The record classes that ``find`` may give.
 
     Raises:
-        KagomeError: What rank 0 raised, on every rank; a :class:`ModelError` in place of any other error.
+        KagomeError: What rank 0 raised, on every rank; a :class:`ModelError` in place of any other error, but
+            a :class:`ResourceError` where memory ran out.
     """
     found: object = None
     cause: BaseException | None = None
     if channel.rank == 0:
         try:
             found = find()
-        except KagomeError as error:
-            found, cause = error, error.__cause__
         except Exception as error:
-            words = ": ".join(filter(None, (type(error).__name__, str(error).strip())))
-            found = ModelError(
-                "the model runs on a small sample of the graph",
-                f"rank 0, which runs it for all, raised {words}",
-                where=action,
-            )
-            cause = error
+            found, cause = in_words(error), error.__cause__ if isinstance(error, KagomeError) else error
+            if isinstance(found, ResourceError):
+                found = ResourceError(found.asked, found.found, where=f"rank 0, {action}", hint=found.hint)
+            elif found is None:
+                words = ": ".join(filter(None, (type(error).__name__, str(error).strip())))
+                found = ModelError(
+                    "the model runs on a small sample of the graph",
+                    f"rank 0, which runs it for all, raised {words}",
+                    where=action,
+                )
     found = channel.gather_objects(found, action, kinds)[0]
     if isinstance(found, KagomeError):
         raise found from cause
