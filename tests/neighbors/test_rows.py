@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
 from convolutions import sample_graph
 from kagome.comm.channel import Channel
 from kagome.comm.local import LocalGroup
-from kagome.errors import CommError, ModelError
+from kagome.errors import CommError
 from kagome.graph.partition import extract
 from kagome.model.exact import HANDLERS
 from kagome.neighbors.install import install
@@ -262,54 +261,6 @@ def test_a_rank_without_training_vertices_does_not_keep_the_others_waiting(
 
 
 # Recomputation ---------------------------------------------------------------------------------------
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.second, self.reentrant = pyg.SAGEConv(6, 5), pyg.SAGEConv(5, 4), reentrant
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.first(x, edge_index).relu()
-        return checkpoint(self.second, x, edge_index, use_reentrant=self.reentrant)
-
-
-def with_reentrant() -> nn.Module:
-    return Checkpointed(True)
-
-
-def without_reentrant() -> nn.Module:
-    return Checkpointed(False)
-
-
-@pytest.mark.parametrize("build", [with_reentrant, without_reentrant])
-def test_layers_that_run_again_or_hide_their_gradient_are_refused(
-    ranks: Callable[..., list], build: Callable[[], nn.Module]
-) -> None:
-    data, owner = graph_and_owner(2)
-    with pytest.raises(ModelError, match="checkpoint") as caught:
-        split(ranks, 2, build, data, owner)
-    assert caught.value.where.startswith("second")
-
-
-class CheckpointedHead(nn.Module):
-    """Reads no neighbours when it runs again, but would draw other numbers than in the forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.drop, self.last = pyg.SAGEConv(6, 5), nn.Dropout(0.5), nn.Linear(5, 4)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.conv(x, edge_index)
-        return checkpoint(lambda x: self.last(self.drop(x)), x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_dropout_that_runs_again_is_refused(ranks: Callable[..., list], world: int) -> None:
-    data, owner = graph_and_owner(world)
-    with pytest.raises(ModelError, match="checkpoint") as caught:
-        split(ranks, world, CheckpointedHead, data, owner)
-    assert caught.value.where == "drop"
 
 
 class Frozen(nn.Module):

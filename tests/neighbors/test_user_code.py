@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch_geometric import utils
 
 from by_hand import Body, ByHand, compared
@@ -161,17 +160,6 @@ REFUSED: dict[str, tuple[Body, Mods, str]] = {
     ),
     "median": (lambda m, x, e, d: x - x.median(0).values, {}, "median"),
     "sort": (lambda m, x, e, d: x + x.sort(0).values, {}, "sort"),
-    "checkpoint": (lambda m, x, e, d: checkpoint(m.c, x, e, use_reentrant=False), SAGE, "checkpoint"),
-    "checkpointed mean": (  # no module, and no neighbour: backward would take this part's mean
-        lambda m, x, e, d: checkpoint(lambda y: (y - y.mean(0)).tanh(), x, use_reentrant=False),
-        {},
-        "checkpoint",
-    ),
-    "checkpointed dropout": (
-        lambda m, x, e, d: checkpoint(lambda y: F.dropout(y).tanh(), x, use_reentrant=False),
-        {},
-        "checkpoint",
-    ),
     "pool by score": (
         lambda m, x, e, d: x * m.c(x, e)[0].mean(),
         {"c": lambda: pyg.TopKPooling(8)},

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kagome.errors import ModelError
 from kagome.model.scope import Args, Func, Handler, Kwargs, Scope, argument
 
 Sum = Callable[[Tensor], Tensor]
@@ -59,6 +60,18 @@ def _normalise(scope: Scope, x: Tensor, args: Args, kwargs: Kwargs, dims: tuple[
     seen: list[Tensor] = []
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     out = scope.summing(partial(_there, dims, eps, seen), partial(_back, dims), (wide, weight, bias), "norm")
+    if (
+        scope.within_once
+        and torch.is_grad_enabled()
+        and argument(args, kwargs, 1, "running_mean") is not None
+    ):
+        raise ModelError(
+            "a batch norm moves its running statistics once in each epoch",
+            "a function that is checkpointed, or a reversible block, runs again in backward: plain PyG moves "
+            "them twice",
+            where=scope.where(),
+            hint="take the norm out of it, or give it track_running_stats=False",
+        )
     _note(args, kwargs, seen)
     return scope.like(out.to(x.dtype), x)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch_geometric import nn as pyg
+from torch_geometric.nn.models.rev_gnn import InvertibleModule
 from torch_geometric.utils import get_laplacian
 
 from kagome.errors import ModelError
@@ -125,6 +126,19 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
     return [(module.attn, "forward", attend)]
 
 
+def _reversible(module: Any, scope: LayerScope) -> Settings:
+    """A reversible block keeps what it computes: its backward would run it again, with its exchanges."""
+    if not scope.runs_once:
+        return []
+
+    def apply(args: tuple[Any, ...], fn: Callable[..., Any], inverse: Callable[..., Any]) -> Any:
+        with scope.run_once():
+            out = fn(*args)
+        return out[0] if isinstance(out, tuple) and len(out) == 1 else out
+
+    return [(module, "_fn_apply", apply)]
+
+
 def _first_group(module: Any, scope: LayerScope) -> Settings:
     """Quantiles and LSTMs fail where the first vertex, or all, have no in-edge: give them one that has."""
     inner = module.forward
@@ -196,6 +210,7 @@ RULES: Sequence[tuple[type[nn.Module], Rule]] = (
     (pyg.ChebConv, _cheb),
     (pyg.SuperGATConv, _supergat),
     (pyg.GPSConv, _gps),
+    (InvertibleModule, _reversible),
     (pyg.aggr.QuantileAggregation, _first_group),
     (pyg.aggr.LSTMAggregation, _first_group),
     *((kind, _needs_all) for kind in _IN_ONE_PLACE),

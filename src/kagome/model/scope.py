@@ -29,6 +29,7 @@ class Scope(Protocol):
     seed: int
     parted: bool
     vertices: int
+    within_once: int
 
     def axis(self, tensor: Any) -> int | None:
         """The row axis of a tensor with a row a vertex or an edge."""

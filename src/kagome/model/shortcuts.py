@@ -23,6 +23,11 @@ from kagome.model.scope import Scope
 class LayerScope(Scope, Protocol):
     """What a rule may ask of the interception beyond what a handler may."""
 
+    runs_once: bool
+
+    def run_once(self) -> AbstractContextManager[None]:
+        """Around a function that plain PyG would run again in backward."""
+
     def everyone(self, rows: Tensor, *, ordered: bool = True) -> Tensor:
         """The rows of all ranks, with gradient: in the order of the graph, or own ones first."""
 

@@ -16,6 +16,7 @@ from torch_geometric.nn import MessagePassing
 
 from kagome.neighbors import adjacency
 from kagome.neighbors.calls import States
+from kagome.neighbors.checkpoints import once
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.whole_tables import given_rows, refuse_some_rows, refuse_unknown_edges
@@ -32,9 +33,9 @@ def install(model: nn.Module, scope: Interception, *, several: bool = False) -> 
     Returns:
         A function that takes everything off again and forgets what layers had cached of this part.
     """
-    removers: list[Callable[[], None]] = []
     for each in scope.scopes:
         each.keeps(model)
+    removers: list[Callable[[], None]] = [once()]
     for path, module in model.named_modules():
         name = path or type(module).__name__
         caches = any(key.startswith("_cached_") for key in vars(module))

@@ -92,6 +92,10 @@ class Interception(Late, TorchFunctionMode):
         self.ascending = bool((part.own[1:] > part.own[:-1]).all())
         self.parted = not self.ascending or part.own.numel() < part.num_nodes or channel.size > 1
         """Whether places in a tensor of own rows are not those of the whole graph."""
+        self.runs_once = self.parted
+        """Whether what a model would run again in backward is kept: see ``checkpoints``."""
+        self.within_once = 0
+        """How many functions are running of which that is so, one inside the other."""
         self.aside = False
         """Whether forward runs as plain PyG runs it, all of the graph being here."""
         self.numbered = False
@@ -418,6 +422,15 @@ class Interception(Late, TorchFunctionMode):
         """Say, where all rows are here, that more is asked for than the edges into a vertex bring."""
         none = torch.empty(0, 1, device=self.device)
         self.channel.exchange(none, [0], [0], action=what, kind="other")  # whoever looks on hears of it
+
+    @contextmanager
+    def run_once(self) -> Iterator[None]:
+        """Around a function that plain PyG would run again in backward."""
+        self.within_once += 1
+        try:
+            yield
+        finally:
+            self.within_once -= 1
 
     def within(self, function: Callable[[], Any]) -> Any:
         """Run a function whose torch calls are seen one by one."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -28,6 +29,7 @@ from kagome.model.exact import DROPOUTS, HANDLERS, counted, drawn_for
 from kagome.model.laws import LAWS, Given, given_of, handed_out, likely
 from kagome.model.rules import apply_rules
 from kagome.model.scope import argument
+from kagome.neighbors.checkpoints import once
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
@@ -68,6 +70,10 @@ class WholeFailedError(Exception):
 
 class _NoDraws(TorchFunctionMode):
     """Plain PyG with every draw switched off: what split and whole can share number by number."""
+
+    runs_once = True
+    """In backward a checkpoint's function would draw where this is not seen."""
+    run_once = nullcontext
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
@@ -138,7 +144,7 @@ def _watch(model: nn.Module, trace: Trace) -> Callable[[], None]:
                 (v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, Tensor)), None
             )
             if value is not None and value.is_floating_point():
-                trace.outputs[label] = value.detach()
+                trace.outputs[label] = value.detach().clone()  # a reversible block frees what it was given
 
         return keep
 
@@ -198,6 +204,7 @@ def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
         for name, module in model.named_modules()
         if not isinstance(module, torch.jit.ScriptModule)
     ]
+    undo = once()
     try:
         model.train()
         with _NoDraws():
@@ -208,6 +215,7 @@ def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
     except Exception as error:
         raise WholeFailedError(error, failed[0] if failed else type(model).__name__) from error
     finally:
+        undo()
         unwatch()
         for handle in handles:
             handle.remove()
@@ -222,12 +230,18 @@ def split_of(
     *,
     tensor: int = 1,
     fast: bool = True,
+    once_only: bool = False,
 ) -> list[Trace]:
-    """Run copies of the model on the pieces, each in a thread; a trace a piece."""
+    """Run copies of the model on the pieces, each in a thread; a trace a piece.
+
+    ``once_only``: one piece that stands for several keeps what it would run again in backward, as they do.
+    """
     try:
-        return _split_of(model, pieces, handlers, seed, fast=fast, tensor=tensor)
+        return _split_of(model, pieces, handlers, seed, fast=fast, tensor=tensor, once_only=once_only)
     except EscapeError:
-        return _split_of(model, pieces, handlers, seed, fast=False, tensor=1)  # as the engine does
+        return _split_of(
+            model, pieces, handlers, seed, fast=False, tensor=1, once_only=once_only
+        )  # as the engine does
 
 
 def _split_of(
@@ -238,12 +252,14 @@ def _split_of(
     *,
     fast: bool,
     tensor: int,
+    once_only: bool,
 ) -> list[Trace]:
     copies = [copied(model) for _ in pieces]
 
     def work(channel: LocalChannel) -> Trace:
         part, mine = pieces[channel.rank], copies[channel.rank]
         scope = Interception(part, channel, seed=seed, handlers=handlers, fast=fast, tensor=tensor)
+        scope.runs_once = scope.runs_once or once_only
         unrule = apply_rules(mine, scope)
         uninstall = install(mine, scope)
         trace = Trace(rows=part.own)
