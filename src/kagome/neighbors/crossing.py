@@ -295,7 +295,8 @@ class Crossing:
             return None
 
         key = trip.site, trip.direction
-        return self.known.selection(key, trip.epoch, make) if self.chooses else None
+        rows = sum(sends), sum(comes)
+        return self.known.selection(key, trip.epoch, make, rows) if self.chooses else None
 
     def _reads(self, trip: Trip, sends: Sequence[int], comes: Sequence[int]) -> Tensor:
         """How many edges read each row that is sent: its readers know; of a gradient's row, once."""

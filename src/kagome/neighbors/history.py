@@ -136,10 +136,11 @@ class History:
         before = tables.gathered.get(key)
         tables.gathered[key] = op, part.clone() if before is None else _join(op, before[1], part)
         known = tables.statistic(key)
-        if known is None:
+        if known is None or known.shape != part.shape:
+            found = "none" if known is None else f"one of shape {list(known.shape)} for {list(part.shape)}"
             raise ModelError(
                 "under chunks a sum over all vertices is the last epoch's",
-                f"the last epoch had none ({action})",
+                f"the last epoch had {found} ({action})",
                 hint="a forward that does the same in every epoch, or cross_chunk='exact'",
             )
         return known.clone()

@@ -10,8 +10,9 @@ from typing import Final
 
 from torch import Tensor
 
+from kagome.errors import CheckpointError
 from kagome.neighbors.lines import Line
-from kagome.neighbors.recall import NOTHING, Entry, Recall
+from kagome.neighbors.recall import NOTHING, Entry, Recall, State
 from kagome.neighbors.selection import Selection, Skip
 
 Key = tuple[Hashable, int]
@@ -76,8 +77,20 @@ class Known:
                 found.load_state_dict(state)
         return found
 
-    def selection(self, key: Key, epoch: int, make: Callable[[], Selection | None]) -> Selection | None:
-        """A site's selection, if it has one; the first time, one that goes on as is recalled."""
+    def selection(
+        self, key: Key, epoch: int, make: Callable[[], Selection | None], rows: tuple[int, int]
+    ) -> Selection | None:
+        """A site's selection, if it has one; the first time, one that goes on as is recalled.
+
+        Args:
+            key: Of the site.
+            epoch: The epoch.
+            make: A new one.
+            rows: How many go, and how many come.
+
+        Raises:
+            CheckpointError: If what is recalled is of other rows.
+        """
         found = self.selections.get(key)
         if found is None:
             found = make()
@@ -86,6 +99,7 @@ class Known:
             self.selections[key] = found
             state = self.recall.take("selection", key, epoch)
             if state is not None:
+                _refuse_others(state, rows, str(key))
                 found.load_state_dict(state)
         return found
 
@@ -122,3 +136,17 @@ class Known:
         for key, (rows, when) in self.residuals.items():
             if when == epoch:
                 yield "residual", key, {"rows": rows}
+
+
+def _refuse_others(state: State, rows: tuple[int, int], where: str) -> None:
+    """Refuse a selection among other rows: ranks would send what nobody waits for."""
+    for names, count in ((("sent", "goes"), rows[0]), (("table", "comes"), rows[1])):
+        for name in names:
+            value = state.get(name)
+            if isinstance(value, Tensor) and value.size(0) != count:
+                raise CheckpointError(
+                    f"a selection among {count:,} rows of a site was to go on",
+                    f"the checkpoint's {name} has {value.size(0):,}",
+                    where=where,
+                    hint="an earlier checkpoint of the run",
+                )

@@ -27,6 +27,7 @@ from kagome.config import Parallel
 from kagome.errors import CheckpointError
 from kagome.neighbors.recall import Entry, Recall, State
 from kagome.neighbors.turn import SiteKey
+from kagome.run import handed
 from kagome.sealed import SealError
 
 SECTION: Final = "carried"
@@ -264,6 +265,8 @@ def checked(rank: Any) -> dict[str, Any]:
         hash(key)
         if not isinstance(kind, str) or not isinstance(state, dict):
             raise ValueError(f"a rank's rows hold {str(kind)[:40]!r}")
+        if why := handed.fault(kind, state):
+            raise ValueError(f"what a rank hands on for {kind} {str(key)[:60]} does not fit: {why}")
     return rank
 
 
