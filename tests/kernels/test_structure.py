@@ -69,3 +69,11 @@ def test_bytes_of_what_is_built():
 def test_more_rows_than_int32_holds_are_refused():
     with pytest.raises(DataError, match=str(LARGEST + 1)):
         _ = Structure(torch.arange(2), torch.arange(2), 5, LARGEST + 1).by_source
+
+
+@pytest.mark.parametrize("layout", ["by_target", "by_source"])
+@pytest.mark.parametrize(("source", "target"), [(4, 0), (-1, 0), (0, 3), (0, -1)])
+def test_an_edge_to_a_row_that_is_not_there_is_refused_before_kernels_write(layout, source, target):
+    found = Structure(torch.tensor([0, source]), torch.tensor([1, target]), own=3, whole=4)
+    with pytest.raises(IndexError, match="out of bounds"):
+        getattr(found, layout)

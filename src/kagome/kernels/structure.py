@@ -157,6 +157,12 @@ class Structure:
                 f"this one has {self.whole} rows and {self.edges} edges",
                 hint="more parts: --parallel.graph",
             )
+        # Kernels do not look: past the end of rows lies other memory.
+        for ids, rows in ((self.source, self.whole), (self.target, self.own)):
+            least, most = (int(end) for end in torch.aminmax(ids)) if ids.numel() else (0, -1)
+            if least < 0 or most >= rows:
+                wrong = least if least < 0 else most
+                raise IndexError(f"index {wrong} is out of bounds for dimension 0 with size {rows}")
 
 
 def _sorted(major: Tensor, minor: Tensor, rows: int, columns: int, own: int) -> Layout:
