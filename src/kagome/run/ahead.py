@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kagome.model.sparse import laid_out
+
 
 @dataclass
 class Forward:
@@ -94,7 +96,7 @@ class Ahead:
     def state(self) -> tuple[Any, ...]:
         """Which weights and buffers there are, and how often each was written to."""
         tensors = (*self.model.parameters(), *self.model.buffers())
-        return tuple((id(t), t.data_ptr(), t._version) for t in tensors)
+        return tuple((id(t), laid_out(t.detach())[-1].data_ptr(), t._version) for t in tensors)
 
     @contextmanager
     def watching(self, on: bool) -> Iterator[list[bool]]:

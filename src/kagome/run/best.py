@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kagome.errors import ModelError
+from kagome.model.sparse import laid_out
 from kagome.run import checkpoint
 
 
@@ -104,10 +105,11 @@ def mark(model: nn.Module) -> Mark:
 
 def bits(tensor: Tensor) -> int:
     """The sum of a tensor's bits, taken as whole numbers: the same on all ranks for the same values."""
-    plain = tensor.detach()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain)
-    return int(plain.view(_WHOLE[plain.element_size()]).sum(dtype=torch.int64))
+    found = 0
+    for plain in laid_out(tensor.detach()):
+        numbers = torch.view_as_real(plain) if plain.is_complex() else plain
+        found += int(numbers.view(_WHOLE[numbers.element_size()]).sum(dtype=torch.int64))
+    return found
 
 
 def unlike_on_ranks(model: nn.Module, sums: Sequence[Sequence[int]]) -> ModelError:

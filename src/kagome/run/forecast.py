@@ -30,6 +30,7 @@ from kagome.model.calling import Calling
 from kagome.model.copies import copied
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
+from kagome.model.sparse import laid_out
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
@@ -193,7 +194,7 @@ def rates_of(
 
 
 def _distinct(tensors: Iterator[Tensor]) -> int:
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    storages = [piece.untyped_storage() for tensor in tensors for piece in laid_out(tensor.detach())]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
 

@@ -18,6 +18,7 @@ from kagome.comm.channel import Channel
 from kagome.comm.objects import ObjectError, pack
 from kagome.errors import CheckpointError
 from kagome.model.buffers import Buffers
+from kagome.model.sparse import laid_out
 from kagome.model.stages import Stage, shared_parameters
 from kagome.run.agreement import products
 from kagome.run.moved import Moved
@@ -111,7 +112,8 @@ class Owners:
             return
         with torch.no_grad():
             for rank in range(self.pipe.size):
-                held = [tensor for name, tensor in state.items() if self.of.get(name, 0) == rank]
+                owned = [tensor for name, tensor in state.items() if self.of.get(name, 0) == rank]
+                held = [piece for tensor in owned for piece in laid_out(tensor)]
                 for tensor, came in zip(held, self._broadcast(held, rank, action), strict=True):
                     if rank != self.mine:
                         tensor.copy_(came)

@@ -22,6 +22,7 @@ from kagome.graph.attributes import tensors_of
 from kagome.graph.partition import Partition
 from kagome.model.calling import Calling
 from kagome.model.decouple import decouple
+from kagome.model.sparse import laid_out
 
 
 def ready(
@@ -137,12 +138,22 @@ def unlabelled(part: Partition) -> Partition:
 
 
 def broadcast_weights(model: nn.Module, channel: Channel) -> None:
-    """Give all ranks rank 0's parameters and buffers."""
+    """Give all ranks rank 0's parameters and buffers.
+
+    Raises:
+        ModelError: On all ranks, if a sparse tensor has more entries on one than on another.
+    """
     if channel.size == 1:
         return
+    held = (*model.named_parameters(), *model.named_buffers())
     with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            tensor.copy_(channel.broadcast(tensor, 0, action=f"broadcast of {name}"))
+        counts = {name: t._nnz() for name, t in held if t.layout != torch.strided}
+        each = channel.gather_objects(counts, "entries of sparse tensors")
+        if any(found != each[0] for found in each):
+            raise ModelError("all ranks build the same model", f"its sparse tensors have {each} entries")
+        for name, tensor in held:
+            for piece in laid_out(tensor.detach()):
+                piece.copy_(channel.broadcast(piece, 0, action=f"broadcast of {name}"))
 
 
 def materialise(model: nn.Module, part: Partition, device: torch.device) -> None:
