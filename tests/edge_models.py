@@ -107,7 +107,7 @@ class Call(nn.Module):
 
 def summed(x: Tensor, edge_index: Tensor, weight: Tensor) -> Tensor:
     """Weighted sums by hand."""
-    weight = weight.view(-1, 1) if weight.dim() == 1 else weight
+    weight = weight.view(weight.size(0), -1)
     return x + scatter(x[edge_index[0]] * weight, edge_index[1], dim=0, dim_size=x.size(0), reduce="sum")
 
 
@@ -274,7 +274,7 @@ TABLES: dict[str, Callable[[], nn.Module]] = {
     "an embedding of types": _mine(
         lambda m, _: m.of_type(m.edge_type).squeeze(-1),
         edge_type=torch.arange(EDGES) % 5,
-        of_type=nn.Embedding(5, 1),
+        of_type=nn.Embedding.from_pretrained(table(5, 1), freeze=False),
     ),
     "ids of reverse edges": lambda: Call(_reverse, rev=_REV),
     "its reverse's weight": _mine(lambda m, _: m.w[m.rev], rev=_REV, w=P(table(EDGES))),

@@ -254,3 +254,14 @@ REFUSED: dict[str, tuple[Body, Mods, str]] = {
         "rebuild|indexed",
     ),
 }
+
+PIECES: dict[str, Callable[[nn.Module, Tensor, int, int], Tensor]] = {
+    "split": lambda m, x, a, b: torch.cat([m.u(x[:a]), m.i(x[a:b]), x[b:]]),
+    "row": lambda m, x, a, b: x + x[a] * x[b - N],
+    "pooled": lambda m, x, a, b: x - x[a : b + 1].mean(0),
+    "where": lambda m, x, a, b: torch.where(torch.arange(x.size(0))[:, None] < b, m.u(x), x),
+    "written": lambda m, x, a, b: written(x, slice(a, b), 0.5),
+    "named": lambda m, x, a, b: x + x[torch.tensor([a, b, a])].sum(0),
+    "dropped": lambda m, x, a, b: torch.cat([F.dropout(x[:b], 0.3), x[b:]]),
+}
+"""Pieces of a forward: of a model with two linear layers, rows and two places among them."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from by_hand import Body, ByHand, graph
 from convolutions import double_precision
 from kagome.errors import ModelError
 from kagome.run.check import check
-from place_models import EXACT, REFUSED, TWO, N, written
+from place_models import EXACT, PIECES, REFUSED, TWO, N
 
 
 class Ends(ByHand):
@@ -70,17 +67,6 @@ def test_one_rank_refuses_nothing_of_it(name: str) -> None:
         torch.manual_seed(0)
         result = check(ByHand(body, **modules), graph(), parts=1)
     assert result.first is None, result.first
-
-
-PIECES: dict[str, Callable[[nn.Module, Tensor, int, int], Tensor]] = {
-    "split": lambda m, x, a, b: torch.cat([m.u(x[:a]), m.i(x[a:b]), x[b:]]),
-    "row": lambda m, x, a, b: x + x[a] * x[b - N],
-    "pooled": lambda m, x, a, b: x - x[a : b + 1].mean(0),
-    "where": lambda m, x, a, b: torch.where(torch.arange(x.size(0))[:, None] < b, m.u(x), x),
-    "written": lambda m, x, a, b: written(x, slice(a, b), 0.5),
-    "named": lambda m, x, a, b: x + x[torch.tensor([a, b, a])].sum(0),
-    "dropped": lambda m, x, a, b: torch.cat([F.dropout(x[:b], 0.3), x[b:]]),
-}
 
 
 @given(

@@ -157,6 +157,9 @@ def survey(
         found = versions.risen(step.reads)
         if found:
             writes[step.name] = found
+        for name in found:  # zeros that are written to need a gradient from then on
+            if name in values and versions.learns(name):
+                values[name] = replace(values[name], grad=True)
         if step.kind != "attribute":  # weights and buffers have their owners
             versions.note(step.name, value)
         kind = look(value) if isinstance(value, Tensor) else "none"
@@ -166,7 +169,8 @@ def survey(
         else:
             values[step.name] = Value("none")
 
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch._C.DisableTorchFunction():  # it is not the user's computation
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with _modes_kept(model), torch.enable_grad():
             for name in graph.inputs:
@@ -181,7 +185,7 @@ def survey(
         raise failed(begun[0], error) from error
     finally:
         changed = set()
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunction():
             for name, buffer in model.named_buffers():
                 old = buffers.get(name)
                 if old is None or old.shape != buffer.shape or not torch.equal(old, buffer):
@@ -206,6 +210,11 @@ class _Versions:
                     place = leaf.untyped_storage().data_ptr()
                     self._found.setdefault(place, []).append((name, leaf, leaf._version))
                     self._places.setdefault(name, set()).add(place)
+
+    def learns(self, name: str) -> bool:
+        """Whether a value needs a gradient by now."""
+        held = (one for place in self._places.get(name, ()) for one in self._found[place])
+        return any(tensor.requires_grad for other, tensor, _ in held if other == name)
 
     def risen(self, names: Iterable[str]) -> tuple[str, ...]:
         """The values that lie where these do and were written to since the last call."""
@@ -234,7 +243,11 @@ def settled(one: Survey, other: Survey, vertices: tuple[int, int], edges: tuple[
     """
 
     def kind(value: Value, its: Value) -> Value:
-        if value.kind != "fixed" or value.shape == its.shape:
+        if value.kind != "fixed":
+            return value
+        if its.kind != "fixed":
+            return Value("none")
+        if value.shape == its.shape:
             return value
         if not value.shape or value.shape[1:] != its.shape[1:]:
             return Value("none")

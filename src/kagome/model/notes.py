@@ -5,6 +5,7 @@ Where it sits: ``layers.trace`` gives it what ``tracing`` has found.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
@@ -140,7 +141,8 @@ def step_of(
         held = [*found.parameters(), *found.buffers()] if isinstance(found, nn.Module) else [found]
     else:
         called = target if kind == "method" else getattr(target, "__name__", "")
-        in_place = kwargs.get("inplace") is True or (called.endswith("_") and not called.endswith("__"))
+        in_place = target is operator.setitem or kwargs.get("inplace") is True
+        in_place = in_place or (called.endswith("_") and not called.endswith("__"))
     named = [(isinstance(value, nn.Parameter), weights[id(value)]) for value in held if id(value) in weights]
     changed = [*(list(refs(args))[:1] if in_place else ()), *refs(kwargs.get("out"))]
     return Step(

@@ -6,7 +6,9 @@ this file with torch and PyG: no other thread may run a model meanwhile.
 
 from __future__ import annotations
 
+import builtins
 import linecache
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -87,7 +89,14 @@ def is_whole(module: nn.Module) -> bool:
     return home.startswith("torch_geometric.nn.") and not home.startswith(_LOOKED_INTO)
 
 
-class _Weight(fx.Proxy):
+class _Value(fx.Proxy):
+    """Stands for a value, which forward may write to by ``x[...] = value``."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
+
+class _Weight(_Value):
     """Stands for a weight or a buffer: its shape is known, and forward may branch on it."""
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, value: Tensor) -> None:
@@ -157,6 +166,10 @@ class Tracer(fx.Tracer):
                     self._paths[id(value)] = f"{path}.{name}" if path else name
         self._paths |= {id(value): name for name, value in model.named_buffers()}
         self._paths |= {id(value): name for name, value in model.named_parameters()}
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """What stands for the value of a call."""
+        return _Value(node, self)
 
     def noted(self) -> fx.Graph:
         """The graph of calls.
@@ -282,13 +295,22 @@ class Tracer(fx.Tracer):
                 old = {name: value for name, value in table.items() if id(value) in wrappers}
                 undo.append(partial(table.update, old))
                 table.update({name: wrappers[id(value)] for name, value in old.items()})
-            for table in {id(table): table for table in users if "len" not in table}.values():
-                undo.append(partial(table.pop, "len"))
-                table["len"] = self._noting(len, always=False)
+            put(builtins, "len", self._length(len))
             yield
         finally:
             for take_back in reversed(undo):
                 take_back()
+
+    def _length(self, inner: Callable[[Any], int]) -> Callable[[Any], Any]:
+        """``len``, noted where a user asks for that of a value; all else asks too while it is replaced."""
+
+        def length(value: Any) -> Any:
+            home = str(sys._getframe(1).f_globals.get("__name__", ""))
+            if isinstance(value, fx.Proxy) and not home.startswith("torch"):
+                return self.create_proxy("call_function", inner, (value,), {})
+            return inner(value)
+
+        return length
 
     def _wrappers(self) -> dict[int, Callable[..., Any]]:
         """What stands in for a function while tracing, by the function's id."""

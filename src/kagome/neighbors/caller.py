@@ -14,8 +14,17 @@ _LIBRARIES: Final = ("kagome", "torch", "torch_geometric", "threading", "context
 
 
 def user_line() -> str:
-    """The innermost line outside of Kagome, torch and PyG, as ``file.py, line 12: code``; empty if none."""
-    frame = _frame(_LIBRARIES)
+    """The innermost line outside of Kagome, torch and PyG, as ``file.py, line 12``; empty if none.
+
+    Of a call that is a step of a pipeline it is the line of the forward that made it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _library(frame) in _LIBRARIES:
+        line = _line_of_step(frame)
+        if line:
+            file, _, number = line.rpartition(":")
+            return f"{Path(file).name}, line {number}"
+        frame = frame.f_back
     if frame is None:
         return ""
     return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}, in {frame.f_code.co_name}"
@@ -32,6 +41,13 @@ def _frame(skip: tuple[str, ...]) -> FrameType | None:
     while frame is not None and _library(frame) in skip:
         frame = frame.f_back
     return frame
+
+
+def _line_of_step(frame: FrameType) -> str:
+    """Where a step stands in a forward, if the frame is one that calls a step."""
+    if frame.f_code.co_name != "call" or not frame.f_globals.get("__name__", "").endswith(".model.steps"):
+        return ""
+    return str(frame.f_locals["self"].line)
 
 
 def _library(frame: FrameType) -> str:

@@ -13,7 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from kagome.comm.channel import Channel
+from kagome.comm.channel import Channel, Op
+from kagome.comm.channel import Kind as Traffic
+from kagome.comm.pending import Pending
+from kagome.comm.trip import Trip
 from kagome.config import Train
 from kagome.graph.attributes import tensors_of
 from kagome.graph.partition import Partition, partition
@@ -23,10 +26,11 @@ from kagome.model.likeness import TRACED, refuse_unlike
 from kagome.model.rules import apply_rules
 from kagome.model.steps import LayerGraph, Step
 from kagome.model.tracing import HINT
+from kagome.neighbors.caller import user_line
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
-from kagome.neighbors.marks import Kind
-from kagome.run.sample import take_sample
+from kagome.neighbors.marks import Kind, Mark
+from kagome.run.sample import sample_part, take_sample
 from kagome.run.task import draws_of, unmoved
 
 SAMPLE: Final = 48
@@ -38,33 +42,79 @@ class Asked(Channel):
 
     Args:
         device: Where the model runs.
+        parted: Whether it is one rank of two, of which the other has no row and sends nothing.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, parted: bool = False) -> None:
         super().__init__(None, device)
         self.where: Callable[[], str] = str
         self.layers: list[str] = []
+        self.size = 2 if parted else 1
+
+    def note(self, layer: str) -> None:
+        """Note a layer, and the user's line that calls it."""
+        self.layers.append("; ".join(filter(None, (layer, user_line()))))
 
     def exchange(self, rows: Tensor, *counts: Sequence[int], **rest: Any) -> Tensor:
         """As :meth:`Channel.exchange`: a list of readers is made, by which rows are to be read later."""
-        self.layers.append(self.where())
+        self.note(self.where())
         return super().exchange(rows, *counts, **rest)
+
+    def start_exchange(
+        self,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        action: str,
+        kind: Traffic = "halo",
+        header: tuple[int, ...] | None = None,
+        pick: Tensor | None = None,
+        trip: Trip | None = None,
+    ) -> Pending:
+        """What the rank keeps for itself; of the other one nothing comes."""
+        rows = rows if pick is None else rows.index_select(0, pick)
+        kept, come = rows[: send_counts[0]], rows.new_zeros(sum(recv_counts[1:]), *rows.shape[1:])
+        return Pending(torch.cat([kept, come]), self, action, kind)
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", **rest: Any) -> Tensor:
+        """Its own share."""
+        return tensor.detach().clone()
+
+
+class Sample(Interception):
+    """A sample of a graph by itself, on an :class:`Asked`."""
+
+    def write(self, sums: Tensor, axis: int, mark: Mark) -> Tensor:
+        """As :meth:`Interception.write`: sums on neighbours' rows go along edges the other way."""
+        if isinstance(self.channel.channel, Asked):
+            self.channel.channel.note(self.where())
+        return super().write(sums, axis, mark)
 
 
 def sample_scope(
     part: Partition,
     vertices: int,
     train: Train,
-    device: torch.device,
-    channel: Channel | None = None,
+    channel: Asked,
     *,
     fast: bool = False,
 ) -> Interception:
-    """An interception of a sample of a rank's part, whole and alone."""
-    sample = take_sample(part, vertices, train.seed)
-    whole = partition(sample, parts=1, method="contiguous")[0]
-    solo = channel or Channel(None, device)
-    return Interception(whole, solo, device=device, seed=train.seed, handlers=HANDLERS, fast=fast)
+    """An interception of a sample of a rank's part, alone.
+
+    Args:
+        part: Of the graph.
+        vertices: Of the sample.
+        train: Its seed.
+        channel: Where the model runs; of one rank for a sample that is a graph by itself, of two for one that
+            is a part of the graph, as chunks are.
+        fast: Whether messages are reduced by kernels.
+    """
+    if channel.size > 1:
+        piece = sample_part(part, vertices, train.seed)
+    else:
+        piece = partition(take_sample(part, vertices, train.seed), parts=1, method="contiguous")[0]
+    return Sample(piece, channel, device=channel.device, seed=train.seed, handlers=HANDLERS, fast=fast)
 
 
 def looked_at(
@@ -75,6 +125,7 @@ def looked_at(
     device: torch.device,
     *,
     named: bool = False,
+    parted: bool = False,
 ) -> Survey:
     """What each step gives.
 
@@ -88,6 +139,7 @@ def looked_at(
         train: Seed and mixed precision.
         device: Where the model runs.
         named: Whether the user named the layers.
+        parted: Whether each stage runs it on parts of the graph.
 
     Raises:
         ModelError: If a step fails, with its line; or if the steps do not give what forward gives.
@@ -95,8 +147,9 @@ def looked_at(
     Cost:
         Two forwards of a sample, and two more in each mode.
     """
-    asked = Asked(device)
-    scopes = [sample_scope(part, vertices, train, device, asked) for vertices in (SAMPLE, SAMPLE // 2)]
+    asked = Asked(device, parted=parted)
+    first = min(SAMPLE, max(1, part.num_nodes - 1)) if parted else SAMPLE
+    scopes = [sample_scope(part, vertices, train, asked) for vertices in (first, first // 2)]
     asked.where = scopes[0].where
     one, other = (_survey(model, graph, scope, train) for scope in scopes)
     _compare(model, graph, scopes[0], train, named=named)
@@ -115,7 +168,7 @@ def _survey(model: nn.Module, graph: LayerGraph, scope: Interception, train: Tra
         mark = scope.marks.get(value)
         if mark is None:
             return "fixed"
-        kind, rows = kinds.get(mark.kind, ("none", 0))
+        kind, rows = kinds.get(mark.kind, ("none", 0)) if mark.whole else ("none", 0)
         return kind if mark.axis == 0 and value.dim() > 0 and value.size(0) == rows else "none"
 
     with On(model, scope, train):

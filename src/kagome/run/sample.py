@@ -64,6 +64,32 @@ def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
     return sample
 
 
+def sample_part(part: Partition, vertices: int, seed: int) -> Partition:
+    """A sample of a part as one part of two of the graph: its vertices and edges keep their numbers.
+
+    No edge leads to what is not among it, so that nothing is sent.
+
+    Shapes:
+        At most ``vertices`` rows, and one less than the graph has; all edges among them.
+    """
+    sample = take_sample(part, max(1, min(vertices, part.num_nodes - 1)), seed)
+    kept, taken, none = sample.__dict__["vertices"], attributes_of(sample), part.send[:0]
+    return replace(
+        part,
+        part=0,
+        num_parts=2,
+        own=part.own[kept],
+        halo=none,
+        edge_index=sample.edge_index,
+        edge_ids=sample.__dict__["edge_places"],
+        send=none,
+        send_counts=(0, 0),
+        recv_counts=(0, 0),
+        nodes=taken.nodes,
+        edges=taken.edges,
+    )
+
+
 NUMBERED: Final = 2**25
 """Entries that the attributes of all vertices may have for a sample in which these keep their numbers."""
 

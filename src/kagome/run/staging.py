@@ -6,6 +6,7 @@ Where it sits: ``pipeline`` asks for it once; rank 0 looks and times, all ranks 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
 from kagome.config import Parallel, Train
-from kagome.errors import ModelError
+from kagome.errors import KagomeError, ModelError
+from kagome.graph.adjacency import adjacency_of
 from kagome.graph.partition import Partition
 from kagome.model.layers import Survey, chain, trace
 from kagome.model.stages import Stage, cut
@@ -79,6 +81,8 @@ def needed(stages: Sequence[Stage], part: Partition, uses: Collection[str]) -> P
     """What some stages and the loss read of a part: features lie with the stages that use them."""
     names = {name for stage in stages for name in stage.inputs} | set(uses)
     names |= {name for name in part.nodes if name.endswith("_mask")}
+    matrix = adjacency_of(part.edges)
+    names |= {matrix.name} if matrix is not None and "adj_t" in names else set()
     nodes = {name: value for name, value in part.nodes.items() if name in names}
     edges = {name: value for name, value in part.edges.items() if name in names}
     return replace(part, nodes=nodes, edges=edges)
@@ -165,7 +169,8 @@ def stage_model(
     Cost:
         As :func:`steps_of`.
     """
-    steps = steps_of(model, part, world, parallel.layers, train, device, fast=fast)
+    parted = (parallel.chunks or 1) > 1 or part.num_parts > 1
+    steps = steps_of(model, part, world, parallel.layers, train, device, fast=fast, parted=parted)
     if steps.survey.beyond and (parallel.chunks or 1) > 1:  # evaluation drops no edge
         raise ModelError(
             f"chunks={parallel.chunks} read their neighbours' rows by the edges into them",
@@ -185,6 +190,7 @@ def steps_of(
     device: torch.device,
     *,
     fast: bool = True,
+    parted: bool = False,
 ) -> Steps:
     """Trace, look, time. All ranks call it.
 
@@ -196,6 +202,7 @@ def steps_of(
         train: Seed and mixed precision.
         device: Where the model runs.
         fast: Whether messages are reduced by kernels, where they can be.
+        parted: Whether stages run on parts of the graph; else on all of it, or on parts if it fails there.
 
     Raises:
         ModelError: If the model cannot be traced, or fails on a sample; on every rank.
@@ -208,14 +215,27 @@ def steps_of(
     plain = {name: value for name, value in part.shared.items() if not isinstance(value, Tensor)}
     graph = chain(model, layers, names) if layers else trace(model, names, plain)
 
-    def look() -> Looked:
-        seen = looked_at(model, graph, part, train, device, named=bool(layers))
+    def look(parted: bool) -> Looked:
+        seen = looked_at(model, graph, part, train, device, named=bool(layers), parted=parted)
         try:
-            return _measured(model, graph, seen, part, train, device, fast=fast)
+            return _measured(model, graph, seen, part, train, device, fast=fast, parted=parted)
         except EscapeError as error:
-            return _measured(model, graph, seen, part, train, device, fast=False, escape=error.found)
+            return _measured(
+                model, graph, seen, part, train, device, fast=False, escape=error.found, parted=parted
+            )
 
-    found = by_first(world, look, "look at the model's steps", [Survey, Keeping])
+    def looked() -> Looked:
+        try:
+            return look(parted)
+        except ModelError as error:
+            if parted:
+                raise
+            # What knows the sizes of the whole graph runs on a sample that is known to be a part of it.
+            with suppress(KagomeError):
+                return look(True)
+            raise error
+
+    found = by_first(world, looked, "look at the model's steps", [Survey, Keeping])
     return Steps(found[0].told(graph), *found)
 
 
@@ -228,9 +248,10 @@ def _measured(
     device: torch.device,
     *,
     fast: bool,
+    parted: bool,
     escape: str = "",
 ) -> Looked:
     """Time the steps of a model, and what they keep."""
     graph = seen.told(graph)
-    calls, rows = timed(model, graph, seen, part, train, device, fast=fast)
+    calls, rows = timed(model, graph, seen, part, train, device, fast=fast, parted=parted)
     return seen, calls, rows, keeping(model, graph, part, train, fast=fast), escape

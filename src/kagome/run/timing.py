@@ -21,7 +21,7 @@ from kagome.model.layers import Survey
 from kagome.model.steps import LayerGraph, Ref, Step, failed, mapped, over_after
 from kagome.neighbors import algebra
 from kagome.neighbors.intercept import Interception
-from kagome.run.looks import SAMPLE, On, sample_scope
+from kagome.run.looks import SAMPLE, Asked, On, sample_scope
 
 TIMED: Final = 20_000
 """Most vertices of the sample on which steps are timed."""
@@ -41,8 +41,11 @@ def timed(
     device: torch.device,
     *,
     fast: bool,
+    parted: bool = False,
 ) -> tuple[dict[str, Seconds], dict[str, Seconds]]:
-    """Seconds of a call of each step, and of each row in it; ``fast``: with messages reduced by kernels.
+    """Seconds of a call of each step, and of each row in it.
+
+    ``fast``: with messages reduced by kernels; ``parted``: on parts of the graph.
 
     A sample of most rows and one of few tell them apart. Steps that are alike take alike: one that the
     machine held up says nothing of its layer.
@@ -50,8 +53,10 @@ def timed(
     Raises:
         EscapeError: If a message reaches code that fast paths do not see.
     """
-    most, many = _fastest(model, graph, part, TIMED, train, device, fast=fast)
-    least, few = _fastest(model, graph, part, SAMPLE, train, device, fast=fast)
+    (most, many), (least, few) = (
+        _fastest(model, graph, part, vertices, train, device, fast=fast, parted=parted)
+        for vertices in (TIMED, SAMPLE)
+    )
     kinds: dict[Hashable, list[str]] = {}
     for step in graph.steps:
         kinds.setdefault(_alike(step, model, seen), []).append(step.name)
@@ -95,9 +100,10 @@ def _fastest(
     device: torch.device,
     *,
     fast: bool,
+    parted: bool,
 ) -> tuple[dict[str, Seconds], int]:
     """Seconds of each step on a sample, each way the least of :data:`RUNS` after a first; its vertices."""
-    scope = sample_scope(part, vertices, train, device, fast=fast)
+    scope = sample_scope(part, vertices, train, Asked(device, parted=parted), fast=fast)
     seconds: dict[str, list[Seconds]] = {step.name: [] for step in graph.steps}
     # A thread's own time does not count what the machine gives to others meanwhile.
     alone = scope.device.type == "cpu" and torch.get_num_threads() == 1
@@ -181,7 +187,8 @@ def _one(
         given = leaves[-1].clone() if copies else leaves[-1]
         return _marked(given, value, scope)
 
-    values[step.name] = mapped(out, leaf_of)
+    # Those who read a weight know it by itself: it may have a row for each edge of the graph.
+    values[step.name] = out if step.kind == "attribute" else mapped(out, leaf_of)
     token = scope.turn.token
     if token.grad_fn is not None:  # peers come by all exchanges in backward, also where no rows are read
         roots.append(token)
@@ -197,6 +204,8 @@ def _one(
         back = max(back - empty, 0.0)
     for tensor in (*leaves, *model.parameters()):
         tensor.grad = None
+    if scope.edge_tables is not None:  # rows of tables are cut anew: theirs have come backward
+        scope.edge_tables.forget()
     # What has come backward by now is gone: those who read what the step wrote to do not come by it again.
     for name in step.changes:
         if name in values:
