@@ -17,6 +17,7 @@ from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
 from kagome.config import Report, Train
 from kagome.errors import CommError, KagomeError
+from kagome.report.meters import EpochRecord
 from parity import alone
 
 EPOCHS = 3
@@ -32,6 +33,9 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 KINDS: dict[str, str] = {
     "places": "1. rows told apart by place",
+    "edges": "2. order and tables of edges",
+    "adjacency": "7. an adjacency with values",
+    "flips": "8. edges turned round",
 }
 """Module ``kind_NAME``, and what its table is called."""
 
@@ -116,7 +120,12 @@ def tensors(out: Any) -> list[Tensor]:
 
 def trained(channel: Channel, kind: str, name: str, parallel: dict[str, Any], check: bool) -> Left | str:
     """Train by Kagome on these ranks; what it left, or the sentence that refused the case."""
-    case, records = cases_of(kind)[name], []
+    return ran(channel, cases_of(kind)[name], parallel, check)
+
+
+def ran(channel: Channel, case: Case, parallel: dict[str, Any], check: bool) -> Left | str:
+    """As :func:`trained`, of a case by itself."""
+    records: list[EpochRecord] = []
     with double_precision():
         try:
             model = made(case)
@@ -155,7 +164,7 @@ def verdict(ranks: Callable[..., list], kind: str, name: str, mesh: str, whole: 
     found = Verdict("fault", "not run")
     for check in (False, True):
         try:
-            found = _judged(ranks(world, trained, kind, name, parallel, check), whole)
+            found = judged(ranks(world, trained, kind, name, parallel, check), whole)
         except CommError as error:
             found = Verdict("late", f"CommError: {error}")
         except Exception as error:
@@ -165,7 +174,8 @@ def verdict(ranks: Callable[..., list], kind: str, name: str, mesh: str, whole: 
     return Verdict("fault", found.text)
 
 
-def _judged(left: list[Left | str], expected: Left) -> Verdict:
+def judged(left: list[Left | str], expected: Left) -> Verdict:
+    """What ranks left, or said, against what they must leave."""
     said = [each for each in left if isinstance(each, str)]
     if len(said) == len(left):
         return Verdict("refused", said[0])

@@ -22,7 +22,7 @@ def test_a_kind_has_at_least_twenty_cases(kind: str) -> None:
     assert len(cases_of(kind)) >= 20
 
 
-@pytest.mark.some(20)
+@pytest.mark.some(2, each="kind")
 @pytest.mark.parametrize(("kind", "name", "mesh"), _rows())
 def test_equal_or_refused_by_name(ranks: Callable[..., list], kind: str, name: str, mesh: str) -> None:
     found = verdict(ranks, kind, name, mesh, expected(kind, name))

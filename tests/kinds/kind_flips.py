@@ -1,0 +1,20 @@
+"""Kind 8: edges turned round, with the weights and attributes that belong to them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cases import Case, with_targets
+from torch_geometric.data import Data
+
+from edge_models import FLIPS, ORDERS, graph
+
+
+def _data(order: str) -> Data:
+    return with_targets(graph(order))
+
+
+CASES = {
+    name: Case(build, partial(_data, ORDERS[place % len(ORDERS)]))
+    for place, (name, build) in enumerate(FLIPS.items())
+}
