@@ -7,7 +7,7 @@ from functools import partial
 from cases import Case, with_targets
 from torch_geometric.data import Data
 
-from edge_models import ADJACENCIES, weighted
+from adjacency_models import ADJACENCIES, weighted
 
 FORMS = (
     ("csr", "normalised"),

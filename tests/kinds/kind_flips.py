@@ -7,7 +7,8 @@ from functools import partial
 from cases import Case, with_targets
 from torch_geometric.data import Data
 
-from edge_models import FLIPS, ORDERS, graph
+from edge_models import ORDERS, graph
+from flip_models import FLIPS
 
 
 def _data(order: str) -> Data:
