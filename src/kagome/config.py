@@ -283,7 +283,7 @@ class Train:
     metric: Metric = "auto"
     """What is reported, and chooses the best epoch; ``auto`` takes accuracy, F1 (micro) for several labels a
     vertex, RMSE or MAE for numbers, and the loss where a loss of your own meets labels that are no
-    classes."""
+    classes, or an output with other columns than the labels ask for."""
     metric_columns: tuple[int, ...] = ()
     """Columns of the model's output that the metric scores; by default all, one a class or label."""
     check: bool = True

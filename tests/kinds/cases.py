@@ -58,9 +58,14 @@ class Case:
     ours: Callable[[], Data] | None = None
     """What Kagome is given, where that is another object than the plain loop's."""
     metric: PlainMetric | None = None
-    """What the metric of the validation vertices must be after each epoch."""
+    """What the metric of the validation vertices must be after each epoch; the best epoch's weights stay."""
+    lower: bool = False
+    """Whether less of the metric is better."""
     draws: bool = False
     """Whether it draws random numbers: it is compared with Kagome on one rank then."""
+    unclear: bool = False
+    """Whether one rank may refuse it by name too: nothing says what is meant, plain PyTorch computes what
+    nobody means, or, a second list of edges, it is not served yet."""
     optimizer: Callable[[nn.Module], Callable[[Any], torch.optim.Optimizer]] = lambda model: sgd
 
 
@@ -72,7 +77,5 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def called(model: nn.Module, data: Data) -> Any:
     """Call a model as its signature asks: each argument is an attribute of the data, or the data."""
     names = list(inspect.signature(model.forward).parameters)
-    held = set(data.keys())
-    return model(
-        **{name: data[name] if name in held else data for name in names if name in held or name == "data"}
-    )
+    held = {"data": data, "num_nodes": data.num_nodes, **data.to_dict()}
+    return model(**{name: held[name] for name in names if name in held})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 from collections.abc import Callable
@@ -34,8 +35,13 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 KINDS: dict[str, str] = {
     "places": "1. rows told apart by place",
     "edges": "2. order and tables of edges",
+    "attributes": "3. attributes of neither vertices nor edges",
+    "labels": "4. labels and features as they are given",
+    "derivatives": "5. derivatives of derivatives",
+    "weights": "6. what reads all weights",
     "adjacency": "7. an adjacency with values",
     "flips": "8. edges turned round",
+    "columns": "9. further columns, and metrics",
 }
 """Module ``kind_NAME``, and what its table is called."""
 
@@ -93,6 +99,7 @@ def plain(case: Case) -> Left:
         model, data = made(case), case.data()
         optimizer = case.optimizer(model)(model.parameters())
         losses, metrics = [], []
+        best: dict[str, Tensor] = {}
         for _ in range(EPOCHS):
             model.train()
             optimizer.zero_grad()
@@ -104,6 +111,11 @@ def plain(case: Case) -> Left:
                 model.eval()
                 with torch.no_grad():
                     metrics.append(case.metric(called(model, data), data, data.val_mask))
+                before = metrics[:-1]
+                if not before or (metrics[-1] < min(before) if case.lower else metrics[-1] > max(before)):
+                    best = copy.deepcopy(model.state_dict())
+        if best:
+            model.load_state_dict(best)
         model.eval()
         with torch.no_grad():
             out = tensors(called(model, data))

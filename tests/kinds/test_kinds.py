@@ -27,5 +27,5 @@ def test_a_kind_has_at_least_twenty_cases(kind: str) -> None:
 def test_equal_or_refused_by_name(ranks: Callable[..., list], kind: str, name: str, mesh: str) -> None:
     found = verdict(ranks, kind, name, mesh, expected(kind, name))
     assert found.word in ("equal", "refused"), found
-    if mesh == "1 rank":
+    if mesh == "1 rank" and not cases_of(kind)[name].unclear:
         assert found.word == "equal", "one rank runs what plain PyG runs"

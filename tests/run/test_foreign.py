@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
-import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from dags import plan_of
+from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
-from training import CLASSES, FEATURES, QUIET, graph, settings
+from torch.optim import SGD, Adam, Optimizer
+from training import QUIET, graph, settings
 
 import kagome
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
 from kagome.errors import KagomeError, ModelError
 from kagome.run.foreign import Reads
+from weight_readers import PENALTIES, Net, optimizer_of, rows, summed
 
 EPOCHS = 3
 EXACT: dict[str, Any] = {"cross_chunk": "exact"}
@@ -32,97 +34,6 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "three stages, exact": (3, {"pipe": 3, "chunks": 2, **EXACT}),
     "chunks, exact": (1, {"chunks": 2, **EXACT}),
 }
-
-
-class Net(nn.Module):
-    """Four layers; may read weights in forward besides."""
-
-    def __init__(self, inside: str = "") -> None:
-        super().__init__()
-        widths = [FEATURES, 8, 8, 8, CLASSES]
-        self.convs = nn.ModuleList(pyg.SAGEConv(*each) for each in pairwise(widths))
-        self.inside = inside
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        for conv in self.convs[:-1]:
-            x = conv(x, edge_index).tanh()
-        x = self.convs[-1](x, edge_index)
-        if self.inside == "sum":
-            x = x + 0.01 * sum(p.abs().sum() for p in self.parameters())
-        if self.inside == "norm":
-            x = x * torch.cat([p.flatten() for p in self.parameters() if p.requires_grad]).norm()
-        if self.inside == "first":
-            x = x + self.convs[0].lin_l.weight.sum()
-        return x
-
-
-def rows(out: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(out, y, reduction="none")
-
-
-def summed(parts: Any) -> Tensor:
-    return torch.stack(list(parts)).sum()
-
-
-PENALTIES: dict[str, Callable[[Any], Tensor]] = {
-    "none": lambda m: torch.zeros(()),
-    "l1": lambda m: sum(p.abs().sum() for p in m.parameters()),
-    "l2": lambda m: sum((p**2).sum() for p in m.parameters()),
-    "weights alone": lambda m: sum(p.abs().sum() for n, p in m.named_parameters() if "weight" in n),
-    "the first layer": lambda m: m.convs[0].lin_l.weight.norm(),
-    "the last layer": lambda m: m.convs[3].lin_l.weight.norm(),
-    "a vector": lambda m: nn.utils.parameters_to_vector(m.parameters()).abs().sum(),
-    "stacked": lambda m: summed(p.norm() for p in m.parameters()),
-    "a list": lambda m: summed(torch._foreach_norm(list(m.parameters()))),
-    "state_dict": lambda m: summed(v.abs().sum() for v in m.state_dict().values()),
-    "data": lambda m: summed(p.data.abs().sum() for p in m.parameters()),
-    "detached": lambda m: summed(p.detach().abs().sum() for p in m.parameters()),
-    "spectral": lambda m: sum(torch.linalg.matrix_norm(p, 2) for p in m.parameters() if p.dim() == 2),
-    "two layers alike": lambda m: (m.convs[1].lin_l.weight - m.convs[2].lin_l.weight).square().sum(),
-    "orthogonal": lambda m: sum((p @ p.t()).triu(1).square().sum() for p in m.parameters() if p.dim() == 2),
-    "the largest": lambda m: torch.stack([p.abs().max() for p in m.parameters()]).max(),
-    "a group": lambda m: summed(p.norm(dim=0).sum() for p in m.parameters() if p.dim() == 2),
-    "entropy": lambda m: summed((p.softmax(-1) * p.log_softmax(-1)).sum() for p in m.parameters()),
-    "a product": lambda m: (
-        m.convs[3].lin_l.weight @ m.convs[2].lin_l.weight @ m.convs[1].lin_r.weight
-    ).norm(),
-    "smooth": lambda m: summed(F.smooth_l1_loss(p, torch.zeros_like(p)) for p in m.parameters()),
-    "biases": lambda m: summed(p.square().sum() for p in m.parameters() if p.dim() == 1),
-}
-
-
-class Reading(SGD):
-    """Reads all weights in its own step."""
-
-    def step(self, closure: Any = None) -> Any:
-        self.mean = [p.detach().clone() for group in self.param_groups for p in group["params"]]
-        return super().step(closure)
-
-
-def optimizer_of(name: str, model: nn.Module) -> Callable[[Any], Optimizer] | None:
-    if name in ("ema", "clip", "rate"):
-
-        def make(parameters: Any) -> Optimizer:
-            made = SGD(parameters, lr=0.05)
-            means = [p.detach().clone() for p in model.parameters()]
-
-            def hook(optimizer: Optimizer, *_: Any) -> None:
-                if name == "ema":
-                    torch._foreach_lerp_(means, [p.detach() for p in model.parameters()], 0.1)
-                if name == "clip":
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-                assert optimizer.param_groups[0]["lr"] == 0.05
-
-            made.register_step_pre_hook(hook)
-            return made
-
-        return make
-    kinds: dict[str, Callable[[Any], Optimizer]] = {
-        "reading": lambda p: Reading(p, lr=0.05),
-        "adamw": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
-        "one by one": lambda p: SGD(p, lr=0.05, momentum=0.9, foreach=False),
-    }
-    return kinds.get(name)
 
 
 Case = tuple[str, str, str]
@@ -205,6 +116,82 @@ def test_a_penalty_under_history_and_drop_is_that_of_today_s_weights(ranks, kind
     staged = ranks(2, trained, cases, {"pipe": 2, "chunks": 2, "cross_chunk": kind, "guard": False})[0]
     for one, other in zip(alone, staged, strict=True):
         assert one == pytest.approx(other, rel=1e-10)
+
+
+Term = tuple[str, str, int, int]
+"""How a term of a penalty comes by its weights, what it makes of them, and of which layers."""
+READS: dict[str, Callable[[nn.Module, int], Tensor]] = {
+    "an attribute": lambda m, at: m.convs[at].lin_l.weight,
+    "its name": lambda m, at: m.get_parameter(f"convs.{at}.lin_r.weight"),
+    "a dict": lambda m, at: dict(m.named_parameters())[f"convs.{at}.lin_l.bias"],
+    "a state": lambda m, at: m.state_dict(keep_vars=True)[f"convs.{at}.lin_l.weight"],
+    "a list": lambda m, at: list(m.parameters())[2 * at],
+    "a vector": lambda m, at: nn.utils.parameters_to_vector(m.convs[at:].parameters()),
+    "a module": lambda m, at: [each for each in m.modules() if isinstance(each, pyg.Linear)][at].weight,
+}
+MADE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "the sum of sizes": lambda w, v: w.abs().sum(),
+    "squares of both": lambda w, v: w.square().sum() * v.square().mean(),
+    "a norm": lambda w, v: w.norm(),
+    "a logarithm": lambda w, v: w.flatten().logsumexp(0) - v.max(),
+    "a spread": lambda w, v: w.std() + v.flatten()[0],
+    "a detached part": lambda w, v: (w * v.detach().norm()).sum(),
+    "in place": lambda w, v: w.clone().mul_(v.mean()).tanh_().sum(),
+}
+
+
+def of_terms(terms: list[Term], model: nn.Module) -> Tensor:
+    return summed(
+        MADE[made](READS[read](model, one), READS[read](model, other)) for read, made, one, other in terms
+    )
+
+
+def learned(terms: list[Term], ours: dict[str, Any] | None) -> list[float]:
+    """The losses of two epochs, by Trainer on a mesh or by a plain loop."""
+    torch.manual_seed(3)
+    model, data = Net().double(), graph(torch.float64)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return rows(out, y) + 0.01 * of_terms(terms, model)
+
+    if ours is not None:
+        sgd = functools.partial(SGD, lr=0.05)
+        mesh, train = Parallel(**ours), settings(epochs=2)
+        with Trainer(
+            model, data, loss=loss, optimizer=sgd, train=train, parallel=mesh, report=QUIET
+        ) as trainer:
+            trainer.fit()
+            return [record.loss for record in trainer.records]
+    optimizer, found = SGD(model.parameters(), lr=0.05), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        lost = loss(model(data.x, data.edge_index)[data.train_mask], data.y[data.train_mask]).mean()
+        lost.backward()
+        optimizer.step()
+        found.append(float(lost.detach()))
+    return found
+
+
+def learned_by_rank(channel: Channel, terms: list[Term], parallel: dict[str, Any]) -> list[float]:
+    return learned(terms, parallel)
+
+
+layers = st.integers(0, 3)
+
+
+@hypothesis.settings(max_examples=3, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(
+    st.lists(
+        st.tuples(st.sampled_from(list(READS)), st.sampled_from(list(MADE)), layers, layers),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_any_penalty_counts_as_in_plain_pyg(ranks, terms):
+    expected = learned(terms, None)
+    world, parallel = MESHES["two stages, exact"]
+    for losses in ranks(world, learned_by_rank, terms, parallel):
+        assert losses == pytest.approx(expected, rel=1e-10), terms
 
 
 def in_stages(channel: Channel, what: str) -> str:

@@ -273,7 +273,13 @@ def test_columns_beyond_the_classes_are_never_scored_unasked(extra):
     settings = Train()
     objective = objective_of(own_loss, labels_of(y), settings, N)
     with pytest.raises(ModelError, match=rf"scores 5 columns(.|\n)*gives {C + extra}(.|\n)*metric-columns"):
-        metric_of(None, objective, settings).check(out)
+        metric_of("accuracy", objective, settings).check(out)
+    guess = metric_of(None, objective, settings)
+    guess.check(out)
+    assert (guess.name, guess.fitted(out[:, :C]).name) == ("accuracy", "accuracy")
+    assert (guess.fitted(out).name, guess.fitted(out).higher) == ("loss", False)
+    assert guess.fitted((out, out)).name == "loss"
+    assert guess.fitted(out).labels(out) is None, "an argmax over all columns would be no class"
     told = metric_of(None, objective, Train(metric_columns=tuple(range(C))))
     told.check(out)
     target = objective.target({"y": y}, slice(None))
@@ -283,7 +289,7 @@ def test_columns_beyond_the_classes_are_never_scored_unasked(extra):
     with pytest.raises(ModelError, match="names columns of the output"):
         metric_of(None, objective, Train(metric_columns=(9,))).check(out)
     with pytest.raises(ModelError, match="scores one tensor"):
-        metric_of(None, objective, settings).check((out, out))
+        metric_of("accuracy", objective, settings).check((out, out))
 
 
 def test_a_loss_that_takes_all_columns_as_classes_says_what_they_are():

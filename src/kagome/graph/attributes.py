@@ -15,12 +15,13 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from kagome.errors import DataError
+from kagome.graph import nested
 
 #: A dense copy of sparse features may be so large; beyond it the user is asked to project.
 DENSE_LIMIT_BYTES = 4 * 2**30
 
-Shared = Tensor | int | float | str
-"""What is the same on all ranks: a tensor, a number, a truth value or a text."""
+Shared = Tensor | int | float | str | list[Any] | tuple[Any, ...] | dict[Any, Any]
+"""What is the same on all ranks: a tensor, a number, a truth value, a text, or lists and dicts of such."""
 
 _STRUCTURE: Final = ("edge_index", "adj_t", "num_nodes", "split_idx")
 _OF_VERTICES: Final = frozenset({"x", "y", "z", "pos", "batch", "n_id", "weight"})
@@ -104,13 +105,15 @@ def attributes_of(data: Data) -> Attributes:
 
 
 def _sort_plain(name: str, value: Any, found: Attributes) -> None:
-    if isinstance(value, bool | int | float | str):
+    fault = nested.fault_of(value)
+    if not fault:
         found.shared[name] = value
     elif is_sparse(value):
         found.refused[name] = f"data.{name} is a sparse matrix; tensors, numbers and texts are carried"
     else:
         found.refused[name] = (
-            f"data.{name} is a {type(value).__name__}; tensors, numbers and texts are carried"
+            f"data.{name} is {fault}; tensors, numbers, texts, and lists and dicts of numbers and texts are "
+            "carried"
         )
 
 
@@ -150,11 +153,9 @@ def tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def unboxed(value: Any) -> Any:
     """A NumPy array of numbers as a tensor, a NumPy scalar as Python's; anything else as it is."""
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return torch.as_tensor(value)
-    return value
+    return nested.unboxed(value)
 
 
 def plain(value: Any) -> Tensor:

@@ -23,6 +23,7 @@ from torch_geometric.data import Data
 
 from kagome import leftovers, sealed
 from kagome.errors import PartitionError
+from kagome.graph import nested
 from kagome.graph.attributes import Shared, tensors_of
 from kagome.graph.labels import Labels
 from kagome.graph.partition import Partition
@@ -198,7 +199,7 @@ def _write(partitions: Iterable[Partition], fresh: Path, meta: Meta) -> None:
         file = _file(fresh, piece.part)
         seals[file.name] = sealed.write_tensors(file, _tensors(piece), json.dumps(facts), sync=False)
         attributes = attributes_of(piece)
-        shared = {k: v for k, v in piece.shared.items() if not isinstance(v, Tensor)}
+        shared = {k: nested.to_json(v) for k, v in piece.shared.items() if not isinstance(v, Tensor)}
         plain = {"shared": shared, "refused": piece.refused}
     page = {"format": FORMAT, **dataclasses.asdict(meta), "attributes": attributes, **plain}
     sealed.write_page(fresh / PAGE, {**page, "files": sealed.told_of(seals)})
@@ -263,7 +264,7 @@ def _page(folder: Path) -> _Page:
         labels = facts.pop("labels")
         if labels is not None:
             labels = Labels(**{**labels, "shape": tuple(labels["shape"])})
-        plain = facts.pop("shared"), facts.pop("refused")
+        plain = {k: nested.from_json(v) for k, v in facts.pop("shared").items()}, facts.pop("refused")
         meta = Meta(
             **{**facts, "notes": tuple(facts["notes"]), "labels": labels, "quality": Quality(**figures)}
         )
@@ -273,7 +274,7 @@ def _page(folder: Path) -> _Page:
         raise _damaged(folder, f"{PAGE} is damaged: {type(error).__name__}: {error}") from None
     fault = (
         _meta_fault(meta, attributes)
-        or _plain_fault(*plain)
+        or _refused_fault(plain[1])
         or (
             "it does not name a file for each part"
             if set(files) != {_file(folder, part).name for part in range(min(meta.num_parts, len(files) + 1))}
@@ -303,11 +304,10 @@ def _meta_fault(meta: Meta, attributes: Attributes) -> str:
     return quality_fault(meta.quality, meta.num_parts, meta.num_nodes, meta.num_edges)
 
 
-def _plain_fault(shared: object, refused: object) -> str:
-    """Whether attributes that are numbers and texts, and reasons why others are none, are something else."""
-    for name, table, kinds in (("shared", shared, bool | int | float | str), ("refused", refused, str)):
-        if not isinstance(table, dict) or not all(isinstance(value, kinds) for value in table.values()):
-            return f"{name} is {str(table)[:40]!r}"
+def _refused_fault(refused: object) -> str:
+    """Whether reasons why attributes cannot be given are something else."""
+    if not isinstance(refused, dict) or not all(isinstance(value, str) for value in refused.values()):
+        return f"refused is {str(refused)[:40]!r}"
     return ""
 
 

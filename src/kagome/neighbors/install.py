@@ -19,6 +19,7 @@ from kagome.neighbors.calls import States
 from kagome.neighbors.checkpoints import once
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import Lazy, now
+from kagome.neighbors.turn import transformed
 from kagome.neighbors.whole_tables import given_rows, refuse_some_rows, refuse_unknown_edges
 
 
@@ -43,12 +44,16 @@ def install(model: nn.Module, scope: Interception, *, several: bool = False) -> 
         def enter(module: nn.Module, _args: Any, name: str = name, caches: bool = caches) -> None:
             if caches and several:
                 forget(module)
+            if scope.turn.outside:
+                return  # the loss runs it: as torch does
             scope.turn.refuse_again(name)
             scope.path.append(name)
             if isinstance(module, MessagePassing):
                 scope.enter_layer()
 
         def leave(module: nn.Module, _args: Any, out: Any, name: str = name, caches: bool = caches) -> Any:
+            if scope.turn.outside:
+                return None
             # Called after an error too, innermost first: that is the layer to name.
             scope.fault = (scope.fault or name) if out is None else ""
             if scope.path:
@@ -101,6 +106,10 @@ def _wrap(module: MessagePassing, name: str, scope: Interception) -> Callable[[]
     inner = getattr(module, name)
 
     def outer(*args: Any, **kwargs: Any) -> Any:
+        if scope.turn.outside or transformed():
+            if scope.size > 1:
+                scope.turn.refuse_outside(type(module).__name__)
+            return inner(*args, **kwargs)
         again = scope.again if name == "propagate" else None
         found = None if again is None else again.call(module, args, kwargs)
         if found is not None:
@@ -137,6 +146,8 @@ class _Watched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         scope, states = self.scope, self.states
+        if scope.turn.outside or transformed():
+            return self.inner(*args, **kwargs)
         found = scope.calls.call(states, args, kwargs)
         if found is not None:
             return found
@@ -155,7 +166,7 @@ class _Watched:
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of the layer itself gives, if it is like the last one; else None."""
-        return self.scope.calls.whole(self.states, args, kwargs)
+        return None if self.scope.turn.outside else self.scope.calls.whole(self.states, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the layer has its own weights: it runs as its class says, and is not watched."""

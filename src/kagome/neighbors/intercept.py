@@ -45,13 +45,13 @@ from kagome.neighbors.calls import Calls
 from kagome.neighbors.count import Count
 from kagome.neighbors.handlers import HANDLERS, Handler
 from kagome.neighbors.late import Late
-from kagome.neighbors.lazy import refuse_in_function
+from kagome.neighbors.lazy import EscapeError, refuse_in_function
 from kagome.neighbors.marks import ALIGNED, VERTICES, Kind, Mark, Marks
 from kagome.neighbors.notes import Notes
 from kagome.neighbors.places import length
 from kagome.neighbors.rows import Carrier, NeighborRows, agree, all_rows, summing, total
 from kagome.neighbors.tape import Taped
-from kagome.neighbors.turn import Turn
+from kagome.neighbors.turn import Turn, transformed
 from kagome.neighbors.view import View, in_view, out_view, pair_ids
 from kagome.opened import opened
 
@@ -203,6 +203,9 @@ class Interception(Late, TorchFunctionMode):
         if func in algebra.KNOWN:
             return func(*args)
         kwargs = kwargs or {}
+        if transformed():
+            self._refuse_transform()
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if self.edge_tables is not None:
             args, kwargs = self.edge_tables.cut(self, name, func, args, kwargs)
@@ -254,6 +257,17 @@ class Interception(Late, TorchFunctionMode):
         if notes is not None:
             notes.torch_call(func, given, (args, kwargs), result, asked=asks)
         return result
+
+    def _refuse_transform(self) -> None:
+        """A transform of ``torch.func`` runs where one rank has all rows, and as PyG runs it."""
+        if self.fast or self.parted or self.size > 1:
+            kind = EscapeError if self.fast and not (self.parted or self.size > 1) else ModelError
+            raise kind(
+                "derivatives inside forward are taken by torch.autograd.grad, on several ranks",
+                "a transform of torch.func (grad, vjp, jacrev, vmap) is called there",
+                where=self.where(),
+                hint="torch.autograd.grad(..., create_graph=True), or train on one rank",
+            )
 
     # What handlers use (the scope of model.exact) ------------------------------------------------
 

@@ -59,11 +59,32 @@ class Turn:
         self._named: Counter[str] = Counter() if named is None else named
         self.pardoned: Any = None  # the hook by which ``recompute`` lets a layer run again
 
+    @property
+    def outside(self) -> bool:
+        """Whether the forward has ended and backward has not begun: the loss is computed."""
+        return self.over and torch._C._current_graph_task_id() == -1
+
+    def refuse_outside(self, where: str) -> None:
+        """Refuse a read of neighbours by the loss: it has some rows of the output, and no graph.
+
+        Raises:
+            ModelError: If the loss is being computed.
+        """
+        if self.outside:
+            raise ModelError(
+                "neighbours are read in the forward pass",
+                "the loss runs a layer that reads them after it",
+                where=where,
+                hint="run it in forward, and return what the loss needs; or train on one rank",
+            )
+
     def refuse_again(self, where: str) -> None:
-        """Refuse what runs after the forward has ended: backward recomputes it where nobody sees it."""
+        """Refuse what runs in backward: it recomputes what nobody sees."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) if self.grad else None
         top = hooks[0] if hooks else None
-        if self.over or (top is not self.pardoned and "checkpoint" in getattr(top, "__qualname__", "")):
+        if (self.over and not self.outside) or (
+            top is not self.pardoned and "checkpoint" in getattr(top, "__qualname__", "")
+        ):
             raise ModelError(
                 "each layer runs once in the forward pass",
                 "activation checkpointing runs one again during backward, with its exchange or its draws",
@@ -74,6 +95,7 @@ class Turn:
     def begin(self, site: str, *, grad: bool = False) -> Site:
         """Number the next collective of this forward; ``grad``: backward will come back to it."""
         self.refuse_again(site)
+        self.refuse_outside(site)
         if self.grad and not torch.is_grad_enabled() and _in_checkpoint():
             # It would run the layer again in backward, in an autograd of its own that skips ours silently.
             raise ModelError(
@@ -134,6 +156,11 @@ class Turn:
     def follows(self) -> bool:
         """Whether backward may come back to what is done now: in evaluation only to what the model allows."""
         return torch.is_grad_enabled()
+
+
+def transformed() -> bool:
+    """Whether a transform of ``torch.func`` is running: it has tensors of its own, which carry no marks."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def inside(found: Callable[[], Turn | None]) -> Turn | None:

@@ -31,7 +31,7 @@ class Progress:
     Args:
         epochs: Epochs of the whole run.
         done: Epochs that were done before a resume.
-        metric_name: For example ``accuracy``.
+        metric_name: For example ``accuracy``; or what tells it, once it is known.
         enabled: False shows nothing (other ranks, ``--report.no-progress``).
         stream: Where to write; by default standard error.
         every: Least seconds between two plain lines.
@@ -43,7 +43,7 @@ class Progress:
         epochs: int,
         *,
         done: int = 0,
-        metric_name: str = "metric",
+        metric_name: str | Callable[[], str] = "metric",
         enabled: bool = True,
         stream: TextIO | None = None,
         every: float = 5.0,
@@ -97,7 +97,10 @@ class Progress:
 
     def _facts(self, record: EpochRecord) -> str:
         facts = f"loss {metric_text(record.loss)}"
-        return facts if self._val is None else f"{facts}  val {self.metric_name} {metric_text(self._val)}"
+        if self._val is None:
+            return facts
+        name = self.metric_name() if callable(self.metric_name) else self.metric_name
+        return f"{facts}  val {name} {metric_text(self._val)}"
 
     def _left(self) -> str:
         pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from kagome.comm.channel import Channel
 from kagome.config import Parallel, Train
+from kagome.errors import ModelError
 from kagome.graph.partition import Partition
 from kagome.model.buffers import Buffers
 from kagome.model.calling import Calling
@@ -34,6 +35,7 @@ from kagome.report.holdings import Holdings
 from kagome.run.agreement import agreement, products
 from kagome.run.ahead import Ahead, Forward
 from kagome.run.carried import Carried, Layout, Told, said_of
+from kagome.run.first import by_all
 from kagome.run.gradients import Gradients
 from kagome.run.holdings import Saved, measure
 from kagome.run.installed import Installed, while_installed
@@ -42,7 +44,7 @@ from kagome.run.learning import Aim
 from kagome.run.offload import Offload
 from kagome.run.ready import refused_input
 from kagome.run.tally import Tally
-from kagome.run.task import check_finite, check_rows, columns, draws_of, in_float32
+from kagome.run.task import check_finite, check_rows, draws_of, in_float32
 from kagome.run.weighed import Weighed
 
 
@@ -189,10 +191,21 @@ class Engine:
         try:
             return self._calling.call(self.model, self.scope.inputs)
         except (RuntimeError, NotImplementedError) as error:
+            if _transformed(error) and not _of_hooks(error):
+                raise self._untransformed(error) from error
             found = refused_input(self.model, self.scope.part, self._calling.wants(self.inputs), error)
             if found is error:
                 raise
             raise found from error
+
+    def _untransformed(self, error: Exception) -> ModelError:
+        """The error for a transform of ``torch.func`` that meets code it cannot go through."""
+        kind = EscapeError if self.scope.fast else ModelError
+        return kind(
+            "derivatives inside forward are taken by torch.autograd.grad",
+            f"torch.func (grad, vjp, jacrev, vmap) goes through a layer: {str(error).splitlines()[0][:200]}",
+            hint="torch.autograd.grad(..., create_graph=True)",
+        )
 
     @while_installed
     def forward(self, epoch: int, *, training: bool) -> Any:
@@ -287,8 +300,7 @@ class Engine:
                 rows = self.train_rows
                 shown = tree_map(lambda leaf: leaf[rows], out)
                 if not self._checked:
-                    self.objective.check(shown, self.target)
-                    self.aim.metric.check(out)
+                    by_all(self.channel, lambda: self._check(shown, out), "check loss and metric")
                     self._weighed.settle(self.target, shown)
                 lost = None
                 if rows.numel():
@@ -317,6 +329,10 @@ class Engine:
             self.ahead.allowed = not doubts
         return value, stops
 
+    def _check(self, shown: Any, out: Any) -> None:
+        self.objective.check(shown, self.target)
+        self.aim.metric.check(out)
+
     def take_uncoded(self) -> Mapping[str, int]:
         """Bytes that this rank would have sent without codecs since the last call; kinds that have none."""
         return self.tally.take()
@@ -339,7 +355,18 @@ class Engine:
 
     def _train_forward(self, epoch: int, *, watched: bool) -> Forward:
         self.model.train(True)
-        saved = None if self._checked else Saved(self.scope, self.model)
+        if not self._checked:
+            buffers = Buffers(self.model)
+            before = buffers.now(), buffers.copies()
+            try:
+                return self._kept(epoch, Saved(self.scope, self.model), watched=watched)
+            except RuntimeError as error:
+                if not _of_hooks(error):
+                    raise
+                buffers.restore(*before)  # torch.func takes none: what the forward keeps is not measured
+        return self._kept(epoch, None, watched=watched)
+
+    def _kept(self, epoch: int, saved: Saved | None, *, watched: bool) -> Forward:
         with (
             self.phases.phase("forward", epoch),
             self.ahead.watching(watched) as unchanged,
@@ -375,7 +402,7 @@ class Engine:
             buffers.restore(tensors, before)  # the epoch will run it again
             return None
         self.ahead.keep(forward)
-        found: Tensor = columns(forward.out.detach())
+        found: Tensor = forward.out.detach()
         return found
 
     @torch.no_grad()
@@ -383,13 +410,22 @@ class Engine:
         """Scores of own rows with dropout off: exact, and distributed like training.
 
         Shapes:
-            ``[n, C]``, or a nest of such; a model that gives ``[n]`` has one column.
+            ``[n, ...]`` as the model gives it, or a nest of such.
         """
         self.crossing.settle()  # any number of evaluations may follow
         out = self.forward(epoch, training=False)
         if isinstance(out, Tensor):
             self.ahead.evaluated(out)
-        return columns(out)
+        return out
+
+
+def _transformed(error: Exception) -> bool:
+    """Whether an error is of a transform of ``torch.func`` that met what it cannot go through."""
+    return any(word in str(error) for word in ("torch.func", "functorch"))
+
+
+def _of_hooks(error: Exception) -> bool:
+    return "saved tensor hooks" in str(error)
 
 
 def without_fast(why: str, *, slices: bool) -> str:

@@ -15,6 +15,27 @@ from kagome.system import in_words
 Found = TypeVar("Found")
 
 
+def by_all(channel: Channel, check: Callable[[], None], action: str) -> None:
+    """A check that each rank makes of its own rows. All ranks call it.
+
+    Args:
+        channel: All that make it.
+        check: Raises what it finds.
+        action: What a rank that waits says it does.
+
+    Raises:
+        KagomeError: What the first rank that refuses raised, on every rank.
+    """
+    mine: KagomeError | None = None
+    try:
+        check()
+    except KagomeError as error:
+        mine = error
+    found = [each for each in channel.gather_objects(mine, action) if isinstance(each, KagomeError)]
+    if found:
+        raise found[0] from (mine.__cause__ if mine is not None else None)
+
+
 def by_first(channel: Channel, find: Callable[[], Found], action: str, kinds: Sequence[type] = ()) -> Found:
     """What rank 0 finds. All ranks call it.
 

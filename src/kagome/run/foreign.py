@@ -129,6 +129,26 @@ def refused(names: Sequence[str], who: str) -> ModelError:
     )
 
 
+@contextmanager
+def unmoving(buffers: Mapping[str, Tensor]) -> Iterator[None]:
+    """Refuse a loss that reads buffers which a forward moves on another rank, or once a chunk.
+
+    Args:
+        buffers: By full name.
+
+    Raises:
+        ModelError: Naming one of them.
+    """
+    with Reads(buffers, grads=False) as reads:
+        yield
+        if reads.found:
+            raise ModelError(
+                "the loss of a pipeline's last stage reads what that stage has once all rows have passed",
+                f"it reads the buffer {reads.found[0]}, which the forward moves elsewhere or chunk by chunk",
+                hint="train without stages and chunks, or return it beside the output",
+            )
+
+
 def watch_hooks(optimizer: torch.optim.Optimizer, foreign: Mapping[str, Tensor]) -> None:
     """Let an optimizer's step hooks, those added since as well, refuse to read other ranks' weights."""
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):

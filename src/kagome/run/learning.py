@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kagome.comm.channel import Channel
-from kagome.config import Train
+from kagome.comm.mesh import Mesh
+from kagome.config import Run, Train
 from kagome.errors import ConfigError, DataError, ModelError
 from kagome.graph import masks
 from kagome.graph.labels import labels_of
@@ -77,11 +78,26 @@ class Aim:
     metric: Metric
     notes: tuple[str, ...] = ()
 
+    def fitted(self, out: Any, say: Callable[[str], object]) -> Aim:
+        """The same with a metric that fits the model's output; what else is said once."""
+        metric = self.metric.fitted(out)
+        if metric.name != self.metric.name:
+            say(
+                f"the metric is the loss: the output has other columns than {self.metric.name} scores "
+                "(train.metric_columns names those, metric=... another)."
+            )
+        return self if metric is self.metric else replace(self, metric=metric)
 
-def aim_of(
-    wishes: Wishes, part: Partition, meta: Meta, train: Train, channel: Channel
-) -> tuple[Aim, Partition]:
+
+def aim_of(wishes: Wishes, part: Partition, meta: Meta, settings: Run, mesh: Mesh) -> tuple[Aim, Partition]:
     """Loss and metric, checked against the labels before anything is trained. All ranks call it.
+
+    Args:
+        wishes: What the user gives.
+        part: Of this rank.
+        meta: Of the whole graph.
+        settings: Of the run.
+        mesh: All ranks.
 
     Returns:
         The aim, and this rank's part with masks of vertices that have a label.
@@ -92,6 +108,7 @@ def aim_of(
     """
     if meta.labels is None:
         raise DataError("training needs labels (data.y)", "the data has none")
+    train, channel = settings.train, mesh.graph
     objective = objective_of(
         wishes.loss,
         meta.labels,
@@ -100,6 +117,7 @@ def aim_of(
         inputs=wishes.loss_inputs,
         nodes=tuple(part.nodes),
         shared=tuple(part.shared),
+        alone=mesh.size == settings.parallel.fit(mesh.size).chunks == 1,
     )
     metric = metric_of(wishes.metric, objective, train)
     _refuse_weights(objective, part, channel)
@@ -249,17 +267,26 @@ def scheduler_of(
             f"it was given, or gave, a {type(scheduler).__name__}",
             hint="scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 50)",
         )
+    _refuse_plateau(scheduler, higher=higher)
+    return scheduler
+
+
+def _refuse_plateau(scheduler: Any, *, higher: bool) -> None:
     if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode == "max" and not higher:
         raise ConfigError(
             'ReduceLROnPlateau(mode="max") waits for a metric that rises',
             "less is better of this run's metric",
             hint='mode="min"',
         )
-    return scheduler
 
 
 def step_scheduler(scheduler: Any, loss: float, val_metric: float | None, *, higher: bool) -> None:
-    """One step; a plateau is one of the validation metric where its mode fits that, else of the loss."""
+    """One step; a plateau is one of the validation metric where its mode fits that, else of the loss.
+
+    Raises:
+        ConfigError: If a plateau waits for a metric that rises where less is better.
+    """
+    _refuse_plateau(scheduler, higher=higher)
     if not isinstance(scheduler, ReduceLROnPlateau):
         scheduler.step()
     elif scheduler.mode == "min" and higher:

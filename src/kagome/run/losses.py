@@ -29,6 +29,7 @@ def objective_of(
     inputs: Mapping[str, str] | None = None,
     nodes: Collection[str] = ("y",),
     shared: Collection[str] = (),
+    alone: bool = False,
 ) -> Objective:
     """The objective of a run, checked against what the labels hold; a user's loss tried on made-up rows.
 
@@ -40,6 +41,7 @@ def objective_of(
         inputs: The attribute of each further argument of a user's loss, where the user names them.
         nodes: Attributes that have a row a vertex.
         shared: Attributes that are the same on all ranks.
+        alone: Whether the loss is always given all rows at once: one rank, one chunk.
 
     Raises:
         ConfigError: If settings clash, or the loss is one that the mean over all ranks would change.
@@ -60,7 +62,7 @@ def objective_of(
         )
     more = _arguments(loss, dict(inputs or {}), (*nodes, *shared))
     rows, rest = ({k: v for k, v in more.items() if (v in nodes) is way} for way in (True, False))
-    return _tried(Objective("", facts, loss, train.ignore_index, rows=rows, shared=rest))
+    return _tried(Objective("", facts, loss, train.ignore_index, rows=rows, shared=rest, alone=alone))
 
 
 def _named(
@@ -256,5 +258,6 @@ def _tried(made: Objective) -> Objective:
         pairs = split(made._called(out, target))[1] is not None
     except (ConfigError, RuntimeError):
         return replace(made, pairs=None)  # a loss for outputs of another shape
-    made.check(out, target)
+    if not made.alone:  # else real rows decide, in the first epoch
+        made.check(out, target)
     return replace(made, pairs=pairs)

@@ -10,7 +10,7 @@ precision need the order of all rows: their scores go to rank 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol
 
 import torch
@@ -60,6 +60,9 @@ class Metric:
         own: The user's own, if it is one.
         columns: Columns of the output that a built-in metric scores; empty for all.
         higher: Whether more is better.
+        guessed: Whether labels alone chose it, beside a loss of the user's own: it gives way to that loss
+            where the output has other columns than the labels ask for, and the loss to nothing where it
+            takes derivatives, of which scores have none.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Metric:
     own: Own | None = None
     columns: tuple[int, ...] = ()
     higher: bool = True
+    guessed: bool = False
 
     def scores(
         self, out: Any, target: Target, masks: Mapping[str, Tensor], channel: Sums, action: str
@@ -119,24 +123,36 @@ class Metric:
         """Refuse an output that a built-in metric would take for something else.
 
         Raises:
-            ModelError: If it has more columns than the labels ask for, and nobody said which are scored.
+            ModelError: If it has other columns than the labels ask for, and nobody said which are scored.
         """
-        if self.own is None and self.name != "loss":
+        if self.own is None and self.name != "loss" and not self.guessed:
             self._columns(out)
+
+    def fitted(self, out: Any) -> Metric:
+        """The metric of an output: the loss, where labels alone chose and the columns are others."""
+        if not self.guessed or self.name == "loss":
+            return self
+        try:
+            self._columns(out)
+        except ModelError:
+            return Metric("loss", self.objective, higher=False, guessed=True)
+        return replace(self, guessed=False)
 
     def labels(self, out: Any) -> Tensor | None:
         """The labels that scores stand for; None where they are numbers.
 
         Shapes:
-            out ``[n, C]``; result ``[n]``, or ``[n, C]`` of 0 and 1 for several labels.
+            out ``[n]`` or ``[n, C]``; result ``[n]``, or ``[n, C]`` of 0 and 1 for several labels.
         """
         objective, facts = self.objective, self.objective.facts
-        if not isinstance(out, Tensor) or out.dim() != 2 or facts.task == "regression":
+        if not isinstance(out, Tensor) or out.dim() not in (1, 2) or facts.task == "regression":
             return None
-        rows = out[:, list(self.columns)] if self.columns else out
+        rows = out if out.dim() == 2 else out.unsqueeze(1)
+        rows = rows[:, list(self.columns)] if self.columns else rows
         if not objective.classified:
             return (rows > 0).long() if objective.name not in OTHERS and facts.task == "multilabel" else None
-        if rows.size(1) != 1 and rows.size(1) < facts.classes:
+        other = rows.size(1) < facts.classes or not (rows.size(1) == facts.classes or _takes_all(objective))
+        if rows.size(1) != 1 and other:
             return None
         chosen = (rows[:, 0] > 0).long() if rows.size(1) == 1 else rows.argmax(1)
         return 2 * chosen - 1 if facts.both else chosen
@@ -185,7 +201,12 @@ class Metric:
         if self.name == "loss":
             if not target.y.size(0):
                 return torch.zeros(2, dtype=torch.float64, device=target.y.device)
-            lost, weight = self.objective.lost(out, target)
+            try:
+                lost, weight = self.objective.lost(out, target)
+            except ConfigError as error:
+                if not self.guessed or "does not require grad" not in error.found:
+                    raise
+                return torch.zeros(2, dtype=torch.float64, device=target.y.device)
             total = weight if weight is not None else torch.tensor(_share(target), dtype=torch.float64)
             return torch.stack([lost.detach().double(), total.to(lost.device).double()])
         rows, y = self._columns(out), target.y
@@ -218,7 +239,11 @@ class Metric:
         if facts.both:
             ids = (ids + 1) // 2
         chosen = (rows.squeeze(1) > 0).long() if rows.size(1) == 1 else rows.argmax(1)
-        return _one_hot_counts(chosen, ids, there, max(facts.classes, rows.size(1)))
+        width = max(facts.classes, rows.size(1))
+        if facts.least < 0 and not facts.both:
+            # With a loss of the user's own -1 may be a label like others: no column stands for it.
+            ids, width = torch.where(ids < 0, width, ids), width + 1
+        return _one_hot_counts(chosen, ids, there, width)
 
     def _final(self, state: Any) -> float | None:
         if self.own is not None:
@@ -401,11 +426,13 @@ def metric_of(metric: Own | str | None, objective: Objective, train: Train) -> M
         higher = bool(getattr(metric, "higher_is_better", True))
         return Metric("metric" if name == "<lambda>" else name, objective, metric, higher=higher)
     name = metric or train.metric
-    name = _guessed(objective) if name == "auto" else name
+    guessed, name = name == "auto", _guessed(objective) if name == "auto" else name
     if name not in (*LOWER, *NUMBERS, *RANKED, "accuracy", "f1_micro", "f1_macro"):
         raise ConfigError("metric is a name that train.metric takes, or metric(out, y)", f"it is {name!r}")
     _suits(name, objective)
-    return Metric(name, objective, columns=tuple(train.metric_columns), higher=name not in LOWER)
+    columns = tuple(train.metric_columns)
+    guessed &= not objective.name and not columns
+    return Metric(name, objective, columns=columns, higher=name not in LOWER, guessed=guessed)
 
 
 def _guessed(objective: Objective) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from kagome.errors import ConfigError, KagomeError, ModelError
@@ -58,6 +58,13 @@ class Target:
         return Target(self.y[rows], None if self.weights is None else self.weights[rows], more, self.shared)
 
 
+class Scalar:
+    """What a loss of one number is: the sum of its rows, or, where one rank has them all, what is learned."""
+
+    def __init__(self) -> None:
+        self.learned = False
+
+
 @dataclass(frozen=True)
 class Objective:
     """What a run learns.
@@ -72,6 +79,8 @@ class Objective:
         rows: The attribute of each further argument of a user's loss that has a row a vertex.
         shared: The attribute of each that has not.
         pairs: Whether a user's loss gives weights beside its values; None where it could not be tried yet.
+        alone: Whether a user's loss is always given all rows at once: then it may look from row to row.
+        scalar: What the user's loss is if it gives one number; known after the first check of real rows.
     """
 
     name: str
@@ -83,6 +92,8 @@ class Objective:
     rows: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
     pairs: bool | None = False
+    alone: bool = False
+    scalar: Scalar = field(default_factory=Scalar, compare=False)
 
     @property
     def uses(self) -> frozenset[str]:
@@ -184,7 +195,8 @@ class Objective:
             return (values * target.weights.to(values.dtype)).sum(), None
         values, given = split(self._called(out, target))
         if given is None:
-            return row_sum(values), None
+            # A mean of all rows: as a sum it is divided by their number again.
+            return (values * target.y.size(0) if self.scalar.learned else row_sum(values)), None
         if given.requires_grad:
             raise ConfigError(
                 "loss(out, y) gives (values, weights), and labels alone decide the weights",
@@ -272,11 +284,13 @@ class Objective:
             target: Of the same rows.
 
         Raises:
-            ConfigError: If a user's loss averages over its rows by itself, mixes rows, gives more values than
-                rows, or cannot be computed or differentiated.
+            ConfigError: If a user's loss gives more values than rows, or cannot be computed or
+                differentiated; and, but for one that is given all rows at once, if it averages over its rows
+                or mixes them.
         """
         count = target.y.size(0)
-        sample = tree_map(_leaf, out)
+        # Alone the loss may differentiate what forward kept: by the output as it is.
+        sample = out if self.alone else tree_map(_leaf, out)
         if self.name:
             self._built_in(sample, target)
             return
@@ -293,7 +307,9 @@ class Objective:
         if values.dim() == 0:
             self._check_sum(values, of, first, rest, count, where)
         else:
-            _check_rows(values, weights, of(first), cut, count, where)
+            _check_shapes(values, weights, of(first), count, where)
+            if not self.alone:
+                _check_rows(values, of(first), cut, count, where)
         _check_gradient(values, sample, where)
 
     def _check_sum(
@@ -302,10 +318,13 @@ class Objective:
         parts = of(first) + of(rest)
         if torch.allclose(whole, parts, rtol=1e-4, equal_nan=True):
             return
+        if self.alone:
+            self.scalar.learned = True
+            return
         each = torch.stack([of(slice(row, row + 1)).double() for row in range(min(count, 64))]).mean()
         plain_mean = count <= 64 and torch.allclose(whole.double(), each, rtol=1e-4)
         way = (
-            'CrossEntropyLoss(reduction="none"); Kagome takes the mean over all training vertices'
+            f'{_module(self.loss)}(reduction="none"); Kagome takes the mean over all training vertices'
             if plain_mean
             else 'reduction="none" for a mean over all training vertices; for PyTorch\'s weighted mean '
             "train.class_weight, or return (values, weights)"
@@ -319,9 +338,12 @@ class Objective:
         )
 
 
-def _check_rows(
-    values: Tensor, weights: Tensor | None, part: Tensor, cut: int, count: int, where: str
-) -> None:
+def _module(loss: Loss | None) -> str:
+    """The class of a loss that is a module, to call it by in a hint."""
+    return type(loss).__name__ if isinstance(loss, nn.Module) else "CrossEntropyLoss"
+
+
+def _check_shapes(values: Tensor, weights: Tensor | None, part: Tensor, count: int, where: str) -> None:
     if values.size(0) != count or values.shape[1:] != part.shape[1:]:
         found = (
             f"it gave {values.size(0)}" if values.dim() == 1 else f"it gave the shape {list(values.shape)}"
@@ -342,6 +364,9 @@ def _check_rows(
             f"the weights have the shape {list(weights.shape)}",
             where=where,
         )
+
+
+def _check_rows(values: Tensor, part: Tensor, cut: int, count: int, where: str) -> None:
     if not torch.allclose(values[:cut].double(), part.double(), rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ConfigError(
             "loss(out, y) gives each row a value of its own",
@@ -357,7 +382,7 @@ def _check_gradient(values: Tensor, sample: Any, where: str) -> None:
     if not leaves or not values.requires_grad:
         return
     try:
-        torch.autograd.grad(values.sum(), leaves, allow_unused=True)
+        torch.autograd.grad(values.sum(), leaves, allow_unused=True, retain_graph=True)
     except RuntimeError as error:
         raise ConfigError(
             "loss(out, y) can be differentiated by the model's output",
@@ -415,6 +440,8 @@ def _first_line(error: Exception) -> str:
 
 def _cure(out: Any, y: Tensor, error: Exception) -> str:
     text = str(error)
+    if "differentiated Tensor" in text or "does not require grad" in text:
+        return "take derivatives in forward, and return them beside the output; or train on one rank"
     if isinstance(out, Tensor) and out.dim() != y.dim():
         return "out and y of the shapes that the loss takes: y.squeeze(1), out.squeeze(1)"
     if any(word in text for word in ("dtype", "Long", "Float", "Double", "Int", "Char", "type")):

@@ -35,8 +35,8 @@ from kagome.run.ahead import Ahead
 from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.chunking import chunked
 from kagome.run.engine import Phases, without_fast
-from kagome.run.first import by_first
-from kagome.run.foreign import read_by_loss, watch_hooks, watched, with_read
+from kagome.run.first import by_all, by_first
+from kagome.run.foreign import read_by_loss, unmoving, watch_hooks, watched, with_read
 from kagome.run.gradients import Gradients
 from kagome.run.guard import Epoch, HistoryProbe, guard_of
 from kagome.run.holdings import held_by_chunks
@@ -121,7 +121,8 @@ class Pipeline:
             *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.moved, self._lose),
             self.ways.stages,
         )
-        self._checked, self.ahead = False, Ahead(model)
+        self._checked = self._stepped = False
+        self.ahead = Ahead(model)
         ids = part.own if self.chunks.tables is None else self.chunks.tables.ids
         steps, where = [step.name for stage in self.mine for step in stage.steps], mesh.stage
         self.layout = Layout.of(parallel, part.fingerprint, ids, part=mesh.part, stage=where, steps=steps)
@@ -140,7 +141,7 @@ class Pipeline:
     def _read_by_loss(self, part: Partition) -> tuple[str, ...]:
         """The weights that the loss reads, told from made-up rows of the output."""
         value, objective = self.staging.survey.values[self.staging.graph.output], self.aim.objective
-        if self.parallel.pipe == 1 or value.dtype is None:
+        if value.dtype is None:
             return ()
         device, known = self.mesh.device, {**part.nodes, **part.shared}
         used = {name: known[name] for name in objective.uses if name in known}
@@ -149,7 +150,14 @@ class Pipeline:
         generator = torch.Generator().manual_seed(0)
         out = torch.randn(rows.numel(), *value.shape, generator=generator).to(device, value.dtype)
         out.requires_grad_()
-        return read_by_loss(lambda: objective.lost(out, objective.target(inputs, rows)), self.model)
+        target = objective.target(inputs, rows)
+        last = next(stage for stage in self.staging.stages if stage.output is not None)
+        alone = last.buffers if self.parallel.chunks == 1 else ()
+        moved = self.staging.survey.changed.difference(alone)
+        with unmoving({name: buffer for name, buffer in self.model.named_buffers() if name in moved}):
+            objective.check(out, target)  # in an epoch the last stage alone could refuse it
+        self.aim.metric.check(out)
+        return read_by_loss(lambda: objective.lost(out, target), self.model) if self.parallel.pipe > 1 else ()
 
     def _said(self) -> str:
         """What is said before the first epoch."""
@@ -300,10 +308,17 @@ class Pipeline:
         with self.phases.phase("optimizer", epoch):
             if self.settings.clip is not None:
                 self.owners.clip(self.gradients.parameters, self.settings.clip)
-            watch_hooks(optimizer, self.foreign)
-            with watched(self.foreign, "the optimizer"):
-                optimizer.step()
+            if self._stepped:
+                self._step(optimizer)
+            else:  # what one rank refuses here, others may not meet
+                by_all(self.mesh.world, lambda: self._step(optimizer), "the first update")
+                self._stepped = True
         return value, stops > 0
+
+    def _step(self, optimizer: Optimizer) -> None:
+        watch_hooks(optimizer, self.foreign)
+        with watched(self.foreign, "the optimizer"):
+            optimizer.step()
 
     def _guess(self, epoch: int, kind: Epoch) -> list[Tensor | None]:
         """The gradient of an epoch as it would have been; buffers stay."""
@@ -406,7 +421,7 @@ class Pipeline:
         """Scores of the part's own rows with dropout off: exact, through the same stages.
 
         Shapes:
-            ``[n, C]``; a model that gives ``[n]`` has one column.
+            ``[n, ...]`` as the model gives it.
 
         Cost:
             The scores, from the last stage to the others.
@@ -426,6 +441,4 @@ class Pipeline:
             own = sum(scope.own for scope in self.chunks.scopes)
             kind = torch.float32 if self.settings.amp == "bf16" else value.dtype
             out = torch.empty(own, *value.shape, dtype=kind, device=self.mesh.device)
-        out = self.mesh.pipe.broadcast(out, self.parallel.pipe - 1, action=f"scores, epoch {epoch}")
-        shown: Tensor = task.columns(out)
-        return shown
+        return self.mesh.pipe.broadcast(out, self.parallel.pipe - 1, action=f"scores, epoch {epoch}")

@@ -87,11 +87,6 @@ def unmoved(buffers: Iterable[Tensor]) -> Iterator[None]:
             buffer.copy_(value)
 
 
-def columns(out: Any) -> Any:
-    """Scores with a column, if it is one alone."""
-    return out.unsqueeze(1) if isinstance(out, Tensor) and out.dim() == 1 else out
-
-
 def in_float32(out: Any) -> Any:
     """A model's output in bf16 as float32."""
     return tree_map(

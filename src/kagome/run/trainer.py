@@ -76,7 +76,8 @@ class Trainer:
         parallel: How to split.
         loss: A name that ``train.loss`` takes, or ``loss(out, y)``: ``out`` and ``y`` are those of some
             rows, as the model gave and the data has them. It gives a value a row, their sum, or ``(values,
-            weights)``, whose weighted mean is taken. Further arguments are attributes of the data by name; a
+            weights)``, whose weighted mean is taken; on one rank it may give their mean.
+            Further arguments are attributes of the data by name; a
             third one without such a name is ``data.weight``.
         metric: A name that ``train.metric`` takes, or ``metric(out, y)`` with a value a row. One that has a
             ``compute(state)`` gives a state instead, tensors that add up over rows. Less is better where it
@@ -210,11 +211,9 @@ class Trainer:
         optimizer, scheduler = wishes.optimizer, wishes.scheduler
         self._labelled = self.meta.labels is not None
         if self._labelled:
-            found = learning.aim_of(wishes, self.part, self.meta, self.train, self.channel)
-            self.aim, self.part = found
+            self.aim, self.part = learning.aim_of(wishes, self.part, self.meta, self.settings, self.mesh)
         else:  # it is scored and never trained: what stands for labels is read by nobody
             self.aim, self.part = learning.no_aim(), unlabelled(self.part)
-        self.metric_name = self.aim.metric.name
         self._say_all(self.aim.notes)
         self._say_all(asks(self.model, self.part, self.aim.objective.uses))
         self._frozen = learning.frozen(self.model)
@@ -234,6 +233,11 @@ class Trainer:
         self._is_whole = True
 
     # Public --------------------------------------------------------------------------------------
+
+    @property
+    def metric_name(self) -> str:
+        """The name of the run's metric; with an own loss and none named, known once the model has run."""
+        return self.aim.metric.name
 
     @as_written
     def fit(
@@ -286,8 +290,8 @@ class Trainer:
         if self.writer is not None:
             self.writer.open(self.records, after=self.epoch)
         self._callbacks.tell("on_fit_start", self)
-        name, shown = self.metric_name, self.settings.report.progress and self.mesh.rank == 0
-        progress = Progress(epochs, done=self.epoch, metric_name=name, enabled=shown)
+        shown = self.settings.report.progress and self.mesh.rank == 0
+        progress = Progress(epochs, done=self.epoch, metric_name=lambda: self.metric_name, enabled=shown)
         noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
         heard = self._callbacks.hear("on_epoch_end")
         noting += [self._tell_callbacks] if heard else []
@@ -509,6 +513,7 @@ class Trainer:
         inputs = self.engine.inputs
         masks, action = {s: inputs[f"{s}_mask"] for s in SPLITS}, f"evaluation, epoch {self.epoch}"
         target = self.aim.objective.target(inputs, slice(None))
+        self.aim = self.aim.fitted(out, self._say)
         return self.aim.metric.scores(out, target, masks, self.channel, action)
 
     # Checkpoints ----------------------------------------------------------------------------------
