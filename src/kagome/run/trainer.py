@@ -76,9 +76,8 @@ class Trainer:
         parallel: How to split.
         loss: A name that ``train.loss`` takes, or ``loss(out, y)``: ``out`` and ``y`` are those of some
             rows, as the model gave and the data has them. It gives a value a row, their sum, or ``(values,
-            weights)``, whose weighted mean is taken; on one rank it may give their mean.
-            Further arguments are attributes of the data by name; a
-            third one without such a name is ``data.weight``.
+            weights)``, whose weighted mean is taken; on one rank it may give their mean. Further arguments
+            are attributes of the data by name; a third one without such a name is ``data.weight``.
         metric: A name that ``train.metric`` takes, or ``metric(out, y)`` with a value a row. One that has a
             ``compute(state)`` gives a state instead, tensors that add up over rows. Less is better where it
             has ``higher_is_better = False``.
@@ -234,11 +233,6 @@ class Trainer:
 
     # Public --------------------------------------------------------------------------------------
 
-    @property
-    def metric_name(self) -> str:
-        """The name of the run's metric; with an own loss and none named, known once the model has run."""
-        return self.aim.metric.name
-
     @as_written
     def fit(
         self, epochs: int | None = None, *, resume: str | Path | None = None, restore_best: bool = True
@@ -291,7 +285,7 @@ class Trainer:
             self.writer.open(self.records, after=self.epoch)
         self._callbacks.tell("on_fit_start", self)
         shown = self.settings.report.progress and self.mesh.rank == 0
-        progress = Progress(epochs, done=self.epoch, metric_name=lambda: self.metric_name, enabled=shown)
+        progress = Progress(epochs, done=self.epoch, metric_name=self._metric_name, enabled=shown)
         noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
         heard = self._callbacks.hear("on_epoch_end")
         noting += [self._tell_callbacks] if heard else []
@@ -516,6 +510,9 @@ class Trainer:
         self.aim = self.aim.fitted(out, self._say)
         return self.aim.metric.scores(out, target, masks, self.channel, action)
 
+    def _metric_name(self) -> str:
+        return self.aim.metric.name
+
     # Checkpoints ----------------------------------------------------------------------------------
 
     def _save(self) -> None:
@@ -567,7 +564,7 @@ class Trainer:
         facts: dict[str, Any] = {
             "test_metric": found["test"],
             "val_metric": found["val"],
-            "metric_name": self.metric_name,
+            "metric_name": self._metric_name(),
             "epochs": self.epoch,
             "best_epoch": self._best.epoch or None,
             "weights_epoch": (self.epoch if self._last is None else self._best.epoch) or None,
