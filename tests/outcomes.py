@@ -35,12 +35,11 @@ def outcome(build: Build, data: Data, owner: Tensor, world: int, **more: int) ->
 
 
 def _outcome(models: list[nn.Module], data: Data, owner: Tensor, more: dict[str, int]) -> Result | str:
-    def work(channel: Channel) -> Share | str:
-        try:
-            return parity(channel, lambda: models[channel.rank], data, owner, **more)
-        except KagomeError as refused:
-            return f"{type(refused).__name__}: {refused}"
+    def work(channel: Channel) -> Share:
+        return parity(channel, lambda: models[channel.rank], data, owner, **more)
 
-    shares = [work(alone())] if len(models) == 1 else LocalGroup(len(models)).run(work)
-    said = [share for share in shares if isinstance(share, str)]
-    return said[0] if said else joined(shares, data.num_nodes)
+    try:
+        shares = [work(alone())] if len(models) == 1 else LocalGroup(len(models)).run(work)
+    except KagomeError as refused:  # one rank's: the others' waits end with it
+        return f"{type(refused).__name__}: {refused}"
+    return joined(shares, data.num_nodes)

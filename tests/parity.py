@@ -153,17 +153,19 @@ def _parity(
         halo = []
         take_bytes = getattr(channel, "take_bytes", dict)
         take_bytes()
-        for epoch in range(1, epochs + 1):
-            model.zero_grad(set_to_none=True)
-            x.grad = None
-            with scope.running(epoch, training=True, checked=True) as turn:
-                out = Calling.of(model, set(scope.inputs)).call(model, scope.inputs)
-            loss = (out * _weights(out, data.num_nodes, seed)[part.own]).sum() + turn.token
-            if loss.requires_grad:
-                loss.backward()
-            halo.append(take_bytes().get("halo", 0))
-        uninstall()
-        unrule()
+        try:
+            for epoch in range(1, epochs + 1):
+                model.zero_grad(set_to_none=True)
+                x.grad = None
+                with scope.running(epoch, training=True, checked=True) as turn:
+                    out = Calling.of(model, set(scope.inputs)).call(model, scope.inputs)
+                loss = (out * _weights(out, data.num_nodes, seed)[part.own]).sum() + turn.token
+                if loss.requires_grad:
+                    loss.backward()
+                halo.append(take_bytes().get("halo", 0))
+        finally:  # a model may be refused
+            uninstall()
+            unrule()
         if scope.bound is not None and bound is not None:
             assert 0 < scope.bound.gauge.peak <= bound
         return Share(part.own, out.detach(), _grads(model), x.grad, _buffers(model), halo)

@@ -248,11 +248,6 @@ REFUSED: dict[str, tuple[Body, Mods, str]] = {
         {},
         "index_add",
     ),
-    "a short table by sources": (
-        lambda m, x, e, d: torch.zeros_like(x).index_add(0, e[1], m.p.w[e[0].clamp(max=9)]),
-        {"p": parameter(10, 8)},
-        "rebuild|indexed",
-    ),
 }
 
 PIECES: dict[str, Callable[[nn.Module, Tensor, int, int], Tensor]] = {

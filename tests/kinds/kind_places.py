@@ -1,4 +1,4 @@
-"""Kind 1: rows told apart by where they lie in the graph."""
+"""Kind 1: rows and edges told apart by where they lie in the graph, or by their numbers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from functools import partial
 from cases import Case, with_targets
 from torch import nn
 
+import place_models
+import value_models
 from by_hand import ByHand, graph
-from place_models import EXACT, REFUSED, Body, Mods
+from place_models import Body, Mods
 
 
 def _built(body: Body, modules: Mods) -> nn.Module:
@@ -17,6 +19,8 @@ def _built(body: Body, modules: Mods) -> nn.Module:
 
 DRAWS = ("dropout of one kind", "draws for len")
 CASES = {
-    name: Case(partial(_built, body, modules), lambda: with_targets(graph()), draws=name in DRAWS)
-    for name, (body, modules) in [*EXACT.items(), *((name, row[:2]) for name, row in REFUSED.items())]
+    name: Case(partial(_built, *row[:2]), lambda: with_targets(graph()), draws=name in DRAWS)
+    for models in (place_models, value_models)
+    for table in (models.EXACT, models.REFUSED)
+    for name, row in table.items()
 }

@@ -261,7 +261,7 @@ def test_ids_of_which_nothing_is_known_are_refused(read: str) -> None:
             return x[mixed]
         if read == "index_select":
             return x.index_select(0, mixed)
-        return torch.zeros(3, 6, dtype=x.dtype).index_add_(0, mixed, x[ends[1]])
+        return torch.zeros_like(x).index_add_(0, mixed, x[ends[1]])
 
     with pytest.raises(ModelError, match="rebuild the edges before training"):
         on_three(work)

@@ -272,6 +272,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]] | str] = {
     "rows._Summing": "on several ranks",
     # Float32 alone: a test of its own.
     "dense._Linear": "by itself",
+    # Torch has no second derivative of it, and says so.
+    "laws._Gamma": "refused",
     # Refused by their backward, and on several ranks before.
     "bounded._Hop": "refused",
     "bounded_columns._ByChunk": "refused",

@@ -127,10 +127,6 @@ EXACT: dict[str, tuple[Body, Mods]] = {
     "dropped channels": (lambda m, x, e, d: F.dropout1d(x.unsqueeze(-1).expand(-1, -1, 2), 0.4).sum(-1), {}),
     "dropped path": (lambda m, x, e, d: x * torch.bernoulli(x.new_full((x.size(0), 1), 0.6)), {}),
     # What hides rows from marks.
-    "vmap": (
-        lambda m, x, e, d: torch.vmap(lambda row: row.tanh() * m.c.bias)(x),
-        {"c": lambda: nn.Linear(2, 8)},
-    ),
     "own function": (lambda m, x, e, d: into(x, e, F.dropout(Squared.apply(x[e[0]]), 0.4)), {}),
     "own layer": (lambda m, x, e, d: m.c(x, e, d.weight), {"c": Updated}),
     "own layer, other way": (
@@ -165,10 +161,11 @@ REFUSED: dict[str, tuple[Body, Mods, str]] = {
         {"c": lambda: pyg.TopKPooling(8)},
         "sort",
     ),
+    "vmap": (lambda m, x, e, d: torch.vmap(lambda row: row.tanh())(x), {}, "torch.func"),
     "edges as numpy": (
         lambda m, x, e, d: m.c(x, torch.from_numpy(e.numpy().copy())),
         SAGE,
-        "edge list of shape",
+        "out of torch",
     ),
     "order of rows": (lambda m, x, e, d: x.cumsum(0), {}, "cumsum goes from one vertex to the next"),
     "neighbour in memory": (lambda m, x, e, d: x + x.roll(1, 0), {}, "roll goes from one vertex to the next"),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kagome.caller import from_library, user_line
 from kagome.errors import ModelError
 from kagome.model.scope import Args, Func, Handler, Kwargs, Scope, argument
 
@@ -24,6 +25,7 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("sum", "mean", "amax", "amin", "max", "min", "any", "all", "logsumexp", "nansum"), _PLAIN
     ),
+    "count_nonzero": ("dim",),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), ("dim", "unbiased", "keepdim")),
     **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), ("p", "dim", "keepdim")),
     "normalize": ("p", "dim", "eps"),
@@ -56,13 +58,15 @@ def _reduce(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     if axis not in dims:
         return NotImplemented
     if name in _ORDERS:
-        if not scope.of_vertices(x) or not x.is_floating_point():
+        by_place = name in ("sort", "argsort") and not x.is_floating_point()  # edges grouped by their kind
+        rows = scope.of_vertices(x) and x.is_floating_point()
+        if not rows and (by_place or from_library()):
             # PyG's aggregations sort edges by their target, its typed layers sort vertices by type: local.
             return NotImplemented
         raise ModelError(
             "a layer reads other vertices through edges, or takes sums, means and extremes over all of them",
-            f"it calls {name!r} over all vertices",
-            where=scope.where(),
+            f"it calls {name!r} over all {'vertices' if scope.of_vertices(x) else 'edges'}",
+            where="; ".join(filter(None, (scope.where(), user_line()))),
             hint="take it out of forward, or train on one rank",
         )
     return _REDUCTIONS[name](scope, x, dims, bool(given.get("keepdim", False)), given)
@@ -94,6 +98,10 @@ def _sum(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tenso
 
 def _nansum(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
     return scope.total(x.nansum(dims, keepdim=keep, dtype=given.get("dtype")))
+
+
+def _count_nonzero(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
+    return scope.total((x != 0).sum(dims))
 
 
 def _mean(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
@@ -209,6 +217,7 @@ _REDUCTIONS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), _norm),
     "normalize": _normalize,
     "logsumexp": _logsumexp,
+    "count_nonzero": _count_nonzero,
     "amax": _extreme(1),
     "amin": _extreme(-1),
     "max": _picked(1),

@@ -22,10 +22,10 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from kagome.caller import user_line
 from kagome.errors import ModelError
 from kagome.graph.adjacency import Adjacency, adjacency_of
 from kagome.neighbors.axes import attribute
-from kagome.neighbors.caller import user_line
 from kagome.neighbors.count import Count
 from kagome.neighbors.edge_tables import flat
 from kagome.neighbors.lasting import Lasting

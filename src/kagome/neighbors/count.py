@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kagome.neighbors.caller import from_library
+from kagome.caller import from_library
 from kagome.neighbors.marks import Kind, Mark
 
 

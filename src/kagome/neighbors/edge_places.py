@@ -22,8 +22,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from kagome.caller import from_library, user_line
 from kagome.errors import ModelError
-from kagome.neighbors.caller import from_library, user_line
 from kagome.neighbors.count import Count
 from kagome.neighbors.edge_tables import WAY_OUT, Cutter, own_edges
 from kagome.neighbors.lazy import now

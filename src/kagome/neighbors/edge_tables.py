@@ -18,10 +18,10 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from kagome.caller import user_line
 from kagome.errors import ModelError
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.by_identity import ByIdentity
-from kagome.neighbors.caller import user_line
 from kagome.neighbors.lasting import Lasting
 from kagome.neighbors.marks import Kind, Mark, Marks
 from kagome.neighbors.view import View

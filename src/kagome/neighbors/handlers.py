@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kagome.caller import from_library
 from kagome.errors import ModelError
-from kagome.neighbors import dense, edge_places, whole_tables
+from kagome.neighbors import dense, edge_places, id_values, whole_tables
 from kagome.neighbors.algebra import all_computed
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.count import Count, NoneHere
@@ -52,6 +53,10 @@ class Reader(Places, Protocol):
 
     def out_edges(self) -> View:
         """The out-edges of own vertices."""
+
+    @property
+    def last_vertex(self) -> int:
+        """The last vertex of the whole graph that has an edge."""
 
     def last_row(self) -> int:
         """Own vertices up to the last one with an edge."""
@@ -106,6 +111,7 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     axis = axis % max(base.dim(), 1)
     if mark.kind is Kind.MIXED:
         raise scope.refuse("indexing")
+    id_values.refuse_rows_by_value(scope, base, axis, index, mark)
     numbers = whole_tables.original(scope, base, axis, index, mark) if mark.kind in IDS else None
     if numbers is None and mark.kind in (Kind.SOURCE, Kind.TARGET) and axis == 0 and not rest:
         late = scope.put_off(base, index, mark)
@@ -159,6 +165,7 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
     axis = dim % max(base.dim(), 1)
     if mark.kind is Kind.MIXED:
         raise scope.refuse(name)
+    id_values.refuse_rows_by_value(scope, base, axis, index, mark)
     if mark.kind is Kind.NUMBERS:
         args, kwargs = _by_place(scope, index, args, kwargs)
         return func(*args, **kwargs)
@@ -332,10 +339,15 @@ def _flip(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``edge_index.max()`` asks how many vertices there are: the last one that has an edge, locally."""
+    """``edge_index.max()`` asks how many vertices there are: the last one that has an edge.
+
+    PyG's own code makes as many rows of it: there it is the last one here.
+    """
     mark = scope.marks.get(args[0])
     if mark is None or mark.kind is not Kind.EDGES or len(args) > 1 or kwargs:
         return NotImplemented
+    if not from_library() and scope.parted:
+        return torch.tensor(scope.last_vertex, device=scope.device)
     return torch.tensor(scope.last_row() - 1, device=scope.device)
 
 

@@ -23,15 +23,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from kagome.caller import user_line
 from kagome.errors import ModelError
 from kagome.graph.adjacency import adjacency_of
 from kagome.graph.partition import Partition
 from kagome.neighbors import (
     adjacency,
     algebra,
+    distinct,
     edge_places,
     edge_tables,
     edge_views,
+    id_values,
     positions,
     row_order,
     sliced,
@@ -40,12 +43,12 @@ from kagome.neighbors import (
 from kagome.neighbors.again import Again
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.by_identity import ByIdentity
-from kagome.neighbors.caller import user_line
 from kagome.neighbors.calls import Calls
+from kagome.neighbors.copies import Copies
 from kagome.neighbors.count import Count
 from kagome.neighbors.handlers import HANDLERS, Handler
 from kagome.neighbors.late import Late
-from kagome.neighbors.lazy import EscapeError, refuse_in_function
+from kagome.neighbors.lazy import refuse_in_function, refuse_transform
 from kagome.neighbors.marks import ALIGNED, VERTICES, Kind, Mark, Marks
 from kagome.neighbors.notes import Notes
 from kagome.neighbors.places import length
@@ -113,7 +116,13 @@ class Interception(Late, TorchFunctionMode):
         first = [edge_places.HANDLERS] if self.parted else []
         if adjacency_of(part.edges) is not None:
             first.insert(0, adjacency.HANDLERS)
-        first += [positions.HANDLERS, whole_tables.HANDLERS, row_order.HANDLERS]
+        first += [
+            id_values.HANDLERS,
+            distinct.HANDLERS,
+            positions.HANDLERS,
+            whole_tables.HANDLERS,
+            row_order.HANDLERS,
+        ]
         for table in (*first, handlers or {}, HANDLERS, sliced.HANDLERS):
             for name, handler in table.items():
                 self._handlers.setdefault(name, []).append(handler)
@@ -122,6 +131,7 @@ class Interception(Late, TorchFunctionMode):
         self._everyone: NeighborRows | None = None
         self._order = torch.empty(0, dtype=torch.int64)
         self._wholes: ByIdentity[Any] = ByIdentity()
+        self.copies = Copies()
         self.again, self.calls = Again(self), Calls(self)
         self.notes: Notes | None = None
         self.matrix: adjacency.Matrix | None = None
@@ -187,6 +197,7 @@ class Interception(Late, TorchFunctionMode):
         self.turn.running = True
         with nullcontext() if self.aside else self:
             yield self.turn
+        self.copies.end(self)
         self.turn.end()
         self.forget_reads()
         if self.edge_tables is not None:
@@ -204,13 +215,16 @@ class Interception(Late, TorchFunctionMode):
             return func(*args)
         kwargs = kwargs or {}
         if transformed():
-            self._refuse_transform()
+            refuse_transform(self)
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if self.edge_tables is not None:
             args, kwargs = self.edge_tables.cut(self, name, func, args, kwargs)
         if self.parted and len(self.views) > 1:
             args, kwargs = edge_views.aligned(self, name, args, kwargs)
+        if self.parted:
+            self.copies.meet(name, args)
+            args, kwargs = id_values.by_value(self, name, args, kwargs)
         notes, given = self.notes, (args, kwargs)
         asks = algebra.asks(name, func)
         lazy = self.fast and algebra.has_lazy(args, kwargs) and not asks
@@ -228,7 +242,11 @@ class Interception(Late, TorchFunctionMode):
         if self.parted and name in whole_tables.BY_IDS:
             whole_tables.refuse_lost_ids(self, name, args, kwargs)
         for handler in self._handlers.get(name, ()):
-            result = handler(self, name, func, args, kwargs)
+            try:
+                result = handler(self, name, func, args, kwargs)
+            except (RuntimeError, IndexError) as error:
+                whole_tables.refuse_unfit(self, name, args, kwargs, error)
+                raise
             if result is not NotImplemented:
                 if notes is not None:
                     rule = partial(handler, self, name, func)
@@ -257,17 +275,6 @@ class Interception(Late, TorchFunctionMode):
         if notes is not None:
             notes.torch_call(func, given, (args, kwargs), result, asked=asks)
         return result
-
-    def _refuse_transform(self) -> None:
-        """A transform of ``torch.func`` runs where one rank has all rows, and as PyG runs it."""
-        if self.fast or self.parted or self.size > 1:
-            kind = EscapeError if self.fast and not (self.parted or self.size > 1) else ModelError
-            raise kind(
-                "derivatives inside forward are taken by torch.autograd.grad, on several ranks",
-                "a transform of torch.func (grad, vjp, jacrev, vmap) is called there",
-                where=self.where(),
-                hint="torch.autograd.grad(..., create_graph=True), or train on one rank",
-            )
 
     # What handlers use (the scope of model.exact) ------------------------------------------------
 
@@ -458,6 +465,11 @@ class Interception(Late, TorchFunctionMode):
     def as_targets(self, index: Tensor) -> Tensor:
         """Say that a tensor holds ids of own rows."""
         return self.marks.put(index, Mark(Kind.TARGET))
+
+    @property
+    def last_vertex(self) -> int:
+        """The last vertex of the whole graph that has an edge."""
+        return self.part.last_vertex
 
     def last_row(self) -> int:
         """Own vertices up to the last one of the whole graph that has an edge."""

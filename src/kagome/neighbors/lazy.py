@@ -106,3 +106,37 @@ def refuse_in_function(args: tuple[Any, ...]) -> None:
                 "a message was given to an autograd function of its own",
                 hint="--model.no-fast",
             )
+
+
+class _Seer(Protocol):
+    """What :func:`refuse_transform` asks of the running interception."""
+
+    fast: bool
+    parted: bool
+
+    @property
+    def size(self) -> int:
+        """Ranks that share the graph."""
+
+    def where(self) -> str:
+        """The running module."""
+
+
+def refuse_transform(scope: _Seer) -> None:
+    """A transform of ``torch.func`` runs where one rank has all rows, and as PyG runs it.
+
+    Raises:
+        EscapeError: If one rank has all rows and takes fast paths.
+        ModelError: If rows lie apart.
+    """
+    apart = scope.parted or scope.size > 1
+    if not scope.fast and not apart:
+        return
+    kind = ModelError if apart else EscapeError
+    raise kind(
+        "on several ranks each call inside forward is looked at",
+        "a transform of torch.func (grad, vjp, jacrev, vmap) hides its calls",
+        where=scope.where(),
+        hint="torch.autograd.grad(..., create_graph=True) for derivatives, calls over all rows for vmap; "
+        "or train on one rank",
+    )

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kagome.caller import from_library, user_line
 from kagome.neighbors.axes import ELEMENTWISE, PREFIX, merged, place_of
 from kagome.neighbors.by_identity import ByIdentity
-from kagome.neighbors.caller import from_library, user_line
 from kagome.neighbors.subset import Subset
 
 
@@ -131,7 +131,7 @@ class Marks:
             return
         lead = next((m for m in found if m.kind in IDS), None)
         picks = name == "index_select" and self.get(args[0]) is lead
-        if lead is not None and (picks or name not in _NO_IDS):
+        if lead is not None and (picks or name not in NO_IDS):
             _spread_ids(self, name, args, kwargs, result, lead, found)
             return
         mixed = next((m for m in found if m.kind in (Kind.MIXED, Kind.LOCAL)), None)
@@ -191,7 +191,7 @@ _KEEP = frozenset(
 _RESHAPE = frozenset(
     ["view", "reshape", "unsqueeze", "expand", "expand_as", "squeeze", "flatten", "repeat", "view_as"]
 )
-_NO_IDS = frozenset(
+NO_IDS = frozenset(
     ["index_select", "gather", "embedding", "scatter_add_", "scatter_add", "index_add_", "index_add"]
 ) | frozenset(
     [
@@ -378,7 +378,7 @@ def _spread_rows(
             marks.put(out, Mark(Kind.LOCAL))
         elif mark.kind in VERTICES and name in PREFIX and (new := merged(carrier, axis, mark.each, out)):
             marks.put(out, replace(mark, axis=new[0], each=new[1]))
-        elif not marks.whole and mark.kind in VERTICES and not with_edges:  # not values of edges and of loops
+        elif not marks.whole and (mark.kind is Kind.PAIRS or not with_edges):  # not values of edges and loops
             _lose(marks, name, out)
 
 

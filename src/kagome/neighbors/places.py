@@ -6,15 +6,18 @@ Where it sits: ``positions``, ``row_order`` and ``whole_tables`` share it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from kagome.caller import user_line
 from kagome.errors import ModelError
-from kagome.neighbors.caller import user_line
 from kagome.neighbors.count import as_place
 from kagome.neighbors.marks import VERTICES, Mark, Marks
+
+if TYPE_CHECKING:
+    from kagome.neighbors.copies import Copies
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -36,6 +39,10 @@ class Places(Protocol):
     ascending: bool
     numbered: bool
     device: torch.device
+    copies: Copies
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
+        """Answer a torch call."""
 
     @property
     def own(self) -> int:

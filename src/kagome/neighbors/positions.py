@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome.neighbors.caller import from_library
+from kagome.caller import from_library
 from kagome.neighbors.count import as_place
 from kagome.neighbors.lazy import now
 from kagome.neighbors.marks import VERTICES, Kind, Mark
@@ -62,13 +62,13 @@ def getitem(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     out = take(scope, base, mark, item)
     if isinstance(item, int):
         del items[at]
-        return out[tuple(items)] if not alone else out
+        return scope.copies.note(out[tuple(items)] if not alone else out)
     if alone:
         return out
     items[at] = FULL
     if isinstance(item, Tensor) and any(isinstance(each, (Tensor, list)) for each in items):
         raise refused(scope, "x[ids, columns] picks single entries by the numbers of vertices")
-    return out[tuple(items)]
+    return scope.__torch_function__(Tensor.__getitem__, (), (out, tuple(items)))
 
 
 def _chosen(scope: Places, func: Func, base: Tensor, index: Any, mark: Mark, item: Tensor) -> Any:
@@ -113,7 +113,7 @@ def _noted(scope: Places, func: Func, base: Tensor, index: Any, mark: Mark, item
 def _known(scope: Places, item: Tensor) -> bool:
     """Whether an index is one that knows which own rows it names: not a list of numbers of vertices."""
     mark = scope.marks.get(item)
-    if mark is not None:
+    if mark is not None and mark.kind is not Kind.LOST:
         return mark.kind not in (Kind.ROWS, Kind.PAIRS) or item.dtype == torch.bool
     if item.dtype in (torch.bool, torch.uint8):
         return not scope.parted or item.dim() != 1 or item.numel() != scope.vertices
@@ -175,7 +175,8 @@ def take(scope: Places, base: Tensor, mark: Mark, item: Any) -> Tensor:
         raise refused(
             scope,
             f"rows of other vertices are read by numbers that each {holder} holds",
-            hint="make edges of them: edge_index[0] holds the numbers, edge_index[1] the vertices that read",
+            hint="rebuild the edges before training (data.edge_index): make edges of them, of which row 0 "
+            "holds the numbers and row 1 the vertices that read",
         )
     return _listed(scope, base, mark, item)
 
@@ -190,6 +191,8 @@ def _spanned(scope: Places, base: Tensor, mark: Mark, span: range) -> Tensor:
         chosen = inside.nonzero().view(-1)
         held = mark.subset.places() if mark.subset is not None else None
         out = rows_at(base, mark, chosen, whole=scope.ascending)
+        if out._base is None:
+            scope.copies.note(out)
     subset = Subset(chosen if held is None else held[chosen], span)
     return scope.marks.put(out, replace(mark, subset=subset))
 
@@ -283,7 +286,9 @@ def select(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     held = rows_base(scope, args, kwargs)
     if held is None or dim_of(args, kwargs, 1, held[0]) != held[1].axis or from_library():
         return NotImplemented
-    return take(scope, *held, int(as_place(kwargs.get("index", args[2] if len(args) > 2 else 0))))
+    return scope.copies.note(
+        take(scope, *held, int(as_place(kwargs.get("index", args[2] if len(args) > 2 else 0))))
+    )
 
 
 def index_select(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -381,16 +386,50 @@ def _written(
             same = held.subset is not None and torch.equal(held.subset.places(), items[mark.axis])
         if not same:
             raise refused(scope, "rows are written by number from rows of other vertices")
-        return now(value)
+        with torch._C.DisableTorchFunction():
+            shared = now(value).untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+        return now(value).clone() if shared else now(value)  # x[:n] += 1 writes what it has read
     right = mark.axis - base.dim() + sum(isinstance(each, int) for each in items[mark.axis + 1 :])
     if value.dim() < -right or value.size(right) == 1:
         return value
     return value.index_select(value.dim() + right, mine.nonzero().view(-1).to(value.device))
 
 
+def written_by_place(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``index_put``, ``index_fill`` and ``index_copy`` of rows by numbers of vertices: an assignment."""
+    held = rows_base(scope, args, kwargs)
+    if held is None or from_library():
+        return NotImplemented
+    base, mark = held
+    if name.startswith("index_put"):
+        index, value = _argument(args, kwargs, 1, "indices"), _argument(args, kwargs, 2, "values")
+        adds, index = bool(_argument(args, kwargs, 3, "accumulate")), tuple(index)
+    else:
+        if dim_of(args, kwargs, 1, base) != mark.axis:
+            return NotImplemented
+        index = (FULL,) * mark.axis + (_argument(args, kwargs, 2, "index"),)
+        value, adds = _argument(args, kwargs, 3, "value" if "fill" in name else "source"), False
+    items, at = items_of(index, base.dim(), mark.axis)
+    item = items[at]
+    if not isinstance(item, Tensor) or _known(scope, item):
+        return NotImplemented
+    if adds:
+        raise refused(scope, f"{name} adds to rows by numbers that are not those of the graph's edges")
+    if not name.endswith("_"):
+        base = scope.marks.put(now(base).clone(), mark)
+    done = setitem(scope, "__setitem__", Tensor.__setitem__, (base, index, value), {})
+    return NotImplemented if done is NotImplemented else base
+
+
+def _argument(args: Args, kwargs: Kwargs, place: int, name: str) -> Any:
+    return kwargs.get(name, args[place] if len(args) > place else None)
+
+
 HANDLERS: dict[str, Callable[..., Any]] = {
     "__getitem__": getitem,
     "__setitem__": setitem,
+    **dict.fromkeys(("index_put", "index_put_", "index_fill", "index_fill_"), written_by_place),
+    **dict.fromkeys(("index_copy", "index_copy_"), written_by_place),
     "index_select": index_select,
     "narrow": narrow,
     "select": select,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome.neighbors.caller import from_library
+from kagome.caller import from_library, user_line
 from kagome.neighbors.count import Count, as_place
 from kagome.neighbors.lazy import now
 from kagome.neighbors.marks import IDS, VERTICES, Kind, Mark
@@ -47,7 +47,7 @@ def cat(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any
         if not scope.parted:
             return NotImplemented
         raise refused(scope, f"{name} lays rows of vertices end to end that do not follow one another")
-    laid = func([now(value) for value, _ in pieces], dim)
+    laid = torch.cat([now(value) for value, _ in pieces], dim)
     mark = replace(first, subset=None)
     with torch._C.DisableTorchFunction():
         at = torch.cat([subset.places() for subset in subsets if subset is not None])
@@ -198,7 +198,28 @@ def over_rows(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) 
     raise refused(scope, f"{name} goes from one vertex to the next by their places")
 
 
+FEWEST = 8
+"""A list of fewer entries is a user's constants, though a part have as many rows."""
+
+
+def of_list(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.tensor([f(i) for i in range(x.size(0))])``: a loop in Python goes over a part's rows alone.
+
+    A list that has as many entries as this part has rows is taken for one of these where it meets rows; as a
+    list of places it is none.
+    """
+    values = args[int(name == "new_tensor")] if len(args) > int(name == "new_tensor") else kwargs.get("data")
+    if not scope.parted or not isinstance(values, (list, tuple)) or from_library():
+        return NotImplemented
+    if len(values) != scope.own or scope.own == scope.vertices or scope.own < FEWEST:
+        return NotImplemented
+    out = func(*args, **kwargs)
+    line = f"{name} ({user_line()}), which makes as many rows as this part has"
+    return scope.marks.put(out, Mark(Kind.LOST, origin=line))
+
+
 HANDLERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("tensor", "as_tensor", "new_tensor"), of_list),
     **dict.fromkeys(("cat", "concat", "concatenate", "vstack"), cat),
     "__len__": count,
     "arange": arange,

@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from kagome.caller import from_library
 from kagome.neighbors.axes import ELEMENTWISE
-from kagome.neighbors.caller import from_library
 from kagome.neighbors.count import Count, as_place
 from kagome.neighbors.marks import IDS, VERTICES, Kind, Mark
 from kagome.neighbors.places import FULL, Args, Func, Kwargs, Places, lost, refused
@@ -103,7 +103,9 @@ def original(
         raise lost(scope, held)
     if held is not None and held.kind in VERTICES and not held.whole:
         raise refused(scope, "edges read rows of some vertices only, by ids of all of them")
-    if held is not None or table.size(axis) == scope.own or (from_library() and not library):
+    if held is not None or table.size(axis) == scope.own:
+        return None
+    if from_library() and not library and table.size(axis) != scope.vertices:
         return None
     if table.size(axis) < scope.vertices:
         raise refused(

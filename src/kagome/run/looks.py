@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from kagome.caller import user_line
 from kagome.comm.channel import Channel, Op
 from kagome.comm.channel import Kind as Traffic
 from kagome.comm.pending import Pending
@@ -26,7 +27,6 @@ from kagome.model.likeness import TRACED, refuse_unlike
 from kagome.model.rules import apply_rules
 from kagome.model.steps import LayerGraph, Step
 from kagome.model.tracing import HINT
-from kagome.neighbors.caller import user_line
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.marks import Kind, Mark

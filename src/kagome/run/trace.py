@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kagome.comm.local import LocalChannel, LocalGroup
-from kagome.errors import KagomeError, ModelError
+from kagome.errors import CommError, KagomeError, ModelError
 from kagome.graph.adjacency import inputs_of
 from kagome.graph.partition import Partition
 from kagome.model import draws
@@ -281,7 +281,16 @@ def _split_of(
             unrule()
         return trace
 
-    return LocalGroup(len(pieces)).run(work)
+    try:
+        return LocalGroup(len(pieces)).run(work)
+    except CommError as error:
+        raise ModelError(
+            "every part comes to the same exchanges in the same order",
+            f"{error.asked}, but {error.found}",
+            where=type(model).__name__,
+            hint="a Python loop over range(x.size(0)), or a branch by what a part's rows hold, goes another "
+            "way on each part: make it of torch calls over all rows, or train on one rank",
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
