@@ -220,7 +220,9 @@ def has_all_files(
     assert [line["epoch"] for line in lines] == list(range(1, epochs + 1))
     for line in lines:
         times = {"waited", "under_way"} & set(line)  # where anything was exchanged
-        assert set(line) - times == {"epoch", "loss", "train_metric", "val_metric", "seconds", "bytes"}
+        assert set(line) - times == {
+            *("epoch", "loss", "train_metric", "val_metric", "best_epoch", "seconds", "bytes")
+        }
         assert set(line["bytes"]) == KINDS
     summary = json.loads((folder / "summary.json").read_text())
     assert list(summary)[: len(SUMMARY)] == SUMMARY

@@ -174,6 +174,7 @@ def test_a_mistake_is_not_tried_again(tmp_path):
 def told_alone(number: int) -> None:
     from kagome.run.stop import asked_to_stop, ended_by
 
+    signal.signal(number, signal.default_int_handler)  # a shell's background job ignores Ctrl-C
     with open_mesh(timeout=60) as mesh, asked_to_stop(can_save=True) as asked:
         mesh.world.barrier("start")
         if mesh.rank == 1:

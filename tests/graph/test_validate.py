@@ -329,12 +329,23 @@ def test_every_attribute_has_a_kind() -> None:
     found = attributes_of(validate(data)[0])
     assert set(found.nodes) == {"x", "y", "pos", "edge_degree", "train_mask", "val_mask", "test_mask"}
     assert set(found.edges) == {"edge_weight", "kind"}
-    assert set(found.shared) == {"name", "scalar", "other", "u", "count", "on", "share", "pairs", "notes"}
+    assert set(found.shared) == {
+        "name",
+        "scalar",
+        "other",
+        "u",
+        "count",
+        "on",
+        "share",
+        "pairs",
+        "notes",
+        "table",
+    }
     assert (found.shared["name"], found.shared["count"], found.shared["on"]) == ("text", 5, True)
     assert found.shared["share"] == 0.5
-    assert set(found.refused) == {"table", "edge_label_index", "links", "sheet"}
+    assert set(found.refused) == {"edge_label_index", "links", "sheet"}
     assert "second list of edges" in found.refused["links"]
-    assert "dict" in found.refused["table"]
+    assert found.shared["table"] == {"a": 1}
 
 
 def test_as_many_edges_as_vertices() -> None:
