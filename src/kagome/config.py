@@ -66,7 +66,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What to compute."""
+    """The model to build: its layers, widths, dropout, and how Kagome runs it."""
 
     name: str = "gcn"
     """A name of the zoo (gcn, sage, gin, gat, gatv2, pna, edgecnn, gcn2, appnp, sgc, deepgcn, resgcn+,
@@ -252,7 +252,7 @@ def default_chunks(pipe: int, tensor: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """How to train."""
+    """How the model is trained: epochs, learning rate, loss, metric, seed, checks and checkpoints."""
 
     epochs: int = 200
     """Weight updates; one epoch is one update over the whole graph."""

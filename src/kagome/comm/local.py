@@ -112,15 +112,15 @@ class Come:
         self.rows = rows
 
     def wait(self) -> Tensor:
-        """The rows."""
+        """Return the rows that the other ranks sent; they came before this object was made."""
         return self.rows
 
     def lent(self) -> AbstractContextManager[Tensor]:
-        """The rows."""
+        """Lend the received rows for a block of code."""
         return nullcontext(self.rows)
 
     def parts(self, expected: Sheets) -> Iterator[tuple[int, int, Tensor]]:
-        """Each rank's sheets."""
+        """Yield each rank's number, the number of its sheet, and the rows of that sheet."""
         slots = self.wait().split([sum(each) for each in expected])
         for peer, (slot, each) in enumerate(zip(slots, expected, strict=True)):
             for sheet, part in enumerate(slot.split(list(each))):
@@ -155,7 +155,7 @@ class _Letter:
         return self.found
 
     def lent(self) -> AbstractContextManager[Tensor]:
-        """The rows."""
+        """Lend the received rows for a block of code."""
         return nullcontext(self.wait())
 
     def _taken(self) -> Tensor:

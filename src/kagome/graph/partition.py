@@ -245,7 +245,7 @@ def split_all(data: Data, owner: Tensor, num_parts: int, *, fingerprint: str = "
 
 
 def partition(data: Data, *, parts: int, method: str = "metis", seed: int = 0) -> list[Partition]:
-    """Cut a graph.
+    """Assign each vertex to a part and return what each part holds.
 
     Args:
         data: The whole graph, validated.

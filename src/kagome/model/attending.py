@@ -65,7 +65,7 @@ _NAMES: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def _attention(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``scaled_dot_product_attention``."""
+    """Answer ``F.scaled_dot_product_attention`` among all vertices, or within each of them."""
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     ends = [given[each] for each in _NAMES[:3]]
     along = [scope.axis(end) == end.dim() - 2 for end in ends]
