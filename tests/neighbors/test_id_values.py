@@ -36,6 +36,15 @@ def test_they_are_those_of_the_whole_graph(name: str) -> None:
         assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["weights by bincount", "sizes of groups", "a layer a kind of edge"])
+def test_a_part_without_edges_counts_as_the_others_do(name: str) -> None:
+    data = graph()
+    owner = torch.ones(N, dtype=torch.long)
+    owner[data.edge_index[1]] = 0
+    build = partial(built, EXACT, name)
+    assert_equal(outcome(build, data, owner, 2), whole(build, data))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_part_can_follow_is_refused_and_one_rank_runs_it(name: str) -> None:
     build = partial(built, REFUSED, name)

@@ -93,7 +93,9 @@ def bincount(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -
     with torch._C.DisableTorchFunction():
         counts = torch.bincount(whole, weights, max(int(as_place(least)), high + 1))
     summed = scope.total(counts.double())
-    return summed.to(counts.dtype)
+    if weights is None:
+        return summed.long()  # torch gives whole numbers for no values at all, with weights too
+    return summed.to(torch.float32 if weights.dtype is torch.float32 else torch.float64)
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {
