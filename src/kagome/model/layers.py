@@ -59,6 +59,7 @@ class Survey:
         draws: The counter of draws before each step, in training.
         changed: Full names of the buffers that a forward changes.
         beyond: The first layer that reads more than the edges into a vertex bring; empty where none does.
+        named: The first layer that reads rows of named vertices; empty where none does.
         writes: Step -> the values that it was seen to change in place, whatever it is called.
         eval_draws: The counter of draws before each step in evaluation, where most are left out.
     """
@@ -67,6 +68,7 @@ class Survey:
     draws: Mapping[str, int]
     changed: frozenset[str] = frozenset()
     beyond: str = ""
+    named: str = ""
     writes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     eval_draws: Mapping[str, int] = field(default_factory=dict)
 

@@ -199,7 +199,9 @@ def _picked(sign: int) -> Callable[..., Any]:
         first = _highest(scope, torch.where(x.detach() == best, ids, far), dims, -1)
         if x.requires_grad:
             chosen = (ids == first).to(x.dtype)
-            best = best + scope.total((chosen * (x - x.detach())).sum(dims, keepdim=True))
+            slope = (chosen * (x - x.detach())).sum(dims, keepdim=True)
+            slope, many = scope.total(torch.stack([slope, chosen.sum(dims, keepdim=True)]))
+            best = best + slope / many  # one, but where a chunk stands for all
         pair = (best, scope.unknown_ids(first))
         return kind(pair if keep else (_squeezed(pair[0], dims), scope.unknown_ids(_squeezed(pair[1], dims))))
 

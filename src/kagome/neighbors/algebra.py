@@ -151,7 +151,7 @@ def gathered(edges: EdgeSet, rows: Tensor, kind: Kind, site: str) -> Tensor:
     if kind is Kind.TARGET:
         rows = now(rows)
         return put_off(Message(edges, rows, None, roots=((rows, rows._version),)))
-    return put_off(Message(edges, None, Source(rows, edges.scope.size == 1, site), roots=roots))
+    return put_off(Message(edges, None, Source(rows, edges.plan.closed, site), roots=roots))
 
 
 # One message -------------------------------------------------------------------------------------

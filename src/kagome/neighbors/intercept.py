@@ -350,9 +350,9 @@ class Interception(Late, TorchFunctionMode):
             mark = replace(mark, kind=Kind.ROWS)
         return self.marks.put(out, mark)
 
-    def total(self, part: Tensor) -> Tensor:
+    def total(self, part: Tensor, what: str = "total") -> Tensor:
         """Sum over all ranks, with gradient."""
-        return total(part, self.turn, self.channel, self.where())
+        return total(part, self.turn, self.channel, self.where(), what)
 
     def summing(
         self,
@@ -520,7 +520,7 @@ class Interception(Late, TorchFunctionMode):
         Rows that need no gradient and do not change are exchanged once, others once a layer.
         """
         plan = self.views[mark.view].rows
-        if self.size == 1 or rows.dim() == 0 or rows.size(axis) != plan.own:
+        if plan.closed or rows.dim() == 0 or rows.size(axis) != plan.own:
             return rows
         held = self.held(rows, mark) if axis == 0 else None
         if held is not None:

@@ -65,8 +65,8 @@ class Places(Protocol):
     def checked(self) -> bool:
         """Whether this forward compares what the ranks do."""
 
-    def total(self, part: Tensor) -> Tensor:
-        """Sum over ranks, with gradient."""
+    def total(self, part: Tensor, what: str = ...) -> Tensor:
+        """Sum over ranks, with gradient; ``what`` it is of."""
 
     def greatest(self, part: Tensor) -> Tensor:
         """Maximum over ranks, without gradient."""

@@ -24,7 +24,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from weakref import ref
 
 import torch
@@ -135,15 +135,20 @@ class NeighborRows:
         ids = torch.arange(self.own + self.halo, device=self.send.device) if self.ids is None else self.ids
         return ids[self.send], ids[self.own :]
 
+    @property
+    def closed(self) -> bool:
+        """Whether no edge reads a row from elsewhere."""
+        return self.channel.size == 1 or bool(getattr(self.channel, "closed", False))
+
     def extend(self, rows: Tensor, turn: Turn, name: str) -> Tensor:
         """Own rows ``[n, W]`` -> own and halo rows ``[n + H, W]``, with gradient."""
-        if self.channel.size == 1:
+        if self.closed:
             return rows
         return self.extended(rows, turn, turn.begin(name, grad=rows.requires_grad))
 
     def give_back(self, rows: Tensor, turn: Turn, name: str) -> Tensor:
         """Sums on own and halo rows ``[n + H, W]`` -> on own rows ``[n, W]``: the transpose of extend."""
-        if self.channel.size == 1:
+        if self.closed:
             return rows
         site = turn.begin(name, grad=rows.requires_grad)
         return through(rows, turn, lambda r: self.back(r, site, 0), lambda g: self.forth(g, site, 1))
@@ -269,8 +274,15 @@ def through(rows: Tensor, turn: Turn, there: Way, back: Way) -> Tensor:
     return out
 
 
-def total(part: Tensor, turn: Turn, channel: Carrier, name: str) -> Tensor:
+def total(part: Tensor, turn: Turn, channel: Carrier, name: str, what: str = "total") -> Tensor:
     """The sum of a small tensor over all ranks, with gradient (its transpose is the same sum).
+
+    Args:
+        part: This rank's.
+        turn: The running turn.
+        channel: The way to the peers.
+        name: Of the site.
+        what: :data:`NAMED` where one rank has what is wanted and the others have zeros.
 
     Cost:
         An all-reduce of ``part`` forward and one backward.
@@ -283,7 +295,15 @@ def total(part: Tensor, turn: Turn, channel: Carrier, name: str) -> Tensor:
     def summed(words: str) -> Way:
         return lambda t: site.sum(channel, t, words)
 
-    return through(part, turn, summed("total forward"), summed("total backward"))
+    return through(part, turn, summed(f"{what} forward"), summed(f"{what} backward"))
+
+
+NAMED: Final = "rows of named vertices"
+
+
+def is_named(key: Hashable) -> bool:
+    """Whether a sum brings rows of vertices that forward names, which some rank must have."""
+    return isinstance(key, tuple) and key[-1] == f"{NAMED} forward"
 
 
 Sum = Callable[[Tensor], Tensor]

@@ -63,6 +63,11 @@ class Taped:
         """Whether all arrives as it is, in the same epoch; a channel that says nothing of it sends it so."""
         return bool(getattr(self.channel, "exact", True))
 
+    @property
+    def closed(self) -> bool:
+        """Whether no edge leads to rows of a peer, though there are some."""
+        return bool(getattr(self.channel, "closed", False))
+
     # When ----------------------------------------------------------------------------------------
 
     @contextmanager

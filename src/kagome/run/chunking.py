@@ -5,7 +5,7 @@ Where it sits: ``pipeline`` makes one; it holds all that depends on ``cross_chun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from kagome.graph.chunks import Chunk, Chunks, ChunkStep, alone, cut_part, order
 from kagome.graph.partition import Partition
 from kagome.graph.together import at_once, bare, together
 from kagome.model.exact import HANDLERS
+from kagome.neighbors.apart import Apart
 from kagome.neighbors.bounded import Bound
 from kagome.neighbors.crossing import Crossing
 from kagome.neighbors.history import Exact, History, Left
@@ -73,7 +74,7 @@ class Chunking:
         words = {
             "history": f"rows of later chunks are {old} and pass no gradient on; sums over all vertices are "
             "the last epoch's",
-            "drop": "they are dropped in training",
+            "drop": "they are dropped in training; sums over all vertices are told from a chunk's own",
             "exact": "all chunks pass a layer before any passes the next",
         }
         return f"; {self.cut_share():.0%} of the edges lie between chunks: {words[self.settings.cross_chunk]}"
@@ -194,7 +195,7 @@ def chunked(
             fast=fast,
             rows=rows,
             tensor=settings.tensor,
-            sums_only=settings.halo_sample < 1,
+            sums_only=cut.halo_sample < 1,
         )
 
     if count == 1:
@@ -222,8 +223,18 @@ def chunked(
         end.where = scopes[-1].where
     apart = scopes
     if drops:
-        apart = [scope(alone(piece), Channel(None, device), None) for piece in chunks.pieces]
+        apart = [_apart(piece, tables, scope) for piece in chunks.pieces]
     return Chunking(tuple(scopes), tuple(apart), tables, chunks.rows, crossing, settings, seed)
+
+
+def _apart(piece: Chunk, tables: Tables, scope: Callable[..., Interception]) -> Interception:
+    """A chunk without the edges that come from elsewhere."""
+    whole, count = alone(piece), len(tables.chunks.pieces)
+    rank, size = tables.channel.rank * count + piece.number, tables.channel.size * count
+    end = Apart(rank, size, piece.own, whole.num_nodes)
+    found = scope(whole, end, None)
+    end.where = found.where
+    return found
 
 
 def _refuse_empty(part: Partition, count: int) -> None:

@@ -5,7 +5,7 @@ Where it sits: ``staging`` asks before it cuts; ``timing`` runs its samples in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
@@ -30,6 +30,7 @@ from kagome.model.tracing import HINT
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.marks import Kind, Mark
+from kagome.neighbors.rows import is_named
 from kagome.run.sample import sample_part, take_sample
 from kagome.run.task import draws_of, unmoved
 
@@ -43,17 +44,22 @@ class Asked(Channel):
     Args:
         device: Where the model runs.
         parted: Whether it is one rank of two, of which the other has no row and sends nothing.
+
+    Attributes:
+        layers: Those that read along edges the other way, or all vertices.
+        named: Those that read rows of vertices that forward names.
     """
 
     def __init__(self, device: torch.device, *, parted: bool = False) -> None:
         super().__init__(None, device)
         self.where: Callable[[], str] = str
         self.layers: list[str] = []
+        self.named: list[str] = []
         self.size = 2 if parted else 1
 
-    def note(self, layer: str) -> None:
+    def note(self, layer: str, notes: list[str] | None = None) -> None:
         """Note a layer, and the user's line that calls it."""
-        self.layers.append("; ".join(filter(None, (layer, user_line()))))
+        (self.layers if notes is None else notes).append("; ".join(filter(None, (layer, user_line()))))
 
     def exchange(self, rows: Tensor, *counts: Sequence[int], **rest: Any) -> Tensor:
         """As :meth:`Channel.exchange`: a list of readers is made, by which rows are to be read later."""
@@ -77,8 +83,10 @@ class Asked(Channel):
         kept, come = rows[: send_counts[0]], rows.new_zeros(sum(recv_counts[1:]), *rows.shape[1:])
         return Pending(torch.cat([kept, come]), self, action, kind)
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", **rest: Any) -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, key: Hashable = None, **rest: Any) -> Tensor:
         """Its own share."""
+        if is_named(key):
+            self.note(self.where(), self.named)
         return tensor.detach().clone()
 
 
@@ -155,7 +163,8 @@ def looked_at(
     _compare(model, graph, scopes[0], train, named=named)
     vertices = scopes[0].own, scopes[1].own
     edges = scopes[0].part.edge_index.size(1), scopes[1].part.edge_index.size(1)
-    return replace(settled(one, other, vertices, edges), beyond=next(iter(asked.layers), ""))
+    beyond, by_number = (next(iter(notes), "") for notes in (asked.layers, asked.named))
+    return replace(settled(one, other, vertices, edges), beyond=beyond, named=by_number)
 
 
 def _survey(model: nn.Module, graph: LayerGraph, scope: Interception, train: Train) -> Survey:

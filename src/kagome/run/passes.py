@@ -71,7 +71,8 @@ class Passes:
         def compute(action: Action) -> None:
             job = jobs[action.stage, action.chunk]
             if action.kind is Kind.F:
-                with moved.by(action.chunk, stays=action.chunk == first or not alike):
+                stays = action.chunk == first if alike else job.scope.own > 0
+                with moved.by(action.chunk, stays=stays):
                     job.forward()
                 self.lose(job)
                 return

@@ -178,6 +178,13 @@ def stage_model(
             where=steps.survey.beyond,
             hint="--parallel.chunks 1, or another layer",
         )
+    if steps.survey.named and (parallel.chunks or 1) > 1 and parallel.cross_chunk == "drop":
+        raise ModelError(
+            f"with cross_chunk='drop' each of the {parallel.chunks} chunks knows its own rows",
+            "forward reads rows of vertices that it names by number, which lie in one of them",
+            where=steps.survey.named,
+            hint="--parallel.cross-chunk exact, or --parallel.chunks 1",
+        )
     return steps.staging(parallel, part)
 
 
