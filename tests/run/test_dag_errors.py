@@ -51,6 +51,13 @@ class Pair(Small):
         return {"out": self.last(h), "hidden": h} if self.named else (self.last(h), h)
 
 
+class Open(nn.Module):
+    """Takes inputs that have no names."""
+
+    def forward(self, *xs: Tensor) -> Tensor:
+        return xs[0]
+
+
 class Contrastive(nn.Linear):
     """Compares all samples of a batch."""
 
@@ -150,6 +157,21 @@ def test_what_a_step_is_given(tmp_path):
         made(Small(nn.ReLU()), optimizer=torch.optim.SGD([y.requires_grad_()], 0.1))
     with pytest.raises(PlanError, match="devices=4"):
         made(Small(nn.ReLU()), devices=4)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "text"),
+    [
+        (torch.tanh, ModelError, "it was given a builtin_function_or_method"),
+        (nn.ModuleList([nn.Linear(4, 2)]), ModelError, "a ModuleList has none"),
+        (nn.Linear(4, 2, device="meta"), ModelError, r"'weight' is on the meta device(.|\n)*to_empty"),
+        (torch.jit.script(nn.Sequential(nn.Linear(4, 2))), ModelError, "give the module that was scripted"),
+        (Open(), DataError, r"forward\(\*xs\) takes 0 inputs by place(.|\n)*name each input in forward's"),
+    ],
+)  # fmt: skip
+def test_what_is_no_model_to_cut(model, error, text):
+    with pytest.raises(error, match=text):
+        made(model)
 
 
 def test_what_crosses_has_samples(ranks):

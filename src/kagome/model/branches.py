@@ -23,6 +23,7 @@ from typing import Any, Final
 from torch import nn
 
 from kagome.errors import ModelError
+from kagome.model.calling import Calling
 from kagome.model.layers import trace
 from kagome.model.notes import OF_SAMPLES
 from kagome.model.pieces import Piece
@@ -132,8 +133,9 @@ class Branches:
                 continue
             name = ""
             if step.kind == "module":
-                calls[step.path] = calls.get(step.path, 0) + 1
-                name = step.path if calls[step.path] == 1 else f"{step.path}#{calls[step.path]}"
+                name = step.path or step.name
+                calls[name] = calls.get(name, 0) + 1
+                name = name if calls[name] == 1 else f"{name}#{calls[name]}"
             elif not made_of and (step.name == output or step.parameters):
                 name = step.name
             if name:
@@ -248,7 +250,8 @@ def branches_of(model: nn.Module, sample: Batch, *, batch_norm: str = "refuse") 
             read each other.
     """
     inputs = inputs_of(model, sample)
-    graph = trace(model, list(inputs), words=OF_SAMPLES)
+    calling = Calling.named_as(model, inputs)
+    graph = trace(model, list(inputs), words=OF_SAMPLES, calling=calling)
     branches = Branches(graph, probe(model, graph, inputs, batch_norm=batch_norm))
     compare(model, branches.graph, inputs, batch_norm=batch_norm)
     return branches

@@ -8,12 +8,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from torch_geometric.data import Data
 
 from kagome.errors import ModelError
+
+_BY_PLACE: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,7 @@ class Calling:
         Raises:
             ModelError: If forward asks for something that the data does not have.
         """
-        plain = (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            inspect.Parameter.KEYWORD_ONLY,
-        )
+        plain = (*_BY_PLACE, inspect.Parameter.KEYWORD_ONLY)
         parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in plain]
         needed = [p for p in parameters if p.default is p.empty]
         if len(needed) == 1 and needed[0].name not in names:
@@ -68,6 +66,18 @@ class Calling:
                     hint=f"give the Data an attribute {parameter.name!r}",
                 )
         return Calling(False, tuple(places), tuple(named))
+
+    @staticmethod
+    def named_as(model: nn.Module, names: Collection[str]) -> Calling:
+        """How a model is called with inputs of which each has the name of one of its arguments.
+
+        None is taken for another, as :meth:`of` takes the first for ``x``.
+        """
+        parameters = inspect.signature(model.forward).parameters.values()
+        places = [p.name for p in parameters if p.kind in _BY_PLACE]
+        first = next((place for place, name in enumerate(places) if name not in names), len(places))
+        named = [p.name for p in parameters if p.name in names and p.name not in places[:first]]
+        return Calling(False, tuple(places[:first]), tuple(named))
 
     def wants(self, names: Collection[str]) -> list[str]:
         """The inputs that forward gets, of those that there are."""

@@ -82,7 +82,11 @@ class Survey:
 
 
 def trace(
-    model: nn.Module, names: Sequence[str], plain: Mapping[str, Any] | None = None, words: Words = OF_GRAPHS
+    model: nn.Module,
+    names: Sequence[str],
+    plain: Mapping[str, Any] | None = None,
+    words: Words = OF_GRAPHS,
+    calling: Calling | None = None,
 ) -> LayerGraph:
     """The steps of a model's forward, the same for training and evaluation but for the training flag.
 
@@ -93,12 +97,13 @@ def trace(
         names: Inputs that the data has.
         plain: Those of them that are numbers and texts, which forward may branch on.
         words: What to call the output, and what to try.
+        calling: How the model is called; by default as one of a graph.
 
     Raises:
         ModelError: If the model's own forward cannot be traced, does other things in training than in
             evaluation, or returns no single value; or if it asks for an input that there is not.
     """
-    form = Calling.of(model, names)
+    form = calling or Calling.of(model, names)
     whole: set[str] = set()
     while True:
         try:

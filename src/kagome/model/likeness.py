@@ -35,6 +35,7 @@ def refuse_unlike(
     where: Callable[[], str] = str,
     hint: str = TRACED,
     halved: bool = False,
+    calling: Calling | None = None,
 ) -> None:
     """Run a model as it is and by its steps, in both modes, and compare.
 
@@ -47,6 +48,7 @@ def refuse_unlike(
         where: The module that failed.
         hint: What to try.
         halved: Whether some of it is computed in bfloat16.
+        calling: How the model is called; by default as one of a graph.
 
     Raises:
         ModelError: If outputs, or what a module gives in both runs, differ beyond rounding; if forward or a
@@ -55,7 +57,7 @@ def refuse_unlike(
     Cost:
         Two forwards of the sample in each mode.
     """
-    calling = Calling.of(model, inputs)
+    form = calling or Calling.of(model, inputs)
     given = [value for value in inputs.values() if isinstance(value, Tensor)]
     kinds = {tensor.dtype for tensor in (*model.parameters(), *given)}
     kinds |= {torch.bfloat16} if halved else set()
@@ -63,7 +65,7 @@ def refuse_unlike(
 
     def whole(_training: bool) -> Any:
         try:
-            return calling.call(model, inputs)
+            return form.call(model, inputs)
         except KagomeError:
             raise
         except Exception as error:

@@ -17,6 +17,9 @@ from kagome.errors import ModelError
 from kagome.model.steps import Flag, LayerGraph, Ref, Step, StepKind, attribute_of, mapped, refs
 from kagome.model.tracing import CURE, HINT
 
+WHOLE: Final = "model"
+"""The step that is a call of the whole model."""
+
 
 @dataclass(frozen=True)
 class Words:
@@ -81,18 +84,20 @@ def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> Lay
             if not isinstance(returned, fx.Node):
                 raise ModelError(words.output, f"it returns {_kind_of(returned)}", hint=words.several)
             return graph_of(model, steps, names[returned], inputs)
-        names[node] = node.target if node.op == "placeholder" else node.name
+        # The model itself is one step where it is a layer of torch or PyG.
+        own = WHOLE if node.op == "call_module" and not node.target else node.name
+        names[node] = node.target if node.op == "placeholder" else own
         if node.op == "placeholder":
             inputs.append(node.target)
             continue
         # Lists and dicts of torch.fx cannot be changed, and tell that to whoever is given them.
         args, kwargs = mapped(tuple(node.args), plain), mapped(dict(node.kwargs), plain)
-        step = step_of(model, canonical, node.name, kinds[node.op], node.target, args, kwargs)
-        own = {name: None for read in step.reads for name in weights.get(read, ())}
+        step = step_of(model, canonical, own, kinds[node.op], node.target, args, kwargs)
+        given = {name: None for read in step.reads for name in weights.get(read, ())}
         if step.kind == "attribute":
             weights[step.name] = step.parameters
         meta = {key: node.meta[key] for key in ("within", "line", "grad")}
-        steps.append(replace(step, parameters=tuple({**own, **dict.fromkeys(step.parameters)}), **meta))
+        steps.append(replace(step, parameters=tuple({**given, **dict.fromkeys(step.parameters)}), **meta))
     raise AssertionError("a graph without an output")
 
 

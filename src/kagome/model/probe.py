@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from kagome.errors import DataError, KagomeError, ModelError
+from kagome.model.calling import Calling
 from kagome.model.likeness import refuse_unlike
 from kagome.model.masks import Call, Masks, Place, place_of
 from kagome.model.samples import count_of, rows_of
@@ -149,7 +150,8 @@ def compare(model: nn.Module, graph: LayerGraph, inputs: Mapping[str, Tensor], *
         for name, value in rows.items():  # forward may have written to them
             given[name].copy_(value)
 
-    refuse_unlike(model, graph, given, on=on, before=masks.at)
+    calling = Calling.named_as(model, given)
+    refuse_unlike(model, graph, given, on=on, before=masks.at, calling=calling)
 
 
 @dataclass(frozen=True)

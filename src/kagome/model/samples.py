@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -16,7 +16,13 @@ from kagome.errors import DataError
 Batch = Tensor | tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
 """Samples along axis 0: one tensor, several by place, or several by the names of forward's arguments."""
 
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_BY_PLACE: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_STARS: Final[Mapping[Any, str]] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+_BY_NAME: Final = "a dict of tensors with the names of forward's arguments"
+_NAME_ALL: Final = "name each input in forward's signature: what comes by * or ** has no name to go by"
 
 
 def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -35,7 +41,8 @@ def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """
     parameters = list(inspect.signature(model.forward).parameters.values())
     fixed = [p for p in parameters if p.kind in (*_BY_PLACE, inspect.Parameter.KEYWORD_ONLY)]
-    call = f"forward({', '.join(p.name for p in parameters)})"
+    call = f"forward({', '.join(_STARS.get(p.kind, '') + p.name for p in parameters)})"
+    open_ended = len(fixed) < len(parameters)
     given: dict[str, Any]
     if isinstance(batch, Mapping):
         given = dict(batch)
@@ -46,7 +53,7 @@ def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
             raise DataError(
                 f"{call} takes {len(places)} inputs by place",
                 f"the batch has {len(values)}",
-                hint="name them: a dict of tensors",
+                hint=_NAME_ALL if open_ended else f"give {len(places)}, or name them: a dict of tensors",
             )
         given = dict(zip(places, values, strict=False))
     unknown = sorted(set(given) - {p.name for p in fixed})
@@ -55,7 +62,7 @@ def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         raise DataError(
             f"a batch has what {call} takes",
             f"{missing} are missing" if missing or not given else f"it has {unknown} as well",
-            hint="a dict of tensors with the names of forward's arguments",
+            hint=_NAME_ALL if unknown and open_ended else _BY_NAME,
         )
     for name, value in given.items():
         if not isinstance(value, Tensor) or value.dim() == 0:

@@ -1,6 +1,6 @@
 """Wrappers: what stands around a model or its layers for another way of running them, and is taken off.
 
-Where it sits: ``trainer``, ``check`` and ``planning`` take a user's model through here first.
+Where it sits: ``trainer``, ``check``, ``planning`` and ``dag`` take a user's model through here first.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
                 "a model of plain layers was expected",
                 WITHIN[kind],
                 where=f"{name or 'the model'}: {kind}",
-                hint=f"leave {kind} out: Kagome splits the graph over the ranks, and sums gradients",
+                hint=f"leave {kind} out: Kagome divides the work among the ranks, and sums gradients",
             )
     return model
 

@@ -16,13 +16,50 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from kagome.comm.channel import Channel
-from kagome.errors import ConfigError, DataError, PlanError
+from kagome.errors import ConfigError, DataError, ModelError, PlanError
 from kagome.model.branches import Branches
 from kagome.model.samples import count_of
 from kagome.planner.operators import OperatorGraph
 from kagome.planner.profile import measured
 from kagome.planner.stageplan import StagePlan
 from kagome.run.objective import Loss, row_sum
+from kagome.run.wrappers import unwrapped
+
+
+def model_to_cut(model: nn.Module) -> nn.Module:
+    """The module that a user wrote, without what stands around it.
+
+    Raises:
+        ModelError: If it is none, has no forward to follow, or weights without numbers.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            "a pipeline cuts a torch.nn.Module",
+            f"it was given a {type(model).__name__}",
+            hint="write it as the forward of a module",
+        )
+    model = unwrapped(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "a pipeline follows a module's forward from layer to layer",
+            f"the model is a {type(model).__name__}, whose forward is compiled",
+            hint="give the module that was scripted; scripted layers inside it are served",
+        )
+    if getattr(model.forward, "__func__", None) is vars(nn.Module)["forward"]:
+        raise ModelError(
+            "a pipeline follows a module's forward from layer to layer",
+            f"a {type(model).__name__} has none",
+            hint="nn.Sequential, or a module of your own with a forward",
+        )
+    empty = [name for name, held in (*model.named_parameters(), *model.named_buffers()) if held.is_meta]
+    if empty:
+        raise ModelError(
+            "a pipeline starts from the weights of rank 0",
+            f"{empty[0]!r} is on the meta device, where it has no numbers",
+            hint='model.to_empty(device="cpu"), and initialise the weights',
+        )
+    return model
+
 
 Forms = Mapping[str, tuple[torch.Size, torch.dtype]]
 """By input, the shape of a sample, and the type."""

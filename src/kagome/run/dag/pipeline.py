@@ -5,8 +5,9 @@ Where it sits: ``kagome.pipeline``; every rank calls it with the same arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, cast
@@ -34,6 +35,7 @@ from kagome.run.dag.checks import (
     common_zero,
     forms_of,
     lost,
+    model_to_cut,
     rough_operators,
 )
 from kagome.run.dag.job import Job, StageCode
@@ -44,11 +46,13 @@ from kagome.run.dag.weights import Weights
 from kagome.run.foreign import read_by_loss, refused, watch_hooks, watched
 from kagome.run.objective import Loss
 from kagome.run.task import check_finite
+from kagome.run.wrappers import as_written
 from kagome.schedule.actions import to_text
 
 BatchNorm = Literal["refuse", "micro-batch"]
 
 
+@as_written
 def pipeline(
     model: nn.Module,
     sample_batch: Batch,
@@ -67,7 +71,8 @@ def pipeline(
     Samples are independent: outputs, loss and gradients are those of plain training on one process.
 
     Args:
-        model: The module; it is traced with torch.fx. Rank 0's weights count.
+        model: The module; it is traced with torch.fx. Rank 0's weights count. ``torch.compile`` and
+            ``DistributedDataParallel`` around it are taken off.
         sample_batch: A few samples or a batch, as forward takes them: a tensor, several by place, or by name;
             samples along axis 0.
         loss: ``loss(out, target)`` gives a value a sample (``reduction="none"``); the mean over the batch is
@@ -95,32 +100,64 @@ def pipeline(
     Cost:
         A few forwards and backwards of 4 samples, with ``auto`` of up to 64; all weights once from rank 0.
     """
+    wishes = Wishes(loss, optimizer or _adam, devices, plan, batch, batch_norm, seed)
     with ExitStack() as stack:
-        if channel is None:
-            channel = stack.enter_context(open_mesh(Parallel())).world
-        if devices is not None and devices != channel.size:
-            raise PlanError(
-                f"devices={devices} were asked for",
-                f"there are {channel.size} ranks",
-                hint=f"start {devices} ranks: torchrun --nproc-per-node {devices} ...",
-            )
-        pipe = Pipeline(
-            model,
-            sample_batch,
-            loss=loss,
-            optimizer=optimizer,
-            plan=plan,
-            batch=batch,
-            batch_norm=batch_norm,
-            seed=seed,
-            channel=channel,
-        )
+        world = channel or stack.enter_context(open_mesh(Parallel())).world
+        pipe = Pipeline(model_to_cut(model), sample_batch, wishes, world)
         pipe._stack = stack.pop_all()
         return pipe
 
 
+@dataclass(frozen=True)
+class Wishes:
+    """What a user wants of a pipeline besides the model; see :func:`pipeline`.
+
+    Raises:
+        ConfigError: If the optimizer is none that can be made.
+    """
+
+    loss: Loss
+    optimizer: Callable[[Any], Optimizer]
+    devices: int | None
+    plan: StagePlan | Path | str | None
+    batch: int | None
+    batch_norm: BatchNorm
+    seed: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.optimizer, Optimizer) or not callable(self.optimizer):
+            raise ConfigError(
+                "optimizer=... takes a callable(params) -> Optimizer",
+                f"it was given a {type(self.optimizer).__name__}",
+                hint="optimizer=lambda params: torch.optim.AdamW(params, lr=0.01)",
+            )
+
+    def check_devices(self, ranks: int) -> None:
+        """Check that there are as many ranks as were asked for.
+
+        Raises:
+            PlanError: If not.
+        """
+        if self.devices is not None and self.devices != ranks:
+            raise PlanError(
+                f"devices={self.devices} were asked for",
+                f"there are {ranks} ranks",
+                hint=f"start {self.devices} ranks: torchrun --nproc-per-node {self.devices} ...",
+            )
+
+
+def _adam(weights: Iterable[Tensor]) -> Optimizer:
+    return torch.optim.Adam(weights, lr=1e-3)
+
+
 class Pipeline:
     """One rank's end of a pipeline; see :func:`pipeline`.
+
+    Args:
+        model: The module, without wrappers.
+        sample_batch: A few samples or a batch.
+        wishes: What the user wants of it.
+        channel: All ranks.
 
     Attributes:
         plan: What is run.
@@ -130,31 +167,21 @@ class Pipeline:
         stage: This rank's stage.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sample_batch: Batch,
-        *,
-        loss: Loss,
-        optimizer: Callable[[Any], Optimizer] | None,
-        plan: StagePlan | Path | str | None,
-        batch: int | None,
-        batch_norm: BatchNorm,
-        seed: int,
-        channel: Channel,
-    ) -> None:
+    def __init__(self, model: nn.Module, sample_batch: Batch, wishes: Wishes, channel: Channel) -> None:
+        wishes.check_devices(channel.size)
         self._stack = ExitStack()
-        self.model, self.channel, self._loss = model.to(channel.device), channel, loss
-        self._seed, self._update = seed, 0
+        self.model, self.channel, self._loss = model.to(channel.device), channel, wishes.loss
+        self._update = 0
         self._last_loss: float | None = None
         inputs = self._moved(inputs_of(model, sample_batch))
-        self._branches = branches_of(model, inputs, batch_norm=batch_norm)
+        self._branches = branches_of(model, inputs, batch_norm=wishes.batch_norm)
+        plan = wishes.plan
         if plan == "auto":
-            samples = batch or count_of(inputs)
+            samples = wishes.batch or count_of(inputs)
             self.operators, plan = searched(self.model, self._branches, inputs, channel, samples)
         else:
             self.operators = rough_operators(self.model, self._branches, inputs, channel)
-        chosen = plan_of(plan, self.operators, channel.size, batch, count_of(inputs))
+        chosen = plan_of(plan, self.operators, channel.size, wishes.batch, count_of(inputs))
         self.plan = agreed(chosen, channel)
         check_norms(model, self._branches, self.plan)
         shape = self.plan.shape(self.operators)
@@ -166,24 +193,18 @@ class Pipeline:
         self._programs, self._program = programs, programs[self.stage]
         self._forms = forms_of(inputs)
         self._code = StageCode(
-            model, self._branches, self._pieces[self.stage], Masks(seed, self._branches.places)
+            model, self._branches, self._pieces[self.stage], Masks(wishes.seed, self._branches.places)
         )
         self._weights = Weights(model, self._pieces, self._layout, channel)
         self._weights.share_first()
         own = list(self._weights.mine.values())
-        make = optimizer or (lambda weights: torch.optim.Adam(weights, lr=1e-3))
-        if isinstance(make, Optimizer) or not callable(make):
-            raise ConfigError(
-                "optimizer=... takes a callable(params) -> Optimizer",
-                f"it was given a {type(make).__name__}",
-                hint="optimizer=lambda params: torch.optim.AdamW(params, lr=0.01)",
-            )
-        self.optimizer = make(own) if own else None
+        self.optimizer = wishes.optimizer(own) if own else None
         self._spans = Spans(most=100_000)
         self._spans.align(common_zero(channel))
 
     # Public ----------------------------------------------------------------------------------------
 
+    @as_written
     def step(self, batch: Batch, target: Tensor) -> float:
         """One synchronous update of all weights; gradients stay in the weights that this rank trains.
 
@@ -237,6 +258,7 @@ class Pipeline:
                 self.optimizer.step()
         return self._last_loss
 
+    @as_written
     def predict(self, batch: Batch) -> Tensor:
         """The model's output in evaluation mode, for any number of samples.
 

@@ -1,0 +1,177 @@
+"""Modules of many kinds for ``kagome.pipeline``, and each one's plain training to compare with."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from dags import sgd
+from torch import Tensor, nn
+
+import kagome
+from kagome.errors import KagomeError
+
+COUNT = 8
+LOSS = nn.MSELoss(reduction="none")
+Case = tuple[nn.Module, Any, Tensor]
+MODELS: dict[str, Callable[[], Case]] = {}
+
+
+class Made(nn.Module):
+    """A forward as a function of the module and its inputs."""
+
+    def __init__(self, call: Callable[..., Any], **held: Any) -> None:
+        super().__init__()
+        self.call = call
+        for name, value in held.items():
+            if isinstance(value, nn.Module | nn.Parameter):
+                setattr(self, name, value)
+            else:
+                self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self, x)
+
+
+class Either(nn.Module):
+    """Two inputs, of which one alone may come, under names that graphs do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, a: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+        h = 0.0 if a is None else self.one(a)
+        return self.out(h if x is None else h + self.other(x).tanh())
+
+
+def samples(*shape: int) -> Tensor:
+    return torch.randn(COUNT, *shape)
+
+
+def case(make: Callable[[], Case]) -> Callable[[], Case]:
+    MODELS[make.__name__] = make
+    return make
+
+
+def layers(*more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), *more, nn.Linear(6, 3))
+
+
+# A layer of torch's own as the whole model -------------------------------------------------------------
+
+
+@case
+def transformer() -> Case:
+    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+    return model, (samples(5, 8), samples(4, 8)), samples(4, 8)
+
+
+@case
+def encoder() -> Case:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2), samples(5, 8), samples(5, 8)
+
+
+@case
+def bilinear() -> Case:
+    return nn.Bilinear(4, 5, 3), (samples(4), samples(5)), samples(3)
+
+
+@case
+def embedding() -> Case:
+    return nn.Embedding(10, 3), torch.randint(0, 10, (COUNT,)), samples(3)
+
+
+# How it is called --------------------------------------------------------------------------------------
+
+
+@case
+def second_of_two() -> Case:
+    return Either(), {"x": samples(4)}, samples(3)
+
+
+@case
+def first_of_two() -> Case:
+    return Either(), {"a": samples(4)}, samples(3)
+
+
+@case
+def both_in_another_order() -> Case:
+    return Either(), {"x": samples(4), "a": samples(4)}, samples(3)
+
+
+@case
+def compiled() -> Case:
+    return torch.compile(layers(nn.ReLU()), backend="eager"), samples(4), samples(3)  # type: ignore[return-value]
+
+
+@case
+def compiled_layer() -> Case:
+    block = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), backend="eager")
+    return layers(block), samples(4), samples(3)  # type: ignore[arg-type]
+
+
+# Trained ------------------------------------------------------------------------------------------------
+
+
+def built(name: str) -> Case:
+    torch.manual_seed(5)
+    return MODELS[name]()
+
+
+def piped(channel: Any, names: list[str], updates: int = 2) -> dict[str, Any]:
+    """Each model trained on this rank, or what refused it."""
+    torch.set_default_dtype(torch.float64)
+    found: dict[str, Any] = {}
+    try:
+        for name in names:
+            model, batch, target = built(name)
+            try:
+                with warnings.catch_warnings(), contextlib.redirect_stderr(None):
+                    warnings.simplefilter("ignore")
+                    pipe = kagome.pipeline(model, batch, loss=LOSS, optimizer=sgd, channel=channel)
+                    losses = [pipe.step(batch, target) for _ in range(updates)]
+                    gradients = {key: copied(value) for key, value in pipe.gradients().items()}
+                    state = {key: value.clone() for key, value in pipe.state_dict().items()}
+                    found[name] = losses, gradients, pipe.predict(batch), state
+            except KagomeError as error:
+                found[name] = str(error)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return found
+
+
+def plain(name: str, updates: int = 2) -> Any:
+    """The same updates without Kagome."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, batch, target = built(name)
+        model = getattr(model, "_orig_mod", model)
+        optimizer, losses = sgd(model.parameters()), []
+
+        def out() -> Tensor:
+            given = batch if isinstance(batch, dict) else {}
+            places = () if given else batch if isinstance(batch, tuple) else (batch,)
+            return model(*places, **given)
+
+        for _ in range(updates):
+            optimizer.zero_grad()
+            value = LOSS(out(), target).flatten(1).mean(1).mean()
+            value.backward()
+            optimizer.step()
+            losses.append(float(value.detach()))
+        model.eval()
+        with torch.no_grad():
+            scores = out()
+        gradients = {key: copied(weight.grad) for key, weight in model.named_parameters()}
+        return losses, gradients, scores, model.state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def copied(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.to_dense().clone()
