@@ -75,6 +75,8 @@ def _reduce(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
 def _given(name: str, args: Args, kwargs: Kwargs) -> Given | None:
     """The arguments by name; None for a call of another kind (``torch.max(a, b)``)."""
     given = {**dict(zip(SIGNATURES[name], args[1:], strict=False)), **kwargs}
+    if name == "count_nonzero" and len(args) > 2:
+        given["dim"] = args[1:]
     if any(isinstance(value, Tensor) for key, value in given.items() if key not in ("input", "out")):
         return None
     for old, new in (("axis", "dim"), ("ord", "p")):
@@ -121,22 +123,37 @@ def _var(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tenso
     return _var_mean(scope, x, dims, keep, given)[0]
 
 
+def _root(squares: Tensor) -> Tensor:
+    """The square root, with torch's gradient of a norm or a deviation of 0: it is 0."""
+    none = squares == 0
+    return torch.where(none, squares, squares.masked_fill(none, 1.0).sqrt())
+
+
 def _std(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
-    return _var(scope, x, dims, keep, given).sqrt()
+    return _root(_var(scope, x, dims, keep, given))
 
 
 def _std_mean(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> tuple[Tensor, Tensor]:
     var, mean = _var_mean(scope, x, dims, keep, given)
-    return var.sqrt(), mean
+    return _root(var), mean
 
 
 def _norm(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
     p = given.get("p", 2)
     if p in (2, "fro", None):
-        return scope.total(x.square().sum(dims, keepdim=keep)).sqrt()
+        return _root(scope.total(x.square().sum(dims, keepdim=keep)))
     if p == 1:
         return scope.total(x.abs().sum(dims, keepdim=keep))
     return NotImplemented
+
+
+def _matrix_norm(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
+    """``torch.linalg.norm``: of two axes, and of a matrix of which none is named, a number is a matrix's."""
+    named = given.get("dim")
+    two = x.dim() == 2 if named is None else isinstance(named, (tuple, list)) and len(named) == 2
+    if two and given.get("p") not in (None, "fro"):
+        return NotImplemented
+    return _norm(scope, x, dims, keep, given)
 
 
 def _normalize(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
@@ -148,14 +165,15 @@ def _normalize(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) ->
 
 def _logsumexp(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
     top = _highest(scope, x, dims)
+    top = top.masked_fill(top.isinf(), 0.0)
     whole = scope.total((x - top).exp().sum(dims, keepdim=True)).log() + top
     return whole if keep else _squeezed(whole, dims)
 
 
 def _highest(scope: Scope, x: Tensor, dims: Dims, sign: int = 1) -> Tensor:
     """The largest (or smallest) entries of all ranks' rows along ``dims``, kept; without gradient."""
-    wide = x.detach().long() if x.dtype in (torch.bool, torch.uint8) else x.detach()
-    low = torch.finfo(wide.dtype).min if wide.is_floating_point() else torch.iinfo(wide.dtype).min + 1
+    wide = x.detach() if x.is_floating_point() else x.detach().long()
+    low = -math.inf if wide.is_floating_point() else torch.iinfo(wide.dtype).min + 1
     shape = [1 if d in dims else s for d, s in enumerate(x.shape)]
     local = (wide * sign).amax(dims, keepdim=True) if x.numel() else wide.new_full(shape, low)
     return scope.greatest(local) * sign
@@ -165,14 +183,20 @@ def _squeezed(x: Tensor, dims: Dims) -> Tensor:
     return x.reshape([s for d, s in enumerate(x.shape) if d not in dims])
 
 
+def _nothing_of(x: Tensor, chosen: Tensor) -> Tensor:
+    """Zeros that hand their gradient on to chosen entries; infinite ones have none that is a number."""
+    kept = torch.where(chosen & x.detach().isfinite(), x, torch.zeros_like(x))
+    return kept - kept.detach()
+
+
 def _extreme(sign: int) -> Callable[..., Any]:
     def take(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
         best = _highest(scope, x, dims, sign)
         if x.requires_grad:
             # The gradient is shared evenly among equals, as amax does.
-            same = (x.detach() == best).to(x.dtype)
-            ties = scope.total(same.sum(dims, keepdim=True))
-            best = best + scope.total((same * (x - x.detach())).sum(dims, keepdim=True)) / ties
+            same = x.detach() == best
+            ties = scope.total(same.to(x.dtype).sum(dims, keepdim=True))
+            best = best + scope.total(_nothing_of(x, same).sum(dims, keepdim=True)) / ties
         best = best.to(x.dtype)
         return best if keep else _squeezed(best, dims)
 
@@ -198,12 +222,24 @@ def _picked(sign: int) -> Callable[..., Any]:
         far = torch.full_like(ids, torch.iinfo(torch.long).max)
         first = _highest(scope, torch.where(x.detach() == best, ids, far), dims, -1)
         if x.requires_grad:
-            chosen = (ids == first).to(x.dtype)
-            slope = (chosen * (x - x.detach())).sum(dims, keepdim=True)
-            slope, many = scope.total(torch.stack([slope, chosen.sum(dims, keepdim=True)]))
+            chosen = ids == first
+            slope = _nothing_of(x, chosen).sum(dims, keepdim=True)
+            counted = chosen.to(x.dtype).sum(dims, keepdim=True)
+            slope, many = scope.total(torch.stack([slope, counted]))
             best = best + slope / many  # one, but where a chunk stands for all
         pair = (best, scope.unknown_ids(first))
         return kind(pair if keep else (_squeezed(pair[0], dims), scope.unknown_ids(_squeezed(pair[1], dims))))
+
+    return take
+
+
+def _truth(sign: int) -> Callable[..., Any]:
+    """``any`` and ``all``: of numbers those that are not 0 are true."""
+    whole = _extreme(sign)
+
+    def take(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
+        found: Tensor = whole(scope, x != 0, dims, keep, given)
+        return found.to(torch.uint8) if x.dtype == torch.uint8 else found  # as torch has it
 
     return take
 
@@ -216,7 +252,8 @@ _REDUCTIONS: Mapping[str, Callable[..., Any]] = {
     "std": _std,
     "var_mean": _var_mean,
     "std_mean": _std_mean,
-    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), _norm),
+    **dict.fromkeys(("norm", "linalg_vector_norm"), _norm),
+    "linalg_norm": _matrix_norm,
     "normalize": _normalize,
     "logsumexp": _logsumexp,
     "count_nonzero": _count_nonzero,
@@ -224,8 +261,8 @@ _REDUCTIONS: Mapping[str, Callable[..., Any]] = {
     "amin": _extreme(-1),
     "max": _picked(1),
     "min": _picked(-1),
-    "any": _extreme(1),
-    "all": _extreme(-1),
+    "any": _truth(1),
+    "all": _truth(-1),
 }
 
 

@@ -41,6 +41,11 @@ LOSE = frozenset(
         "masked_select",
         "movedim",
         "moveaxis",
+        "inner",
+        "fill_diagonal_",
+        "tril_",
+        "triu_",
+        "msort",
         "__set__",
     ]
 )
@@ -199,7 +204,10 @@ def place_of(
     if name in _BATCHED or name.startswith(_MIXING):
         kept = axis == 0 and base.dim() >= _BATCHED[name] if name in _BATCHED else axis < base.dim() - 2
         return axis if kept and out.dim() > axis and out.size(axis) == rows else None
-    if name == "layer_norm":
+    if name in ("renorm", "renorm_"):  # each row by itself, or what lies across them
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+        return axis if _positive(dim, base) == axis else None
+    if name in ("layer_norm", "rms_norm"):
         shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
         return axis if axis < base.dim() - len(shape) else None
     if name in _SHARES:

@@ -108,6 +108,8 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     held = scope.marks.get(base)
     if mark is None or index.dtype == torch.bool or (held is not None and held.kind in IDS):
         return NotImplemented
+    if held is not None and held.kind is Kind.LOST and mark.kind not in IDS:
+        return NotImplemented  # what was lost stays so
     axis = axis % max(base.dim(), 1)
     if mark.kind is Kind.MIXED:
         raise scope.refuse("indexing")

@@ -164,6 +164,7 @@ def arange(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
 _OVER = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "diff"), 1),
     **dict.fromkeys(("cumsum_", "cumprod_", "flip", "fliplr", "flipud", "rot90"), 1),
+    **dict.fromkeys(("gradient", "__reversed__"), 1),
     **dict.fromkeys(("roll", "unfold", "trapezoid", "repeat_interleave"), 2),
     **dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft"), 2),
 }
@@ -178,7 +179,7 @@ def over_rows(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) 
     if held is None:
         return NotImplemented
     base, mark = held
-    if name in ("fliplr", "flipud"):
+    if name in ("fliplr", "flipud", "__reversed__"):
         dims: Any = (1,) if name == "fliplr" else (0,)
     elif name == "rot90":
         dims = kwargs.get("dims", args[2] if len(args) > 2 else (0, 1))
