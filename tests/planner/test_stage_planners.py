@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kagome.errors import PlanError
 from kagome.planner.bapipe import BaPipe
-from kagome.planner.coarse import coarsened
+from kagome.planner.coarse import coarsened, fused
 from kagome.planner.devices import Devices, StageCost
 from kagome.planner.downsets import downsets, per_sample, prefixes
 from kagome.planner.graphpipe import GraphPipe
@@ -147,11 +147,9 @@ def brute(cost: StageCost, sizes: Sequence[int], ways: Iterable[tuple[Stages, Li
             )
             held = windows(DagShape(cost.batch, turns, tuple(sorted(links))))
             for devices in product(range(1, cost.devices.count + 1), repeat=len(ordered)):
-                if sum(devices) > cost.devices.count or any(
-                    d > s for d, s in zip(devices, chosen, strict=True)
-                ):
-                    continue
                 each = list(zip(ordered, devices, chosen, held, strict=True))
+                if sum(devices) > cost.devices.count or not all(cost.fits(*one[:3]) for one in each):
+                    continue
                 if all(cost.memory(names, d, h) <= cost.devices.memory for names, d, _, h in each):
                     best = min(best, max(cost.per_sample(names, d, size) for names, d, size, _ in each))
     return best
@@ -171,6 +169,7 @@ def small(draw: st.DrawFn) -> StageCost:
                 draw(st.sampled_from([0.5, 1.0, 3.0])),
                 weights=draw(st.sampled_from([0, 40])),
                 kept=draw(st.sampled_from([1, 10])),
+                least=draw(st.sampled_from([1, 1, 2, 3])),
             )
         )
     memory = draw(st.sampled_from([1e9, 400.0]))
@@ -191,7 +190,45 @@ def test_the_bottleneck_is_the_least_there_is(cost: StageCost, sizes: tuple[int,
     assert plan.devices <= cost.devices.count
     for stage, held in zip(plan.stages, windows(plan.shape(cost.graph)), strict=True):
         assert cost.memory(stage.operators, stage.devices, held) <= cost.devices.memory
+        assert cost.fits(stage.operators, stage.devices, stage.micro_batch)
     assert planner.bottleneck(plan) <= least * (1 + 2e-3)
+
+
+def test_devices_without_use_do_not_thin_a_replica() -> None:
+    """The slowest stage would take the device that is left, but for its norm, which needs two samples."""
+    found = [operator("o0", (), 0.5, weights=0), operator("o1", ["o0"], 9.0, weights=0, least=2)]
+    cost = StageCost(OperatorGraph(tuple(found)), Devices(3, 1e9, 1e9), 8)
+    for least, devices in ((1, (1, 2)), (2, (2, 1))):
+        graph = OperatorGraph((found[0], replace(found[1], least=least)))
+        plan = GraphPipe(replace(cost, graph=graph), (2,)).whole()
+        assert tuple(stage.devices for stage in plan.stages) == devices
+    with pytest.raises(PlanError, match="the plan has work for 3"):
+        GraphPipe(replace(cost, devices=Devices(4, 1e9, 1e9)), (2,)).whole()
+
+
+@settings(deadline=None, max_examples=60)
+@given(cost=small(), data=st.data())
+def test_what_cannot_be_apart_is_in_one_stage(cost: StageCost, data: st.DataObject) -> None:
+    """Groups stand behind those that they read, and have all that is between their members."""
+    names = list(cost.graph.by_name)
+    pairs = data.draw(st.lists(st.tuples(st.sampled_from(names), st.sampled_from(names)), max_size=3))
+    coarse = fused(cost.graph, pairs)
+    assert sorted(name for group in coarse.members.values() for name in group) == sorted(names)
+    home = {name: group for group, members in coarse.members.items() for name in members}
+    assert all(home[one] == home[other] for one, other in pairs)
+    stages = tuple(PlannedStage(coarse.members[o.name], 1, 2) for o in coarse.graph.operators)
+    assert (
+        StagePlan(16, stages).shape(cost.graph).links
+        == StagePlan(16, tuple(PlannedStage((o.name,), 1, 2) for o in coarse.graph.operators))
+        .shape(coarse.graph)
+        .links
+    )  # no stage reads a later one
+
+
+def test_nothing_more_is_taken_together_than_must_be() -> None:
+    row = [operator(name, [*before]) for name, before in (("a", ""), ("b", "a"), ("c", "b"), ("d", "a"))]
+    groups = fused(OperatorGraph((*row, operator("e", ["c", "d"]))), [("a", "c")]).members.values()
+    assert sorted(groups) == [("a", "b", "c"), ("d",), ("e",)]
 
 
 def test_devices_that_memory_asks_for_are_not_too_slow() -> None:
@@ -335,7 +372,8 @@ def test_groups_cost_what_stages_do(cost: StageCost) -> None:
             assert groups.fixed[place] + groups.kept[place] == cost.memory(names, 1, 1)
             for size, row in zip(sizes, groups.seconds[place], strict=True):
                 for devices, seconds in enumerate(row, start=1):
-                    alone = cost.per_sample(names, devices, size) if devices <= size else math.inf
+                    fits = cost.fits(names, devices, size)
+                    alone = cost.per_sample(names, devices, size) if fits else math.inf
                     assert seconds == pytest.approx(alone)
 
 

@@ -188,8 +188,43 @@ class Folded(Small):
         return self.last(h).unflatten(0, (-1, 2)).sum(1)
 
 
-def folded(channel: Channel, plan: Any) -> None:
-    made(Folded(nn.ReLU()), plan=plan, channel=channel)
+def folded(channel: Channel, plan: Any) -> list[tuple[str, ...]]:
+    pipe = made(Folded(nn.ReLU()), plan=plan, channel=channel)
+    return [stage.operators for stage in pipe.plan.stages]
+
+
+@pytest.mark.parametrize("plan", [None, "auto"])
+def test_no_plan_of_ours_cuts_what_cannot_cross(ranks, plan):
+    assert ranks(2, folded, plan)[0] == [("first", "last")]
+
+
+class Picky(nn.Linear):
+    """Fails where it is measured, on rank 0 alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Cubed.apply(F.linear(x, self.weight))
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise NotImplementedError("no backward yet")
+
+
+def picky(channel: Channel) -> str:
+    with pytest.raises(ModelError) as caught:
+        made(Picky(4, 2), channel=channel)
+    return str(caught.value)
+
+
+def test_what_rank_0_fails_with_is_said_by_all(ranks):
+    one, other = ranks(2, picky)
+    assert one == other
+    assert "NotImplementedError: no backward yet" in one
 
 
 def norms(channel: Channel) -> dict[str, Tensor]:
@@ -212,6 +247,25 @@ def test_batch_norms_have_two_samples():
     plan = plan_of(8, ("first between last", 1, 1))
     with pytest.raises(PlanError, match="'between' would have 1: micro-batches of 1 on 1 devices"):
         made(model, x, plan=plan, batch_norm="micro-batch")
+
+
+def planned_norms(channel: Channel, plan: Any, count: int) -> list[tuple[int, int]]:
+    model, x = Small(nn.BatchNorm1d(6)), torch.randn(count, 4)
+    pipe = made(model, x, plan=plan, channel=channel, batch_norm="micro-batch", optimizer=sgd)
+    pipe.step(x, torch.randn(count, 2))
+    return [(s.micro_batch, s.devices) for s in pipe.plan.stages if "between" in s.operators]
+
+
+@pytest.mark.parametrize(("world", "plan", "count"), [(2, None, 4), (2, "auto", 4), (4, "auto", 4)])
+def test_no_plan_of_ours_gives_a_batch_norm_one_sample(ranks, world, plan, count):
+    for found in ranks(world, planned_norms, plan, count):
+        assert all(size // devices >= 2 for size, devices in found)
+
+
+def test_a_batch_that_no_plan_fits():
+    for plan in (None, "auto"):
+        with pytest.raises(PlanError, match=r"2 samples (at|or more)(.|\n)*a larger batch"):
+            made(Small(nn.BatchNorm1d(6)), plan=plan, batch=1, batch_norm="micro-batch")
 
 
 def test_batch_norms_of_micro_batches(ranks):

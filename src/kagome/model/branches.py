@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Final
 
 from torch import nn
@@ -74,6 +75,18 @@ class Branches:
         """The operators whose values an operator takes."""
         _, takes, _ = self._closures[name]
         return tuple(dict.fromkeys(self.owner[value] for value in takes))
+
+    @cached_property
+    def bound(self) -> tuple[tuple[str, str], ...]:
+        """Operators, two each, of which one reads of the other what cannot cross: one stage has both."""
+        return tuple(
+            dict.fromkeys(
+                (self.owner[value], name)
+                for name, (_, takes, _) in self._closures.items()
+                for value in takes
+                if self.facts[value].kind != "samples"
+            )
+        )
 
     def pieces(self, groups: Sequence[Collection[str]]) -> tuple[Piece, ...]:
         """A piece for each set of operators.

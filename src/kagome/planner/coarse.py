@@ -5,8 +5,9 @@ Where it sits: between measured operators and the planners; a plan of the coarse
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from kagome.planner.operators import Operator, OperatorGraph
@@ -33,6 +34,46 @@ class Coarse:
             for stage in plan.stages
         )
         return replace(plan, stages=tuple(stages))
+
+
+def fused(graph: OperatorGraph, pairs: Iterable[tuple[str, str]]) -> Coarse:
+    """Take operators together that one stage must have, with all that would be before and behind them.
+
+    Args:
+        graph: The operators.
+        pairs: Two each that cannot be apart.
+
+    Returns:
+        Groups in an order in which those that are read come first.
+    """
+    place = {operator.name: number for number, operator in enumerate(graph.operators)}
+    whose = {name: name for name in place}
+
+    def join(names: Iterable[str]) -> None:
+        groups = {whose[name] for name in names}
+        last = max(groups, key=place.__getitem__)
+        whose.update({name: last for name, group in whose.items() if group in groups})
+
+    for pair in pairs:
+        join(pair)
+    while True:
+        before: dict[str, set[str]] = {group: set() for group in whose.values()}
+        for operator in graph.operators:
+            before[whose[operator.name]] |= {whose[read] for read in operator.reads} - {whose[operator.name]}
+        sorter = TopologicalSorter(before)
+        try:
+            sorter.prepare()
+            break
+        except CycleError as error:
+            join(error.args[1])  # what is behind some of a group and before others of it
+    operators, ready = list[Operator](), set(sorter.get_ready())
+    members = {group: tuple(name for name in place if whose[name] == group) for group in before}
+    while ready:
+        group = min(ready, key=place.__getitem__)
+        operators.append(_joined(graph, group, members[group], whose))
+        sorter.done(group)
+        ready = ready - {group} | set(sorter.get_ready())
+    return Coarse(OperatorGraph(tuple(operators)), members)
 
 
 def coarsened(graph: OperatorGraph, most: int) -> Coarse:
@@ -104,6 +145,7 @@ def _joined(graph: OperatorGraph, name: str, names: Sequence[str], whose: Mappin
         weights=sum(one.weights for one in each),
         output=sum(one.output for one in given),
         kept=sum(one.kept for one in each),
+        least=max(one.least for one in each),
     )
 
 

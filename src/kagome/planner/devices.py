@@ -85,6 +85,10 @@ class StageCost:
         busy = max(sum(self.compute(names, devices, micro_batch)), self.traffic(names, devices, micro_batch))
         return busy / micro_batch + self.sync(names, devices) / self.batch
 
+    def fits(self, names: Sequence[str], devices: int, micro_batch: int) -> bool:
+        """Whether each replica takes as many samples at a time as its operators need."""
+        return micro_batch // devices >= max(self.graph.by_name[name].least for name in names)
+
     def memory(self, names: Sequence[str], devices: int, held: int) -> float:
         """Bytes of each replica that holds its share of so many samples."""
         operators = [self.graph.by_name[name] for name in names]

@@ -300,7 +300,11 @@ class GraphPipe:
         """
         plan = self.plan()
         while plan.devices < self.cost.devices.count:
-            taking = [n for n, stage in enumerate(plan.stages) if stage.devices < stage.micro_batch]
+            taking = [
+                number
+                for number, stage in enumerate(plan.stages)
+                if self.cost.fits(stage.operators, stage.devices + 1, stage.micro_batch)
+            ]
             if not taking:
                 raise PlanError(
                     f"{self.cost.devices.count} devices share the work",

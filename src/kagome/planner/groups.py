@@ -29,7 +29,8 @@ class Groups:
     Args:
         children: The node's, or the node itself if it has none.
         members: Which children each group has, as bits.
-        seconds: Seconds a sample of each as a stage; infinite on more devices than a micro-batch has samples.
+        seconds: Seconds a sample of each as a stage; infinite where a device would take fewer samples of a
+            micro-batch than some operator needs.
         fixed: Bytes of a replica without samples.
         kept: Bytes of a sample.
 
@@ -180,7 +181,9 @@ class Facts:
         of_weights = (inside @ weights)[:, None, None]
         sync = 2 * (devices - 1) / devices * of_weights / link.bandwidth
         seconds = np.maximum(compute, traffic) / sizes + sync / batch
-        seconds[:, devices > sizes] = np.inf
+        least = np.array([operator.least for operator in operators], dtype=float)
+        shares = (sizes // devices)[None]
+        seconds[shares < (inside * least).max(axis=1)[:, None, None]] = np.inf
         fixed = np.array([self.cost.memory((operator.name,), 1, 0) for operator in operators], dtype=float)
         return Groups(tuple(children), members, seconds, inside @ fixed, inside @ kept)
 

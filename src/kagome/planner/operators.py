@@ -26,6 +26,7 @@ class Operator:
         weights: Bytes of its weights.
         output: Bytes of its output, a sample.
         kept: Bytes kept for backward, a sample.
+        least: Samples that a replica must take at a time, as a batch norm needs two.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Operator:
     weights: int = 0
     output: int = 0
     kept: int = 0
+    least: int = 1
 
     def seconds(self, samples: float) -> float:
         """Seconds forward and backward of so many samples, between and beyond the measured sizes linear."""

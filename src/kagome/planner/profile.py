@@ -5,13 +5,18 @@ Where it sits: the one file of the planner that loads torch; planners are given 
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from kagome.errors import KagomeError, ModelError
 from kagome.model.branches import Branches, branches_of
 from kagome.model.buffers import Buffers
 from kagome.model.masks import Masks
@@ -76,9 +81,11 @@ def measured(
     try:
         with torch.random.fork_rng(devices=[]):
             for size in sizes:
-                bench = _Bench(model, branches, inputs, size)
+                with _telling(f"{size} samples"):
+                    bench = _Bench(model, branches, inputs, size)
                 for name, piece in pieces.items():
-                    runs = [bench.run(piece) for _ in range(repeats + 1)][1 if repeats else 0 :]
+                    with _telling(f"operator {name!r}"):
+                        runs = [bench.run(piece) for _ in range(repeats + 1)][1 if repeats else 0 :]
                     forward, backward = min(run[0] for run in runs), min(run[1] for run in runs)
                     found[name].append((size, forward, backward, runs[0][2]))
     finally:
@@ -88,6 +95,7 @@ def measured(
         for module, mode in modes:
             module.training = mode
     weights = {name: weight.nbytes for name, weight in model.named_parameters()}
+    joint = joint_norms(model, branches)
     return OperatorGraph(
         tuple(
             Operator(
@@ -98,10 +106,48 @@ def measured(
                 weights=sum(weights[weight] for weight in piece.parameters),
                 output=sum(branches.facts[value].bytes for value in piece.given),
                 kept=found[name][-1][3] // sizes[-1],
+                least=2 if name in joint else 1,
             )
             for name, piece in pieces.items()
         )
     )
+
+
+@contextmanager
+def _telling(where: str) -> Iterator[None]:
+    """Say what of a model fails while it is measured.
+
+    Raises:
+        ModelError: For any other error.
+    """
+    try:
+        yield
+    except KagomeError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            "a pipeline's operators are run forward and backward by themselves, to time them",
+            f"{type(error).__name__}: {error}",
+            where=where,
+            hint="try one forward and backward of the model on the sample batch by itself",
+        ) from error
+
+
+def joint_norms(model: nn.Module, branches: Branches) -> dict[str, str]:
+    """The operators with a batch norm that needs two samples, with the norm's path.
+
+    One sample of several positions, an image say, is enough for a batch norm.
+    """
+    found: dict[str, str] = {}
+    for operator, steps in branches.operators.items():
+        for step in steps:
+            if step.kind != "module":
+                continue
+            module, shape = model.get_submodule(step.path), branches.facts[step.name].shape
+            norms = [name for name, inner in module.named_modules() if isinstance(inner, _BatchNorm)]
+            if norms and (norms != [""] or math.prod(shape[1:]) == 1):
+                found[operator] = ".".join(part for part in (step.path, norms[0]) if part)
+    return found
 
 
 class _Bench:
@@ -115,12 +161,12 @@ class _Bench:
         self.masks = Masks(0, branches.places)
         self.ids = torch.arange(size)
         self.own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-        self.values: dict[str, Tensor] = {}
+        self.values: dict[str, Any] = {}
         graph = branches.graph
 
         def after(step: Step, value: Any) -> None:
             if step.name in graph_taken:
-                self.values[step.name] = value.clone()
+                self.values[step.name] = tree_map_only(Tensor, Tensor.clone, value)
 
         graph_taken = {v for name in branches.operators for v in branches.alone(name).taken}
         with self.masks.on(0, self.ids), torch.no_grad():
@@ -139,8 +185,9 @@ class _Bench:
 
         values: dict[str, Any] = dict(self.inputs)
         for name in piece.taken:
-            grad = self.branches.facts[name].grad
-            values[name] = self.values[name].detach().requires_grad_(grad)
+            values[name] = tree_map_only(Tensor, Tensor.detach, self.values[name])
+            if self.branches.facts[name].grad:
+                values[name].requires_grad_()
         for name in piece.copied:
             values[name] = values[name].clone()
         graph = self.branches.graph
@@ -161,7 +208,8 @@ class _Bench:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
         with self.masks.on(0, self.ids), torch.enable_grad(), hooks:
             there = self._timed(forward)
-        roots = [out for out in outs.values() if out.requires_grad]
+        leaves = tree_leaves(outs)
+        roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         ones = [torch.ones_like(root) for root in roots]
         back = self._timed(lambda: torch.autograd.backward(roots, ones)) if roots else 0.0
         return there, back, sum(kept.values())

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 
 from kagome.available import available_bytes
 from kagome.comm.channel import Channel
-from kagome.errors import PlanError
 from kagome.model.branches import Branches
-from kagome.planner.coarse import coarsened
+from kagome.planner.coarse import coarsened, fused
 from kagome.planner.devices import Devices, StageCost
 from kagome.planner.graphpipe import GraphPipe
 from kagome.planner.operators import OperatorGraph
-from kagome.planner.profile import measured
+from kagome.planner.profile import joint_norms, measured
 from kagome.planner.stageplan import StagePlan
-from kagome.run.dag.checks import joint_norms
+from kagome.run.dag.checks import of_first, too_few
 
 LARGEST: Final = 64
 """Samples of the largest micro-batch that is tried."""
@@ -54,23 +53,20 @@ def searched(
     Cost:
         Each operator a few times at a few sizes on rank 0; two sums of 4 MiB over all ranks.
     """
-    sizes = sizes_of(batch, 2 if joint_norms(model, branches) else 1)
-    link, free = bandwidth(channel), _memory(channel)
-    answer: tuple[str, str, PlanError | None] = "", "", None
-    if channel.rank == 0:
+    joint = joint_norms(model, branches)
+    if joint and batch < 2:
+        raise too_few(next(iter(joint.values())), batch, 1)
+    sizes = sizes_of(batch, 2 if joint else 1)
+    devices = Devices(channel.size, _memory(channel), bandwidth(channel))
+
+    def search() -> tuple[str, ...]:
         graph = measured(model, branches, inputs, sizes)
-        try:
-            coarse = coarsened(graph, MOST)
-            cost = StageCost(coarse.graph, Devices(channel.size, free, link), batch)
-            plan = coarse.spelled_out(GraphPipe(cost, sizes).whole())
-            answer = graph.to_json(), plan.to_json(), None
-        except PlanError as error:
-            answer = "", "", error
-    told = channel.gather_objects(answer, "plan")[0]
-    assert isinstance(told, tuple)
-    operators, found, failure = told
-    if failure is not None:
-        raise failure
+        whole = fused(graph, branches.bound)
+        coarse = coarsened(whole.graph, MOST)
+        plan = GraphPipe(StageCost(coarse.graph, devices, batch), sizes).whole()
+        return graph.to_json(), whole.spelled_out(coarse.spelled_out(plan)).to_json()
+
+    operators, found = of_first(channel, "plan", search)
     return OperatorGraph.from_json(operators), StagePlan.from_json(found)
 
 

@@ -5,22 +5,20 @@ Where it sits: ``pipeline`` asks them of what a user gives it.
 
 from __future__ import annotations
 
-import math
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from kagome.comm.channel import Channel
-from kagome.errors import ConfigError, DataError, ModelError, PlanError
+from kagome.errors import ConfigError, DataError, KagomeError, ModelError, PlanError
 from kagome.model.branches import Branches
 from kagome.model.samples import count_of
 from kagome.planner.operators import OperatorGraph
-from kagome.planner.profile import measured
+from kagome.planner.profile import joint_norms, measured
 from kagome.planner.stageplan import StagePlan
 from kagome.run.objective import Loss, row_sum
 from kagome.run.wrappers import unwrapped
@@ -90,23 +88,6 @@ def check_forms(inputs: Mapping[str, Tensor], forms: Forms) -> None:
             )
 
 
-def joint_norms(model: nn.Module, branches: Branches) -> dict[str, str]:
-    """The operators with a batch norm that needs two samples, with the norm's path.
-
-    One sample of several positions, an image say, is enough for a batch norm.
-    """
-    found: dict[str, str] = {}
-    for operator, steps in branches.operators.items():
-        for step in steps:
-            if step.kind != "module":
-                continue
-            module, shape = model.get_submodule(step.path), branches.facts[step.name].shape
-            norms = [name for name, inner in module.named_modules() if isinstance(inner, _BatchNorm)]
-            if norms and (norms != [""] or math.prod(shape[1:]) == 1):
-                found[operator] = ".".join(part for part in (step.path, norms[0]) if part)
-    return found
-
-
 def check_norms(model: nn.Module, branches: Branches, plan: StagePlan) -> None:
     """Check that batch norms have two samples or more to take statistics of.
 
@@ -117,12 +98,17 @@ def check_norms(model: nn.Module, branches: Branches, plan: StagePlan) -> None:
     for number, stage in enumerate(plan.stages):
         norm = next((joint[name] for name in stage.operators if name in joint), None)
         if norm is not None and stage.micro_batch // stage.devices < 2:
-            raise PlanError(
-                'with batch_norm="micro-batch" each replica takes 2 samples or more at a time',
-                f"{norm!r} would have 1: micro-batches of {stage.micro_batch} on {stage.devices} devices",
-                where=f"stage {number}",
-                hint="a larger micro_batch in the plan, or a larger batch",
-            )
+            raise too_few(norm, stage.micro_batch, stage.devices, f"stage {number}")
+
+
+def too_few(norm: str, micro_batch: int, devices: int, where: str = "") -> PlanError:
+    """The error for a batch norm of one sample."""
+    return PlanError(
+        'with batch_norm="micro-batch" each replica takes 2 samples or more at a time',
+        f"{norm!r} would have 1: micro-batches of {micro_batch} on {devices} devices",
+        where=where,
+        hint="a larger micro_batch in the plan, or a larger batch",
+    )
 
 
 def lost(loss: Loss, out: Tensor, target: Tensor) -> Tensor:
@@ -173,7 +159,28 @@ def rough_operators(
     model: nn.Module, branches: Branches, inputs: Mapping[str, Tensor], channel: Channel
 ) -> OperatorGraph:
     """The operators with costs for a few samples, measured on rank 0: all ranks must plan alike."""
-    text = ""
+
+    def measure() -> tuple[str, ...]:
+        return (measured(model, branches, inputs, (min(4, count_of(inputs)),), repeats=1).to_json(),)
+
+    return OperatorGraph.from_json(of_first(channel, "operators", measure)[0])
+
+
+def of_first(channel: Channel, action: str, work: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+    """What rank 0 finds, on all ranks; or its failure, so that no other rank waits for it.
+
+    Raises:
+        KagomeError: What rank 0 was refused by.
+    """
+    answer: tuple[tuple[str, ...], KagomeError | None] = (), None
     if channel.rank == 0:
-        text = measured(model, branches, inputs, (min(4, count_of(inputs)),), repeats=1).to_json()
-    return OperatorGraph.from_json(str(channel.gather_objects(text, "operators")[0]))
+        try:
+            answer = work(), None
+        except KagomeError as error:
+            answer = (), error
+    told = channel.gather_objects(answer, action)[0]
+    assert isinstance(told, tuple)
+    found, failure = told
+    if failure is not None:
+        raise failure
+    return tuple(found)

@@ -181,7 +181,8 @@ class Pipeline:
             self.operators, plan = searched(self.model, self._branches, inputs, channel, samples)
         else:
             self.operators = rough_operators(self.model, self._branches, inputs, channel)
-        chosen = plan_of(plan, self.operators, channel.size, wishes.batch, count_of(inputs))
+        bound, count = self._branches.bound, count_of(inputs)
+        chosen = plan_of(plan, self.operators, bound, channel.size, wishes.batch, count)
         self.plan = agreed(chosen, channel)
         check_norms(model, self._branches, self.plan)
         shape = self.plan.shape(self.operators)

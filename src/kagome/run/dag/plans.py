@@ -5,16 +5,23 @@ Where it sits: ``pipeline`` asks once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from kagome.errors import PlanError
+from kagome.planner.coarse import fused
 from kagome.planner.operators import OperatorGraph
 from kagome.planner.stageplan import PlannedStage, StagePlan
 
 
 def plan_of(
-    plan: StagePlan | Path | str | None, graph: OperatorGraph, devices: int, batch: int | None, sample: int
+    plan: StagePlan | Path | str | None,
+    graph: OperatorGraph,
+    bound: Iterable[tuple[str, str]],
+    devices: int,
+    batch: int | None,
+    sample: int,
 ) -> StagePlan:
     """The plan to run.
 
@@ -22,6 +29,7 @@ def plan_of(
         plan: The user's, or its file; None for the plain one. A stage may name a module for all operators
             within it that no stage names itself.
         graph: The model's operators.
+        bound: Operators, two each, that one stage must have.
         devices: Ranks that there are.
         batch: Samples of a batch, if the user said.
         sample: Samples of the batch that the user showed.
@@ -30,7 +38,8 @@ def plan_of(
         PlanError: If it does not fit.
     """
     if plan is None:
-        plan = default_plan(graph, devices, batch or sample)
+        whole = fused(graph, bound)
+        plan = whole.spelled_out(default_plan(whole.graph, devices, batch or sample))
     elif not isinstance(plan, StagePlan):
         plan = StagePlan.load(plan)
     plan = _spelled_out(plan, graph)
@@ -104,10 +113,17 @@ def default_plan(graph: OperatorGraph, devices: int, batch: int) -> StagePlan:
     costs = [sum(graph.by_name[name].seconds(1) for name in names) for names in groups]
     spare = devices - count
     widths = [1 + (spare if number == costs.index(max(costs)) else 0) for number in range(count)]
-    most = max(max(widths), batch // (4 * devices), 1)
-    fitting = [size for size in range(1, batch + 1) if batch % size == 0]
-    size = max((s for s in fitting if max(widths) <= s <= most), default=0)
-    size = size or min(s for s in fitting if s >= max(widths))
+    shares = [max(graph.by_name[name].least for name in names) for names in groups]
+    need = max(width * share for width, share in zip(widths, shares, strict=True))
+    if batch < need:
+        raise PlanError(
+            f"a stage takes {need} samples at a time, {max(shares)} on each of its devices",
+            f"the batch has {batch} samples",
+            hint="a larger batch, or fewer ranks",
+        )
+    most = max(need, batch // (4 * devices))
+    fitting = [size for size in range(need, batch + 1) if batch % size == 0]
+    size = max((size for size in fitting if size <= most), default=fitting[0])
     stages = tuple(
         PlannedStage(tuple(names), width, size) for names, width in zip(groups, widths, strict=True)
     )
