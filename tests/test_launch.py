@@ -18,6 +18,7 @@ from kagome.comm.mesh import open_mesh
 from kagome.errors import DataError, LaunchError
 from kagome.launch import Ranks, environment, start_local
 from kagome.ranks import first_host
+from kagome.run.first import by_all
 
 TORCHRUN = {
     "RANK": "5",
@@ -379,3 +380,55 @@ def speaks_then_fails(word: str) -> None:
     if rank == "0":
         raise ValueError("on purpose")
     time.sleep(600)
+
+
+NOTES: dict[str, tuple[DataError, DataError, str]] = {
+    "told to the others": (
+        DataError("two were asked for", "there is 1", where="rank 0, row 3"),
+        DataError("two were asked for", "there is 1", where="rank 0, row 3"),
+        "none did: two were asked for, but there is 1 (rank 0, row 3).",
+    ),
+    "each its own": (
+        DataError("two were asked for", "there is 1", where="rank 0"),
+        DataError("two were asked for", "there are 7", where="rank 1"),
+        "rank 1 failed: two were asked for, but there are 7.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_an_error_names_its_rank_once(tmp_path, name):
+    """Rank 1 is seen first, whoever has found the fault."""
+    one, other, said = NOTES[name]
+    for rank, fault in enumerate((one, other)):
+        note = [1, 5.0 - rank, str(fault), True, fault.where]
+        (tmp_path / f"failed-{rank}").write_text(json.dumps(note))
+    assert str(launch._Guard(2, tmp_path).blame(1, 1)) == f"2 ranks were to finish, but {said}"
+
+
+def test_the_rank_that_an_error_names_has_failed_where_the_others_have_not_noted_it(tmp_path):
+    fault = DataError("two were asked for", "there is 1", where="rank 0, row 3")
+    (tmp_path / "failed-1").write_text(json.dumps([1, 5.0, str(fault), True, fault.where]))
+    told = str(launch._Guard(2, tmp_path).blame(1, 1))
+    assert told == "2 ranks were to finish, but rank 0 failed: two were asked for, but there is 1 (row 3)."
+
+
+def refuses(alone: bool) -> None:
+    with open_mesh(timeout=60) as mesh:
+
+        def check() -> None:
+            if mesh.rank == 1 or not alone:
+                raise DataError("two were asked for", "there is 1", where="row 3")
+
+        by_all(mesh.graph, check, "count")
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize(
+    ("alone", "place"), [(True, "rank 1, row 3"), (False, "row 3")], ids=["one rank", "all ranks"]
+)
+def test_what_all_ranks_refuse_is_said_once(alone, place):
+    with pytest.raises(LaunchError) as caught:
+        start_local(2, refuses, alone, loaded=LOADED)
+    said = f"2 ranks were to finish, but none did: two were asked for, but there is 1 ({place})."
+    assert str(caught.value) == said

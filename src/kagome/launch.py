@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import select
 import signal
 import socket
@@ -46,6 +47,10 @@ LOST = 255
 """What multiprocessing says of a process when the one that it was forked of is gone."""
 STOPPED_SECONDS = 5.0
 """A rank that is stopped for so long is told of."""
+ALIKE_SECONDS = 0.5
+"""How long a rank that refuses something waits for the others to do so too."""
+_OF_RANK = re.compile(r"rank (\d+)\b[,;]?\s*(.*)", re.DOTALL)
+"""Where an error was found, as it begins where it names a rank."""
 LOOK_SECONDS = 0.1
 """Between two looks at the ranks."""
 RANK_BYTES = 150 * 2**20
@@ -256,12 +261,22 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
         # A peer's fault shows here as a CommError: it is told only if nothing else explains it.
         order = 2 if isinstance(found, CommError) else 1
         mistake = isinstance(found, KagomeError) and not isinstance(found, CommError | ResourceError)
-        _write(folder / f"failed-{rank}", [order, time.time(), text, mistake])
+        where = found.where if isinstance(found, KagomeError) else ""
+        _write(folder / f"failed-{rank}", [order, time.time(), text, mistake, where])
+        if mistake:
+            _wait_for_all(folder)
         raise SystemExit(1) from None
     if (folder / "stopping").exists() or _ended(launcher):
         raise SystemExit(128 + signal.SIGTERM)  # no agent takes a result any more: end now, not when killed
     _write(folder / f"done-{rank}", 0)
     return result if rank == 0 else None
+
+
+def _wait_for_all(folder: Path) -> None:
+    """Let the others note it too, where all refuse the same thing, before the launcher ends them."""
+    until = time.monotonic() + ALIKE_SECONDS
+    while time.monotonic() < until and len(list(folder.glob("failed-*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
 
 
 @dataclass
@@ -300,9 +315,14 @@ class _Guard:
         return min(found) if all(code_of() in fine for code_of in self.codes.values()) else None
 
     def blame(self, rank: int, code: int) -> LaunchError:
-        """The error that says which rank failed first; ``rank`` and ``code`` are what the launcher saw."""
-        failures = [(*_read(path)[:3], int(path.name[7:])) for path in self.folder.glob("failed-*")]
-        noted = {failure[3] for failure in failures}
+        """The error that says which rank failed first; ``rank`` and ``code`` are what the launcher saw.
+
+        What all ranks refuse in the same words is no rank's failure. Where an error says of which rank it
+        is, that one is named: others have been told of it.
+        """
+        notes = {int(path.name[7:]): _read(path) for path in self.folder.glob("failed-*")}
+        noted, alike = set(notes), {(note[2], *note[3:4]) for note in notes.values()}
+        failures = [(*note[:3], who) for who, note in notes.items()]
         exits = {who: code_of() for who, code_of in self.codes.items()} | {rank: code}
         for who, ended in exits.items():
             silent = ended not in (None, 0, -signal.SIGTERM) and who not in noted | self.killed
@@ -312,9 +332,14 @@ class _Guard:
             failures = [(0, 0.0, _ending(code), rank)]
         _, _, text, who = min(failures)
         said, _, hint = text.rpartition(ADVICE) if ADVICE in text else (text, "", "")
-        found = (
-            f"rank {who} failed: {said.removesuffix('.')}"  # its full stop comes with the text of the whole
-        )
+        told = f"rank {who} failed"
+        where = notes[who][4] if who in notes and len(notes[who]) > 4 else ""
+        if len(notes) == self.nproc > 1 and alike == {(text, True)}:
+            told = "none did"
+        elif (named := _OF_RANK.fullmatch(where)) is not None:
+            told, rest = f"rank {named[1]} failed", f" ({named[2]})" if named[2] else ""
+            said = said.replace(f" ({where})", rest)
+        found = f"{told}: {said.removesuffix('.')}"  # its full stop comes with the text of the whole
         return LaunchError(f"{self.nproc} ranks were to finish", found, hint=hint)
 
     def _pids(self) -> dict[int, int]:

@@ -133,8 +133,17 @@ def test_rows_of_named_vertices_are_refused_on_all_ranks_before_training(ranks, 
     assert found[0] == found[1]
     assert "ModelError: with cross_chunk='drop' each of the 3 chunks knows its own rows" in found[0]
     assert "test_apart.py, line" in found[0]
-    exact, alone = (
-        ranks(2, named, name, {"pipe": 2, "chunks": 3, "cross_chunk": "exact"}),
-        ranks(1, named, name, {}),
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("name", NAMED)
+def test_rows_of_named_vertices_are_read_from_another_chunk(ranks, name):
+    """With history they are the last epoch's: in the second one no such sum had been kept under its name."""
+    alone = ranks(1, named, name, {})[0]
+    exact, old = (
+        ranks(2, named, name, {"pipe": 2, "chunks": 3, "cross_chunk": kind, "guard": False})[0]
+        for kind in ("exact", "history")
     )
-    assert exact[0]["losses"] == pytest.approx(alone[0]["losses"], abs=1e-10)
+    assert exact["losses"] == pytest.approx(alone["losses"], abs=1e-10)
+    assert len(old["losses"]) == EPOCHS
+    assert old["losses"][0] == pytest.approx(alone["losses"][0], abs=1e-10)

@@ -18,6 +18,7 @@ from kagome.neighbors.marks import VERTICES, Mark, Marks
 
 if TYPE_CHECKING:
     from kagome.neighbors.copies import Copies
+    from kagome.neighbors.turn import Turn
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -40,6 +41,7 @@ class Places(Protocol):
     numbered: bool
     device: torch.device
     copies: Copies
+    turn: Turn
 
     def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
         """Answer a torch call."""

@@ -24,16 +24,22 @@ def by_all(channel: Channel, check: Callable[[], None], action: str) -> None:
         action: What a rank that waits says it does.
 
     Raises:
-        KagomeError: What the first rank that refuses raised, on every rank.
+        KagomeError: What the first rank that refuses raised, on every rank; it names that rank, unless all
+            refuse the same thing.
     """
     mine: KagomeError | None = None
     try:
         check()
     except KagomeError as error:
         mine = error
-    found = [each for each in channel.gather_objects(mine, action) if isinstance(each, KagomeError)]
+    told = channel.gather_objects(mine, action)
+    found = {rank: each for rank, each in enumerate(told) if isinstance(each, KagomeError)}
     if found:
-        raise found[0] from (mine.__cause__ if mine is not None else None)
+        rank, first = next(iter(found.items()))
+        if len({str(each) for each in told}) > 1 and not first.where.startswith("rank "):
+            where = ", ".join(filter(None, (f"rank {rank}", first.where)))
+            first = type(first)(first.asked, first.found, where=where, hint=first.hint)
+        raise first from (mine.__cause__ if mine is not None else None)
 
 
 def by_first(channel: Channel, find: Callable[[], Found], action: str, kinds: Sequence[type] = ()) -> Found:
