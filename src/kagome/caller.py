@@ -6,6 +6,7 @@ Where it sits: errors name it, so that a refusal points into the user's forward 
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -51,4 +52,9 @@ def _line_of_step(frame: FrameType) -> str:
 
 
 def _library(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return _package(frame.f_globals.get("__name__", ""))
+
+
+@cache  # each torch call of a forward asks it of several frames
+def _package(module: str) -> str:
+    return str(module).partition(".")[0]

@@ -66,6 +66,32 @@ def test_bytes_of_what_is_built():
     assert s.nbytes == before + 8 * 10 + 8 * 11
 
 
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_edges_in_the_order_of_the_kernels_are_the_same_edges(data):
+    s = data.draw(cases(most=300)).structure
+    order, walked = s.by_target.edge.long(), s.walked
+    if walked is s:
+        assert 2 * int((order.diff() == 1).sum()) >= s.edges - 1
+        return
+    assert torch.equal(walked.source, s.source[order])
+    assert torch.equal(walked.target, s.target[order])
+    assert walked.walked is walked
+    anew = Structure(walked.source, walked.target, s.own, s.whole)
+    for kept, made in ((walked.by_target, anew.by_target), (walked.by_source, anew.by_source)):
+        for name in ("pointer", "middle", "column", "edge"):
+            assert torch.equal(getattr(kept, name), getattr(made, name))
+
+
+def test_bytes_of_edges_in_the_order_of_the_kernels():
+    s = Structure(torch.arange(10), torch.arange(10) % 2, 5, 10)
+    before = s.by_target.nbytes
+    assert s.walked is not s
+    assert s.nbytes == before + 2 * 8 * 10 + 4 * 10
+    assert s.walked.by_source.rows == 10
+    assert s.nbytes == before + 2 * 8 * 10 + 4 * 10 + 8 * 10 + 8 * 11
+
+
 def test_more_rows_than_int32_holds_are_refused():
     with pytest.raises(DataError, match=str(LARGEST + 1)):
         _ = Structure(torch.arange(2), torch.arange(2), 5, LARGEST + 1).by_source

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch_geometric.data import Data
+from torch_geometric.nn import GATConv
 from torch_geometric.utils import dropout_edge
 
 import edge_models
 from convolutions import BUILDABLE, ConvCase, sample_graph
-from edge_models import EDGES, NODES, ONE_RANK, ORDERS, TABLES, Call, graph, summed, table
+from edge_models import EDGES, FAN_IN, FAN_OUT, NODES, ONE_RANK, ORDERS, TABLES, Call, graph, summed, table
 from kagome.errors import ModelError
 from kagome.graph.partition import extract
 from kagome.model.exact import HANDLERS
@@ -109,6 +110,46 @@ def test_what_is_written_to_a_table_in_forward_is_refused() -> None:
     found = outcome(lambda: Call(counted, seen=table(EDGES)), graph(), random_owner(NODES, 2), 2)
     assert isinstance(found, str)
     assert "writes to seen" in found
+
+
+class Attending(nn.Module):
+    """Two attention layers, of which the model may look at the shares of the first."""
+
+    def __init__(self, heads: int, dropout: float, *, looks: bool) -> None:
+        super().__init__()
+        self.looks = looks
+        self.first = GATConv(FAN_IN, 8 // heads, heads=heads, dropout=dropout)
+        self.second = GATConv(8, FAN_OUT, heads=1, dropout=dropout)
+        self.per_edge = nn.Parameter(torch.linspace(0.5, 1.5, EDGES).view(-1, 1))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        if not self.looks:
+            return self.second(self.first(x, edge_index).relu(), edge_index)
+        h, (edges, shares) = self.first(x, edge_index, return_attention_weights=True)
+        assert torch.equal(edges[:, :5], edge_index[:, :5])  # no layer of these has removed a loop before
+        weighed = shares[:EDGES] * self.per_edge[: shares[:EDGES].size(0)]
+        return self.second(h.relu(), edge_index) + weighed.sum()
+
+
+@pytest.mark.parametrize("order", ["shuffled", "duplicate", "by source"])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_attention_kept_in_the_order_of_the_kernels_is_plain_pyg_s(order: str, heads: int) -> None:
+    data = reordered(graph(), order)
+    data.edge_index = data.edge_index[:, :EDGES]
+    data.edge_index[1] = torch.where(
+        data.edge_index[0] == data.edge_index[1], (data.edge_index[1] + 1) % NODES, data.edge_index[1]
+    )
+    data = Data(x=data.x, edge_index=data.edge_index)
+    for looks in (False, True):
+        build = partial(Attending, heads, 0.0, looks=looks)
+        found = outcome(build, data, random_owner(NODES, 1), 1)
+        assert not isinstance(found, str), found
+        assert_equal(found, whole(build, data))
+    dropped = partial(Attending, heads, 0.5, looks=False)
+    one, three = (outcome(dropped, data, random_owner(NODES, world), world) for world in (1, 3))
+    assert not isinstance(one, str)
+    assert not isinstance(three, str)
+    assert_equal(one, three)
 
 
 # Fast paths on one rank against plain PyG ----------------------------------------------------------

@@ -6,7 +6,7 @@ Where it sits: ``neighbors`` makes one for each edge list and keeps it as long a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -135,6 +135,23 @@ class Structure:
         return Layout(start, start[1:], other, which)
 
     @cached_property
+    def walked(self) -> Structure:
+        """The same edges in the order in which ``by_target`` walks them; itself where most lie so already.
+
+        Numbers an edge that kernels alone make and read are read one after the other in this order, and all
+        over memory in a user's, at a third more time for attention.
+        """
+        layout = self.by_target
+        if 2 * int((layout.edge.diff() == 1).sum()) >= layout.edges - 1:
+            return self
+        order = layout.edge.long()
+        found = Structure(self.source[order], self.target[order], self.own, self.whole)
+        place = torch.arange(layout.edges, dtype=torch.int32, device=order.device)
+        vars(found)["by_target"] = replace(layout, edge=place)
+        vars(found)["walked"] = found
+        return found
+
+    @cached_property
     def degree(self) -> Tensor:
         """In-edges of each own row."""
         return self.by_target.pointer.diff()
@@ -147,8 +164,16 @@ class Structure:
     @property
     def nbytes(self) -> int:
         """Bytes of what is built so far; the edge list itself is the caller's."""
-        built = (self.__dict__.get(name) for name in ("by_target", "by_source", "degree"))
-        return sum(int(part.nbytes) for part in built if part is not None)
+        built = [
+            part
+            for name in ("by_target", "by_source", "degree")
+            if (part := vars(self).get(name)) is not None
+        ]
+        walked = vars(self).get("walked", self)
+        if walked is not self:
+            more = vars(walked).get("by_source")
+            built += [walked.source, walked.target, walked.by_target.edge, *([] if more is None else [more])]
+        return sum(int(part.nbytes) for part in built)
 
     def _fits(self) -> None:
         if max(self.whole, self.edges) > LARGEST:

@@ -33,7 +33,7 @@ class Copies:
 
     def meet(self, name: str, args: Args) -> None:
         """Look at a call that may write into a copy, or put back what was written."""
-        if not args or not isinstance(args[0], Tensor):
+        if not len(self._held) or not args or not isinstance(args[0], Tensor):
             return
         assigns = name == "__setitem__"
         if assigns and len(args) > 2:

@@ -94,10 +94,11 @@ class Count(int):
         return -self._known()
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Count) or not isinstance(other, int) or not self._global:
-            return int.__eq__(self, other) is True
+        same = int.__eq__(self, other) is True
         # len(x) is this part's number; 0 and 1 are what forwards branch by, and all ranks take one branch.
-        return self.of_all() == other or (int(self) == other and other > 1)
+        if isinstance(other, Count) or not isinstance(other, int) or (same and other > 1) or not self._global:
+            return same
+        return self.of_all() == other
 
     def __ne__(self, other: object) -> bool:
         return not self == other

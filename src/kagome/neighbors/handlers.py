@@ -6,7 +6,7 @@ attention have theirs in ``model.exact``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,7 +15,17 @@ from torch import Tensor
 
 from kagome.caller import from_library
 from kagome.errors import ModelError
-from kagome.neighbors import dense, edge_places, id_values, whole_tables
+from kagome.neighbors import (
+    adjacency,
+    dense,
+    distinct,
+    edge_places,
+    id_values,
+    positions,
+    row_order,
+    sliced,
+    whole_tables,
+)
 from kagome.neighbors.algebra import all_computed
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.count import Count, NoneHere
@@ -456,3 +466,21 @@ HANDLERS: dict[str, Handler] = {
     "flip": _flip,
     "max": _greatest_id,
 }
+
+
+def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[str, list[Handler]]:
+    """The handlers of each torch call, in the order in which they are asked.
+
+    Args:
+        more: Those of ``model.exact``.
+        parted: Whether rows lie apart.
+        matrix: Whether the model is given the graph as a matrix.
+    """
+    tables: list[Mapping[str, Handler]] = [adjacency.HANDLERS] if matrix else []
+    tables += [edge_places.HANDLERS] if parted else []
+    tables += [id_values.HANDLERS, distinct.HANDLERS, positions.HANDLERS, whole_tables.HANDLERS]
+    found: dict[str, list[Handler]] = {}
+    for table in (*tables, row_order.HANDLERS, more, HANDLERS, sliced.HANDLERS):
+        for name, handler in table.items():
+            found.setdefault(name, []).append(handler)
+    return found

@@ -65,6 +65,8 @@ def _of_structure(structure: Structure) -> Iterator[Tensor]:
             yield from _of_layout(built[name])
     if "degree" in built:
         yield built["degree"]
+    if built.get("walked", structure) is not structure:
+        yield from _of_structure(built["walked"])
 
 
 def _of_layout(layout: Layout) -> Iterator[Tensor]:

@@ -59,6 +59,9 @@ _SAME: Final = frozenset(["eq", "ne", "__eq__", "__ne__", "equal"])
 _SOURCES: Final = frozenset(
     ["scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"]
 ) | frozenset(["scatter_reduce", "scatter_reduce_", "__setitem__", "index_put", "index_put_"])
+_SLICES: Final = frozenset(["narrow", "select", "split", "chunk", "tensor_split"])
+_BLIND: Final = _STAY - _SOURCES - _SLICES - {"__getitem__"}
+"""Calls that look neither at the values of ids nor at places among a part's own edges."""
 
 
 def by_value(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -70,16 +73,22 @@ def by_value(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, 
         args: As the user gave them.
         kwargs: Likewise.
     """
-    marked = [(tensor, mark) for tensor in tensors(args, kwargs) if (mark := scope.marks.get(tensor))]
-    found = [tensor for tensor, mark in marked if mark.kind in IDS]
-    places = any(mark.kind is Kind.LOCAL for _, mark in marked)
-    if not (found or places) or from_library():
+    if name in _BLIND:
+        return args, kwargs
+    found, places = [], False
+    for tensor in tensors(args, kwargs):
+        mark = scope.marks.get(tensor)
+        if mark is None:
+            continue
+        if mark.kind in IDS:
+            found.append(tensor)
+        places = places or mark.kind is Kind.LOCAL
+    looks = name not in _STAY or name in _SOURCES
+    if not (places or (found and looks)) or from_library():
         return args, kwargs
     if places:
         _refuse_places(scope, name, args)
-    if not found:
-        return args, kwargs
-    if name in _STAY and name not in _SOURCES:
+    if not (found and looks):
         return args, kwargs
     if name in _CASTS and not _to_float(name, args, kwargs):
         return args, kwargs
@@ -119,7 +128,7 @@ def _refuse_places(scope: Ends, name: str, args: Args) -> None:
         sliced = any(
             isinstance(item, (int, list)) or (type(item) is slice and item != FULL) for item in items
         )
-    if sliced or name in ("narrow", "select", "split", "chunk", "tensor_split") or name not in _STAY | _CASTS:
+    if sliced or name in _SLICES or name not in _STAY | _CASTS:
         raise refused(
             scope,
             f"{name} takes an order of a part's own edges for one of all edges",

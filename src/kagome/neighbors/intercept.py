@@ -30,14 +30,9 @@ from kagome.graph.partition import Partition
 from kagome.neighbors import (
     adjacency,
     algebra,
-    distinct,
-    edge_places,
     edge_tables,
     edge_views,
     id_values,
-    positions,
-    row_order,
-    sliced,
     whole_tables,
 )
 from kagome.neighbors.again import Again
@@ -46,7 +41,7 @@ from kagome.neighbors.by_identity import ByIdentity
 from kagome.neighbors.calls import Calls
 from kagome.neighbors.copies import Copies
 from kagome.neighbors.count import Count
-from kagome.neighbors.handlers import HANDLERS, Handler
+from kagome.neighbors.handlers import HANDLERS, Handler, by_call
 from kagome.neighbors.late import Late
 from kagome.neighbors.lazy import refuse_in_function, refuse_transform
 from kagome.neighbors.marks import ALIGNED, VERTICES, Kind, Mark, Marks
@@ -112,20 +107,8 @@ class Interception(Late, TorchFunctionMode):
         self.draws = 0
         self.training = False
         self.fault = ""
-        self._handlers: dict[str, list[Handler]] = {}
-        first = [edge_places.HANDLERS] if self.parted else []
-        if adjacency_of(part.edges) is not None:
-            first.insert(0, adjacency.HANDLERS)
-        first += [
-            id_values.HANDLERS,
-            distinct.HANDLERS,
-            positions.HANDLERS,
-            whole_tables.HANDLERS,
-            row_order.HANDLERS,
-        ]
-        for table in (*first, handlers or {}, HANDLERS, sliced.HANDLERS):
-            for name, handler in table.items():
-                self._handlers.setdefault(name, []).append(handler)
+        matrix = adjacency_of(part.edges) is not None
+        self._handlers = by_call(handlers or {}, parted=self.parted, matrix=matrix)
         self._constants: ByIdentity[Any] = ByIdentity()
         self._edge_keys: ByIdentity[Any] = ByIdentity()
         self._everyone: NeighborRows | None = None
@@ -218,13 +201,8 @@ class Interception(Late, TorchFunctionMode):
             refuse_transform(self)
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if self.edge_tables is not None:
-            args, kwargs = self.edge_tables.cut(self, name, func, args, kwargs)
-        if self.parted and len(self.views) > 1:
-            args, kwargs = edge_views.aligned(self, name, args, kwargs)
         if self.parted:
-            self.copies.meet(name, args)
-            args, kwargs = id_values.by_value(self, name, args, kwargs)
+            args, kwargs = self._for_part(name, func, args, kwargs)
         notes, given = self.notes, (args, kwargs)
         asks = algebra.asks(name, func)
         lazy = self.fast and algebra.has_lazy(args, kwargs) and not asks
@@ -239,19 +217,12 @@ class Interception(Late, TorchFunctionMode):
             args = algebra.computed_for(name, args)
             if name not in algebra.WRITES:
                 kwargs = {key: algebra.computed(value) for key, value in kwargs.items()}
-        if self.parted and name in whole_tables.BY_IDS:
-            whole_tables.refuse_lost_ids(self, name, args, kwargs)
-        for handler in self._handlers.get(name, ()):
-            try:
-                result = handler(self, name, func, args, kwargs)
-            except (RuntimeError, IndexError) as error:
-                whole_tables.refuse_unfit(self, name, args, kwargs, error)
-                raise
-            if result is not NotImplemented:
-                if notes is not None:
-                    rule = partial(handler, self, name, func)
-                    notes.answered(rule, given, (args, kwargs), result, asked=asks)
-                return result
+        result, handler = self._handled(name, func, args, kwargs)
+        if handler is not None:
+            if notes is not None:
+                rule = partial(handler, self, name, func)
+                notes.answered(rule, given, (args, kwargs), result, asked=asks)
+            return result
         if lazy:
             args, kwargs = algebra.all_computed(args, kwargs)
         if self.matrix is not None and self.parted:
@@ -275,6 +246,30 @@ class Interception(Late, TorchFunctionMode):
         if notes is not None:
             notes.torch_call(func, given, (args, kwargs), result, asked=asks)
         return result
+
+    def _for_part(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """A call's arguments as a part has them: its rows of tables, numbers of the whole graph for ids."""
+        if self.edge_tables is not None:
+            args, kwargs = self.edge_tables.cut(self, name, func, args, kwargs)
+        if len(self.views) > 1:
+            args, kwargs = edge_views.aligned(self, name, args, kwargs)
+        self.copies.meet(name, args)
+        args, kwargs = id_values.by_value(self, name, args, kwargs)
+        if name in whole_tables.BY_IDS:
+            whole_tables.refuse_lost_ids(self, name, args, kwargs)
+        return args, kwargs
+
+    def _handled(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, Handler | None]:
+        """What the first handler that has something to say answers, and that handler."""
+        for handler in self._handlers.get(name, ()):
+            try:
+                result = handler(self, name, func, args, kwargs)
+            except (RuntimeError, IndexError) as error:
+                whole_tables.refuse_unfit(self, name, args, kwargs, error)
+                raise
+            if result is not NotImplemented:
+                return result, handler
+        return None, None
 
     # What handlers use (the scope of model.exact) ------------------------------------------------
 

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from torch import Tensor, strided
+from torch._C import DisableTorchFunction
 
 from kagome.kernels.address import address
 
@@ -29,12 +30,15 @@ class Lasting:
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor, or one of the same numbers in the same order, lasts."""
-        if tensor.requires_grad or type(tensor) is not Tensor or tensor.layout is not strided:
+        if type(tensor) is not Tensor:
             return False
-        held, version = self._held.get(_key(tensor), (None, -1))
-        if held is None or tensor._version != version:
-            return False
-        return tensor is held or tensor.is_contiguous()
+        with DisableTorchFunction():  # it is asked in the middle of a user's forward
+            if tensor.requires_grad or tensor.layout is not strided:
+                return False
+            held, version = self._held.get(_key(tensor), (None, -1))
+            return (
+                held is not None and tensor._version == version and (tensor is held or tensor.is_contiguous())
+            )
 
     def tensors(self) -> list[Tensor]:
         """All of them."""

@@ -221,13 +221,16 @@ class Late:
         """
         share = shares.share_of(value)
         assert share is not None
-        key = ("words of all edges", id(share.slicing), id(words))
+        edges, slicing = share.logits.edges, share.slicing
+        key = ("words of all edges", id(edges if slicing is None else slicing), id(words))
         every: Tensor | None = self.kept(key)
         if every is None:
-            way = share.slicing.edges
             with torch._C.DisableTorchFunction(), self.once():
-                cut = share.slicing.everything(1)
-                every = way.apart(words.unsqueeze(1), cut, self.turn, "words of edges").view(-1)
+                if slicing is None:
+                    every = words[edges.structure.by_target.edge.long()]
+                else:
+                    cut, way = slicing.everything(1), slicing.edges
+                    every = way.apart(words.unsqueeze(1), cut, self.turn, "words of edges").view(-1)
             self.keep(key, every)
         return shares.dropped(share, draw, words, every)
 

@@ -84,6 +84,15 @@ class Mark:
         """Whether there is one row for each own vertex or edge."""
         return self.subset is None and self.each == 1
 
+    @property
+    def told(self) -> tuple[Any, ...]:
+        """All but which edges and which vertices: to compare."""
+        return self.kind, self.view, self.axis, self.swapped, self.both, self.each, self.origin
+
+    def along(self, axis: int) -> Mark:
+        """The mark of the same rows along another axis."""
+        return self if axis == self.axis else replace(self, axis=axis)
+
     def merged(self, each: int, *, anew: bool = False) -> Mark:
         """The mark of an axis with so many entries for each one of this one's, or anew so many a vertex."""
         return replace(self, each=each if anew else self.each * each)
@@ -364,7 +373,7 @@ def _spread_rows(
     for out in _outputs(result):
         place = None if unlike else place_of(name, args, kwargs, carrier, axis, rows, out)
         if place is not None:
-            marks.put(out, replace(mark, axis=place))
+            marks.put(out, mark.along(place))
         elif (
             mark.kind is Kind.PAIRS
             and name in _JOINS

@@ -203,7 +203,11 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
     if slicing is not None:
         return sliced.summed(message, rows, how, slicing)
     rows = now(rows)
-    weight = None if weight is None else shares.computed(weight, rows)
+    share = None if weight is None else shares.share_of(weight)
+    if share is not None and share.slicing is None:
+        weight, s = shares.flattened(share.walked(), rows), s.walked
+    elif weight is not None:
+        weight = shares.computed(weight, rows)
     trailing = rows.shape[1:]
     headed = weight is not None and weight.dim() == 2
     shaped = rows.reshape(rows.size(0), trailing[0], -1) if headed and rows.numel() else rows
@@ -243,7 +247,7 @@ def softmax(value: Tensor, edges: EdgeSet) -> Tensor:
         if joint and expr.att is None:
             slope = expr.slope if expr.form == "leaky" else 1.0
             shape, slicing = expr.shape, sliced.slicing_for(expr)
-            if slicing is not None:
+            if slicing is not None or (edges.scope.size == 1 and s.walked is not s):
                 return shares.put_off(expr, slope, slicing)
             own, whole = flat(expr.target), flat(expr.whole())
             out: Tensor = attention.joint_softmax(own, whole, slope, s)

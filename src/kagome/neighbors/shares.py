@@ -9,6 +9,9 @@ for the heads of its columns. What crosses are the two numbers a vertex and head
 
 Softmax and dropout go head by head, so the shares are those of the whole. What else is done with them makes
 them numbers an edge of this rank's, by a halo.
+
+Where one rank has all edges, in an order of the user's that is not that of the kernels, shares that only a
+sum reads are kept in the order in which it reads them: see ``kernels.structure.Structure.walked``.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ class Drop:
     Args:
         draw: What drops.
         own: A word for each of this rank's edges.
-        all: A word for each edge of all ranks.
+        all: A word for each edge of all ranks; without slices, of own ones in the order of ``walked``.
     """
 
     draw: Draw
@@ -51,7 +54,7 @@ class JointShare:
     Args:
         logits: a and b.
         slope: Of the leaky relu; 1 for none.
-        slicing: The edges of all ranks.
+        slicing: The edges of all ranks; None where each rank keeps its own, in the order of ``walked``.
         drop: Dropout after it.
         deep: Axes of one entry behind the heads.
         known: By cut: what was computed of some heads.
@@ -59,10 +62,10 @@ class JointShare:
 
     logits: Message
     slope: float
-    slicing: Slicing
+    slicing: Slicing | None
     drop: Drop | None = None
     deep: int = 0
-    known: dict[Any, Tensor] = field(default_factory=dict)
+    known: dict[Cut | None, Tensor] = field(default_factory=dict)
 
     @property
     def shape(self) -> Sequence[int]:
@@ -91,6 +94,7 @@ class JointShare:
             ``[E, h]``.
         """
         if cut not in self.known:
+            assert self.slicing is not None
             self.logits.check()
             source, target, scope = self.logits.source, self.logits.target, self.logits.edges.scope
             assert source is not None
@@ -105,6 +109,15 @@ class JointShare:
             self.known[cut] = out
         return self.known[cut]
 
+    def walked(self) -> Tensor:
+        """The shares of this rank's edges, in the order in which kernels walk them."""
+        if None not in self.known:
+            target, structure = self.logits.target, self.logits.edges.structure.walked
+            assert target is not None
+            out = attention.joint_softmax(flat(target), flat(self.logits.whole()), self.slope, structure)
+            self.known[None] = out if self.drop is None else self.drop.draw(out, self.drop.all, 0)
+        return self.known[None]
+
 
 def share_of(value: Any) -> JointShare | None:
     """What a tensor stands for, if it is attention that was put off."""
@@ -112,8 +125,8 @@ def share_of(value: Any) -> JointShare | None:
     return value.expr if found else None
 
 
-def put_off(logits: Message, slope: float, slicing: Slicing) -> Tensor:
-    """The softmax of ``leaky_relu(a_i + b_j)``, to be computed by head."""
+def put_off(logits: Message, slope: float, slicing: Slicing | None) -> Tensor:
+    """The softmax of ``leaky_relu(a_i + b_j)``, to be computed by head, or in the order of ``walked``."""
     return logits.edges.pairs(Lazy(JointShare(logits, slope, slicing)))
 
 
@@ -163,7 +176,7 @@ def dropped(share: JointShare, draw: Draw, own: Tensor, every: Tensor) -> Tensor
         share: The shares.
         draw: What drops.
         own: A word for each of this rank's edges.
-        every: A word for each edge of all ranks.
+        every: See :class:`Drop`.
     """
     # What was computed of them had nothing dropped.
     late = replace(share, drop=Drop(draw, own, every), known={})
@@ -172,9 +185,9 @@ def dropped(share: JointShare, draw: Draw, own: Tensor, every: Tensor) -> Tensor
 
 def computed(weight: Tensor, rows: Tensor) -> Tensor:
     """A weight an edge, or an edge and head, as numbers of this rank's edges."""
-    share = share_of(weight)
-    if share is None and not isinstance(weight, Lazy):
-        return weight
-    assert isinstance(weight, Lazy)
-    out = weight.now()
-    return out.view(-1) if rows.dim() == 2 and out.dim() == 2 and out.size(1) == 1 else out
+    return flattened(weight.now(), rows) if isinstance(weight, Lazy) else weight
+
+
+def flattened(weight: Tensor, rows: Tensor) -> Tensor:
+    """A weight of one head without its axis, where rows have none."""
+    return weight.view(-1) if rows.dim() == 2 and weight.dim() == 2 and weight.size(1) == 1 else weight

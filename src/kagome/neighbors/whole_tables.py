@@ -68,13 +68,10 @@ def own_rows(scope: Places, table: Tensor, axis: int) -> Tensor:
 
 def has_all(scope: Places, value: Any, axis: int) -> bool:
     """Whether an unmarked tensor has a row for each vertex of the graph along an axis."""
-    return (
-        scope.parted
-        and isinstance(value, Tensor)
-        and -value.dim() <= axis < value.dim()
-        and value.size(axis) == scope.vertices
-        and scope.marks.get(value) is None
-    )
+    if not scope.parted or not isinstance(value, Tensor) or scope.marks.get(value) is not None:
+        return False
+    with torch._C.DisableTorchFunction():
+        return -value.dim() <= axis < value.dim() and value.size(axis) == scope.vertices
 
 
 def original(
@@ -185,8 +182,10 @@ def given_rows(scope: Places, values: Any, axis: int) -> Any:
         return tuple(given_rows(scope, value, axis) for value in values)
     if isinstance(values, dict):
         return {key: given_rows(scope, value, axis) for key, value in values.items()}
-    floats = isinstance(values, Tensor) and values.dim() > 1 and values.layout is torch.strided
-    return own_rows(scope, values, axis % values.dim()) if floats and has_all(scope, values, axis) else values
+    if not has_all(scope, values, axis):
+        return values
+    table = values.dim() > 1 and values.layout is torch.strided
+    return own_rows(scope, values, axis % values.dim()) if table else values
 
 
 def refuse_some_rows(scope: Places, given: Any, what: str) -> None:
@@ -218,10 +217,12 @@ def refuse_unknown_edges(scope: Places, edges: Any) -> None:
     Raises:
         ModelError: If rows lie apart, so that these ids would be taken for those of a part.
     """
+    if not scope.parted:
+        return
     held = scope.marks.get(edges)
-    if scope.parted and held is not None and held.kind is Kind.LOST:
+    if held is not None and held.kind is Kind.LOST:
         raise lost(scope, held, edges=True)
-    if scope.parted and type(edges) is Tensor and not edges.is_sparse and scope.marks.get(edges) is None:
+    if held is None and type(edges) is Tensor and not edges.is_sparse:
         raise refused(
             scope,
             f"a layer is given an edge list of shape {list(edges.shape)} that is not made of edge_index",

@@ -100,7 +100,8 @@ class Metric:
         """
         rows = {split: mask.nonzero().view(-1) for split, mask in masks.items()}
         cuts = {
-            split: (tree_map(lambda leaf, at=at: leaf[at], out), target.of(at)) for split, at in rows.items()
+            split: (tree_map(lambda leaf, at=at: leaf.index_select(0, at), out), target.of(at))
+            for split, at in rows.items()
         }
         if self.own is None and self.name in RANKED:
             return {s: self._ranked(*cut, channel, action) for s, cut in cuts.items()}
@@ -231,7 +232,7 @@ class Metric:
         if not self.objective.classified:
             there = self._there(y)
             if self.objective.name == "cross_entropy":  # shares of classes
-                return _one_hot_counts(rows.argmax(1), y.argmax(1), there.all(1), rows.size(1))
+                return self._counts(rows.argmax(1), y.argmax(1), there.all(1), rows.size(1))
             chosen, true = (rows > 0) & there, (y.reshape(rows.shape) > 0) & there
             return torch.stack([(chosen & true).sum(0), chosen.sum(0), true.sum(0)]).double()
         there = self._there(y).all(1)
@@ -243,7 +244,14 @@ class Metric:
         if facts.least < 0 and not facts.both:
             # With a loss of the user's own -1 may be a label like others: no column stands for it.
             ids, width = torch.where(ids < 0, width, ids), width + 1
-        return _one_hot_counts(chosen, ids, there, width)
+        return self._counts(chosen, ids, there, width)
+
+    def _counts(self, chosen: Tensor, true: Tensor, there: Tensor, classes: int) -> Tensor:
+        """Hits, choices and labels of each class where it matters which; else of all together."""
+        if self.name == "f1_macro":
+            return _one_hot_counts(chosen, true, there, classes)
+        labels = there.sum()
+        return torch.stack([(there & (chosen == true)).sum(), labels, labels]).double()
 
     def _final(self, state: Any) -> float | None:
         if self.own is not None:
