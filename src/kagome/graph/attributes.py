@@ -41,12 +41,14 @@ class Attributes:
         edges: A row an edge.
         shared: Neither: the same on all ranks.
         refused: Why the others cannot be given to a model, by name.
+        unclear: Those of them that have a row a vertex or a row an edge, and nothing tells which.
     """
 
     nodes: dict[str, Tensor] = field(default_factory=dict)
     edges: dict[str, Tensor] = field(default_factory=dict)
     shared: dict[str, Shared] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    unclear: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Sorted(Data):  # type: ignore[misc]
@@ -69,9 +71,9 @@ def attributes_of(data: Data) -> Attributes:
 
     The first size decides. Where there are as many edges as vertices, the name does: ``edge...`` and ``e_id``
     have a row an edge; ``x``, ``y``, ``z``, ``pos``, ``batch``, ``n_id``, ``weight``, ``node...`` and
-    ``..._mask`` a row a vertex; any other is refused. Whole numbers whose name says that they are ids of
-    vertices (``...index``), and ``[2, M]`` of them in the range of ids, are a second list of edges, which is
-    refused.
+    ``..._mask`` a row a vertex; any other is refused, but on one rank, which cuts nothing. Whole numbers
+    whose name says that they are ids of vertices (``...index``), and ``[2, M]`` of them in the range of ids,
+    are a second list of edges, which is refused.
 
     Args:
         data: A graph with ``num_nodes`` and ``edge_index``.
@@ -123,6 +125,7 @@ def _sort_by_name(name: str, value: Tensor, count: int, found: Attributes) -> No
     elif name in _OF_VERTICES or name.startswith("node") or name.endswith("_mask"):
         found.nodes[name] = value
     else:
+        found.unclear[name] = value
         found.refused[name] = (
             f"data.{name} has {count:,} rows, and there are as many vertices as edges: call it "
             f"edge_{name} or node_{name}"

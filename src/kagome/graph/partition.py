@@ -46,6 +46,8 @@ class Partition:
         shared: Attributes that are neither: tensors, numbers and texts, the same in all parts.
         refused: Why the data's other attributes cannot be given to a model, by name.
         fingerprint: Of the graph, the method, the seed and the number of parts; the same in all parts.
+        unclear: On one part, attributes with a row a vertex or a row an edge, nobody knows which; they are
+            neither saved nor sent.
 
     Shapes:
         own ``[n]``, halo ``[H]``, edge_index ``[2, E]``, edge_ids ``[E]``, send ``[sum(send_counts)]``; nodes
@@ -69,6 +71,7 @@ class Partition:
     fingerprint: str
     shared: dict[str, Shared] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    unclear: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -96,7 +99,8 @@ def fingerprint(data: Data, method: str = "", seed: int = 0, parts: int = 1) -> 
     """
     digest = hashlib.blake2b(f"{data.num_nodes}".encode(), digest_size=16)
     found = attributes_of(data)
-    tensors = {**found.nodes, **found.edges, **tensors_of(found.shared), "edge_index": data.edge_index}
+    tensors = {**found.nodes, **found.edges, **tensors_of(found.shared), **found.unclear}
+    tensors["edge_index"] = data.edge_index
     for name, value in sorted(found.shared.items()):
         if not isinstance(value, Tensor):
             digest.update(f"{name} {value!r}".encode())
@@ -176,6 +180,7 @@ def extract(
         fingerprint=fingerprint,
         shared=attributes.shared,
         refused=attributes.refused,
+        unclear=attributes.unclear if num_parts == 1 else {},
     )
 
 

@@ -7,10 +7,10 @@ cache has the parts, not even that.
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -42,8 +42,15 @@ __all__ = [
 ]
 
 
-def for_all_stages(take: Callable[[Channel], tuple[Partition, Meta]], mesh: Mesh) -> tuple[Partition, Meta]:
+def for_all_stages(
+    take: Callable[[Channel], tuple[Partition, Meta]], mesh: Mesh, chunks: int | None = None
+) -> tuple[Partition, Meta]:
     """The part of this rank; the first stage's ranks take theirs and give them to the other stages.
+
+    Args:
+        take: Takes it.
+        mesh: All ranks.
+        chunks: Of each part.
 
     Raises:
         KagomeError: What taking raised, on every rank.
@@ -52,18 +59,27 @@ def for_all_stages(take: Callable[[Channel], tuple[Partition, Meta]], mesh: Mesh
         A part to each other stage's rank.
     """
     if mesh.pipe.size == 1:
-        return take(mesh.graph)
+        own, meta = take(mesh.graph)
+        return (uncut(own) if mesh.world.size == (chunks or 1) == 1 else own), meta
     found: object = None
     if mesh.stage == 0:
         try:
             found = take(mesh.graph)
         except KagomeError as error:
             found = error
+    if isinstance(found, tuple):
+        found = replace(found[0], unclear={}), found[1]
     found = mesh.pipe.gather_objects(found, "the part, for all stages", [Partition, Meta])[0]
     if isinstance(found, KagomeError):
         raise found
     part: tuple[Partition, Meta] = found  # type: ignore[assignment]
     return part
+
+
+def uncut(part: Partition) -> Partition:
+    """One part as one rank takes it that cuts nothing: what is unclear goes to forward as it is."""
+    refused = {name: why for name, why in part.refused.items() if name not in part.unclear}
+    return replace(part, shared={**part.shared, **part.unclear}, refused=refused, unclear={})
 
 
 def from_data(
@@ -207,7 +223,7 @@ def from_settings(
     """
     if settings.partition is not None:
         part, meta = from_folder(settings.partition, channel)
-        return part, dataclasses.replace(meta, notes=(*meta.notes, *_unheeded(settings)))
+        return part, replace(meta, notes=(*meta.notes, *_unheeded(settings)))
     if channel.size == 1:
         data = load_data(settings)
         return _from_clean(data, data.notes, channel, method, seed, reuse)
@@ -236,7 +252,7 @@ def from_settings(
         channel.barrier("all parts are read")
         if source is not None:
             source.end()
-    return part, dataclasses.replace(meta, notes=(*meta.notes, *place.said))
+    return part, replace(meta, notes=(*meta.notes, *place.said))
 
 
 def for_model(name: str, part: Partition, meta: Meta) -> tuple[Partition, Meta]:
@@ -264,17 +280,17 @@ def for_model(name: str, part: Partition, meta: Meta) -> tuple[Partition, Meta]:
     nodes = {k: floats(k, v) if k == "x" else v for k, v in part.nodes.items()}
     kinds = ("edge_weight", "edge_attr")
     edges = {k: floats(k, v) if k in kinds else v for k, v in part.edges.items()}
-    part = dataclasses.replace(part, nodes=nodes, edges=edges)
+    part = replace(part, nodes=nodes, edges=edges)
     if not turned:
         return part, meta
     said = f"{', '.join(turned)}: {name} computes in float32"
-    return part, dataclasses.replace(meta, notes=(*meta.notes, said))
+    return part, replace(meta, notes=(*meta.notes, said))
 
 
 def _unheeded(settings: config.Data) -> tuple[str, ...]:
     """What was asked of the data that a saved partition has long decided."""
     plain = config.Data()
-    names = [f.name for f in dataclasses.fields(plain) if f.name not in ("partition", "root")]
+    names = [f.name for f in fields(plain) if f.name not in ("partition", "root")]
     asked = [f"data.{name}" for name in names if getattr(settings, name) != getattr(plain, name)]
     if not asked:
         return ()

@@ -183,7 +183,7 @@ class Trainer:
             self.spans.align()
             self.notes: list[str] = []
             with self.spans.phase("load"):
-                self.part, self.meta = source.for_all_stages(take, self.mesh)
+                self.part, self.meta = source.for_all_stages(take, self.mesh, settings.parallel.chunks)
             self._say_all(self.meta.notes)
             torch.manual_seed(self.train.seed)
             given = unwrapped(build(self.part, self.meta, self.channel))
