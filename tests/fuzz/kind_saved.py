@@ -253,7 +253,7 @@ def read(run: Path) -> Any:
 
     settings, folder = written.from_toml(run / "config.toml"), checkpoint.latest(run)
     model = build_model(settings.model, in_channels=6, out_channels=3, num_nodes=60)
-    optimizer = learning.optimizer_of(model, settings.train, None)
+    optimizer = learning.optimizer_of(model, settings, None)
     place, best, told = checkpoint.load(
         folder, Channel(None, "cpu"), model=model, optimizer=optimizer, seed=0
     )

@@ -435,6 +435,83 @@ def averaged(model: nn.Module) -> Callable[[Any], Optimizer]:
     return make
 
 
+class Scaling(nn.Module):
+    """A loss that is a module, with a weight a column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, OUT, dtype=torch.float64))
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return error(out * self.scale, y) + 0.1 * self.scale.square().sum()
+
+
+class Centring(nn.Module):
+    """A loss that is a module, with a running mean of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(OUT, dtype=torch.float64))
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(0.1 * out.detach().mean(0))
+        return error(out, y + self.mean)
+
+
+def by_module(build: Callable[[], nn.Module], *, inside: bool = False, trained: bool = True) -> Case:
+    """A loss that is a module: a part of the model, or beside it and trained by the same optimizer."""
+
+    def beside(model: Any) -> nn.Module:
+        if not hasattr(model, "beside"):
+            (setattr if inside else object.__setattr__)(model, "beside", build())
+        held: nn.Module = model.beside
+        return held
+
+    def plain(model: nn.Module, out: Tensor, data: Data) -> Tensor:
+        return beside(model)(out[data.train_mask], data.y[data.train_mask]).mean()
+
+    def optimizer(model: nn.Module) -> Callable[[Any], Optimizer]:
+        more = [] if inside or not trained else list(beside(model).parameters())
+        return lambda parameters: SGD([*parameters, *more], lr=0.05)
+
+    def net() -> nn.Module:
+        model = Three()
+        beside(model)
+        return model
+
+    return Case(net if inside else Three, data, plain=plain, loss=beside, optimizer=optimizer)
+
+
+def hooked_weights(hook: Callable[[Tensor], Tensor]) -> Case:
+    """A hook of each weight's gradient."""
+
+    def change(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.register_hook(hook)
+
+    return Case(changed(change), data)
+
+
+def after_sums(model: nn.Module) -> None:
+    """A hook of each weight after its gradient has come."""
+
+    def halve(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.div_(p.grad.norm() + 1)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(halve)
+
+
+class Keeping(Three):
+    """Forward keeps hidden rows, and their mean square."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        self.hidden = self.one(self.inp(x).tanh(), edge_index).tanh()
+        self.activity = self.hidden.square().mean()
+        return self.out(self.two(self.hidden, edge_index).tanh())
+
+
 CASES: dict[str, Case] = {
     **{f"a penalty: {name}": penalised(net, penalty) for name, penalty in PENALTIES.items()},
     **{
@@ -490,4 +567,17 @@ CASES: dict[str, Case] = {
     "rates by layer": Case(Three, data, optimizer=groups),
     "a hook of a weight's gradient": Case(changed(halved), data),
     "an averaged model": Case(Three, data, optimizer=averaged),
+    "spectral_norm and a penalty": penalised(
+        changed(lambda m: parametrizations.spectral_norm(m.inp)), lambda m: m.inp.weight.abs().sum()
+    ),
+    "a loss's own weights, beside the model": by_module(Scaling),
+    "a loss's own weights, in the model": by_module(Scaling, inside=True),
+    "a loss's running mean": by_module(Centring, trained=False),
+    "gradients clamped by hooks of weights": hooked_weights(lambda grad: grad.clamp(-0.01, 0.01)),
+    "gradients scaled by hooks of weights": hooked_weights(lambda grad: grad / (grad.norm() + 1)),
+    "gradients scaled by hooks after them": Case(changed(after_sums), data),
+    "hidden rows that forward keeps": own(
+        Keeping, lambda model, out, y: error(out, y) + 0.1 * model.hidden.square().mean()
+    ),
+    "a mean that forward keeps": own(Keeping, lambda model, out, y: error(out, y) + 0.1 * model.activity),
 }

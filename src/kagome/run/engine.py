@@ -39,6 +39,7 @@ from kagome.run.first import by_all
 from kagome.run.gradients import Gradients
 from kagome.run.holdings import Saved, measure
 from kagome.run.installed import Installed, while_installed
+from kagome.run.kept_rows import RefusesKept
 from kagome.run.ladder import EXACT, Ladder, LateProbe, Rung
 from kagome.run.learning import Aim
 from kagome.run.offload import Offload
@@ -324,14 +325,21 @@ class Engine:
         self._checked = True
         with self.phases.phase("weights", epoch):
             value, stops, doubts, *drift = self.gradients.finish()
+            self.gradients.tell_hooks()
         self.crossing.moved(drift, epoch)
         if compares:
             self.ahead.allowed = not doubts
         return value, stops
 
     def _check(self, shown: Any, out: Any) -> None:
-        self.objective.check(shown, self.target)
+        with self._without_kept():
+            self.objective.check(shown, self.target)
         self.aim.metric.check(out)
+
+    def _without_kept(self) -> AbstractContextManager[Any]:
+        if self.channel.size == 1:
+            return nullcontext()
+        return RefusesKept(lambda tensor: self.scope.axis(tensor) is not None, self.model)
 
     def take_uncoded(self) -> Mapping[str, int]:
         """Bytes that this rank would have sent without codecs since the last call; kinds that have none."""

@@ -24,6 +24,7 @@ from kagome.comm.codec import CASTS
 from kagome.comm.summing import PendingSum
 from kagome.config import SumCodec
 from kagome.errors import ModelError
+from kagome.run.own_hooks import OwnHooks
 
 BUCKET_BYTES: Final = 128 * 1024
 """What a bucket holds at least, if there is so much: below it a message costs its latency, not its bytes."""
@@ -89,6 +90,7 @@ class Gradients:
         channel: The mesh's lane for weights. With one rank nothing is done to a gradient.
         size: Bytes of a bucket; by default what suits the parameters.
         codec: What gradients look like on the wire; counts and notes go as they are.
+        pieces: Whether a backward comes in pieces, chunk by chunk: then a gradient is whole after the last.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Gradients:
         *,
         size: int | None = None,
         codec: SumCodec = "none",
+        pieces: bool = False,
     ) -> None:
         self.parameters, self.channel, self.codec = list(parameters), channel, codec
         self.uncoded = 0
@@ -105,7 +108,8 @@ class Gradients:
         self.size = _suited(self.parameters) if size is None else size
         # On nccl all collectives are in one order on all ranks, and gradients come in different orders where
         # a rank has no training vertex: two communicators would only make a deadlock of it.
-        self.overlaps: bool | None = None if channel.lanes else False
+        self.overlaps: bool | None = None if channel.lanes and not pieces else False
+        self._own_hooks = OwnHooks(self.parameters if channel.size > 1 or pieces else ())
         self._cut(frozenset())
         self._begin((), "")
 
@@ -133,6 +137,7 @@ class Gradients:
         for parameter in self.parameters:
             parameter.grad = None
         self._begin(notes, action)
+        self._own_hooks.take_off()
         hooked = enumerate(self.parameters) if self.channel.size > 1 and self.overlaps is not False else ()
         hooks = [
             p.register_post_accumulate_grad_hook(self._hook(place))
@@ -147,6 +152,7 @@ class Gradients:
         finally:
             for hook in hooks:
                 hook.remove()
+            self._own_hooks.put_back()
 
     def finish(self) -> list[float]:
         """Wait for the sums and give each parameter its own.
@@ -188,6 +194,10 @@ class Gradients:
             self.overlaps = not notes[-1]
             self._cut(frozenset(late))
         return notes[:-1]
+
+    def tell_hooks(self) -> None:
+        """Run a user's hooks of gradients, once these are sums over all ranks and chunks."""
+        self._own_hooks.run()
 
     def take_uncoded(self) -> int:
         """Bytes that this rank would have sent without a codec since the last call."""

@@ -117,7 +117,7 @@ def aim_of(wishes: Wishes, part: Partition, meta: Meta, settings: Run, mesh: Mes
         inputs=wishes.loss_inputs,
         nodes=tuple(part.nodes),
         shared=tuple(part.shared),
-        alone=mesh.size == settings.parallel.fit(mesh.size).chunks == 1,
+        alone=is_alone(settings, mesh),
     )
     metric = metric_of(wishes.metric, objective, train)
     _refuse_weights(objective, part, channel)
@@ -128,6 +128,11 @@ def aim_of(wishes: Wishes, part: Partition, meta: Meta, settings: Run, mesh: Mes
     mine = torch.tensor([*given, *kept, int((~labelled).sum())], device=channel.device)
     found = channel.all_reduce(mine, action="count labelled vertices", kind="other").tolist()
     return Aim(objective, metric, _said(objective, meta, found)), replace(part, nodes=nodes)
+
+
+def is_alone(settings: Run, mesh: Mesh) -> bool:
+    """Whether one rank computes all losses and gradients, of the whole graph at once."""
+    return mesh.size == settings.parallel.fit(mesh.size).chunks == 1
 
 
 def no_aim() -> Aim:
@@ -180,18 +185,30 @@ def _refuse_weights(objective: Objective, part: Partition, channel: Channel) -> 
         raise DataError(f"{name} has a weight from 0 up for each vertex", fault, where=f"data.{name}")
 
 
-def optimizer_of(model: nn.Module, train: Train, make: Callable[[Any], Optimizer] | None = None) -> Optimizer:
+def optimizer_of(
+    model: nn.Module,
+    settings: Run,
+    make: Callable[[Any], Optimizer] | None = None,
+    mesh: Mesh | None = None,
+) -> Optimizer:
     """The optimizer over all parameters that require a gradient.
+
+    Args:
+        model: The user's module.
+        settings: Of the run.
+        make: ``callable(params)``; None for Adam.
+        mesh: All ranks; None for one.
 
     Raises:
         ModelError: If there are none.
-        ConfigError: If ``make`` gives no optimizer, or one that runs the model by itself.
+        ConfigError: If ``make`` gives no optimizer, one that runs the model by itself, or, on several ranks
+            or chunks, one that holds weights which are not the model's.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ModelError("training needs a model with parameters", "it has none that require a gradient")
     if make is None:
-        return torch.optim.Adam(parameters, lr=train.lr, weight_decay=train.weight_decay)
+        return torch.optim.Adam(parameters, lr=settings.train.lr, weight_decay=settings.train.weight_decay)
     if isinstance(make, Optimizer) or not callable(make):
         raise ConfigError(
             "optimizer=... takes a callable(params) -> Optimizer",
@@ -211,7 +228,23 @@ def optimizer_of(model: nn.Module, train: Train, make: Callable[[Any], Optimizer
             f"{type(optimizer).__name__} runs the model several times within a step",
             hint="an optimizer whose step needs no closure: Adam, AdamW, SGD, ...",
         )
+    if mesh is not None and not is_alone(settings, mesh):
+        _refuse_others(optimizer, model)
     return optimizer
+
+
+def _refuse_others(optimizer: Optimizer, model: nn.Module) -> None:
+    """Gradients of the model's parameters alone are summed over ranks, and their weights kept alike."""
+    known = {id(parameter) for parameter in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if others := [parameter for parameter in held if id(parameter) not in known]:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise ConfigError(
+            "on several ranks or chunks an optimizer trains parameters of the model alone",
+            f"{type(optimizer).__name__} also holds one of shape {list(others[0].shape)}{more}, of a loss or "
+            "another module",
+            hint="make that module a part of the model (model.loss = loss); or train on one rank",
+        )
 
 
 def frozen(model: nn.Module) -> frozenset[str]:

@@ -255,7 +255,8 @@ def _tried(made: Objective) -> Objective:
         return replace(made, pairs=None)
     target = Target(y.to(getattr(torch, facts.dtype)))
     try:
-        pairs = split(made._called(out, target))[1] is not None
+        with made.tried():
+            pairs = split(made._called(out, target))[1] is not None
     except (ConfigError, RuntimeError):
         return replace(made, pairs=None)  # a loss for outputs of another shape
     if not made.alone:  # else real rows decide, in the first epoch

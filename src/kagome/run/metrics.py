@@ -203,7 +203,8 @@ class Metric:
             if not target.y.size(0):
                 return torch.zeros(2, dtype=torch.float64, device=target.y.device)
             try:
-                lost, weight = self.objective.lost(out, target)
+                with self.objective.tried():
+                    lost, weight = self.objective.lost(out, target)
             except ConfigError as error:
                 if not self.guessed or "does not require grad" not in error.found:
                     raise

@@ -12,6 +12,7 @@ label, the weight of its class, the weight of its vertex.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from kagome.errors import ConfigError, KagomeError, ModelError
 from kagome.graph.labels import Labels
+from kagome.run.stateful import unmoved
 
 Loss = Callable[..., Any]
 """``loss(out, y)``: a value a row, their sum, or ``(values, weights)``; further arguments by name."""
@@ -288,6 +290,14 @@ class Objective:
                 differentiated; and, but for one that is given all rows at once, if it averages over its rows
                 or mixes them.
         """
+        with self.tried():
+            self._check(out, target)
+
+    def tried(self) -> AbstractContextManager[None]:
+        """Around calls of the loss that train nothing: what it keeps of each call stays as it is."""
+        return unmoved(self.loss)
+
+    def _check(self, out: Any, target: Target) -> None:
         count = target.y.size(0)
         # Alone the loss may differentiate what forward kept: by the output as it is.
         sample = out if self.alone else tree_map(_leaf, out)

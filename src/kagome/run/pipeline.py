@@ -42,6 +42,7 @@ from kagome.run.guard import Epoch, HistoryProbe, guard_of
 from kagome.run.holdings import held_by_chunks
 from kagome.run.installed import Installed, while_installed
 from kagome.run.job import Job, StageCode
+from kagome.run.kept_rows import RefusesKept
 from kagome.run.ladder import EXACT, LateProbe, Rung
 from kagome.run.learning import Aim
 from kagome.run.offload import Offload
@@ -109,8 +110,9 @@ class Pipeline:
         self.inputs |= {k: v for k, v in part.shared.items() if k in kept}
         self.owners = Owners(model, self.staging.stages, mesh.pipe, self.staging.survey.changed)
         self.foreign = self.owners.foreign()
-        self.gradients = Gradients(self.owners.parameters, mesh.weights, codec=parallel.codec_weights)
-        self.gradients.overlaps = False  # they are whole after the last chunk
+        self.gradients = Gradients(
+            self.owners.parameters, mesh.weights, codec=parallel.codec_weights, pieces=True
+        )
         self._weighed = Weighed(aim.objective, mesh.graph)
         self._settle()
         self.guard = None if self.chunks.tables is None else guard_of(parallel)
@@ -157,7 +159,10 @@ class Pipeline:
         with unmoving({name: buffer for name, buffer in self.model.named_buffers() if name in moved}):
             objective.check(out, target)  # in an epoch the last stage alone could refuse it
         self.aim.metric.check(out)
-        return read_by_loss(lambda: objective.lost(out, target), self.model) if self.parallel.pipe > 1 else ()
+        if self.parallel.pipe == 1:
+            return ()
+        with objective.tried():
+            return read_by_loss(lambda: objective.lost(out, target), self.model)
 
     def _said(self) -> str:
         """What is said before the first epoch."""
@@ -340,6 +345,7 @@ class Pipeline:
         with self.phases.phase("weights", epoch):
             self.gradients.finish()
             self.owners.sum_shared()
+            self.gradients.tell_hooks()
         return sum(job.lost for job in jobs.values())
 
     def _trained(self, epoch: int, kind: Epoch) -> Jobs:
@@ -387,7 +393,8 @@ class Pipeline:
         rows = job.scope.inputs["train_mask"].nonzero().view(-1)
         target, shown = self.aim.objective.target(job.scope.inputs, rows), out[rows]
         if not self._checked:
-            self.aim.objective.check(shown, target)
+            with RefusesKept(lambda tensor: job.scope.axis(tensor) is not None, self.model):
+                self.aim.objective.check(shown, target)
             self.aim.metric.check(out)
         if not rows.numel():
             return

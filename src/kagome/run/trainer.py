@@ -216,7 +216,7 @@ class Trainer:
         self._say_all(self.aim.notes)
         self._say_all(asks(self.model, self.part, self.aim.objective.uses))
         self._frozen = learning.frozen(self.model)
-        self.optimizer = learning.optimizer_of(self.model, self.train, optimizer)
+        self.optimizer = learning.optimizer_of(self.model, self.settings, optimizer, self.mesh)
         self._default_optimizer = optimizer is None and scheduler is None
         self.scheduler = learning.scheduler_of(self.optimizer, scheduler, higher=self.aim.metric.higher)
         self.costs = Costs(self.world)

@@ -46,7 +46,8 @@ class Weighed:
         if share is None:
             if out is None:
                 return
-            weight = self.objective.lost(out, target)[1] if target.y.size(0) else None
+            with self.objective.tried():
+                weight = self.objective.lost(out, target)[1] if target.y.size(0) else None
             share = float(target.y.size(0)) if weight is None else float(weight)
             self._own = share
         mine = torch.tensor([share], dtype=torch.float64, device=self.channel.device)
