@@ -37,6 +37,31 @@ def from_library() -> bool:
     return frame is not None and _library(frame) == "torch_geometric"
 
 
+def by_kagome() -> bool:
+    """Whether Kagome's own code, and neither PyG's nor the user's, made the call that is being answered."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "__torch_function__":
+        frame = frame.f_back
+    frame = None if frame is None else frame.f_back
+    while frame is not None and _library(frame) in ("torch", "contextlib"):
+        frame = frame.f_back
+    return frame is not None and _library(frame) == "kagome" and not _line_of_step(frame)
+
+
+def by_user(*within: str) -> bool:
+    """Whether the user's code, or torch's for it, computes with a number of ours: not PyG's nor Kagome's own.
+
+    Args:
+        within: The modules that answer.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_globals.get("__name__") in within or _library(frame) in ("torch", "contextlib")
+    ):
+        frame = frame.f_back
+    return frame is not None and _library(frame) not in ("kagome", "torch_geometric")
+
+
 def _frame(skip: tuple[str, ...]) -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _library(frame) in skip:

@@ -50,8 +50,8 @@ ODD = {
     **{f"by hand: {name}": found[:2] for name, found in {**REFUSED, **FOUND}.items()},
     **{f"by place: {name}": found[:2] for name, found in place_models.REFUSED.items()},
 }
-MISSED = {"by hand: mean through numpy", "a list", "drawn by numpy"}
-"""Silently wrong without the check: they leave torch, where no mark goes."""
+MISSED = {"by hand: mean through memory", "drawn by numpy"}
+"""Silently wrong without the check: what is not of torch, where no mark goes."""
 
 
 def outcome(name: str) -> str:

@@ -6,9 +6,9 @@ Where it sits: ``handlers`` answers with them where a forward asks how many vert
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
-from kagome.caller import from_library
+from kagome.caller import by_user, from_library
 from kagome.neighbors.marks import Kind, Mark
 
 
@@ -18,7 +18,8 @@ class Count(int):
     What is made with so many rows (``torch.zeros``, ``torch.rand``) has a row a vertex or a row an edge: it
     is this part's number there. Divided by, compared with a number, or made a float, it is the whole graph's.
     Vertices counted and added to, or divided without a rest, are the whole graph's too: ``x.size(0) // 2`` is
-    a place among all vertices.
+    a place among all vertices. Edges, and rows that a mask has chosen, are compared by the whole graph's
+    number too: ranks that have none of them take the branch that the others take.
     """
 
     mark: Mark
@@ -94,39 +95,51 @@ class Count(int):
         return -self._known()
 
     def __eq__(self, other: object) -> bool:
-        same = int.__eq__(self, other) is True
+        if isinstance(other, Count):
+            return self._compared() == other._compared()
+        if not isinstance(other, int):
+            return False
         # len(x) is this part's number; 0 and 1 are what forwards branch by, and all ranks take one branch.
-        if isinstance(other, Count) or not isinstance(other, int) or (same and other > 1) or not self._global:
-            return same
-        return self.of_all() == other
+        same = int.__eq__(self, other) is True and other > 1
+        if same and self.of_vertices:
+            return True
+        return self._compared() == other or same  # all ranks ask for it, or none
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     __hash__ = int.__hash__
 
+    def __bool__(self) -> bool:
+        return self._compared() != 0
+
     def __lt__(self, other: Any) -> bool:
-        return bool(self._by(other) < _plain(other))
+        return bool(self._compared() < _compared(other))
 
     def __le__(self, other: Any) -> bool:
-        return bool(self._by(other) <= _plain(other))
+        return bool(self._compared() <= _compared(other))
 
     def __gt__(self, other: Any) -> bool:
-        return bool(self._by(other) > _plain(other))
+        return bool(self._compared() > _compared(other))
 
     def __ge__(self, other: Any) -> bool:
-        return bool(self._by(other) >= _plain(other))
+        return bool(self._compared() >= _compared(other))
 
-    def _by(self, other: Any) -> int:
-        return int(self) if isinstance(other, Count) else self._known()
+    def _compared(self) -> int:
+        """The whole graph's number where a user compares, in which the ranks must not differ."""
+        return self.of_all() if self._global or by_user(*_ANSWERS) else int(self)
+
+
+_ANSWERS: Final = (__name__, "kagome.neighbors.edge_places")
+"""Where numbers of rows answer."""
 
 
 def _known(value: Any) -> Any:
     return value._known() if isinstance(value, Count) else value
 
 
-def _plain(value: Any) -> Any:
-    return int(value) if isinstance(value, Count) else value
+def _compared(value: Any) -> Any:
+    return value._compared() if isinstance(value, Count) else value
 
 
 def as_place(value: Any) -> Any:
@@ -134,8 +147,41 @@ def as_place(value: Any) -> Any:
     return value.of_all() if isinstance(value, Count) else value
 
 
+class Entries(Count):
+    """The number of entries of a tensor with as many in each row: ``x.numel()``. It is the whole graph's.
+
+    Divided by the entries of a row it is the number of rows again.
+    """
+
+    rows: Count
+    each: int
+
+    @classmethod
+    def of(cls, rows: Count, each: int, mark: Mark) -> Entries:
+        """The entries of rows.
+
+        Args:
+            rows: How many there are.
+            each: Entries of each.
+            mark: Of a tensor with so many rows as there are entries.
+        """
+        made = cls(int(rows) * each, mark, lambda: rows.of_all() * each)
+        assert isinstance(made, Entries)
+        made.rows, made.each = rows, each
+        return made
+
+    @property
+    def _global(self) -> bool:
+        return by_user(*_ANSWERS)
+
+    def __floordiv__(self, other: Any) -> Any:
+        if type(other) is int and other == self.each:
+            return self.rows
+        return self._known() // _known(other)
+
+
 class NoneHere(int):
-    """No edges on this rank, which does not say that there are none: it is 0, and does not equal 0."""
+    """No edges on this rank, which does not say that there are none: to PyG's code it does not equal 0."""
 
     def __eq__(self, other: object) -> bool:
         return False

@@ -6,6 +6,7 @@ attention have theirs in ``model.exact``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -24,14 +25,15 @@ from kagome.neighbors import (
     positions,
     row_order,
     sliced,
+    taken,
     whole_tables,
 )
 from kagome.neighbors.algebra import all_computed
 from kagome.neighbors.axes import attribute
-from kagome.neighbors.count import Count, NoneHere
+from kagome.neighbors.count import Count, Entries, NoneHere
 from kagome.neighbors.derivatives import DERIVATIVES
 from kagome.neighbors.lazy import Lazy, now
-from kagome.neighbors.marks import ALIGNED, IDS, Kind, Mark
+from kagome.neighbors.marks import ALIGNED, IDS, VERTICES, Kind, Mark
 from kagome.neighbors.messages import Linear
 from kagome.neighbors.places import Places, lost
 from kagome.neighbors.thin import Thin
@@ -368,9 +370,11 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     if name == "__get__" and attribute(func) != "shape":
         return NotImplemented
     mark = scope.marks.get(args[0])
-    if mark is None or mark.kind in (Kind.LOCAL, Kind.MIXED):
+    if mark is None or mark.kind is Kind.MIXED:
         return NotImplemented
     size = list(func(args[0]))
+    if mark.kind is Kind.LOCAL and math.prod(size) != size[0]:
+        return NotImplemented  # no list of places
     axis = len(size) - 1 if mark.kind in IDS else mark.axis
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if dim is not None and dim not in (axis, axis - len(size)):
@@ -384,11 +388,20 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``index.numel() == 0``: a rank without edges takes the way through a forward that its peers take."""
-    mark = scope.marks.get(args[0])
-    if scope.size == 1 or mark is None or mark.kind not in IDS or func(args[0]):
+    """``x.numel()``, ``index.numel() == 0``: ranks without edges take the branch that their peers take."""
+    tensor = args[0] if args else kwargs["input"]
+    mark = scope.marks.get(tensor)
+    if not scope.parted or mark is None or mark.kind not in (*ALIGNED, *IDS, Kind.LOCAL):
         return NotImplemented
-    return NoneHere(0)
+    if from_library():
+        return NoneHere(0) if mark.kind in IDS and not func(tensor) else NotImplemented
+    size = _size(scope, "size", Tensor.size, (tensor,), {})
+    at = next((at for at, each in enumerate(size) if isinstance(each, Count)), None) if size else None
+    if at is None:
+        return NotImplemented
+    each = math.prod(int(other) for place, other in enumerate(size) if place != at)
+    flat = mark.kind in VERTICES and at == 0 and mark.subset is None
+    return Entries.of(size[at], each, mark.merged(each) if flat else Mark(Kind.LOST, origin=name))
 
 
 def _make(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -401,6 +414,8 @@ def _make(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
         return NotImplemented
     count = sizes[axis]
     assert isinstance(count, Count)
+    if count.mark.kind is Kind.LOCAL:
+        return NotImplemented
     return scope.marks.put(func(*args, **kwargs), replace(count.mark, axis=axis))
 
 
@@ -412,9 +427,9 @@ def _widened(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
     if axis is None or not isinstance(base, Tensor) or scope.marks.get(base) is not None:
         return NotImplemented
     at, count = base.dim() - len(size) + axis, size[axis]
-    if at >= 0 and base.size(at) != 1:
-        return NotImplemented
     assert isinstance(count, Count)
+    if (at >= 0 and base.size(at) != 1) or count.mark.kind is Kind.LOCAL:
+        return NotImplemented
     return scope.marks.put(func(*args, **kwargs), replace(count.mark, axis=axis))
 
 
@@ -465,6 +480,7 @@ HANDLERS: dict[str, Handler] = {
     "scatter_reduce": _scatter,
     "flip": _flip,
     "max": _greatest_id,
+    **taken.HANDLERS,
 }
 
 

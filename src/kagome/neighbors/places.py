@@ -63,6 +63,9 @@ class Places(Protocol):
     def local_of(self, ids: Tensor) -> Tensor:
         """The own rows of own vertices."""
 
+    def number_of(self, mark: Mark, count: int) -> int:
+        """How many rows, of which this rank has ``count``, all ranks have."""
+
     @property
     def checked(self) -> bool:
         """Whether this forward compares what the ranks do."""

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome.caller import from_library, user_line
+from kagome.caller import by_kagome, from_library, user_line
 from kagome.neighbors.count import Count, as_place
 from kagome.neighbors.lazy import now
-from kagome.neighbors.marks import IDS, VERTICES, Kind, Mark
-from kagome.neighbors.places import Args, Func, Kwargs, Places, length, refused, rows_base
+from kagome.neighbors.marks import ALIGNED, IDS, VERTICES, Kind, Mark
+from kagome.neighbors.places import Args, Func, Kwargs, Places, refused, rows_base
 from kagome.neighbors.positions import rows_at
 from kagome.neighbors.subset import Subset, in_a_row
 from kagome.neighbors.whole_tables import has_all, own_rows
@@ -117,12 +117,16 @@ def _loops(scope: Places, value: Tensor, mark: Mark | None, lead: Mark) -> Tenso
 
 
 def count(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``len(x)``: how many vertices the whole graph has, where a user asks."""
-    held = rows_base(scope, args, kwargs)
-    if held is None or held[1].axis != 0 or from_library():
+    """``len(x)``: how many vertices or edges the whole graph has, or of them a mask has chosen."""
+    mark = scope.marks.get(args[0])
+    if mark is None or not scope.parted or from_library() or by_kagome():
         return NotImplemented
-    known = length(scope, held[1])
-    return known if known >= 0 else NotImplemented
+    if mark.kind in (Kind.LOST, Kind.MIXED, Kind.MATRIX):
+        return NotImplemented
+    with torch._C.DisableTorchFunction():
+        here, dims = len(args[0]), args[0].dim()
+    along = mark.axis if mark.kind in ALIGNED else dims - 1 if mark.kind in IDS else 0
+    return scope.number_of(mark, here) if along == 0 else NotImplemented
 
 
 def numbers(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
