@@ -132,7 +132,10 @@ def test_nearest_rows_are_found_on_one_rank_and_refused_on_several(name: str) ->
     for world in (2, 3):
         text = outcome(NEAREST[name], data, random_owner(NODES, world, seed=world), world)
         assert isinstance(text, str)
-        assert "ModelError: vertices are told apart by what they hold" in text
+        pairs = "which gives a value for each pair of rows" in text
+        asked = "a layer reads other vertices by the graph's edges" if pairs else "vertices are told apart by"
+        assert f"ModelError: {asked}" in text
+        assert pairs or "rows went through cdist" not in text
         assert "or train on one rank" in text
         assert f"{__name__}.py, line" in text
 

@@ -18,6 +18,7 @@ from kagome.caller import from_library
 from kagome.errors import ModelError
 from kagome.neighbors import (
     adjacency,
+    bags,
     dense,
     distinct,
     edge_places,
@@ -494,7 +495,13 @@ def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[
     """
     tables: list[Mapping[str, Handler]] = [adjacency.HANDLERS] if matrix else []
     tables += [edge_places.HANDLERS] if parted else []
-    tables += [id_values.HANDLERS, distinct.HANDLERS, positions.HANDLERS, whole_tables.HANDLERS]
+    tables += [
+        id_values.HANDLERS,
+        distinct.HANDLERS,
+        bags.HANDLERS,
+        positions.HANDLERS,
+        whole_tables.HANDLERS,
+    ]
     found: dict[str, list[Handler]] = {}
     for table in (*tables, row_order.HANDLERS, more, HANDLERS, sliced.HANDLERS):
         for name, handler in table.items():

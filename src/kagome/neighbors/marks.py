@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -367,7 +367,7 @@ def _spread_rows(
         or (name == "cdist" and len([m for m in found if m.kind in VERTICES]) > 1)
         or (name.strip("_") in ELEMENTWISE and _crossed(marks, args, kwargs))
     ):
-        _lose(marks, name, result)
+        _lose(marks, name, result, PAIRS)
         return
     unlike = not marks.whole and mark.kind in VERTICES and _unlike(marks, mark, args, kwargs)
     for out in _outputs(result):
@@ -423,12 +423,16 @@ def _crossed(marks: Marks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 _PRODUCTS = frozenset(["matmul", "mm", "bmm", "__matmul__", "__rmatmul__"])
 
 
-def _lose(marks: Marks, name: str, out: Tensor) -> None:
+PAIRS: Final = ", which gives a value for each pair of rows"
+"""What a call does of which a part has some pairs alone."""
+
+
+def _lose(marks: Marks, name: str, out: Tensor, does: str = "") -> None:
     """What became of rows by a call that is not known to give the same on a part."""
     if name.startswith("new_") or from_library():
         return  # PyG's own layers are made exact by handlers and rules
     if out.is_floating_point() or out.is_complex():
-        marks.put(out, Mark(Kind.LOST, origin=f"{name} ({user_line() or 'a library'})"))
+        marks.put(out, Mark(Kind.LOST, origin=f"{name} ({user_line() or 'a library'}){does}"))
     elif out.dtype != torch.bool:
         marks.put(out, Mark(Kind.LOCAL))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kagome.caller import user_line
 from kagome.errors import ModelError
 from kagome.neighbors.count import as_place
-from kagome.neighbors.marks import VERTICES, Mark, Marks
+from kagome.neighbors.marks import PAIRS, VERTICES, Mark, Marks
 
 if TYPE_CHECKING:
     from kagome.neighbors.copies import Copies
@@ -24,6 +24,10 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Func = Callable[..., Any]
 
+_TOLD_APART = "vertices are told apart by what they hold, or by their numbers in a way that parts can follow"
+_BY_EDGES = (
+    "a layer reads other vertices by the graph's edges, or attends to all of them by torch's attention"
+)
 _WAY_OUT = "give the Data an attribute with a value a vertex (data.kind = ...) and tell rows apart by that"
 _ATTENTION = (
     "F.scaled_dot_product_attention(q, k, v) where all vertices attend to all, edges where some do; or train "
@@ -122,11 +126,11 @@ def dim_of(args: Args, kwargs: Kwargs, place: int, base: Tensor, default: int = 
     return int(dim or 0) % max(base.dim(), 1)
 
 
-def refused(scope: Places, what: str, *, hint: str = "") -> ModelError:
+def refused(scope: Places, what: str, *, hint: str = "", asked: str = _TOLD_APART) -> ModelError:
     """The error of a call that depends on where rows lie, in a way that no part can follow."""
     line = user_line()
     return ModelError(
-        "vertices are told apart by what they hold, or by their numbers in a way that parts can follow",
+        asked,
         what,
         where="; ".join(filter(None, (scope.where(), line))),
         hint=hint or f"{_WAY_OUT}; or train on one rank",
@@ -143,6 +147,10 @@ def lost(scope: Places, mark: Mark, *, edges: bool = False) -> ModelError:
     """
     product = mark.origin.startswith(("matmul", "bmm", "mm", "einsum", "baddbmm"))
     hint = "make these edges before training (data.edge_index), not inside forward; or train on one rank"
+    pairs = mark.origin.endswith(PAIRS)
     return refused(
-        scope, f"rows went through {mark.origin}", hint=hint if edges else _ATTENTION if product else ""
+        scope,
+        f"rows went through {mark.origin}",
+        hint=hint if edges else _ATTENTION if product or pairs else "",
+        asked=_BY_EDGES if pairs else _TOLD_APART,
     )
