@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from dags import plan_of, sgd, task, trained
 from torch import Tensor, nn
+from unseen import Made
 
 import kagome
 from kagome.comm.channel import Channel
@@ -66,6 +67,14 @@ class Contrastive(nn.Linear):
         return (h @ h.T) * 10.0
 
 
+DROPPING = nn.GRU(4, 2, num_layers=2, dropout=0.5, batch_first=True)
+
+
+def half(m: Made, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return m.a(x)
+
+
 def made(model: nn.Module, sample: Any = None, **options: Any) -> Any:
     sample = torch.randn(8, 4) if sample is None else sample
     return kagome.pipeline(model, sample, **{"loss": LOSS, "channel": Channel(None, "cpu"), **options})
@@ -87,10 +96,30 @@ def made(model: nn.Module, sample: Any = None, **options: Any) -> Any:
         (Pair(nn.ReLU(), named=True), "it returns a dict of 'out', 'hidden'"),
         (
             Contrastive(4, 6),
-            r"'mul' gives a tensor of shape \[4, 4\], in which they have no axis of their own",
+            r"'mul' gives a tensor of shape \[4, 4\], in which samples have no axis of their own",
         ),
         (Small(lambda h: h * 2 if h.sum() > 0 else h), r"put these lines into a module of its own"),
         (Small(lambda h: h @ torch.ones(3, 3)), "'matmul' raised RuntimeError"),
+        (Small(lambda h: h + h[5:].sum()), "'sum_1' gives a sample values that differ"),  # of 8 samples
+        (Small(nn.utils.spectral_norm(nn.Linear(6, 6))), r"forward changes the buffers \['between.weight_u'"),
+        (Made(lambda m, x: m.a(x).squeeze(), a=nn.Linear(4, 1)), r"1 of them \[\](.|\n)*squeeze\(-1\)"),
+        (
+            Made(lambda m, x: m.a(x[x[:, 0] > 0]), a=nn.Linear(4, 1)),
+            "gives|'fixed'|for any number of samples",
+        ),
+        (
+            Made(lambda m, x: m.g(x[:, None])[0][:, 0], g=DROPPING),
+            "'g' is a GRU that drops within its kernel",
+        ),
+        (
+            Made(lambda m, x: (m.a(x),), a=nn.Linear(4, 2)),
+            "tuple of 1 value(.|\n)*without the tuple around it",
+        ),
+        (Made(lambda m, x: {"y": m.a(x)}, a=nn.Linear(4, 2)), "dict of 'y'(.|\n)*without the dict around it"),
+        (Made(lambda m, x: None), "a value of type NoneType(.|\n)*a tensor that forward computes"),
+        (Made(half, a=nn.Linear(4, 2)), "a torch.autocast of its own(.|\n)*around kagome.pipeline, step and"),
+        (nn.LSTM(4, 2, batch_first=True), r"several tensors in one value(.|\n)*self.layer\(x\)\[0\]"),
+        (nn.Sequential(), "it returns its input 'input'"),
     ],
 )
 def test_models_whose_samples_are_not_independent(model, text):
@@ -174,9 +203,17 @@ def test_what_is_no_model_to_cut(model, error, text):
         made(model)
 
 
+def test_gradients_of_samples_add_up():
+    """Frequencies are those of a whole batch; a backward may mix samples though the forward does not."""
+    table, ids = nn.Embedding(3, 4, scale_grad_by_freq=True), torch.tensor([0, 0, 1, 0, 2, 1, 0, 0])
+    with pytest.raises(ModelError, match=r"the gradient of 'table.weight' over 4 samples is not the sum"):
+        made(Made(lambda m, x: m.out(m.table(x)), table=table, out=nn.Linear(4, 2)), ids)
+
+
 def test_what_crosses_has_samples(ranks):
     plan = plan_of(8, ("first", 1, 2), ("last", 1, 2))
-    with pytest.raises(ModelError, match=r"'flatten' is of kind 'odd'(.|\n)*'first' and what reads it"):
+    text = r"'flatten' gives a tensor of shape \[8, 6\], in which samples have no axis(.|\n)*'first' and what"
+    with pytest.raises(ModelError, match=text):
         ranks(2, folded, plan)
 
 

@@ -115,6 +115,92 @@ def compiled_layer() -> Case:
     return layers(block), samples(4), samples(3)  # type: ignore[arg-type]
 
 
+# What goes between its layers ---------------------------------------------------------------------------
+
+
+@case
+def state_handed_over() -> Case:
+    def call(m: Made, x: Tensor) -> Tensor:
+        out, state = m.one(x)
+        return m.out(m.other(out, state)[0][:, -1])
+
+    one, other = nn.LSTM(4, 6, batch_first=True), nn.LSTM(6, 6, batch_first=True)
+    return Made(call, one=one, other=other, out=nn.Linear(6, 3)), samples(5, 4), samples(3)
+
+
+@case
+def samples_and_heads_on_one_axis() -> Case:
+    def call(m: Made, x: Tensor) -> Tensor:
+        heads = m.first(x).view(x.size(0), 5, 2, 3).transpose(1, 2).reshape(-1, 5, 3)
+        return m.out(m.mix(heads).view(x.size(0), 2, 5, 3).transpose(1, 2).flatten(2).mean(1))
+
+    held = {"first": nn.Linear(4, 6), "mix": nn.Linear(3, 3), "out": nn.Linear(6, 3)}
+    return Made(call, **held), samples(5, 4), samples(3)
+
+
+@case
+def attention_with_its_weights() -> Case:
+    def call(m: Made, x: Tensor) -> Tensor:
+        found, weights = m.attention(x, x, x)
+        return m.out(found.mean(1)) + m.more(weights.flatten(1))
+
+    held = {"attention": nn.MultiheadAttention(8, 2, batch_first=True)}
+    return Made(call, **held, out=nn.Linear(8, 3), more=nn.Linear(25, 3)), samples(5, 8), samples(3)
+
+
+# What it is made of --------------------------------------------------------------------------------------
+
+
+@case
+def a_bias_that_a_norm_takes_away() -> Case:
+    convolution, norm = nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True)
+    return nn.Sequential(convolution, norm, nn.Flatten(), nn.Linear(36, 3)), samples(3, 5, 5), samples(3)
+
+
+@case
+def nested_and_in_place() -> Case:
+    inner = nn.Sequential(nn.ReLU(inplace=True), nn.Sequential(nn.Linear(6, 6), nn.ELU(inplace=True)))
+    return layers(inner, nn.Sequential()), samples(4), samples(3)
+
+
+@case
+def tied_frozen_unused() -> Case:
+    table, out = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+    out.weight = table.weight
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    call = lambda m, x: m.out(m.frozen(m.table(x)).mean(1))  # noqa: E731
+    model = Made(call, table=table, frozen=frozen, out=out, unused=nn.Linear(2, 2))
+    return model, torch.randint(0, 10, (COUNT, 5)), samples(10)
+
+
+@case
+def called_twice_and_listed() -> Case:
+    def call(m: Made, x: Tensor) -> Tensor:
+        return m.out(sum(layer(m.first(m.first(x).tanh())) for layer in m.several) * m.scale)
+
+    several = nn.ModuleList([nn.Linear(4, 6) for _ in range(3)])
+    held = {"first": nn.Linear(4, 4), "several": several, "out": nn.Linear(6, 3)}
+    return Made(call, **held, scale=torch.rand(6)), samples(4), samples(3)
+
+
+@case
+def a_learned_token() -> Case:
+    def call(m: Made, x: Tensor) -> Tensor:
+        rows = torch.cat([m.token.expand(x.size(0), -1, -1), m.read(x)], 1)
+        return m.out(m.layer(rows)[:, 0])
+
+    held = {"token": nn.Parameter(torch.randn(1, 1, 8)), "read": nn.Linear(4, 8), "out": nn.Linear(8, 3)}
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    return Made(call, **held, layer=layer), samples(5, 4), samples(3)
+
+
+@case
+def integers_of_bytes() -> Case:
+    call = lambda m, x: m.out(m.first(x.to(m.first.weight.dtype).flatten(1) / 255))  # noqa: E731
+    model = Made(call, first=nn.Linear(12, 6), out=nn.Linear(6, 3))
+    return model, torch.randint(0, 255, (COUNT, 3, 2, 2), dtype=torch.uint8), samples(3)
+
+
 # Trained ------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from kagome.model.calling import Calling
 from kagome.model.layers import trace
 from kagome.model.notes import OF_SAMPLES
 from kagome.model.pieces import Piece
-from kagome.model.probe import Fact, Probe, compare, probe
+from kagome.model.probe import Fact, Probe, compare, compare_gradients, probe
 from kagome.model.samples import Batch, inputs_of
 from kagome.model.steps import LayerGraph, Step
 
@@ -37,6 +37,15 @@ _OUT_OF_PLACE: Final[Mapping[Any, Any]] = {
     operator.isub: operator.sub,
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
+}
+
+_WRONG_OUTPUTS: Final = {
+    "input": "a forward that ends in a layer: there is nothing to train in what it gives back",
+    "several": "return one of them, or for a layer of torch's own a module around it whose forward does: "
+    "self.layer(x)[0], say",
+    "fixed": "return a row a sample; take a mean over the batch in the loss",
+    "none": "return a tensor that forward computes from its inputs",
+    "samples": "out.movedim(axis, 0) at the end of forward",
 }
 
 
@@ -137,12 +146,15 @@ class Branches:
         """Give each step that is not free to an operator."""
         steps, output = self.graph.steps, self.graph.output
         roots: dict[str, frozenset[str]] = {}
+        behind: dict[str, frozenset[str]] = {}  # of steps that are free, and read others all the same
         index: dict[str, int] = {}
         calls: dict[str, int] = {}
         for step in steps:
             kind = self.facts[step.name].kind
             made_of = frozenset[str]().union(*(roots.get(name, frozenset()) for name in step.reads))
+            before = made_of.union(*(behind.get(name, frozenset()) for name in step.reads))
             if kind in ("none", "fixed") and step.name != output:
+                behind[step.name] = before
                 continue
             name = ""
             if step.kind == "module":
@@ -168,7 +180,8 @@ class Branches:
                 last = max((self.owner[r] for r in several), key=index.__getitem__)
             elif len(made_of) > 1 and reader:
                 last = reader
-            self.owner[step.name] = last
+            late = made_of.union(*(behind.get(name, frozenset()) for name in step.reads))
+            self.owner[step.name] = max(last, *late, key=index.__getitem__)
 
     def _sinks(self) -> dict[str, set[str]]:
         """By step, the operators that read it through functions alone; an empty name is the caller."""
@@ -211,17 +224,16 @@ class Branches:
             step = self._by_name[self.graph.output]
             raise ModelError(
                 "a pipeline's model returns one tensor with a row a sample, made of that sample alone",
-                f"{step.name!r} gives a tensor of shape {list(output.shape)}, in which they have no axis of "
-                "their own, as in a product of a batch with itself",
+                f"{step.called!r} gives {output.told}, as in a product of a batch with itself",
                 where=step.line or step.path,
                 hint="train what compares all samples of a batch (a @ b.T) without a pipeline: no "
                 "micro-batch has all of them",
             )
         if output is None or output.kind != "samples" or output.axis:
             raise ModelError(
-                "a pipeline's model returns one tensor with samples along axis 0",
-                f"it returns {'an input' if output is None else f'a value of kind {output.kind!r}'}",
-                hint="return one tensor; take a mean over the batch in the loss",
+                OF_SAMPLES.output,
+                f"it returns {'its input ' + repr(self.graph.output) if output is None else output.told}",
+                hint=_WRONG_OUTPUTS["input" if output is None else output.kind],
             )
         readers: dict[str, list[str]] = {}
         for step in self.graph.steps:
@@ -232,7 +244,7 @@ class Branches:
                 if readers[name] != [step.name]:
                     raise ModelError(
                         "what a step changes in place is read by nobody else",
-                        f"{step.name!r} changes {name!r}, which {readers[name]} read",
+                        f"{step.called!r} changes {name!r}, which {readers[name]} read",
                         where=step.line or step.path,
                         hint="inplace=False",
                     )
@@ -243,7 +255,7 @@ class Branches:
             step = self._by_name[value]
             raise ModelError(
                 "what crosses between stages is a tensor with samples along one axis",
-                f"{value!r} is of kind {fact.kind!r} and shape {list(fact.shape)}",
+                f"{step.called!r} gives {fact.told}",
                 where=step.line or step.path,
                 hint=f"have {self.owner[value]!r} and what reads it in one stage (it is read in {number})",
             )
@@ -267,6 +279,7 @@ def branches_of(model: nn.Module, sample: Batch, *, batch_norm: str = "refuse") 
     graph = trace(model, list(inputs), words=OF_SAMPLES, calling=calling)
     branches = Branches(graph, probe(model, graph, inputs, batch_norm=batch_norm))
     compare(model, branches.graph, inputs, batch_norm=batch_norm)
+    compare_gradients(model, branches.graph, inputs, batch_norm=batch_norm)
     return branches
 
 

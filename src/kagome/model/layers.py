@@ -114,7 +114,7 @@ def trace(
                 )
         except FaultError as fault:
             if not fault.path:
-                raise fault.told(words.hint) from fault.cause
+                raise fault.told(words.hint, words.autocast) from fault.cause
             whole.add(fault.path)
             continue
         steps, blamed = both_modes(train, eval_, words)

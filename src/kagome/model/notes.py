@@ -29,22 +29,27 @@ class Words:
         output: What the model is to return.
         several: What to try where it returns several values.
         hint: What to try where a forward cannot be followed.
+        autocast: What to try where it turns autocast on.
     """
 
     output: str
     several: str
     hint: str
+    autocast: str
 
 
 OF_GRAPHS: Final = Words(
     "a pipeline's last stage gives what forward returns, one tensor with a row a vertex",
     "return the scores alone",
     HINT,
+    f"take it out of forward, as train.amp computes in bfloat16 by itself; or {HINT}",
 )
 OF_SAMPLES: Final = Words(
     "a pipeline's model returns one tensor with samples along axis 0",
     "return what the loss reads as one tensor: torch.cat([one, two], dim=1), say, and split it in the loss",
     CURE,
+    "take it out of forward and put it around kagome.pipeline, step and predict; or put these lines into a "
+    "module of their own: what cannot be followed is one operator",
 )
 
 
@@ -53,8 +58,21 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, dict):
         return f"a dict of {', '.join(map(repr, value)) or 'nothing'}"
     if isinstance(value, tuple | list):
-        return f"a {'list' if isinstance(value, list) else 'tuple'} of {len(value)} values"
+        return f"a {_box_of(value)} of {len(value)} value{'' if len(value) == 1 else 's'}"
     return f"a value of type {type(value).__name__}"
+
+
+def _box_of(value: Any) -> str:
+    return next(kind.__name__ for kind in (dict, list, tuple) if isinstance(value, kind))
+
+
+def _cure(value: Any, words: Words) -> str:
+    """What to try where forward returns no single value."""
+    if not isinstance(value, dict | tuple | list) or not value:
+        return "return a tensor that forward computes from its inputs"
+    if len(value) == 1:
+        return f"return that value alone, without the {_box_of(value)} around it"
+    return words.several
 
 
 def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> LayerGraph:
@@ -82,7 +100,9 @@ def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> Lay
         if node.op == "output":
             returned = node.args[0]
             if not isinstance(returned, fx.Node):
-                raise ModelError(words.output, f"it returns {_kind_of(returned)}", hint=words.several)
+                raise ModelError(
+                    words.output, f"it returns {_kind_of(returned)}", hint=_cure(returned, words)
+                )
             return graph_of(model, steps, names[returned], inputs)
         # The model itself is one step where it is a layer of torch or PyG.
         own = WHOLE if node.op == "call_module" and not node.target else node.name

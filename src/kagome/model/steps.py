@@ -100,6 +100,11 @@ class Step:
     grad: bool = True
     changes: tuple[str, ...] = ()
 
+    @property
+    def called(self) -> str:
+        """What the user knows it by: a module's path, or the name of a function's value."""
+        return self.path or self.name
+
     def call(self, model: nn.Module, values: Mapping[str, Any], *, training: bool) -> Any:
         """Run this step alone: modules and attributes are looked up in the model as it is now."""
         if self.kind == "attribute":

@@ -45,6 +45,10 @@ class UntraceableError(Exception):
     """A forward does what steps run one by one would not do."""
 
 
+class AutocastError(UntraceableError):
+    """A forward turns autocast on or off, which steps run by themselves would not know."""
+
+
 class _Drawn(TorchFunctionMode):
     """Refuses a draw that takes no notes: it would be made now, once and for all."""
 
@@ -67,13 +71,14 @@ class FaultError(Exception):
         super().__init__(path)
         self.path, self.cause = path, cause
 
-    def told(self, hint: str = HINT) -> ModelError:
-        """The same for the user, with the line of the forward."""
+    def told(self, hint: str, autocast: str) -> ModelError:
+        """The same for the user, with the line of the forward, and what to try."""
         name, number = _frame_of(self.cause.__traceback__) or ("", 0)
         text = str(self.cause).strip().split("\n")[0] or type(self.cause).__name__
         code = linecache.getline(name, number).strip()
         found = f"{code!r} stops it: {text}" if code else f"this stops it: {text}"
         where = f"{name}:{number}" if name else ""
+        hint = autocast if isinstance(self.cause, AutocastError) else hint
         return ModelError("a pipeline follows forward from layer to layer", found, where=where, hint=hint)
 
 
@@ -221,8 +226,10 @@ class Tracer(fx.Tracer):
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Node:
         """Note a call, where it stands and whether it gives gradients."""
-        if self._stack and (_autocast() != self._autocast or torch.is_inference_mode_enabled()):
-            raise UntraceableError("it calls under torch.autocast or torch.inference_mode of its own")
+        if self._stack and _autocast() != self._autocast:
+            raise AutocastError("it calls under a torch.autocast of its own")
+        if self._stack and torch.is_inference_mode_enabled():
+            raise UntraceableError("it calls under torch.inference_mode; torch.no_grad can be followed")
         node = super().create_node(kind, target, args, kwargs, *rest, **more)
         line = _line_of(sys._getframe()) if self._stack else None
         node.meta["within"] = self._stack[-1] if self._stack else ""

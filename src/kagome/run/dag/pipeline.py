@@ -22,6 +22,7 @@ from kagome.config import Parallel
 from kagome.errors import ConfigError, DataError, PlanError
 from kagome.model.branches import branches_of
 from kagome.model.masks import Masks
+from kagome.model.probe import compare_halves
 from kagome.model.samples import Batch, count_of, inputs_of
 from kagome.planner.stageplan import StagePlan
 from kagome.report.files import write_text
@@ -185,6 +186,8 @@ class Pipeline:
         chosen = plan_of(plan, self.operators, bound, channel.size, wishes.batch, count)
         self.plan = agreed(chosen, channel)
         check_norms(model, self._branches, self.plan)
+        graph = self._branches.graph
+        compare_halves(model, graph, inputs, self.plan.batch, batch_norm=wishes.batch_norm)
         shape = self.plan.shape(self.operators)
         self._pieces = self._branches.pieces([stage.operators for stage in self.plan.stages])
         self._layout = Layout.of(self.plan)
