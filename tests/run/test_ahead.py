@@ -88,8 +88,8 @@ def test_it_changes_nothing_but_the_number_of_forwards(ranks, world, what):
         assert other["found"] == one["found"]
         assert other["allowed"] is (what in SHARED)
         if what in SHARED:
-            # The first evaluation compares; the last of each fit runs on its own.
-            assert other["forwards"] == one["forwards"] - (EPOCHS - 2) - 2
+            # The first evaluation of each fit compares; the last of each runs on its own.
+            assert other["forwards"] == one["forwards"] - (EPOCHS - 2) - (3 - 2)
         elif what in UNSHARED:
             assert other["forwards"] == one["forwards"]
         else:
@@ -181,3 +181,54 @@ def test_a_kept_forward_is_dropped_when_weights_change_and_when_its_epoch_does_n
     kept()
     ahead.drop()
     assert ahead.take(3) is None
+
+
+class Heated(Plain):
+    """Scores over a temperature, which somebody else sets; in training alone if it is so."""
+
+    def __init__(self, *, trained: bool = False) -> None:
+        super().__init__()
+        self.temperature, self.trained = 1.0, trained
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out = super().forward(x, edge_index)
+        return out / self.temperature if self.training or not self.trained else out
+
+
+class Heats:
+    """Sets it after an epoch, on all ranks."""
+
+    all_ranks = True
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.model = trainer.model
+
+    def on_epoch_end(self, record: Any) -> None:
+        if record.epoch == 5:
+            self.model.temperature = 3.0
+
+
+def heated(*, shares: bool) -> list[float]:
+    with Trainer(
+        Heated(), graph(), train=settings(epochs=EPOCHS), report=QUIET, callbacks=[Heats()]
+    ) as trainer:
+        trainer.engine.ahead.allowed = None if shares else False
+        trainer.fit()
+        return losses(trainer)
+
+
+def test_a_number_that_a_callback_sets_is_the_next_epochs() -> None:
+    assert heated(shares=True) == heated(shares=False)
+
+
+def test_another_way_of_training_between_two_fits_is_found_out() -> None:
+    def scores(*, shares: bool) -> list[float | None]:
+        model = Heated(trained=True)
+        with Trainer(model, graph(), metric="loss", train=settings(epochs=EPOCHS), report=QUIET) as trainer:
+            trainer.engine.ahead.allowed = None if shares else False
+            trainer.fit(5, restore_best=False)
+            model.temperature = 3.0
+            trainer.fit(restore_best=False)
+            return [record.val_metric for record in trainer.records]
+
+    assert scores(shares=True) == scores(shares=False)

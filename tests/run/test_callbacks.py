@@ -225,7 +225,7 @@ def refused(channel: Channel, kind: type) -> str:
     [
         (
             Spoils,
-            "callback Spoils.on_epoch_end was to leave the run as it is, but it changed the model's weights",
+            "callback Spoils.on_epoch_end was to leave the run as it is, but it changed the model,",
         ),
         (Asks, "callback Asks"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -319,3 +321,46 @@ def test_labels_that_scores_stand_for():
             assert found.shape == y.shape
             assert set(found.unique().tolist()) <= set(range(-1, C))
             assert (0 in found) == (kind != "both")
+
+
+@pytest.mark.parametrize("name", ["roc_auc", "average_precision", "r2", "rmse"])
+def test_a_score_that_is_no_number_is_refused_and_no_traceback(name):
+    numbers = name in ("r2", "rmse")
+    y = torch.linspace(0, 1, N) if numbers else torch.arange(N) % 2
+    out = torch.linspace(-1, 1, N)[:, None].clone()
+    out[3] = math.nan
+    settings = Train(loss="mse" if numbers else "auto")
+    how = metric_of(name, objective_of(None, labels_of(y), settings, N), settings)
+    with pytest.raises(ModelError, match=f"{name} of the val vertices is a number, but it is nan"):
+        how.scores(out, how.objective.target({"y": y}, slice(None)), {"val": y == y}, ALONE, "scores")
+
+
+class Ratio:
+    """Of what a split has none of."""
+
+    def __call__(self, out: Tensor, y: Tensor) -> Tensor:
+        return torch.tensor([float((out.argmax(1) == y).sum()), float(len(y))])
+
+    def compute(self, state: Tensor) -> float:
+        return float(state[0]) / float(state[1] - 1)
+
+
+def test_an_own_metric_of_no_vertices_is_none_and_one_that_fails_is_said():
+    out, y = torch.eye(3)[torch.arange(N) % 3], torch.arange(N) % 3
+    how = metric_of(Ratio(), objective_of(None, labels_of(y), Train(), N), Train())
+    target = how.objective.target({"y": y}, slice(None))
+    found = how.scores(out, target, {"val": y >= 0, "test": y < 0}, ALONE, "scores")
+    assert found == {"val": N / (N - 1), "test": None}
+    one = torch.arange(N) == 4
+    with pytest.raises(ConfigError, match="it raised ZeroDivisionError"):
+        how.scores(out, target, {"val": one}, ALONE, "scores")
+
+
+def test_a_loss_of_probabilities_is_not_scored_as_one_of_scores():
+    out, y = torch.full((N, 1), 0.4), torch.arange(N) % 2
+    for loss, name in (
+        (lambda out, y: nn.functional.binary_cross_entropy(out[:, 0], y.float(), reduction="none"), "loss"),
+        (nn.BCEWithLogitsLoss(reduction="none"), "accuracy"),
+    ):
+        how = metric_of(None, objective_of(loss, labels_of(y), Train(), N), Train())
+        assert how.fitted(out).name == name

@@ -76,6 +76,11 @@ class Ahead:
         (scores, state), self._scores = self._scores, None
         return not (forward.plain and state == forward.state and torch.equal(scores, forward.out.detach()))
 
+    def anew(self) -> None:
+        """The user's code has run since: whether evaluation may share a forward is found out again."""
+        self._kept = self._scores = None
+        self.allowed = None if self.allowed else self.allowed
+
     # Keeping -------------------------------------------------------------------------------------
 
     def keep(self, forward: Forward) -> None:

@@ -6,7 +6,7 @@ Where it sits: ``trainer`` shows it every evaluation; checkpoints carry it; ``ca
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +73,8 @@ def _better(metric: float, before: float, higher: bool) -> bool:
     return metric > before if higher else metric < before
 
 
-Mark = tuple[tuple[int, int], ...]
-"""How often each tensor of a model was written to, and a sum of its bits."""
+Mark = tuple[Any, ...]
+"""How often each tensor of a model was written to, and a sum of its bits; the numbers that modules keep."""
 
 _WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -94,13 +94,21 @@ def holds(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
 
 
 def mark(model: nn.Module) -> Mark:
-    """A mark of weights and buffers; writing to one of them makes another, also through ``.data``.
+    """A mark of weights, buffers and the numbers of a model's modules: what forward computes by.
+
+    Writing to one of them makes another, also through ``.data``; ``train()`` and ``eval()`` do not.
 
     Cost:
         One pass over them.
     """
     tensors = (*model.parameters(), *model.buffers())
-    return tuple((tensor._version, bits(tensor)) for tensor in tensors)
+    numbers = (
+        (name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str) and name != "training"
+    )
+    return (*((tensor._version, bits(tensor)) for tensor in tensors), *numbers)
 
 
 def bits(tensor: Tensor) -> int:

@@ -57,11 +57,11 @@ class Callbacks:
             argument: What the method is given.
 
         Returns:
-            Whether one of them changed the model's weights.
+            Whether one of them changed the model: weights, or numbers of its modules.
 
         Raises:
             Exception: What a callback raised, on its own rank.
-            CallbackError: On the other ranks; on all where one changed weights on rank 0 alone.
+            CallbackError: On the other ranks; on all where one changed the model on rank 0 alone.
 
         Cost:
             A few bytes from each rank; nothing where no callback has the method.
@@ -85,7 +85,7 @@ class Callbacks:
             changed |= moved
             if moved and self._world.size > 1 and not _everywhere(callback):
                 hint = f"all_ranks = True in {type(callback).__name__}, so that every rank runs it"
-                fault = name, "it changed the model's weights, which all ranks share", hint
+                fault = name, "it changed the model, which all ranks share", hint
                 break
         faults: Any = self._world.gather_objects((fault, changed), f"callbacks: {event}")
         if raised is not None:

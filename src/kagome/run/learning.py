@@ -83,8 +83,9 @@ class Aim:
         metric = self.metric.fitted(out)
         if metric.name != self.metric.name:
             say(
-                f"the metric is the loss: the output has other columns than {self.metric.name} scores "
-                "(train.metric_columns names those, metric=... another)."
+                "the metric is the loss: a loss of your own does not say what the output's columns stand for "
+                f"(metric={self.metric.name!r} takes scores above 0 for a label, or the largest of a column "
+                "a class; train.metric_columns names the columns)."
             )
         return self if metric is self.metric else replace(self, metric=metric)
 

@@ -9,10 +9,12 @@ precision need the order of all rows: their scores go to rank 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -27,6 +29,8 @@ NUMBERS: Final = ("mse", "mae", "rmse", "r2")
 """Metrics of numbers, not of classes."""
 RANKED: Final = ("roc_auc", "average_precision")
 """Metrics of the order of all rows."""
+_LOGITS: Final = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss)
+"""Losses of scores that are above 0 where a label is likely."""
 
 Own = Callable[[Any, Tensor], Any]
 """``metric(out, y)``: a value a row; or, with a ``compute(state)`` beside it, a state that adds up."""
@@ -103,22 +107,29 @@ class Metric:
             split: (tree_map(lambda leaf, at=at: leaf.index_select(0, at), out), target.of(at))
             for split, at in rows.items()
         }
-        if self.own is None and self.name in RANKED:
-            return {s: self._ranked(*cut, channel, action) for s, cut in cuts.items()}
-        if self.own is None and self.name == "r2":
-            return self._r2(cuts, channel, action)
-        states = [self._state(*cut) for cut in cuts.values()]
-        summed = _summed(states, channel, action)
-        found = {split: self._final(state) for split, state in zip(cuts, summed, strict=True)}
+        found = self._found(cuts, channel, action)
         for split, value in found.items():
             if value is not None and value != value:
                 raise ModelError(
                     f"the metric {self.name} of the {split} vertices is a number",
                     "it is nan",
                     where=action,
-                    hint="leave vertices without a label out of the masks, or give them 0 in a state",
+                    hint="a look at the model's output for these vertices: it may be nan or infinite"
+                    if self.own is None
+                    else "leave vertices without a label out of the masks, or give them 0 in a state",
                 )
         return found
+
+    def _found(
+        self, cuts: Mapping[str, tuple[Any, Target]], channel: Sums, action: str
+    ) -> dict[str, float | None]:
+        if self.own is None and self.name in RANKED:
+            return {s: self._ranked(*cut, channel, action) for s, cut in cuts.items()}
+        if self.own is None and self.name == "r2":
+            return self._r2(cuts, channel, action)
+        states = [self._state(*cut) for cut in cuts.values()]
+        summed = _summed(states, channel, action)
+        return {split: self._final(state) for split, state in zip(cuts, summed, strict=True)}
 
     def check(self, out: Any) -> None:
         """Refuse an output that a built-in metric would take for something else.
@@ -134,8 +145,12 @@ class Metric:
         if not self.guessed or self.name == "loss":
             return self
         try:
-            self._columns(out)
+            rows = self._columns(out)
         except ModelError:
+            return Metric("loss", self.objective, higher=False, guessed=True)
+        # Scores above 0 are a label, probabilities above 1/2: a loss of the user's own does not say which.
+        cut = rows.size(1) == 1 or not self.objective.classified
+        if cut and not isinstance(self.objective.loss, _LOGITS):
             return Metric("loss", self.objective, higher=False, guessed=True)
         return replace(self, guessed=False)
 
@@ -310,21 +325,19 @@ class Metric:
         label = torch.where(there, flat, torch.full_like(flat, float("nan")))
         table = torch.cat([score, label], dim=1)
         rows = channel.gather_rows(table, action=action, dst=0)
-        value = torch.full((1,), float("nan"), dtype=torch.float64, device=table.device)
+        value = torch.zeros(1, dtype=torch.float64, device=table.device)
         if rows is not None:
             guess, true = (part.cpu().numpy() for part in torch.cat(rows).chunk(2, dim=1))
             found = []
             for column in range(true.shape[1]):
                 kept = true[:, column] == true[:, column]
-                mine = true[kept, column] > 0
+                mine, scored = true[kept, column] > 0, guess[kept, column]
                 if 0 < mine.sum() < mine.size:
-                    found.append(float(function(mine, guess[kept, column])))
-            if found:
-                value.fill_(sum(found) / len(found))
-        else:
-            value.zero_()
+                    whole = bool(np.isfinite(scored).all())  # scikit-learn takes no others
+                    found.append(float(function(mine, scored)) if whole else math.nan)
+            value.fill_(sum(found) / len(found) if found else math.inf)
         total = float(channel.all_reduce(value, action=action, kind="other"))
-        return None if total != total else total
+        return None if math.isinf(total) else total
 
     # A user's own --------------------------------------------------------------------------------
 
@@ -337,7 +350,8 @@ class Metric:
             return torch.zeros(2, dtype=torch.float64, device=y.device)
         found = self._called(out, y)
         if hasattr(self.own, "compute"):
-            return tree_map(lambda leaf: torch.as_tensor(leaf).detach().double(), found)
+            state = tree_map(lambda leaf: torch.as_tensor(leaf).detach().double(), found)
+            return torch.tensor(float(count), dtype=torch.float64, device=y.device), state
         if (
             not isinstance(found, Tensor)
             or found.dim() == 0
@@ -363,16 +377,30 @@ class Metric:
         except Exception as error:
             raise ConfigError(
                 "metric(out, y) is computed of the model's output and the labels as they were given",
-                f"it raised {type(error).__name__}: {str(error).splitlines()[:1]}",
+                f"it raised {_said(error)}",
                 where=f"y {list(y.shape)} {y.dtype}",
+                hint="" if y.size(0) else "a state of no vertices too: a rank or a split may have none",
             ) from error
 
     def _own_final(self, state: Any) -> float | None:
         compute = getattr(self.own, "compute", None)
         if compute is not None:
-            found = compute(state)
-            return None if found is None else float(found)
+            count, added = state
+            if not count:
+                return None
+            try:
+                found = compute(added)
+                return None if found is None else float(found)
+            except Exception as error:
+                raise ConfigError(
+                    "metric.compute(state) gives a number, or None, of a state that was added up",
+                    f"it raised {_said(error)}",
+                ) from error
         return float(state[0] / state[1]) if state[1] else None
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _share(target: Target) -> float:

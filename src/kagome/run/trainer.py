@@ -226,10 +226,9 @@ class Trainer:
         self.accounts = Accounts(self.engine, self.optimizer, self.settings)
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
             self.engine.ahead.allowed = False  # it might write to the weights unseen
-        self.epoch, self._best, self._was_checked = 0, Best(), False
+        self.epoch, self._best, self._was_checked, self._is_whole = 0, Best(), False, True
         self.records: list[EpochRecord] = []
         self._last: dict[str, Tensor] | None = None
-        self._is_whole = True
 
     # Public --------------------------------------------------------------------------------------
 
@@ -265,6 +264,7 @@ class Trainer:
         learning.refuse_thawed(self.model, self._frozen)
         epochs = self.train.epochs if epochs is None else epochs
         self._go_on()
+        self.engine.ahead.anew()
         if resume is not None:
             self._resume(resume)
         if self.writer is not None:
@@ -467,7 +467,7 @@ class Trainer:
 
     def _tell_callbacks(self, record: EpochRecord) -> None:
         if self._callbacks.tell("on_epoch_end", record):
-            self.engine.ahead.drop()  # what was computed ahead of this has read other weights
+            self.engine.ahead.anew()  # what was computed ahead of this was another model's
 
     # Epochs --------------------------------------------------------------------------------------
 
