@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from convolutions import sample_graph
 from kagome import check
 from kagome.errors import ModelError
+from kagome.model.attending import attention
 from parity import assert_equal, one_rank, random_owner, split, whole
 
 WIDE = 8
@@ -201,3 +202,16 @@ def test_ranks_of_which_one_has_no_vertex_attend_to_all(ranks, world):
     owner = random_owner(data.num_nodes, world - 1)
     found = split(ranks, world, Encoded, data, owner, epochs=2)
     assert_equal(found, one_rank(Encoded, data, epochs=2))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_who_may_attend_to_nobody_gets_0_as_torch_gives_it(kind: str) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    mask = torch.ones(2, 4, 4, dtype=torch.bool)
+    mask[:, 1] = False
+    if kind == "float":
+        mask = torch.zeros(2, 4, 4, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    found = attention(*given, mask, drop=lambda weights, p: weights)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(*given, mask))
+    assert all(bool(grad.isfinite().all()) for grad in torch.autograd.grad(found.sum(), given))

@@ -93,6 +93,8 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "products of all pairs": lambda x: torch.inner(x, x) @ x,
     "no diagonal": lambda x: x + x.clone().fill_diagonal_(0),
     "what is lost, by a number a vertex": lambda x: x + x.quantile(0.5, dim=0)[x.argmax(1)][:, None],
+    "an embedding of vertices": lambda x: x + F.embedding(x.argmax(1), x),
+    "an embedding of what is lost": lambda x: x + F.embedding(x.argmax(1), torch.cdist(x, x)).sum(1, True),
 }
 
 

@@ -122,6 +122,22 @@ def test_only_the_newest_two_stay_and_the_pointer_names_the_last(tmp_path):
     assert checkpoint.latest(tmp_path).name == "epoch-000007"
 
 
+def test_somebody_s_copy_of_a_checkpoint_stays(tmp_path):
+    copies = [tmp_path / "run" / "checkpoints" / name for name in ("epoch-000001-mine", "epoch-best")]
+    with Trainer(
+        model("gcn", 0.0, torch.float64),
+        graph(torch.float64),
+        train=settings(save_every=1),
+        report=QUIET,
+        out=tmp_path / "run",
+    ) as trainer:
+        trainer.fit(1)
+        for copy in copies:
+            copy.mkdir()
+        trainer.fit(4)
+    assert all(copy.is_dir() for copy in copies)
+
+
 def test_a_course_that_was_left_is_removed_with_the_next_checkpoint(run):
     """A resume of an older checkpoint: the newest by number were kept, and the new ones removed."""
     shutil.copytree(run / "checkpoints" / "epoch-000007", run / "checkpoints" / "epoch-000009")

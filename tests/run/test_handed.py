@@ -12,12 +12,16 @@ from kagome.comm.codec import Codec
 from kagome.errors import CheckpointError
 from kagome.neighbors.known import Known
 from kagome.neighbors.selection import Skip
-from kagome.run.carried import checked
+from kagome.run.carried import Named, checked
 from kagome.run.handed import fault
 
 
 def rows(*shape: int, dtype: str = "float32") -> Any:
     return SimpleNamespace(shape=shape, dtype=f"torch.{dtype}")
+
+
+def named(file: Any) -> Named:
+    return Named(file, "carried.0/0/0/rows", (4, 3), "torch.float32", accelerated=False)
 
 
 LINE = {"rows": rows(4, 3), "epoch": 2, "drift": None, "oldest": 0, "mean": None, "weight": 0.0}
@@ -84,9 +88,14 @@ def test_what_was_altered_is_named(kind, state, words):
 
 def test_it_is_asked_when_a_checkpoint_is_read():
     layout = {"stage": 0, "part": 0, "steps": (), "rest": {}}
-    assert checked({**layout, "entries": [("table", "a", TABLE)]})
+    files = ["rank-00000.safetensors"]
+    assert checked({**layout, "entries": [("table", "a", TABLE)]}, files)
+    assert checked({**layout, "entries": [("residual", "a", {"rows": named(files[0])})]}, files)
     with pytest.raises(ValueError, match=r"for residual \('a', 0\) does not fit: rows is no tensor"):
-        checked({**layout, "entries": [("residual", ("a", 0), {"rows": rows(4)})]})
+        checked({**layout, "entries": [("residual", ("a", 0), {"rows": rows(4)})]}, files)
+    for file in ("../rank-00000.safetensors", "/etc/passwd", 7):
+        with pytest.raises(ValueError, match="no file of the checkpoint"):
+            checked({**layout, "entries": [("residual", "a", {"rows": named(file)})]}, files)
 
 
 def test_a_selection_among_other_rows_is_refused():

@@ -58,7 +58,11 @@ def attention(
     if attn_mask is not None:
         masked = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
-    return drop(scores.softmax(-1), dropout_p) @ value
+    if attn_mask is None:
+        return drop(scores.softmax(-1), dropout_p) @ value
+    nobody = (scores == -math.inf).all(-1, keepdim=True)  # of whom torch gives 0
+    weights = scores.masked_fill(nobody, 0.0).softmax(-1).masked_fill(nobody, 0.0)
+    return drop(weights, dropout_p) @ value
 
 
 _NAMES: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -305,6 +305,10 @@ def embedding(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) 
     table = kwargs.get("weight", args[1] if len(args) > 1 else None)
     if mark is None or not isinstance(table, Tensor) or not isinstance(ids, Tensor):
         return NotImplemented
+    held = scope.marks.get(table)
+    if held is not None and mark.kind in (*VERTICES, Kind.PAIRS):
+        # Rows of vertices, or what was lost of them: no table that all ranks have.
+        return scope.__torch_function__(Tensor.__getitem__, (), (table, ids))
     axis = ids.dim() - 1 if mark.kind in IDS else mark.axis
     if mark.kind in VERTICES:
         out = func(*args, **kwargs)

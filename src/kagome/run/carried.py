@@ -12,7 +12,7 @@ a run that goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
@@ -250,8 +250,12 @@ class Told:
         return {(kind, key): state for kind, key, state in found}
 
 
-def checked(rank: Any) -> dict[str, Any]:
+def checked(rank: Any, files: Collection[str]) -> dict[str, Any]:
     """What a rank handed on, as :meth:`Carried.plain` gives it.
+
+    Args:
+        rank: As it was read.
+        files: Those of the checkpoint: rows lie in no other.
 
     Raises:
         ValueError: If it is something else.
@@ -265,6 +269,9 @@ def checked(rank: Any) -> dict[str, Any]:
         hash(key)
         if not isinstance(kind, str) or not isinstance(state, dict):
             raise ValueError(f"a rank's rows hold {str(kind)[:40]!r}")
+        for each in state.values():
+            if isinstance(each, Named) and not (each.file in files and isinstance(each.path, str)):
+                raise ValueError(f"a rank's rows lie in {str(each.file)[:40]!r}, no file of the checkpoint")
         if why := handed.fault(kind, state):
             raise ValueError(f"what a rank hands on for {kind} {str(key)[:60]} does not fit: {why}")
     return rank

@@ -223,7 +223,8 @@ def _shares(state: Mapping[str, Tensor], count: int) -> list[list[str]]:
 
 def _remove_others(folder: Path, newest: str) -> None:
     """Keep the newest few; later epochs are of a course that was left (a fresh start, an older resume)."""
-    found = sorted((path.name for path in folder.glob("epoch-*")), key=_number)
+    # What has another name is somebody's copy.
+    found = sorted((path.name for path in folder.glob("epoch-*") if _NAME.fullmatch(path.name)), key=_number)
     kept = [name for name in found if _number(name) <= _number(newest)][-KEEP:]
     for name in set(found) - set(kept):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -443,7 +444,7 @@ def load(
         for name, value in sections["optimizer"].items():
             index, _, key = name.partition("/")
             state.setdefault(int(index), {})[key] = value
-        told = Told(folder, place.epoch, dict(rest["guards"]), [checked(rank) for rank in rest["carried"]])
+        told = Told(folder, place.epoch, dict(rest["guards"]), [checked(r, files) for r in rest["carried"]])
         if _forms(sections["optimizer"]) != rest["forms"]:
             raise SealError("the optimizer's tensors are not those that it says")
         refused = misfit(model, sections["model"]) or misfit(model, sections["best"] or sections["model"])
@@ -481,7 +482,7 @@ def best_weights(folder: str | Path) -> dict[str, Tensor]:
         for name, seal in files.items():
             sealed.verify(folder / name, seal)
         sections = _read(folder, files)[1]
-    except (SealError, ObjectError, OSError, ValueError) as error:
+    except (SealError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(folder, _reason(error)) from None
     return sections["best"] or sections["model"]
 
@@ -529,8 +530,7 @@ def _page(folder: Path) -> tuple[Place, dict[str, Seal]]:
     """A checkpoint's page.
 
     Raises:
-        SealError: If it is damaged.
-        CheckpointError: If it is of another version.
+        SealError: If it is damaged, or of another version.
     """
     facts = sealed.read_page(folder / PAGE)
     if facts.pop("format", None) != FORMAT:

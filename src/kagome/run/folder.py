@@ -226,7 +226,8 @@ class RunWriter:
         if label is not None:
             given["label"] = label.cpu().numpy()
         fresh = self.folder / ".predictions.npz"
-        np.savez_compressed(fresh, target=target.cpu().numpy(), **given)
+        known = target.float() if target.dtype == torch.bfloat16 else target  # NumPy has no such type
+        np.savez_compressed(fresh, target=known.cpu().numpy(), **given)
         fresh.rename(self.folder / "predictions.npz")
         with torch.no_grad():
             save_model(model, str(self.folder / ".model.safetensors"))
