@@ -59,6 +59,12 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "deviation of columns of 0": lambda x: x / (1 + one_column(x).std(0)),
     "normalize columns of 0": lambda x: x + F.normalize(one_column(x), dim=0),
     "renorm of rows": lambda x: x.renorm(2, 0, 0.5),
+    "special softmax over vertices": lambda x: x + torch.special.softmax(x, 0),
+    "special log softmax over vertices": lambda x: x + torch.special.log_softmax(x, 0),
+    "max pool of what a mask has left": lambda x: (
+        x + pyg.global_max_pool(masked(x), torch.zeros(x.size(0), dtype=torch.long))
+    ),
+    "a linear layer of columns": lambda x: x @ F.linear(x.t(), x.t()),
     "rms norm of rows": lambda x: torch.rms_norm(x, (8,)),
 }
 
@@ -90,6 +96,7 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "rms norm over vertices": lambda x: torch.rms_norm(x.t(), (x.size(0),)).t(),
     "largest singular value": lambda x: x / torch.linalg.norm(x, 2),
     "largest column sum": lambda x: x / torch.linalg.norm(x, 1),
+    "a linear layer of rows": lambda x: F.linear(x, x) @ x,
     "products of all pairs": lambda x: torch.inner(x, x) @ x,
     "no diagonal": lambda x: x + x.clone().fill_diagonal_(0),
     "what is lost, by a number a vertex": lambda x: x + x.quantile(0.5, dim=0)[x.argmax(1)][:, None],

@@ -272,10 +272,10 @@ def _softmax(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     axis, dim = scope.axis(x), argument(args, kwargs, 1, "dim", -1)
     if axis is None or scope.size == 1 or dim is None or dim % x.dim() != axis:
         return NotImplemented
-    z = -x if name == "softmin" else x
+    z = -x if name == "softmin" else x  # torch.special's are called special_...
     shifted = z - _highest(scope, z, (axis,))
     whole = scope.total(shifted.exp().sum(axis, keepdim=True))
-    return scope.like(shifted - whole.log() if name == "log_softmax" else shifted.exp() / whole, x)
+    return scope.like(shifted - whole.log() if name.endswith("log_softmax") else shifted.exp() / whole, x)
 
 
 def _contract(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -313,7 +313,9 @@ def _einsum(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
 
 REDUCTIONS: Mapping[str, Handler] = {
     **dict.fromkeys(SIGNATURES, _reduce),
-    **dict.fromkeys(("softmax", "log_softmax", "softmin"), _softmax),
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "softmin", "special_softmax", "special_log_softmax"), _softmax
+    ),
     **dict.fromkeys(("matmul", "mm", "bmm", "__matmul__", "mv", "dot", "vdot"), _contract),
     "einsum": _einsum,
 }

@@ -95,7 +95,7 @@ _RUNS = frozenset(
     ]
 )
 """Calls that go along one axis, the last by default, and keep the others."""
-_SHARES = frozenset(["softmax", "log_softmax", "softmin"])
+_SHARES = frozenset(["softmax", "log_softmax", "softmin", "special_softmax", "special_log_softmax"])
 """Calls that go along one axis, and whose result belongs entry by entry to what they are given."""
 _AMONG = frozenset(["topk", "kthvalue", "roll"])
 """Calls that go along one axis, with a number before it, and keep the others."""

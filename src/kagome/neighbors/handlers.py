@@ -281,6 +281,10 @@ def _linear(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
     if not args or not isinstance(weight, Tensor) or isinstance(args[0], Lazy):
         return NotImplemented
+    if scope.parted and (held := scope.marks.get(weight)) is not None and held.kind in ALIGNED:
+        call = scope.__torch_function__  # a product with rows, as any other
+        out = call(Tensor.matmul, (), (args[0], call(Tensor.t, (), (weight,))))
+        return out if bias is None else call(Tensor.add, (), (out, bias))
     if bias is None and scope.sums_late(args[0], weight):
         return scope.marks.put(Lazy(Linear(args[0], weight, scope)), Mark(Kind.ROWS))
     rows = _factor(scope, args[0], weight)
@@ -314,16 +318,17 @@ def _pooled_extreme(
     scope: Reader, base: Tensor, axis: int, index: Tensor, value: Tensor, sign: int
 ) -> Tensor:
     """The largest of each group on all ranks; ``base`` where there is none. Equals share the gradient."""
-    low = torch.finfo(value.dtype).min if value.is_floating_point() else torch.iinfo(value.dtype).min
+    low = -math.inf if value.is_floating_point() else torch.iinfo(value.dtype).min
     best = torch.full_like(base, low, requires_grad=False)
     best = best.scatter_reduce(axis, index, value.detach() * sign, "amax", include_self=True)
     best = scope.greatest(best)
     none, best = best == low, best * sign
     if value.requires_grad:
-        same = (value.detach() == best.gather(axis, index)).to(value.dtype)
-        ties = scope.total(torch.zeros_like(best).scatter_add(axis, index, same)).clamp(min=1)
-        slope = torch.zeros_like(best).scatter_add(axis, index, same * (value - value.detach()))
-        best = best + scope.total(slope) / ties
+        same = value.detach() == best.gather(axis, index)
+        ties = torch.zeros_like(best).scatter_add(axis, index, same.to(value.dtype))
+        kept = torch.where(same & value.detach().isfinite(), value, torch.zeros_like(value))
+        slope = torch.zeros_like(best).scatter_add(axis, index, kept - kept.detach())
+        best = best + scope.total(slope) / scope.total(ties).clamp(min=1)
     return torch.where(none, base, best)
 
 
