@@ -201,6 +201,21 @@ def integers_of_bytes() -> Case:
     return model, torch.randint(0, 255, (COUNT, 3, 2, 2), dtype=torch.uint8), samples(3)
 
 
+@case
+def hooks_on_weights() -> Case:
+    model, copy = layers(nn.Tanh()), {}
+    model[0].weight.register_hook(lambda grad: grad.clamp(-1e-2, 1e-2))
+    model[2].weight.register_hook(lambda grad: grad / grad.norm())
+
+    def step(weight: Tensor) -> None:  # an optimizer of its own, within the backward
+        copy["steps"] = copy.get("steps", 0) + 1
+        weight.data -= 0.1 * copy["steps"] * weight.grad.clamp(-1e-3, 1e-3)
+        weight.grad = None
+
+    model[2].bias.register_post_accumulate_grad_hook(step)
+    return model, samples(4), samples(3)
+
+
 # Trained ------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from kagome.errors import DataError, KagomeError, ModelError
 from kagome.model.calling import Calling
+from kagome.model.hooks import hooks_off
 from kagome.model.likeness import refuse_unlike
 from kagome.model.masks import Call, Masks, Place, place_of
 from kagome.model.samples import count_of, rows_of
@@ -383,7 +384,7 @@ def compare_gradients(
         found = torch.autograd.grad(out, list(weights.values()), mine, allow_unused=True)
         return [None if each is None else each.to_dense() for each in found], pull
 
-    with _untouched(model, batch_norm):
+    with _untouched(model, batch_norm), hooks_off(weights.values()):
         try:
             whole, pull = gradients(0, count, None)
             one, other = (gradients(*bound, pull)[0] for bound in ((0, 1), (1, count)))

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from kagome.errors import KagomeError, ModelError
 from kagome.model.branches import Branches, branches_of
 from kagome.model.buffers import Buffers
+from kagome.model.hooks import hooks_off
 from kagome.model.masks import Masks
 from kagome.model.pieces import Piece
 from kagome.model.samples import Batch, count_of, inputs_of
@@ -79,7 +80,7 @@ def measured(
     for weight, _ in gradients:
         weight.grad = None
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), hooks_off(model.parameters()):
             for size in sizes:
                 with _telling(f"{size} samples"):
                     bench = _Bench(model, branches, inputs, size)

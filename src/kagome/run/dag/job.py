@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kagome.model.branches import Branches
 from kagome.model.masks import Masks
 from kagome.model.pieces import Piece
+from kagome.run.dag import amp
 
 Part = tuple[range, Tensor]
 """Some samples of a value."""
@@ -116,7 +117,8 @@ class Job:
             roots.append(self.loss)
             gradients.append(None)
         if roots:
-            torch.autograd.backward(roots, gradients)
+            with amp.without(roots[0].device):
+                torch.autograd.backward(roots, gradients)
         self.outs = {}
 
     def gradient(self, name: str) -> Tensor:

@@ -21,6 +21,7 @@ from kagome.comm.mesh import open_mesh
 from kagome.config import Parallel
 from kagome.errors import ConfigError, DataError, PlanError
 from kagome.model.branches import branches_of
+from kagome.model.hooks import hooks_off, run_hooks
 from kagome.model.masks import Masks
 from kagome.model.probe import compare_halves
 from kagome.model.samples import Batch, count_of, inputs_of
@@ -28,6 +29,7 @@ from kagome.planner.stageplan import StagePlan
 from kagome.report.files import write_text
 from kagome.report.spans import Span, Spans
 from kagome.report.stages_page import StageRow, write_stages
+from kagome.run.dag import amp
 from kagome.run.dag.auto import searched
 from kagome.run.dag.checks import (
     agreed,
@@ -174,6 +176,7 @@ class Pipeline:
         self.model, self.channel, self._loss = model.to(channel.device), channel, wishes.loss
         self._update = 0
         self._last_loss: float | None = None
+        self._autocast = amp.autocast_now(channel.device)
         inputs = self._moved(inputs_of(model, sample_batch))
         self._branches = branches_of(model, inputs, batch_norm=wishes.batch_norm)
         plan = wishes.plan
@@ -221,6 +224,7 @@ class Pipeline:
 
         Raises:
             DataError: If the batch is of another size or shape.
+            ConfigError: If autocast is not what it was when the pipeline was made.
             ModelError: If the loss is not finite; weights are as they were.
             CommError: If a peer was late or lost.
         """
@@ -248,17 +252,21 @@ class Pipeline:
                 total.add_(job.loss.detach().double())
 
         current = Pass(self._code, self._layout, self._program, self.channel, self._spans)
-        current.run(inputs, update, training=True, lose=lose, done=done)
+        with hooks_off(self._weights.mine.values()):
+            current.run(inputs, update, training=True, lose=lose, done=done)
         with self._spans.phase("weights", update):
             self._weights.sum_gradients(update)
             self._weights.average_buffers(update)
             found = self.channel.all_reduce(total, action=f"loss, update {update}", kind="other")
         check_finite(float(found), update)
         self._last_loss = float(found)
+        foreign = self._weights.foreign
+        with watched(foreign, "a hook of a weight", grads=True), amp.without(self.channel.device):
+            run_hooks(self._weights.mine.values())
         if self.optimizer is not None:
-            foreign = self._weights.foreign
             watch_hooks(self.optimizer, foreign)
-            with self._spans.phase("optimizer", update), watched(foreign, "the optimizer"):
+            alone = amp.without(self.channel.device)
+            with self._spans.phase("optimizer", update), watched(foreign, "the optimizer"), alone:
                 self.optimizer.step()
         return self._last_loss
 
@@ -405,4 +413,5 @@ class Pipeline:
     def _checked(self, batch: Batch) -> dict[str, Tensor]:
         inputs = self._moved(inputs_of(self.model, batch))
         check_forms(inputs, self._forms)
+        amp.begin(self.channel.device, self._autocast)
         return inputs
