@@ -14,7 +14,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.utils import scatter, softmax, to_dense_adj, to_undirected
+from torch_geometric.utils import coalesce, dropout_edge, scatter, softmax, to_dense_adj, to_undirected
 
 NODES, EDGES, FAN_IN, FAN_OUT, D = 30, 120, 6, 4, 3
 ORDERS = ("shuffled", "by source", "by target", "duplicate")
@@ -231,6 +231,31 @@ def _reverse(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
     return x + scatter(messages - messages[m.rev], edge_index[1], dim=0, dim_size=x.size(0), reduce="sum")
 
 
+def _in_order(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
+    order = edge_index[1].argsort(stable=True)
+    return summed(x, edge_index[:, order], m.w[order])
+
+
+def _some(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
+    some = (edge_index[0] < edge_index[1]).nonzero().view(-1)
+    return summed(x, edge_index[:, some], m.w[some])
+
+
+def _coalesced(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
+    return summed(x, *coalesce(edge_index, m.w, reduce="mean"))
+
+
+def _one_way(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
+    both, kept = dropout_edge(edge_index, 1e-12, force_undirected=True)  # which drops none
+    return summed(x, both, m.w[kept])
+
+
+def _turned_in_place(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
+    ends, some = edge_index.clone(), edge_index[0] < 10
+    ends[:, some] = ends[:, some].flip(0)
+    return summed(x, ends, m.w)
+
+
 P = nn.Parameter
 _WEIGHT, _MASK = table(EDGES), torch.arange(EDGES) < 50
 _REV = torch.arange(EDGES).flip(0)
@@ -293,6 +318,11 @@ TABLES: dict[str, Callable[[], nn.Module]] = {
     "rolled": lambda: Call(_rolled),
     "one edge": lambda: Call(_first_edge),
     "the first ones doubled": lambda: Call(_written),
+    "in another order": lambda: Call(_in_order, w=P(table(EDGES))),
+    "some by their numbers": lambda: Call(_some, w=P(table(EDGES))),
+    "coalesced": lambda: Call(_coalesced, w=P(table(EDGES))),
+    "one of both ways": lambda: Call(_one_way, w=P(table(EDGES))),
+    "some turned in place": lambda: Call(_turned_in_place, w=P(table(EDGES))),
     "weights in parts": _mine(lambda m, _: torch.cat([m.a, m.b]), a=P(table(50)), b=P(table(70))),
     "a weight for the first": _mine(
         lambda m, e: torch.cat([m.a, torch.ones(e.size(1) - 50).double()]), a=P(table(50))

@@ -31,6 +31,16 @@ def user_line() -> str:
     return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}, in {frame.f_code.co_name}"
 
 
+def raised_at(error: BaseException) -> str:
+    """The innermost line outside of Kagome, torch and PyG that an error passed, as ``file.py, line 12``."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        if _library(trace.tb_frame) not in _LIBRARIES:
+            found = f"{Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
 def from_library() -> bool:
     """Whether PyG's code, and not the user's, made the call that is being answered."""
     frame = _frame(("kagome", "torch", "threading", "contextlib"))

@@ -210,6 +210,17 @@ class Detached(Smooth):
         return self.two(self.one(h, edge_index).tanh() + F.pad(flow, (0, WIDTH - 3)), edge_index)
 
 
+class Attacked(Smooth):
+    """Features moved by the sign of a derivative, which keeps no graph: adversarial training (FGSM)."""
+
+    def forward(self, x: Tensor, pos: Tensor, edge_index: Tensor) -> Tensor:
+        moved = x.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            fooled = self.field(moved, pos, edge_index).square().sum()
+            sign = torch.autograd.grad(fooled, moved)[0].sign()
+        return self.field(x + 0.01 * sign, pos, edge_index)
+
+
 class Denoised(Smooth):
     """Two steps downhill in energy, unrolled: what deep equilibrium and energy-based models do."""
 
@@ -307,6 +318,7 @@ CASES: dict[str, Case] = {
     "a Laplacian of rows": Case(lambda: Laplacian(4), molecule),
     "a derivative feeds a layer": Case(lambda: Advected(4), molecule),
     "a derivative without a graph feeds a layer": Case(lambda: Detached(4), molecule),
+    "features moved by a derivative's sign": Case(lambda: Attacked(4), molecule),
     "unrolled steps downhill": Case(lambda: Denoised(1), lambda: molecule(3)),
     "a Hamiltonian": Case(Hamiltonian, lambda: molecule(6)),
 }

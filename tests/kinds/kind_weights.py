@@ -512,6 +512,20 @@ class Keeping(Three):
         return self.out(self.two(self.hidden, edge_index).tanh())
 
 
+class OneNorm(torch.optim.Optimizer):
+    """A user's optimizer that divides by the norm of all gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(float(p.grad.square().sum()) for p in held) ** 0.5
+        for p in held:
+            p.sub_(0.05 * p.grad / norm)
+
+
 CASES: dict[str, Case] = {
     **{f"a penalty: {name}": penalised(net, penalty) for name, penalty in PENALTIES.items()},
     **{
@@ -579,5 +593,6 @@ CASES: dict[str, Case] = {
     "hidden rows that forward keeps": own(
         Keeping, lambda model, out, y: error(out, y) + 0.1 * model.hidden.square().mean()
     ),
+    "an own optimizer with one norm": Case(Three, data, optimizer=lambda model: OneNorm),
     "a mean that forward keeps": own(Keeping, lambda model, out, y: error(out, y) + 0.1 * model.activity),
 }

@@ -33,6 +33,7 @@ REFUSED = {
     "rolled": "roll goes along the list",
     "one edge": "read by its place",
     "a weight for the first": "minus 50",
+    "some turned in place": "ids that were computed",
 }
 """What no part can follow, and what the refusal says."""
 

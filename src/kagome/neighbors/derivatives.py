@@ -77,6 +77,7 @@ def _grad(scope: Scope, name: str, func: Any, args: tuple[Any, ...], kwargs: dic
     given["outputs"], given["inputs"] = outputs, inputs
     given["grad_outputs"] = [_seed(scope, out, seed) for out, seed in zip(outputs, seeds, strict=True)]
     keeps = bool(given.get("create_graph")) and torch.is_grad_enabled()
+    given["retain_graph"] = True  # the token of the whole forward passes through the same exchanges
     with scope.turn.differentiating():
         found = func(**given)
         with torch.set_grad_enabled(keeps):

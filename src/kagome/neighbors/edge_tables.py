@@ -118,6 +118,7 @@ class EdgeTables:
                 hint="compute a new tensor from it, or train on one rank",
             )
         whole = name in _READS and first in self and _by_number(args[1:], kwargs)
+        whole = whole and not self._by_order(scope, first, (*args[1:], *kwargs.values()))
         if name in _ROWS_FIRST and args:
             return (self._of(scope, first, whole=whole), *args[1:]), kwargs
         return (
@@ -131,6 +132,26 @@ class EdgeTables:
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, Tensor) and value in self.names
+
+    def _by_order(self, scope: Cutter, table: Any, rest: Args) -> bool:
+        """Whether rows are read by places among the part's own edges: an order of them, or some.
+
+        Raises:
+            ModelError: If it is not known among which edges.
+        """
+        held = [(each, mark) for each in flat(rest, {}) if (mark := scope.marks.get(each)) is not None]
+        local = [(each, mark) for each, mark in held if mark.kind in (Kind.LOCAL, Kind.MIXED)]
+        for index, mark in local:
+            view = scope.views[mark.view]
+            known = mark.edges is not None and (mark.edges is view.edge_index or mark.edges is view.given)
+            if mark.kind is Kind.MIXED or not (known or index.numel() == view.edge_ids.numel()):
+                raise ModelError(
+                    "rows of a tensor that the model keeps for the edges are read by numbers of edges",
+                    f"{self.names[table]} is read by numbers that forward has chosen or reckoned with",
+                    where="; ".join(filter(None, (scope.where(), user_line()))),
+                    hint=WAY_OUT,
+                )
+        return bool(local)
 
     def _of(self, scope: Cutter, value: Any, *, whole: bool = False) -> Any:
         if isinstance(value, (tuple, list)):

@@ -254,6 +254,7 @@ class Interception(Late, TorchFunctionMode):
         if len(self.views) > 1:
             args, kwargs = edge_views.aligned(self, name, args, kwargs)
         self.copies.meet(name, args)
+        self.marks.write(name, args)
         args, kwargs = id_values.by_value(self, name, args, kwargs)
         if name in whole_tables.BY_IDS:
             whole_tables.refuse_lost_ids(self, name, args, kwargs)

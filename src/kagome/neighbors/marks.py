@@ -61,7 +61,8 @@ class Mark:
         kind: See :class:`Kind`.
         view: The edges of which it speaks: in-edges (0) or out-edges (1) of own vertices.
         axis: ROWS and PAIRS: the axis along which the rows lie.
-        edges: PAIRS, SOURCE, TARGET: the EDGES tensor they came from, where known.
+        edges: PAIRS, SOURCE, TARGET: the EDGES tensor they came from, where known. LOCAL: in which they are
+            places.
         swapped: EDGES: row 0 holds the targets.
         both: EDGES: either row may name halo rows, as edges of both directions lie there.
         subset: ROWS: which own vertices have rows; all if None.
@@ -99,6 +100,10 @@ class Mark:
 
 
 IDS = (Kind.EDGES, Kind.SOURCE, Kind.TARGET)
+_NAMES = (*IDS, Kind.MIXED)
+_FILLS = frozenset(
+    ["copy_", "fill_", "zero_", "masked_fill_", "add_", "sub_", "mul_", "index_fill_", "clamp_"]
+)
 ALIGNED = (Kind.ROWS, Kind.PAIRS, Kind.NUMBERS)
 VERTICES = (Kind.ROWS, Kind.NUMBERS)
 Rule = Callable[["Marks", tuple[Any, ...], dict[str, Any], Any, Mark], Any]
@@ -145,15 +150,27 @@ class Marks:
             return
         mixed = next((m for m in found if m.kind in (Kind.MIXED, Kind.LOCAL)), None)
         if mixed is not None and (name not in _GATHERS or self.get(args[0]) is mixed):
-            for out in _outputs(result):
+            for place, out in enumerate(_outputs(result)):
                 if not out.is_floating_point() and out.dtype != torch.bool:
-                    self.put(out, mixed)
+                    order = name == "argsort" or (name == "sort" and place)
+                    self.put(out, Mark(Kind.LOCAL) if order else mixed)
             return
         first = self.get(args[0]) if args else None
         lead = first if first is not None and first.kind in ALIGNED else None
         lead = lead or next((m for m in found if m.kind in ALIGNED), None)
         if lead is not None:
             _spread_rows(self, name, args, kwargs, result, lead, found)
+
+    def write(self, name: str, args: tuple[Any, ...]) -> None:
+        """Before a call that may write: of ids that are written to, or into something, nothing is known."""
+        first = args[0] if args else None
+        held = self.get(first)
+        if name == "__setitem__":
+            value = self.get(args[2])
+            if (held is not None and held.kind in IDS) or (value is not None and value.kind in _NAMES):
+                self.put(first, Mark(Kind.MIXED))  # type: ignore[arg-type]
+        elif name in _FILLS and held is not None and held.kind in IDS and held.edges is not None:
+            self.put(held.edges, Mark(Kind.MIXED))  # what was written to is a view of it
 
 
 def tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -272,7 +289,7 @@ def _spread_ids(
         keep = lead.kind is not Kind.EDGES or _two_rows(result)
         marks.put(result, replace(lead, edges=None) if keep else Mark(Kind.MIXED))
     else:
-        _count(marks, result, lead, found, first)
+        _count(marks, result, lead, found, first, order=name == "argsort")
 
 
 def _part_edges(
@@ -325,7 +342,9 @@ def _pick(marks: Marks, index: Any, result: Any, base: Any, mark: Mark) -> None:
         marks.put(result, Mark(Kind.MIXED))
 
 
-def _count(marks: Marks, result: Any, lead: Mark, found: list[Mark], first: Any) -> None:
+def _count(
+    marks: Marks, result: Any, lead: Mark, found: list[Mark], first: Any, *, order: bool = False
+) -> None:
     """Arithmetic and comparisons with ids: truth values and floats lie along edges, integers are mixed."""
     own_only = all(m.kind not in (Kind.SOURCE, Kind.EDGES, Kind.MIXED) for m in found)
     length = first.size(-1) if isinstance(first, Tensor) and first.dim() else -1
@@ -334,7 +353,7 @@ def _count(marks: Marks, result: Any, lead: Mark, found: list[Mark], first: Any)
             if out.dim() == 1 and out.size(0) == length:
                 marks.put(out, Mark(Kind.PAIRS, lead.view, edges=lead.edges))
         elif out.numel() > 1:
-            marks.put(out, Mark(Kind.LOCAL if own_only else Kind.MIXED))
+            marks.put(out, Mark(Kind.LOCAL if own_only or order else Kind.MIXED))
 
 
 _JOINS = frozenset(["cat", "concat", "concatenate", "hstack", "vstack"])
@@ -384,7 +403,7 @@ def _spread_rows(
         ):
             marks.put(out, replace(mark, edges=None))
         elif mark.kind is Kind.PAIRS and name in _PLACES and out.dtype == torch.int64:
-            marks.put(out, Mark(Kind.LOCAL))
+            marks.put(out, Mark(Kind.LOCAL, mark.view, edges=mark.edges))
         elif mark.kind in VERTICES and name in PREFIX and (new := merged(carrier, axis, mark.each, out)):
             marks.put(out, replace(mark, axis=new[0], each=new[1]))
         elif not marks.whole and (mark.kind is Kind.PAIRS or not with_edges):  # not values of edges and loops

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from kagome.caller import raised_at
 from kagome.comm.channel import Channel
 from kagome.config import Parallel, Train
-from kagome.errors import ModelError
+from kagome.errors import KagomeError, ModelError
 from kagome.graph.partition import Partition
 from kagome.model.buffers import Buffers
 from kagome.model.calling import Calling
@@ -191,13 +192,25 @@ class Engine:
     def _call(self) -> Any:
         try:
             return self._calling.call(self.model, self.scope.inputs)
-        except (RuntimeError, NotImplementedError) as error:
+        except KagomeError:
+            raise
+        except Exception as error:
             if _transformed(error) and not _of_hooks(error):
                 raise self._untransformed(error) from error
             found = refused_input(self.model, self.scope.part, self._calling.wants(self.inputs), error)
-            if found is error:
+            if found is error and (self.channel.size == 1 or self._checked):
                 raise
-            raise found from error
+            raise (self._unlike_whole(error) if found is error else found) from error
+
+    def _unlike_whole(self, error: Exception) -> ModelError:
+        """The error for what a part cannot run."""
+        words = (str(error).strip().splitlines() or [""])[0]
+        return ModelError(
+            "forward and backward run on a part of the graph as they do on the whole",
+            f"on a part {type(error).__name__} was raised: {words[:300]}",
+            where="; ".join(filter(None, (self.scope.fault, raised_at(error)))),
+            hint="train on one rank, which runs what plain PyTorch Geometric runs",
+        )
 
     def _untransformed(self, error: Exception) -> ModelError:
         """The error for a transform of ``torch.func`` that meets code it cannot go through."""
@@ -321,7 +334,7 @@ class Engine:
                 # [Note: token] in neighbors.rows: it makes backward visit every site on every rank.
                 whole = forward.token if lost is None else lost + forward.token.to(lost.dtype)
                 if whole.requires_grad:
-                    whole.backward()
+                    self._backward(whole)
         self._checked = True
         with self.phases.phase("weights", epoch):
             value, stops, doubts, *drift = self.gradients.finish()
@@ -330,6 +343,14 @@ class Engine:
         if compares:
             self.ahead.allowed = not doubts
         return value, stops
+
+    def _backward(self, whole: Tensor) -> None:
+        try:
+            whole.backward()
+        except RuntimeError as error:
+            if self.channel.size == 1 or self._checked or "second time" not in str(error):
+                raise
+            raise self._unlike_whole(error) from error
 
     def _check(self, shown: Any, out: Any) -> None:
         with self._without_kept():

@@ -169,7 +169,8 @@ def rates_of(
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     weights = _distinct(chain(model.parameters(), model.buffers()))
-    best = sum(t.nbytes for t in model.state_dict().values() if isinstance(t, Tensor))
+    state = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
+    best = sum(piece.nbytes for value in state for piece in laid_out(value))
     loops = bool((part.edge_index[0] == part.edge_index[1]).any())
     graded, by_unit, fault = [True] * len(parameters), _given(part), ""
     by_slice: dict[str, tuple[float, ...]] = {}

@@ -7,6 +7,7 @@ two stages use: its gradients are summed, and both ranks update it alike.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -147,6 +148,43 @@ def unmoving(buffers: Mapping[str, Tensor]) -> Iterator[None]:
                 f"it reads the buffer {reads.found[0]}, which the forward moves elsewhere or chunk by chunk",
                 hint="train without stages and chunks, or return it beside the output",
             )
+
+
+def refuse_mixing(optimizer: torch.optim.Optimizer) -> None:
+    """Try a step on copies, with another gradient of one weight: the other weights must move as before.
+
+    A norm over all gradients would be one over those of a rank's stages.
+
+    Raises:
+        ModelError: If it does.
+    """
+    if type(optimizer).__module__.startswith("torch."):
+        return  # each weight by itself
+    steps = []
+    for factor in (1.0, 3.0):
+        twin = object.__new__(type(optimizer))  # a copy by itself leaves out what its class has added
+        vars(twin).update(copy.deepcopy(vars(optimizer)))
+        twin._optimizer_step_pre_hooks.clear()
+        twin._optimizer_step_post_hooks.clear()
+        pairs = [
+            (theirs, ours)
+            for group, held in zip(optimizer.param_groups, twin.param_groups, strict=True)
+            for theirs, ours in zip(group["params"], held["params"], strict=True)
+            if theirs.grad is not None
+        ]
+        for place, (theirs, ours) in enumerate(pairs):
+            ours.grad = theirs.grad.clone() * (factor if place == 0 else 1.0)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            twin.step()
+        steps.append([ours.detach() for _, ours in pairs[1:]])
+    if not all(torch.equal(one, two) for one, two in zip(*steps, strict=True)):
+        raise ModelError(
+            "an optimizer of a pipeline moves each weight by its own gradient",
+            f"{type(optimizer).__name__} moves one by another's gradient too, and a rank has those of its "
+            "stages",
+            hint="train.clip for a norm of all gradients, or train without stages",
+        )
 
 
 def watch_hooks(optimizer: torch.optim.Optimizer, foreign: Mapping[str, Tensor]) -> None:

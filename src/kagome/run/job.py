@@ -7,7 +7,7 @@ interception.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from kagome.neighbors.current import Current
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.marks import Kind, Mark
 from kagome.neighbors.whole_tables import refuse_some_rows
+from kagome.run.foreign import watched
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class StageCode:
         current: Told which interception is running.
         cast: Makes the context of mixed precision.
         saving: Makes the context in which activations are moved elsewhere.
+        foreign: The weights that other ranks train, by name: old here.
     """
 
     model: nn.Module
@@ -46,6 +48,7 @@ class StageCode:
     current: Current
     cast: Any
     saving: Callable[[], AbstractContextManager[None]]
+    foreign: Mapping[str, Tensor] = field(default_factory=dict)
 
     def shape(self, name: str, scope: Interception) -> tuple[int, ...]:
         """The shape of a value on a chunk."""
@@ -116,6 +119,7 @@ class Job:
             scope.running(self.epoch, training=self.training, checked=self.checked, named=self.named) as turn,
             code.cast(),
             code.saving() if self.training else nullcontext(),
+            watched(code.foreign if self.checked else {}, "a hook of a layer"),
         ):
             found = code.graph.run(
                 code.model,

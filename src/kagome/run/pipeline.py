@@ -36,7 +36,14 @@ from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.chunking import chunked
 from kagome.run.engine import Phases, without_fast
 from kagome.run.first import by_all, by_first
-from kagome.run.foreign import read_by_loss, unmoving, watch_hooks, watched, with_read
+from kagome.run.foreign import (
+    read_by_loss,
+    refuse_mixing,
+    unmoving,
+    watch_hooks,
+    watched,
+    with_read,
+)
 from kagome.run.gradients import Gradients
 from kagome.run.guard import Epoch, HistoryProbe, guard_of
 from kagome.run.holdings import held_by_chunks
@@ -98,18 +105,18 @@ class Pipeline:
         self.current = Current([*self.chunks.scopes, *self.chunks.apart])
         self.offload = Offload(parallel, device, lambda tensor: self.current.get().lasting(tensor))
         self.saving = Saving(self.offload, self.chunks, model)
+        self.owners = Owners(model, self.staging.stages, mesh.pipe, self.staging.survey.changed)
+        self.foreign = self.owners.foreign()
         self.codes = {
             stage.number: StageCode(
                 *(model, self.staging.graph, self.staging.survey, stage, self.current, self._cast),
-                self.saving.saving,
+                *(self.saving.saving, self.foreign),
             )
             for stage in self.mine
         }
         kept = {name for name in part.nodes if name.endswith("_mask")} | aim.objective.uses
         self.inputs: dict[str, Any] = {k: v.to(device) for k, v in part.nodes.items() if k in kept}
         self.inputs |= {k: v for k, v in part.shared.items() if k in kept}
-        self.owners = Owners(model, self.staging.stages, mesh.pipe, self.staging.survey.changed)
-        self.foreign = self.owners.foreign()
         self.gradients = Gradients(
             self.owners.parameters, mesh.weights, codec=parallel.codec_weights, pieces=True
         )
@@ -321,6 +328,8 @@ class Pipeline:
         return value, stops > 0
 
     def _step(self, optimizer: Optimizer) -> None:
+        if self.foreign and not self._stepped:
+            refuse_mixing(optimizer)
         watch_hooks(optimizer, self.foreign)
         with watched(self.foreign, "the optimizer"):
             optimizer.step()
