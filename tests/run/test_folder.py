@@ -187,6 +187,13 @@ def test_an_empty_folder_and_one_with_a_plan_are_taken(tmp_path):
     trained(ALONE, str(tmp_path / "run"), 1)
 
 
+@pytest.mark.parametrize("text", ['{"plans": []}', "[]", "nonsense", '{"plans": [{"bytes_per_epoch": 1}]}'])
+def test_a_plan_that_was_altered_costs_no_summary(tmp_path, text):
+    (tmp_path / "plan.json").write_text(text)
+    trained(Channel(None, "cpu"), str(tmp_path), 1)
+    assert json.loads((tmp_path / "summary.json").read_text())["predicted"] is None
+
+
 def test_a_folder_that_cannot_be_made_is_told_by_all(ranks, tmp_path):
     (tmp_path / "file").write_text("")
     for text in ranks(2, refused, str(tmp_path / "file" / "run")):

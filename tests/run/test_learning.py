@@ -14,6 +14,7 @@ from training import FEATURES, QUIET, VERTICES, Gcn, graph, losses, model, plain
 from kagome import Trainer
 from kagome.errors import ConfigError
 from kagome.report.folder import read_folder
+from kagome.run.learning import step_scheduler
 
 
 def run(mine: nn.Module, data: Data | None = None, epochs: int = 3, **given) -> Trainer:
@@ -148,6 +149,22 @@ def test_a_plateau_of_errors_is_told_the_error_and_lowers_the_rate():
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
     with pytest.raises(ConfigError, match="less is better of this run's metric"):
         rising("mae", scheduler=lambda optimizer: Plateau(optimizer, mode="max"))
+
+
+def test_a_plateau_without_validation_vertices_is_told_the_loss_or_refused():
+    loss = torch.ones(()).item()
+    for mode in ("min", "max"):
+        weight = nn.Parameter(torch.ones(1))
+        plateau = ReduceLROnPlateau(torch.optim.SGD([weight], 0.1), mode=mode, patience=0)
+        if mode == "max":
+            with pytest.raises(ConfigError, match="no vertex validates"):
+                step_scheduler(plateau, loss, None, higher=True)
+            continue
+        step_scheduler(plateau, loss, None, higher=False, seen=False)
+        assert plateau.last_epoch == 0
+        for _ in range(2):
+            step_scheduler(plateau, loss, None, higher=False)
+        assert plateau.get_last_lr() == [pytest.approx(0.01)]
 
 
 @pytest.mark.parametrize(

@@ -166,16 +166,21 @@ class RunWriter:
                 stream.close()
 
     def _predicted(self) -> dict[str, Any] | None:
-        """What the planner said of this run, if it chose the cut."""
+        """What the planner said of this run, if it chose the cut; a plan that cannot be read says nothing."""
         path = self.folder / "plan.json"
         if not path.exists():
             return None
-        plan = json.loads(path.read_text())["plans"][0]
-        return {
-            "epoch_seconds": plan["epoch_seconds"],
-            "bytes_per_epoch": {**plan["bytes_per_epoch"], "total": sum(plan["bytes_per_epoch"].values())},
-            "peak_memory_bytes": plan["memory_bytes"],
-        }
+        try:
+            plan = json.loads(path.read_text(encoding="utf-8"))["plans"][0]
+            sent = {str(kind): float(size) for kind, size in plan["bytes_per_epoch"].items()}
+            return {
+                "epoch_seconds": float(plan["epoch_seconds"]),
+                "bytes_per_epoch": {**sent, "total": sum(sent.values())},
+                "peak_memory_bytes": plan["memory_bytes"],
+            }
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+            self._say(f"{path} is no plan, so that the summary has none: {type(error).__name__}")
+            return None
 
     def finish(
         self,

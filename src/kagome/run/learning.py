@@ -314,11 +314,20 @@ def _refuse_plateau(scheduler: Any, *, higher: bool) -> None:
         )
 
 
-def step_scheduler(scheduler: Any, loss: float, val_metric: float | None, *, higher: bool) -> None:
+def step_scheduler(
+    scheduler: Any, loss: float, val_metric: float | None, *, higher: bool, seen: bool = True
+) -> None:
     """One step; a plateau is one of the validation metric where its mode fits that, else of the loss.
 
+    Args:
+        scheduler: Of the run.
+        loss: Of the epoch.
+        val_metric: Of the epoch, if it was evaluated and there are validation vertices.
+        higher: Whether more of the metric is better.
+        seen: Whether it was evaluated.
+
     Raises:
-        ConfigError: If a plateau waits for a metric that rises where less is better.
+        ConfigError: If a plateau waits for a metric that rises where less is better, or where there is none.
     """
     _refuse_plateau(scheduler, higher=higher)
     if not isinstance(scheduler, ReduceLROnPlateau):
@@ -327,3 +336,11 @@ def step_scheduler(scheduler: Any, loss: float, val_metric: float | None, *, hig
         scheduler.step(loss)
     elif val_metric is not None:
         scheduler.step(val_metric)
+    elif seen and scheduler.mode == "max":
+        raise ConfigError(
+            'ReduceLROnPlateau(mode="max") waits for a validation metric that rises',
+            "there is none: no vertex validates, or its score has no value",
+            hint='data.val_mask, or mode="min" for the training loss',
+        )
+    elif seen:
+        scheduler.step(loss)

@@ -84,7 +84,7 @@ class Trainer:
         loss_inputs: ``{argument: attribute}`` for further arguments of the loss.
         optimizer: ``callable(params) -> Optimizer``; by default Adam with ``train``'s rate and weight decay.
         scheduler: ``callable(optimizer)``; stepped once an epoch. ``ReduceLROnPlateau`` is told the
-            validation metric where its ``mode`` is the metric's direction, else the training loss.
+            validation metric where its ``mode`` is the metric's direction and there is one, else the loss.
         train: Epochs, seed, metric, early stop, ...
         report: What to say about the run.
         fast: Whether messages are reduced by kernels; off, all runs as PyG runs it.
@@ -493,7 +493,7 @@ class Trainer:
             self._best.see(epoch, val, self.model, higher=self.aim.metric.higher)
             self.costs.scored(found["train"], val, best_epoch=self._best.epoch)
         if self.scheduler is not None:
-            learning.step_scheduler(self.scheduler, loss, val, higher=self.aim.metric.higher)
+            learning.step_scheduler(self.scheduler, loss, val, higher=self.aim.metric.higher, seen=evaluates)
         return stopped
 
     def _ended(self, asked: list[int]) -> BaseException:
