@@ -70,6 +70,11 @@ class Contrastive(nn.Linear):
 DROPPING = nn.GRU(4, 2, num_layers=2, dropout=0.5, batch_first=True)
 
 
+def written(h: Tensor) -> Tensor:
+    h[:, 0] = 0.0
+    return h
+
+
 def half(m: Made, x: Tensor) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return m.a(x)
@@ -89,6 +94,7 @@ def made(model: nn.Module, sample: Any = None, **options: Any) -> Any:
         (Small(nn.BatchNorm1d(6)), r"'between' is a BatchNorm1d(.|\n)*batch_norm=\"micro-batch\""),
         (Small("counts"), "stops it|changes the buffers"),
         (Small(lambda h: h + h.relu_()), r"changes 'first' in|'relu_' changes 'first', which"),
+        (Small(written), "'setitem' changes 'first'(.|\n)*a new tensor in its place: torch.where"),
         (Small(lambda h: h.tanh() if isinstance(h, Tensor) else h), "in training(.|\n)*is last, after first"),
         (Small(lambda h: operator.iadd(h, h.detach()) + h), "in training(.|\n)*is last, after first"),
         (Small(nn.AlphaDropout(0.5)), "alpha_dropout has none"),

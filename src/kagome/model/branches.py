@@ -39,6 +39,7 @@ _OUT_OF_PLACE: Final[Mapping[Any, Any]] = {
     operator.itruediv: operator.truediv,
 }
 
+_ANEW: Final = "a new tensor in its place: torch.where, torch.cat, or the method without its last underscore"
 _WRONG_OUTPUTS: Final = {
     "input": "a forward that ends in a layer: there is nothing to train in what it gives back",
     "several": "return one of them, or for a layer of torch's own a module around it whose forward does: "
@@ -246,7 +247,7 @@ class Branches:
                         "what a step changes in place is read by nobody else",
                         f"{step.called!r} changes {name!r}, which {readers[name]} read",
                         where=step.line or step.path,
-                        hint="inplace=False",
+                        hint="inplace=False" if step.path or "inplace" in step.kwargs else _ANEW,
                     )
 
     def _check_crossing(self, value: str, number: int) -> None:

@@ -349,6 +349,26 @@ def _largest(tensors: Iterable[Tensor | None]) -> float:
     return max((float(t.abs().max()) for t in tensors if t is not None and t.numel()), default=0.0)
 
 
+def _gradients(
+    model: nn.Module,
+    graph: LayerGraph,
+    inputs: Mapping[str, Tensor],
+    weights: Iterable[Tensor],
+    first: int,
+    last: int,
+) -> list[Tensor | None]:
+    """Weights' gradients of some samples' outputs, each number pulled at as its place in the batch says."""
+    masks, rows = Masks(0), {n: v.clone() for n, v in rows_of(inputs, first, last).items()}
+    with masks.on(0, torch.arange(first, last)), torch.enable_grad():
+        out = graph.run(model, rows, training=True, before=masks.at, keep=[graph.output])[graph.output]
+    if not out.requires_grad:
+        return [None for _ in weights]
+    # As many numbers whatever the bounds: how many are drawn changes all of them.
+    pull = torch.randn(MOST, *out.shape[1:], generator=torch.Generator().manual_seed(0))[first:last]
+    found = torch.autograd.grad(out, list(weights), pull.to(out.device, out.dtype), allow_unused=True)
+    return [None if each is None else each.to_dense() for each in found]
+
+
 def compare_gradients(
     model: nn.Module, graph: LayerGraph, inputs: Mapping[str, Tensor], *, batch_norm: str
 ) -> None:
@@ -370,24 +390,13 @@ def compare_gradients(
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if not weights:
         return
-    generator = torch.Generator().manual_seed(0)
 
-    def gradients(first: int, last: int, pull: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
-        masks, rows = Masks(0), {n: v.clone() for n, v in rows_of(inputs, first, last).items()}
-        with masks.on(0, torch.arange(first, last)), torch.enable_grad():
-            out = graph.run(model, rows, training=True, before=masks.at, keep=[graph.output])[graph.output]
-        if pull is None:
-            pull = torch.randn(out.shape, generator=generator).to(out.device, out.dtype)
-        if not out.requires_grad:
-            return [None] * len(weights), pull
-        mine = pull[first:last]
-        found = torch.autograd.grad(out, list(weights.values()), mine, allow_unused=True)
-        return [None if each is None else each.to_dense() for each in found], pull
+    def pulled(first: int, last: int) -> list[Tensor | None]:
+        return _gradients(model, graph, inputs, weights.values(), first, last)
 
     with _untouched(model, batch_norm), hooks_off(weights.values()):
         try:
-            whole, pull = gradients(0, count, None)
-            one, other = (gradients(*bound, pull)[0] for bound in ((0, 1), (1, count)))
+            whole, one, other = pulled(0, count), pulled(0, 1), pulled(1, count)
         except KagomeError:
             raise
         except Exception as error:
