@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from kagome.comm.watch import Watch
+from kagome.errors import CommError, ModelError
 
 WARN = 0.5
 """Seconds from which on a wait is told."""
@@ -96,6 +97,19 @@ def test_a_rank_never_seen(two):
     first, _, _ = two
     assert first.seen(7) is None
     assert first.describe(7) == "rank 7, of which nothing was seen"
+
+
+def test_what_ends_a_rank_is_told_to_those_who_wait_for_it(two):
+    first, second, _ = two
+    assert second.told() is None
+    first.tell(CommError("rank 0 waited", "the connection was closed"))  # an echo of another's fault
+    first.tell(ValueError("a fault of the user's own"))
+    assert second.told() is None
+    first.tell(ModelError("a row a vertex", "there is none", where="conv1", hint="return one"))
+    word = second.told()
+    assert isinstance(word, ModelError)
+    assert str(word) == str(ModelError("a row a vertex", "there is none", where="conv1", hint="return one"))
+    assert first.told() is None
 
 
 def test_one_rank_has_no_thread():

@@ -113,6 +113,39 @@ def test_chunks_without_a_vertex_spoil_no_weight_and_no_statistic(ranks, name):
             assert bool(value.isfinite().all()), key
 
 
+class Derived(pyg.MessagePassing):
+    """A layer that takes a derivative through its own sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        with torch.enable_grad():
+            energy = self.propagate(edge_index, x=self.map(x)).square().sum()
+            return x + torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def derived(channel: Channel, kind: str) -> Any:
+    torch.manual_seed(1)
+    layers = [
+        (pyg.SAGEConv(FEATURES, HIDDEN), "x, edge_index -> x"),
+        (Derived(), "x, edge_index -> x"),
+        (pyg.SAGEConv(HIDDEN, CLASSES), "x, edge_index -> x"),
+    ]
+    mine = pyg.Sequential("x, edge_index", layers).double()
+    return told(mine, data(), 1, {"pipe": 2, "chunks": 3, "cross_chunk": kind})
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("kind", ["drop", "exact", "history"])
+def test_a_derivative_through_chunks_is_refused_on_all_ranks_before_training(ranks, kind):
+    """One rank refused it in the first epoch."""
+    found = ranks(2, derived, kind, spoils=True)
+    assert found[0] == found[1]
+    assert "ModelError: a derivative inside forward is one of the whole graph's" in found[0]
+
+
 NAMED: dict[str, Body] = {
     "a row": lambda m, x: x - x[3],
     "named rows": lambda m, x: x + x[torch.tensor([3, 50, 3])].mean(0),

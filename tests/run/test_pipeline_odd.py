@@ -305,7 +305,7 @@ def test_chunks_that_read_less_often_than_others_are_refused(ranks, kind, pipe, 
     guard = {"guard": False} if kind == "history" else {}
     parallel = {"pipe": pipe, "chunks": 3, "cross_chunk": kind, **guard}
     found = ranks(pipe, idle, chunk, parallel, spoils=True, timeout=40.0)
-    assert "ModelError: all chunks of a part read their neighbours at the same places" in found[0]
-    assert f"chunk {chunk}" in found[0]
-    assert "convs.1" in found[0]
-    assert all("CommError" in rank for rank in found[1:])
+    for rank in found:  # the others are told
+        assert "ModelError: all chunks of a part read their neighbours at the same places" in rank
+        assert f"chunk {chunk}" in rank
+        assert "convs.1" in rank

@@ -20,7 +20,7 @@ from kagome.comm.shelf import Shelf
 from kagome.comm.traffic import Kind, Traffic
 from kagome.comm.watch import Watch
 from kagome.comm.wire import Wire, Work
-from kagome.errors import CommError
+from kagome.errors import KagomeError
 
 
 class End:
@@ -116,6 +116,7 @@ class End:
 
         Raises:
             CommError: If a peer was late or lost.
+            KagomeError: What a peer has left word of before it ended.
         """
         works, action, begun = pending.works, pending.action, time.monotonic()
         asked = len(works) if most is None else most
@@ -149,8 +150,19 @@ class End:
         left = max(begun + limit - time.monotonic(), 0.01)  # 0 would mean no limit
         work.wait(timedelta(seconds=left))
 
-    def _fault(self, error: RuntimeError, peers: list[int], action: str, *, collective: bool) -> CommError:
-        """The error for a failed wait; ``peers`` are those still awaited, the one that failed first."""
+    def tell(self, error: BaseException) -> None:
+        """Leave word of what ends this rank in mid-epoch: those who wait for it raise the same."""
+        if self.watch is not None:
+            self.watch.tell(error)
+
+    def _fault(self, error: RuntimeError, peers: list[int], action: str, *, collective: bool) -> KagomeError:
+        """The error for a failed wait; ``peers`` are those still awaited, the one that failed first.
+
+        What a rank has left word of is told by those who wait for it, in its own words.
+        """
+        told = None if self.watch is None else self.watch.told()
+        if told is not None:
+            return told
         late = faults.is_late(error)
         if late:
             elsewhere = [peer for peer in peers if self._elsewhere(action, peer)]

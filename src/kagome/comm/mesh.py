@@ -33,6 +33,7 @@ from kagome.comm.joined import Joined, current, given_store, join
 from kagome.comm.leaving import close_waiting
 from kagome.comm.watch import Watch
 from kagome.config import Parallel
+from kagome.errors import KagomeError
 from kagome.ranks import Ranks, environment
 from kagome.threads import Seat, seat, threads
 
@@ -147,6 +148,10 @@ def open_mesh(
         lanes = (world, graph, weights, pipe)
         yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, *lanes, counts, watch)
         patience = TAKEN_WITHIN
+    except KagomeError as error:
+        if watch is not None:
+            watch.tell(error)
+        raise
     finally:
         stack.close()
         _leave(watch, channels, groups, joined, patience)

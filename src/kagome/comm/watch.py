@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
+from kagome.comm import objects
 from kagome.comm.within import Answer, SilentError, within
+from kagome.errors import CommError, KagomeError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -117,13 +120,34 @@ class Watch:
             return None
         key = f"watch/{rank}"
         try:
-            found = self._asked(lambda: self._store.get(key) if self._store.check([key]) else None)
+            found = self._asked(lambda: self._word(key))
             if found is None:
                 return None
             number, action, begun, alive, waits = json.loads(found)
         except (RuntimeError, ValueError):
             return None
         return Seen(number, action, begun, alive, waits)
+
+    def tell(self, error: BaseException) -> None:
+        """Leave word of what ends this rank, so that those who wait for it say the same."""
+        if self._thread is None or not isinstance(error, KagomeError) or isinstance(error, CommError):
+            return
+        word = json.dumps(objects.pack(error)[0])
+        with suppress(RuntimeError):  # the store's host is gone
+            self._asked(lambda: self._store.set(f"told/{self.rank}", word))
+
+    def told(self) -> KagomeError | None:
+        """What ended another rank, where it has left word of it."""
+        keys = [f"told/{rank}" for rank in range(self.size) if rank != self.rank]
+        with suppress(RuntimeError, ValueError):
+            for key in keys if self._thread is not None else ():
+                if (found := self._asked(partial(self._word, key))) is not None:
+                    error = objects.unpack(json.loads(found), [])
+                    return error if isinstance(error, KagomeError) else None
+        return None
+
+    def _word(self, key: str) -> bytes | None:
+        return self._store.get(key) if self._store.check([key]) else None
 
     def describe(self, rank: int) -> str:
         """``rank 1, which was last seen in 'epoch 2: optimizer' 12 s ago``."""

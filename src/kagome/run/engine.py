@@ -113,7 +113,7 @@ class Engine:
             )
         self.recompute = recompute
         self._calling = Calling.of(model, set(self.scope.inputs))
-        self.installed = Installed(self._put_on)
+        self.installed = Installed(self._put_on, channel.tell)
         inputs = self.scope.inputs
         self.train_rows = part.nodes["train_mask"].nonzero().view(-1).to(channel.device)
         self.target = self.objective.target(inputs, self.train_rows)

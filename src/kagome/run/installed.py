@@ -21,13 +21,16 @@ class Installed:
     Args:
         put_on: Makes the context in which they are on. It is entered once here, so that a model which
             cannot be served is refused now.
+        tell: Called with an error that ends such a block: the other ranks are to hear of it.
 
     Raises:
         ModelError: For a layer that no split serves.
     """
 
-    def __init__(self, put_on: Callable[[], AbstractContextManager[None]]) -> None:
-        self._put_on, self._depth = put_on, 0
+    def __init__(
+        self, put_on: Callable[[], AbstractContextManager[None]], tell: Callable[[BaseException], None]
+    ) -> None:
+        self._put_on, self._tell, self._depth = put_on, tell, 0
         self._on: AbstractContextManager[None] | None = None
         with self:
             pass
@@ -42,6 +45,8 @@ class Installed:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._tell(error)
         self._depth -= 1
         if self._depth == 0 and self._on is not None:
             on, self._on = self._on, None

@@ -44,14 +44,16 @@ class Asked(Channel):
     Args:
         device: Where the model runs.
         parted: Whether it is one rank of two, of which the other has no row and sends nothing.
+        exact: Whether rows will cross as they are, in the same epoch: else they are not differentiated.
 
     Attributes:
         layers: Those that read along edges the other way, or all vertices.
         named: Those that read rows of vertices that forward names.
     """
 
-    def __init__(self, device: torch.device, *, parted: bool = False) -> None:
+    def __init__(self, device: torch.device, *, parted: bool = False, exact: bool = True) -> None:
         super().__init__(None, device)
+        self.exact = exact
         self.where: Callable[[], str] = str
         self.layers: list[str] = []
         self.named: list[str] = []
@@ -134,6 +136,7 @@ def looked_at(
     *,
     named: bool = False,
     parted: bool = False,
+    exact: bool = True,
 ) -> Survey:
     """What each step gives.
 
@@ -148,6 +151,7 @@ def looked_at(
         device: Where the model runs.
         named: Whether the user named the layers.
         parted: Whether each stage runs it on parts of the graph.
+        exact: Whether rows of other parts cross as they are, in the same epoch.
 
     Raises:
         ModelError: If a step fails, with its line; or if the steps do not give what forward gives.
@@ -155,7 +159,7 @@ def looked_at(
     Cost:
         Two forwards of a sample, and two more in each mode.
     """
-    asked = Asked(device, parted=parted)
+    asked = Asked(device, parted=parted, exact=exact)
     first = min(SAMPLE, max(1, part.num_nodes - 1)) if parted else SAMPLE
     scopes = [sample_scope(part, vertices, train, asked) for vertices in (first, first // 2)]
     asked.where = scopes[0].where

@@ -138,7 +138,7 @@ class Pipeline:
         self._notes = [self._said()]
         if self.staging.escape:
             self._notes.append(without_fast(self.staging.escape, slices=parallel.tensor > 1))
-        self.installed = Installed(self._put_on)
+        self.installed = Installed(self._put_on, mesh.world.tell)
 
     def _settle(self) -> None:
         """Find the sum of weights; a user's loss that gives weights is asked with scores of 0."""

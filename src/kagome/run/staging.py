@@ -141,6 +141,10 @@ class Steps:
         return Staging(self.graph, self.survey, stages, seconds, self.keeping, self.escape)
 
 
+_INEXACT = ("codec", "codec_backward", "max_age", "halo_sample", "skip_drift", "adaptive_bits")
+"""Settings by which rows of other parts do not cross as they are, but where they have their defaults."""
+
+
 def stage_model(
     model: nn.Module,
     part: Partition,
@@ -170,7 +174,12 @@ def stage_model(
         As :func:`steps_of`.
     """
     parted = (parallel.chunks or 1) > 1 or part.num_parts > 1
-    steps = steps_of(model, part, world, parallel.layers, train, device, fast=fast, parted=parted)
+    exact = (parallel.chunks or 1) == 1 and all(
+        getattr(parallel, name) == getattr(Parallel(), name) for name in _INEXACT
+    )
+    steps = steps_of(
+        *(model, part, world, parallel.layers, train, device), fast=fast, parted=parted, exact=exact
+    )
     if steps.survey.beyond and (parallel.chunks or 1) > 1:  # evaluation drops no edge
         raise ModelError(
             f"chunks={parallel.chunks} read their neighbours' rows by the edges into them",
@@ -198,6 +207,7 @@ def steps_of(
     *,
     fast: bool = True,
     parted: bool = False,
+    exact: bool = True,
 ) -> Steps:
     """Trace, look, time. All ranks call it.
 
@@ -210,6 +220,7 @@ def steps_of(
         device: Where the model runs.
         fast: Whether messages are reduced by kernels, where they can be.
         parted: Whether stages run on parts of the graph; else on all of it, or on parts if it fails there.
+        exact: Whether rows of other parts cross as they are, in the same epoch.
 
     Raises:
         ModelError: If the model cannot be traced, or fails on a sample; on every rank.
@@ -223,7 +234,7 @@ def steps_of(
     graph = chain(model, layers, names) if layers else trace(model, names, plain)
 
     def look(parted: bool) -> Looked:
-        seen = looked_at(model, graph, part, train, device, named=bool(layers), parted=parted)
+        seen = looked_at(model, graph, part, train, device, named=bool(layers), parted=parted, exact=exact)
         try:
             return _measured(model, graph, seen, part, train, device, fast=fast, parted=parted)
         except EscapeError as error:
