@@ -126,6 +126,8 @@ def tensors(out: Any) -> list[Tensor]:
     """The tensors of an output, in its own order."""
     if isinstance(out, Tensor):
         return [out.detach().clone()]
+    if out is None or isinstance(out, (str, int, float)):
+        return []
     each = out.values() if isinstance(out, dict) else out
     return [tensor for one in each for tensor in tensors(one)]
 

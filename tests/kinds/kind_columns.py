@@ -111,6 +111,18 @@ class Pair(nn.Module):
         return self.two(h, edge_index), h
 
 
+class Beside(Pair):
+    """Scores, and what ``beside`` makes of hidden rows."""
+
+    def __init__(self, beside: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.beside = beside
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        out, h = super().forward(x, edge_index)
+        return out, self.beside(h, edge_index)
+
+
 class Named(Pair):
     """Scores and hidden rows, by name."""
 
@@ -151,9 +163,11 @@ Own = Callable[[Any, Tensor], Tensor]
 
 
 def of(out: Any, rows: Tensor) -> Any:
-    """Rows of each tensor of an output."""
+    """Rows of each tensor of an output that has a row a vertex."""
     if isinstance(out, Tensor):
-        return out[rows]
+        return out[rows] if out.dim() and out.size(0) == N else out
+    if out is None or isinstance(out, str):
+        return out
     if isinstance(out, dict):
         return {name: of(each, rows) for name, each in out.items()}
     return tuple(of(each, rows) for each in out)
@@ -243,6 +257,19 @@ def quantiles(out: Tensor, y: Tensor) -> Tensor:
 
 def pair(out: Any, y: Tensor) -> Tensor:
     return F.cross_entropy(out[0], y, reduction="none") + 0.1 * out[1].square().mean(1)
+
+
+def further(out: Any, y: Tensor) -> Tensor:
+    """A further loss of the whole graph, which forward returns beside the scores."""
+    return F.cross_entropy(out[0], y, reduction="none") + 0.1 * out[1]
+
+
+def scores_alone(out: Any, y: Tensor) -> Tensor:
+    return F.cross_entropy(out[0], y, reduction="none")
+
+
+def pulled(out: Any, y: Tensor) -> Tensor:
+    return scores_alone(out, y) + 0.1 * out[1].square().mean()
 
 
 def by_name(out: Any, y: Tensor) -> Tensor:
@@ -370,6 +397,33 @@ CASES: dict[str, Case] = {
     # Several tensors
     "a tuple, untold": case(Pair, ids(), pair, mean_of(pair), lower=True),
     "a tuple, an own metric": case(Pair, ids(), pair, mean_of(hits), given={"metric": hits}),
+    "a number beside": case(
+        lambda: Beside(lambda h, e: h.square().mean()), ids(), further, mean_of(hits), given={"metric": hits}
+    ),
+    "a balance beside": case(
+        lambda: Beside(lambda h, e: h.softmax(1).mean(0).square().sum()),
+        ids(),
+        further,
+        mean_of(further),
+        lower=True,
+    ),
+    "None beside": case(
+        lambda: Beside(lambda h, e: None), ids(), scores_alone, mean_of(hits), given={"metric": hits}
+    ),
+    "a row of the graph beside": case(
+        lambda: Beside(lambda h, e: h.mean(0, keepdim=True)),
+        ids(),
+        pulled,
+        mean_of(hits),
+        given={"metric": hits},
+    ),
+    "a row an edge beside": case(
+        lambda: Beside(lambda h, e: (h[e[0]] * h[e[1]]).sum(1)),
+        ids(),
+        pulled,
+        mean_of(hits),
+        given={"metric": hits},
+    ),
     "a dict, untold": case(Named, ids(), by_name, mean_of(by_name), lower=True),
     "a dict, an own metric": case(
         Named, ids(), by_name, mean_of(hits_by_name), given={"metric": hits_by_name}

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 
 from kagome.caller import raised_at
 from kagome.comm.channel import Channel
@@ -46,7 +46,7 @@ from kagome.run.learning import Aim
 from kagome.run.offload import Offload
 from kagome.run.ready import refused_input
 from kagome.run.tally import Tally
-from kagome.run.task import check_finite, check_rows, draws_of, in_float32
+from kagome.run.task import check_finite, check_rows, draws_of, in_float32, rows_of
 from kagome.run.weighed import Weighed
 
 
@@ -250,7 +250,8 @@ class Engine:
             error.__traceback__ = None  # it would keep all tensors of this forward
             with self.scope.running(epoch, training=training, checked=checked), cast:
                 out = self._call()
-        rows = check_rows(out, self.scope.own, self.channel.rank)
+        beside: Literal["any", "numbers"] = "any" if self.channel.size == 1 else "numbers"
+        rows = check_rows(out, self.scope.own, self.channel.rank, beside=beside)
         if not isinstance(rows, Tensor):
             self.ahead.allowed = False
         return in_float32(rows) if amp else rows
@@ -312,8 +313,9 @@ class Engine:
             with self.phases.phase("forward", epoch):
                 out = forward.out
                 rows = self.train_rows
-                shown = tree_map(lambda leaf: leaf[rows], out)
+                shown = rows_of(out, rows, self.scope.own)
                 if not self._checked:
+                    self._refuse_own_numbers(out)
                     by_all(self.channel, lambda: self._check(shown, out), "check loss and metric")
                     self._weighed.settle(self.target, shown)
                 lost = None
@@ -356,6 +358,17 @@ class Engine:
         with self._without_kept():
             self.objective.check(shown, self.target)
         self.aim.metric.check(out)
+
+    def _refuse_own_numbers(self, out: Any) -> None:
+        """Numbers that forward returns beside rows are the whole graph's. All ranks call it."""
+        mine = [leaf.item() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.dim() == 0]
+        found = self.channel.gather_objects(mine, "numbers beside the scores")
+        if any(each != found[0] for each in found):
+            raise ModelError(
+                "what forward returns beside rows is the same on all ranks",
+                f"a number that it gives differs: {found}",
+                hint="a mean or sum over all rows by torch, or a row a vertex",
+            )
 
     def _without_kept(self) -> AbstractContextManager[Any]:
         if self.channel.size == 1:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from kagome.config import Train
 from kagome.errors import ConfigError, ModelError
 from kagome.run.objective import OTHERS, Objective, Target
+from kagome.run.task import rows_of
 
 LOWER: Final = ("mse", "mae", "rmse", "loss")
 """Metrics of which less is better."""
@@ -103,10 +104,7 @@ class Metric:
             label a vertex to rank 0.
         """
         rows = {split: mask.nonzero().view(-1) for split, mask in masks.items()}
-        cuts = {
-            split: (tree_map(lambda leaf, at=at: leaf.index_select(0, at), out), target.of(at))
-            for split, at in rows.items()
-        }
+        cuts = {split: (rows_of(out, at, target.y.size(0)), target.of(at)) for split, at in rows.items()}
         found = self._found(cuts, channel, action)
         for split, value in found.items():
             if value is not None and value != value:
@@ -345,7 +343,7 @@ class Metric:
         assert self.own is not None
         there = self.objective.labelled(target.y).nonzero().view(-1)
         count, y = there.numel(), target.y[there]
-        out = tree_map(lambda leaf: leaf[there], out)
+        out = rows_of(out, there, target.y.size(0))
         if not count and not hasattr(self.own, "compute"):
             return torch.zeros(2, dtype=torch.float64, device=y.device)
         found = self._called(out, y)

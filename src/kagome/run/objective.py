@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from kagome.errors import ConfigError, KagomeError, ModelError
 from kagome.graph.labels import Labels
 from kagome.run.stateful import unmoved
+from kagome.run.task import rows_of
 
 Loss = Callable[..., Any]
 """``loss(out, y)``: a value a row, their sum, or ``(values, weights)``; further arguments by name."""
@@ -312,7 +313,7 @@ class Objective:
         first, rest = slice(0, cut), slice(cut, None)
 
         def of(rows: Any) -> Tensor:
-            return split(self._called(tree_map(lambda leaf: leaf[rows], sample), target.of(rows)))[0]
+            return split(self._called(rows_of(sample, rows, count), target.of(rows)))[0]
 
         if values.dim() == 0:
             self._check_sum(values, of, first, rest, count, where)

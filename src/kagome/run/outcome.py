@@ -22,6 +22,7 @@ from kagome.report.meters import EpochRecord
 from kagome.report.pipeline import pipeline_summary
 from kagome.report.spans import Span, Spans
 from kagome.report.summary import summary
+from kagome.run.task import has_rows
 
 
 def original_order(rows: Any, part: Partition, channel: Channel, action: str) -> Any:
@@ -35,8 +36,9 @@ def original_order(rows: Any, part: Partition, channel: Channel, action: str) ->
     """
     if not isinstance(rows, Tensor):
         leaves, form = tree_flatten(rows)
-        whole = [original_order(leaf, part, channel, action) for leaf in leaves]
-        return None if any(leaf is None for leaf in whole) else tree_unflatten(whole, form)
+        count = part.own.numel()
+        whole = [original_order(o, part, channel, action) if has_rows(o, count) else o for o in leaves]
+        return None if channel.rank else tree_unflatten(whole, form)
     found = channel.gather_rows(rows, action=action, dst=0)
     ids = channel.gather_rows(part.own.to(rows.device), action=f"{action}: ids", dst=0)
     if found is None or ids is None:

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,16 +35,38 @@ def check_finite(loss: float, epoch: int) -> None:
         )
 
 
-def check_rows(out: Any, own: int, rank: int) -> Any:
-    """A model's output, which has a row for each of so many vertices; of several tensors each has.
+def has_rows(leaf: Any, count: int) -> bool:
+    """Whether a part of a model's output has a row for each of so many vertices."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.size(0) == count
+
+
+def rows_of(out: Any, rows: Tensor | slice, count: int) -> Any:
+    """Some rows of a model's output for so many vertices; what has none stays as it is."""
+    return tree_map(lambda leaf: leaf[rows] if has_rows(leaf, count) else leaf, out)
+
+
+def check_rows(out: Any, own: int, rank: int, *, beside: Literal["none", "numbers", "any"] = "none") -> Any:
+    """A model's output, which has a row for each of so many vertices; of several tensors one at least.
+
+    Args:
+        out: What forward returned.
+        own: Vertices.
+        rank: For the error.
+        beside: What there may be besides: numbers of the whole graph, such as a further loss, or anything.
 
     Raises:
         ModelError: If it has not.
     """
     leaves = tree_leaves(out)
-    fits = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.size(0) == own for leaf in leaves]
-    if not leaves or not all(fits):
-        odd = out if isinstance(out, Tensor) or not leaves else leaves[fits.index(False)]
+    fits = [has_rows(leaf, own) for leaf in leaves]
+    rowless = [
+        isinstance(leaf, Tensor) and leaf.dim() > 0 and not fit
+        for leaf, fit in zip(leaves, fits, strict=True)
+    ]
+    kept = any(fits) and (beside == "any" or (beside == "numbers" and not any(rowless)))
+    if not kept and not (leaves and all(fits)):
+        place = rowless.index(True) if any(rowless) else fits.index(False) if leaves else 0
+        odd = out if isinstance(out, Tensor) or not leaves else leaves[place]
         found = f"shape {tuple(odd.shape)}" if isinstance(odd, Tensor) else type(odd).__name__
         raise ModelError(
             f"the model gives a row of scores for each of the part's {own} vertices",

@@ -34,6 +34,7 @@ from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
 from kagome.opened import opened
+from kagome.run.task import has_rows
 
 _DROPS = {*DROPOUTS, *(f"dropout{dims}d" for dims in (1, 2, 3))}
 _DROPS_INSIDE = "scaled_dot_product_attention"
@@ -162,7 +163,7 @@ def _watch(model: nn.Module, trace: Trace) -> Callable[[], None]:
 
 
 def _backward(out: Any, ids: Tensor, token: Tensor | None, model: nn.Module, trace: Trace, seed: int) -> None:
-    value = next((v for v in tree_leaves(out) if isinstance(v, Tensor)), None)
+    value = next((v for v in tree_leaves(out) if has_rows(v, ids.numel())), None)
     if value is None:
         raise ModelError("forward gives a tensor, or several", f"it gives {type(out).__name__} without any")
     # Weights by original id: the same sum however the rows are spread. Columns weigh differently, or a
