@@ -50,6 +50,17 @@ NUMBERS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
     "numel of edges": lambda h, e, k: 1 / e.numel(),
     "length of edges": lambda h, e, k: 1 / len(e[0]),
     "length of places": lambda h, e, k: 1 / len(k.nonzero()),
+    "less their number": lambda h, e, k: 1 - h.size(0) + h * 0 + h.size(0) * 1.0,
+    "a tensor of it": lambda h, e, k: 1 / torch.tensor(h.size(0)),
+    "a list with it": lambda h, e, k: 1 / torch.tensor([h.size(0), 1, 2, e.size(1)]),
+    "a new tensor of it": lambda h, e, k: 1 / h.new_tensor(h.size(0)),
+    "filled with it": lambda h, e, k: 1 / torch.full((4,), h.size(0)),
+    "rows filled with it": lambda h, e, k: 1 / torch.full((h.size(0), 1), h.size(0)),
+    "compared with it": lambda h, e, k: (h * 20 > h.size(0)) + 1,
+    "at most that": lambda h, e, k: (h * 99).clamp(max=h.size(0)),
+    "with it in place of some": lambda h, e, k: h.masked_fill(h > 0, h.size(0)),
+    "so many times": lambda h, e, k: torch.add(h, h, alpha=h.size(0)),
+    "with a rest": lambda h, e, k: sum(divmod(h.size(0), 7)) + abs(h.size(0)) + 2 ** (e.size(1) > 0),
     "a column an entry": lambda h, e, k: torch.zeros(h.numel()).view(-1, 4) + 0.5,
 }
 TAKEN: dict[str, Callable[[Tensor], object]] = {

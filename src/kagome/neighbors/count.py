@@ -57,6 +57,18 @@ class Count(int):
     def __pow__(self, other: Any, modulo: Any = None) -> Any:
         return pow(self.of_all(), other, modulo)
 
+    def __rpow__(self, other: Any, modulo: Any = None) -> Any:
+        return pow(other, self.of_all(), modulo)
+
+    def __abs__(self) -> int:
+        return self._known()
+
+    def __divmod__(self, other: Any) -> Any:
+        return divmod(self._known(), _known(other))
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return divmod(_known(other), self._known())
+
     def __add__(self, other: Any) -> Any:
         return self._known() + _known(other)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from kagome.caller import from_library
+from kagome.caller import by_kagome, from_library
 from kagome.errors import ModelError
 from kagome.neighbors import (
     adjacency,
@@ -463,6 +463,53 @@ def _scale(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: d
     return out
 
 
+def _number(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x - x.size(0)``, ``torch.tensor(x.size(0))``: where a user reckons with it, that of all rows."""
+    at = range(len(args)) if name not in _FILLS else (_FILLS[name],)
+    named = [key for key in kwargs if key not in ("size", "dim")]
+    found = [args[place] for place in at if place < len(args)] + [kwargs[key] for key in named]
+    if not any(map(_counts, found)) or not scope.parted or from_library() or by_kagome():
+        return NotImplemented
+    given = tuple(_whole(value) if place in at else value for place, value in enumerate(args))
+    return scope.__torch_function__(
+        func, (), given, {**kwargs, **{key: _whole(kwargs[key]) for key in named}}
+    )
+
+
+def _counts(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return any(isinstance(each, Count) for each in value)
+    return isinstance(value, Count)
+
+
+def _whole(value: Any) -> Any:
+    if type(value) in (list, tuple) and _counts(value):
+        return type(value)(map(_whole, value))
+    return value.of_all() if isinstance(value, Count) else value
+
+
+_FILLS: Final = {"full": 1, "full_like": 1, "new_full": 2}
+"""Calls with a size and a number, and where the number stands."""
+_RECKON: Final = (
+    *("add", "add_", "sub", "sub_", "subtract", "rsub", "__radd__", "__rsub__", "pow", "pow_", "__rpow__"),
+    *("gt", "ge", "lt", "le", "eq", "ne", "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__"),
+    *(
+        "clamp",
+        "clamp_",
+        "clamp_min",
+        "clamp_max",
+        "clip",
+        "hardtanh",
+        "masked_fill",
+        "masked_fill_",
+        "fill_",
+    ),
+    *("floor_divide", "__floordiv__", "__rfloordiv__", "remainder", "fmod", "__mod__", "where", "lerp"),
+    *("addcdiv", "addcmul", "mul_", "div_", "tensor", "as_tensor", "new_tensor", "scalar_tensor"),
+)
+"""Calls in which a number is no size."""
+
+
 HANDLERS: dict[str, Handler] = {
     **DERIVATIVES,
     "linear": _linear,
@@ -487,7 +534,11 @@ HANDLERS: dict[str, Handler] = {
     "flip": _flip,
     "max": _greatest_id,
     **taken.HANDLERS,
+    **dict.fromkeys(_RECKON, _number),
 }
+"""Asked after those of ``model.exact``."""
+_FIRST: dict[str, Handler] = dict.fromkeys(_FILLS, _number)
+"""Asked before :data:`HANDLERS`."""
 
 
 def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[str, list[Handler]]:
@@ -508,7 +559,7 @@ def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[
         whole_tables.HANDLERS,
     ]
     found: dict[str, list[Handler]] = {}
-    for table in (*tables, row_order.HANDLERS, more, HANDLERS, sliced.HANDLERS):
+    for table in (*tables, row_order.HANDLERS, more, _FIRST, HANDLERS, sliced.HANDLERS):
         for name, handler in table.items():
             found.setdefault(name, []).append(handler)
     return found
