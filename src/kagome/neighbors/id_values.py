@@ -56,7 +56,7 @@ Those that go from one edge to the next are ``edge_places``' to refuse, matrices
 _CASTS: Final = frozenset(["to", "type", "type_as"])
 _LEAVE: Final = frozenset(["tolist", "numpy", "__array__", "item", "__int__", "__index__"])
 _ORDERS: Final = frozenset(["gt", "lt", "ge", "le", "__gt__", "__lt__", "__ge__", "__le__"])
-"""Which of two ids is the larger one, also where PyG's code asks."""
+"""Which end of an edge is the larger one, also where PyG's code asks."""
 _SAME: Final = frozenset(["eq", "ne", "__eq__", "__ne__", "equal"])
 _SOURCES: Final = frozenset(
     ["scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"]
@@ -86,7 +86,8 @@ def by_value(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, 
             found.append(tensor)
         places = places or mark.kind is Kind.LOCAL
     looks = name not in _STAY or name in _SOURCES
-    ordered = name in _ORDERS and len(found) > 1  # dropout_edge keeps one of both ways so
+    kinds = {mark.kind for each in found if (mark := scope.marks.get(each)) is not None}
+    ordered = name in _ORDERS and len(kinds) > 1  # dropout_edge keeps one of both ways so
     if not (places or (found and looks)) or (from_library() and not ordered):
         return args, kwargs
     if places:
