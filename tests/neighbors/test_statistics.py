@@ -48,6 +48,7 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "math of the number of rows": lambda x: x * math.sqrt(x.size(0)),
     "any of numbers, none above 0": lambda x: x + (-x.relu()).any(0),
     "all of numbers, one of them 0": lambda x: x + (-x.relu()).all(0),
+    "any and all of no rows": lambda x: x + x[x[:, 0] != x[:, 0]].any() + x[x[:, 0] != x[:, 0]].all(),
     "a branch by any of numbers": lambda x: x * 2 if (-x.relu()).any() else x,
     "count over both axes": lambda x: x / x.relu().count_nonzero(0, 1),
     "amax of what a mask has left": lambda x: x + masked(x).amax(0),

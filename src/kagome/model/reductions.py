@@ -238,7 +238,7 @@ def _truth(sign: int) -> Callable[..., Any]:
     whole = _extreme(sign)
 
     def take(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
-        found: Tensor = whole(scope, x != 0, dims, keep, given)
+        found: Tensor = whole(scope, (x != 0).long(), dims, keep, given) > 0  # also of no rows at all
         return found.to(torch.uint8) if x.dtype == torch.uint8 else found  # as torch has it
 
     return take
