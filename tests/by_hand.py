@@ -71,11 +71,11 @@ def mean_of_bytes(x: Tensor) -> Tensor:
 
 def in_memory(x: Tensor) -> np.ndarray:
     """A tensor's numbers, read where they lie: nothing of torch that a mark could follow."""
-    rows = x.detach().contiguous()
+    rows = x.detach().clone(memory_format=torch.contiguous_format)
     kind = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}[rows.dtype]
-    shape = [int(size) for size in rows.shape]
-    numbers = (kind * int(rows.numel())).from_address(rows.data_ptr())
-    return np.ctypeslib.as_array(numbers).reshape(shape).copy()
+    entries = rows.untyped_storage().nbytes() // ctypes.sizeof(kind)
+    numbers = (kind * entries).from_address(rows.data_ptr())
+    return np.ctypeslib.as_array(numbers).reshape(-1, *rows.shape[1:]).copy()
 
 
 def graph() -> Data:

@@ -156,6 +156,10 @@ EXACT: dict[str, tuple[Body, Mods]] = {
         ),
         {},
     ),
+    "a list of all vertices": (
+        lambda m, x, e, d: x * torch.tensor([i % 2.0 for i in range(x.size(0))], dtype=x.dtype)[:, None],
+        {},
+    ),
 }
 
 REFUSED: dict[str, tuple[Body, Mods, str]] = {
@@ -180,11 +184,6 @@ REFUSED: dict[str, tuple[Body, Mods, str]] = {
         lambda m, x, e, d: x * torch.bincount(e[1]).max(),
         {},
         "minlength",
-    ),
-    "a list of all vertices": (
-        lambda m, x, e, d: x * torch.tensor([i % 2.0 for i in range(x.size(0))], dtype=x.dtype)[:, None],
-        {},
-        "as many rows as this part has",
     ),
     "every other changed by a method": (
         lambda m, x, e, d: changed(x, lambda h: h[::2].mul_(2)),

@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from by_hand import ByHand, graph
-from convolutions import double_precision
-from kagome.errors import ModelError
-from kagome.run.check import check
 from outcomes import outcome
 from parity import assert_equal, random_owner, whole
 from place_models import N
@@ -87,10 +84,11 @@ def test_whatever_is_made_of_them(steps: list[tuple[str, int]], end: int, world:
     assert_equal(found, whole(build, graph()))
 
 
-def test_a_loop_over_rows_in_python_is_refused_by_what_it_is() -> None:
+def test_a_loop_over_rows_in_python_goes_over_those_of_the_whole_graph() -> None:
     def body(m, x, e, d):
         return torch.stack([x[i] * (i + 1) for i in range(x.size(0))])
 
-    with double_precision(), pytest.raises(ModelError, match="every part comes to the same") as caught:
-        check(ByHand(body), graph())
-    assert "range(x.size(0))" in caught.value.hint
+    def build() -> nn.Module:
+        return ByHand(body)
+
+    assert_equal(outcome(build, graph(), random_owner(N, 2), 2), whole(build, graph()))

@@ -192,6 +192,68 @@ class Entries(Count):
         return self._known() // _known(other)
 
 
+class Shown(Count):
+    """A count in the user's own code: to all that Python does with an int it is the whole graph's number.
+
+    ``1.0 / x.size(0)`` and ``range(x.size(0))`` ask none of its methods. A torch call is given the count
+    that lies behind it: see :func:`behind`.
+    """
+
+    count: Count
+
+    @classmethod
+    def of(cls, count: Count) -> Shown:
+        """What the user is shown of a count."""
+        made = cls(count.of_all(), count.mark, count.of_all)
+        assert isinstance(made, Shown)
+        made.count = count
+        return made
+
+    def __hash__(self) -> int:
+        return hash(self.count)  # what a library keeps by shapes is of this part
+
+    def __int__(self) -> int:
+        return int(self.count) if from_library() else int.__int__(self)
+
+
+def _shown(name: str) -> Callable[..., Any]:
+    """A method of counts that gives the user what is shown of its result."""
+    method = getattr(int, name)
+
+    def call(self: Shown, *others: Any) -> Any:
+        out = getattr(self.count, name)(*map(behind, others))
+        return Shown.of(out) if type(out) is Count and not from_library() else out
+
+    call.__name__, call.__doc__ = name, method.__doc__
+    return call
+
+
+for _name in (
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "__rfloordiv__"),
+    *("__mod__", "__rmod__", "__divmod__", "__rdivmod__", "__pow__", "__rpow__", "__truediv__"),
+    *("__rtruediv__", "__neg__", "__abs__", "__float__", "__bool__"),
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
+):
+    setattr(Shown, _name, _shown(_name))
+
+
+def behind(value: Any) -> Any:
+    """An argument of a torch call or of a layer with the counts that lie behind those that are shown."""
+    if isinstance(value, Shown):
+        return value.count
+    if isinstance(value, slice):
+        return slice(behind(value.start), behind(value.stop), behind(value.step))
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(map(behind, value)) if any(map(_holds, value)) else value
+    return value
+
+
+def _holds(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_holds, value))
+    return isinstance(value, (Shown, slice))
+
+
 class NoneHere(int):
     """No edges on this rank, which does not say that there are none: to PyG's code it does not equal 0."""
 

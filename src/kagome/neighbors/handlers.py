@@ -31,7 +31,7 @@ from kagome.neighbors import (
 )
 from kagome.neighbors.algebra import all_computed
 from kagome.neighbors.axes import attribute
-from kagome.neighbors.count import Count, Entries, NoneHere
+from kagome.neighbors.count import Count, Entries, NoneHere, Shown, behind
 from kagome.neighbors.derivatives import DERIVATIVES
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.marks import ALIGNED, IDS, VERTICES, Kind, Mark
@@ -54,6 +54,9 @@ class Reader(Places, Protocol):
 
     def read(self, rows: Tensor, axis: int, mark: Mark) -> Tensor:
         """Own and halo rows."""
+
+    def knows_number(self, mark: Mark) -> bool:
+        """Whether it is known without asking how many rows of a mark all ranks have."""
 
     def goes_beyond(self, what: str) -> None:
         """Say, where all rows are here, that more is asked for than the edges into a vertex bring."""
@@ -389,8 +392,10 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     if mark.kind in IDS:
         what = Mark(Kind.PAIRS, mark.view, 0, args[0] if mark.kind is Kind.EDGES else mark.edges)
     kind = edge_places.counts(scope, what)
-    count = size[axis] = kind(size[axis], what, lambda: scope.number_of(what, int(count)))
-    return torch.Size(size) if dim is None else count
+    count = kind(size[axis], what, lambda: scope.number_of(what, int(count)))
+    told = scope.parted and scope.knows_number(what) and not from_library() and not by_kagome()
+    size[axis] = Shown.of(count) if told else count
+    return torch.Size(size) if dim is None else size[axis]
 
 
 def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -401,7 +406,7 @@ def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: d
         return NotImplemented
     if from_library():
         return NoneHere(0) if mark.kind in IDS and not func(tensor) else NotImplemented
-    size = _size(scope, "size", Tensor.size, (tensor,), {})
+    size = behind(_size(scope, "size", Tensor.size, (tensor,), {}))
     at = next((at for at, each in enumerate(size) if isinstance(each, Count)), None) if size else None
     if at is None:
         return NotImplemented

@@ -40,7 +40,7 @@ from kagome.neighbors.axes import attribute
 from kagome.neighbors.by_identity import ByIdentity
 from kagome.neighbors.calls import Calls
 from kagome.neighbors.copies import Copies
-from kagome.neighbors.count import Count
+from kagome.neighbors.count import Count, Shown, behind
 from kagome.neighbors.handlers import HANDLERS, Handler, by_call
 from kagome.neighbors.late import Late
 from kagome.neighbors.lazy import refuse_in_function, refuse_transform
@@ -143,7 +143,7 @@ class Interception(Late, TorchFunctionMode):
             inputs["adj_t"] = self.matrix.given
         # Whoever makes a tensor of so many rows makes a row a vertex of this part.
         count = Count(self.own, Mark(Kind.ROWS), lambda: self.part.num_nodes)
-        return {"num_nodes": count, **shared, **inputs}
+        return {"num_nodes": Shown.of(count) if self.parted else count, **shared, **inputs}
 
     def out_edges(self) -> View:
         """View 1, fetched from the peers at the first call. All ranks reach it at the same call."""
@@ -249,6 +249,7 @@ class Interception(Late, TorchFunctionMode):
 
     def _for_part(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """A call's arguments as a part has them: its rows of tables, numbers of the whole graph for ids."""
+        args, kwargs = behind(args), {key: behind(value) for key, value in kwargs.items()}
         if self.edge_tables is not None:
             args, kwargs = self.edge_tables.cut(self, name, func, args, kwargs)
         if len(self.views) > 1:
@@ -377,10 +378,16 @@ class Interception(Late, TorchFunctionMode):
         action, key = site.action("greatest"), (site.key, "greatest")
         return self.channel.all_reduce(part.detach(), "max", action=action, key=key)
 
+    def knows_number(self, mark: Mark) -> bool:
+        """Whether it is known without asking how many rows of a mark all ranks have."""
+        if mark.kind in VERTICES:
+            return length(self, mark) >= 0
+        return mark.kind is Kind.PAIRS and mark.edges is self.views[0].edge_index
+
     def number_of(self, mark: Mark, count: int) -> int:
         """How many rows, of which this rank has ``count``, all ranks have."""
-        if mark.kind in VERTICES and (known := length(self, mark)) >= 0:
-            return known
+        if self.knows_number(mark):
+            return length(self, mark) if mark.kind in VERTICES else self.edges
         if self.size == 1:
             return count
         return int(self.total(torch.tensor(count, device=self.device)))

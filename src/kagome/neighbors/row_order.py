@@ -208,7 +208,7 @@ FEWEST = 8
 
 
 def of_list(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.tensor([f(i) for i in range(x.size(0))])``: a loop in Python goes over a part's rows alone.
+    """``torch.tensor([f(row) for row in x])``: a loop in Python over rows goes over a part's alone.
 
     A list that has as many entries as this part has rows is taken for one of these where it meets rows; as a
     list of places it is none.

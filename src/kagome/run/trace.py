@@ -165,7 +165,12 @@ def _watch(model: nn.Module, trace: Trace) -> Callable[[], None]:
 def _backward(out: Any, ids: Tensor, token: Tensor | None, model: nn.Module, trace: Trace, seed: int) -> None:
     value = next((v for v in tree_leaves(out) if has_rows(v, ids.numel())), None)
     if value is None:
-        raise ModelError("forward gives a tensor, or several", f"it gives {type(out).__name__} without any")
+        shapes = [f"one of shape {list(leaf.shape)}" for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        raise ModelError(
+            f"forward gives a tensor with a row for each of {ids.numel()} vertices, or several",
+            f"it gives {', '.join(shapes) or f'a {type(out).__name__} without any'}",
+            hint="return a row a vertex, in the order of the vertices",
+        )
     # Weights by original id: the same sum however the rows are spread. Columns weigh differently, or a
     # softmax would have no gradient.
     weight = torch.sin(ids.to(value.dtype) * 12.9898 + seed) + 1.5
@@ -289,7 +294,7 @@ def _split_of(
             "every part comes to the same exchanges in the same order",
             f"{error.asked}, but {error.found}",
             where=type(model).__name__,
-            hint="a Python loop over range(x.size(0)), or a branch by what a part's rows hold, goes another "
+            hint="a Python loop over rows, or a branch by what a part's rows hold, goes another "
             "way on each part: make it of torch calls over all rows, or train on one rank",
         ) from error
 
