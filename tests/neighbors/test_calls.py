@@ -12,6 +12,7 @@ import torch
 import torch_geometric.nn as pyg
 from test_again import VERTICES, WIDTH, assert_same, gradients, graph, rows
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from kagome.comm.channel import Channel
 from kagome.graph.partition import extract
@@ -162,6 +163,46 @@ def test_a_setting_of_a_module_inside_is_seen(replays: list[Learned]) -> None:
         layer.nn[1].p = 0.1
 
     changed(pyg.GINConv(nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.5))), less, replays)
+
+
+class Twice(nn.Module):
+    """Two calls of one layer in a forward, the second with what is changed between them."""
+
+    def __init__(self, between: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.conv = pyg.GINConv(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)))
+        self.between = between
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        first = self.conv(x, edge_index)
+        return self.between(self.conv)(first, edge_index) + first
+
+
+def fast_weights(conv: nn.Module) -> Callable[..., Tensor]:
+    fast = {name: weight * 0.5 for name, weight in conv.named_parameters()}
+    return lambda *given: functional_call(conv, fast, given)
+
+
+def less_dropout(conv: Any) -> Callable[..., Tensor]:
+    def call(*given: Tensor) -> Tensor:
+        conv.nn[1].p = 0.1
+        out: Tensor = conv(*given)
+        conv.nn[1].p = 0.5
+        return out
+
+    return call
+
+
+@pytest.mark.parametrize("between", [fast_weights, less_dropout])
+def test_a_change_between_two_calls_of_one_forward_is_seen(
+    between: Callable[[nn.Module], Any], replays: list[Learned]
+) -> None:
+    model = Twice(between).double()
+    twin = deepcopy(model)
+    with intercepted(model) as scope, intercepted(twin, learns=False) as plain:
+        for epoch in range(1, 8):
+            assert_same(run(scope, epoch, model), run(plain, epoch, twin))
+    assert replays
 
 
 def test_another_module_inside_is_taken(replays: list[Learned]) -> None:

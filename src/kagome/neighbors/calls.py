@@ -74,7 +74,10 @@ class Learned:
 
 
 class States:
-    """A layer's state and that of all modules in it, looked up once an epoch and mode.
+    """A layer's state and that of all modules in it, looked up once an epoch, and where it has changed.
+
+    A forward may change it between two calls: other weights (``torch.func.functional_call``), another share
+    of dropout. So each call compares settings and weights, a hundredth of the time that the rest takes.
 
     Args:
         layer: The layer.
@@ -83,14 +86,33 @@ class States:
 
     def __init__(self, layer: nn.Module, path: str) -> None:
         self.layer, self.path = layer, path
-        self._known: tuple[tuple[int, bool], tuple[State, ...]] | None = None
+        self._fields: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        self._known: tuple[tuple[Any, ...], tuple[State, ...]] = ((), ())
 
     def now(self, epoch: int) -> tuple[State, ...]:
         """The state in an epoch."""
-        when = epoch, self.layer.training
-        if self._known is None or self._known[0] != when:
-            self._known = when, tuple(state_of(module) for module in self.layer.modules())
+        if not self._fields or self._known[0] != (epoch, *self._looks()):
+            modules = list(self.layer.modules())
+            self._fields = [(vars(module), _settings(module)) for module in modules]
+            self._known = (epoch, *self._looks()), tuple(state_of(module) for module in modules)
         return self._known[1]
+
+    def _looks(self) -> list[Any]:
+        """Settings, and which weights and modules there are."""
+        found: list[Any] = []
+        for own, names in self._fields:
+            found.append(len(own))
+            found += [value if type(value) in _PLAIN else id(value) for value in map(own.get, names)]
+            for table in ("_parameters", "_buffers", "_modules"):
+                found += map(id, own[table].values())
+        return found
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _settings(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, value in vars(module).items() if type(value) in _PLAIN)
 
 
 class Calls:
