@@ -261,6 +261,18 @@ REFUSED = {
         classes(),
         "averages over the rows",
     ),
+    "a mean that is 0 at first": (
+        lambda o, y: (o - y).square().mean(),
+        torch.zeros(101, 3),
+        torch.zeros(101, 3),
+        "averages over the rows",
+    ),
+    "a mean of small numbers": (
+        lambda o, y: (o - y).square().mean(),
+        torch.zeros(101, 3),
+        torch.rand(101, 3) * 1e-5,
+        "averages over the rows",
+    ),
     "every row with every other": (
         nn.MSELoss(reduction="none"),
         scores(1),
@@ -322,6 +334,14 @@ def test_a_rank_with_no_row_or_one_has_no_say(rows):
         target = objective.target({"y": y}, torch.arange(rows))
         objective.check(out[:rows], target)
         assert objective.lost(out[:rows], target)[0].shape == ()
+
+
+def test_a_sum_and_a_mean_that_are_0_at_first_are_told_apart():
+    nothing = torch.zeros(101, 3)
+    for how, learned in (("sum", False), ("mean", True)):
+        objective = Objective("", labels_of(nothing), loss=nn.MSELoss(reduction=how), alone=True)
+        checked(objective, nothing, nothing)
+        assert objective.scalar.learned is learned
 
 
 LABELS = {

@@ -32,6 +32,8 @@ Loss = Callable[..., Any]
 NONE: Final = -1
 """What stands for "no label" among class ids, where nothing is said."""
 OTHERS: Final = ("mse", "mae", "huber")
+NOTHING: Final = 1e-6
+"""A loss of one number below this says nothing of how it comes about."""
 LIMIT: Final = 10_000
 """More classes than this, and than vertices, are vertex ids or hashes taken for labels."""
 
@@ -308,6 +310,10 @@ class Objective:
         if count < 2:
             return
         values, weights = split(self._called(sample, target))
+        if values.dim() == 0 and abs(float(values.detach())) < NOTHING:
+            # A sum and a mean of nothing look alike.
+            sample = tree_map(_moved, sample)
+            values, weights = split(self._called(sample, target))
         where = _pair(out, target.y)
         cut = count // 3 or 1
         first, rest = slice(0, cut), slice(cut, None)
@@ -434,6 +440,14 @@ def _leaf(value: Any) -> Any:
         return value
     leaf = value.detach()
     return leaf.clone().requires_grad_() if leaf.is_floating_point() else leaf
+
+
+def _moved(value: Any) -> Any:
+    """Another output, as far from this one as numbers of ordinary size are."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    steps = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device)
+    return value + steps.view(value.shape)
 
 
 def _pair(out: Any, y: Tensor) -> str:
