@@ -416,8 +416,7 @@ def predict_rank(settings: config.Run, checkpoint: str, out: str) -> int:
         trainer.load(checkpoint)
         scores = trainer.predict()
         if trainer.mesh.rank == 0:
-            write_scores(Path(out), scores)
-            shape = " x ".join(f"{size:,}" for size in scores.shape)
+            shape = write_scores(Path(out), scores)
             print(f"Scores: {out}   ({shape}, in the original order of vertices)")
     return 0
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,8 @@ import kagome
 from kagome import Parallel, Trainer, check
 from kagome.comm.channel import Channel
 from kagome.config import Report, Train
-from kagome.errors import KagomeError
+from kagome.errors import ConfigError, KagomeError
+from kagome.run.outcome import write_scores
 
 EPOCHS, RATE = 3, 0.01
 QUIET = Report(page=False, trace=False, progress=False)
@@ -131,3 +134,38 @@ def test_the_check_compares_several_outputs(kind):
 def test_a_metric_of_one_tensor_is_refused(ranks):
     for found in ranks(1, fitted, "dict", {}, "accuracy"):
         assert "the metric accuracy scores one tensor, but the model gives a dict" in found
+
+
+class Beside(Several):
+    """Scores with a number, a text and None beside them."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        h = self.first(x, edge_index).relu()
+        return self.scores(h, edge_index), h.square().mean(), "a text", None, 3
+
+
+def test_what_is_beside_the_scores_is_kept_or_left_out_of_the_files(tmp_path: Path) -> None:
+    data = made("tuple")[1]
+    with Trainer(
+        Beside("tuple").double(),
+        data,
+        train=Train(epochs=1, check=False),
+        loss=lambda out, y: F.cross_entropy(out[0], y, reduction="none"),
+        metric=lambda out, y: (out[0].argmax(1) == y).double(),
+        report=QUIET,
+        out=tmp_path / "run",
+    ) as trainer:
+        trainer.fit()
+        scores = trainer.predict()
+    with np.load(tmp_path / "run" / "predictions.npz") as found:
+        assert sorted(found) == ["scores.0", "scores.1", "scores.4", "target"]
+        assert found["scores.0"].dtype == np.float64
+        assert np.array_equal(found["scores.0"], scores[0].detach().numpy())
+        assert found["scores.4"] == 3
+    assert (
+        write_scores(tmp_path / "a.npz", scores)
+        == "scores.0: 120 x 4, scores.1: a number, scores.4: a number"
+    )
+    with pytest.raises(ConfigError, match=r"one array.*gives 3: scores\.0(.|\n)*--out a\.npz"):
+        write_scores(tmp_path / "a.npy", scores)
+    assert write_scores(tmp_path / "b.npy", scores[0]) == "120 x 4"

@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path
 
 from kagome import config, written
 from kagome.comm.channel import Channel
@@ -27,6 +26,7 @@ from kagome.report.progress import TensorBoard, warn
 from kagome.report.spans import Span
 from kagome.run.claim import Claim, goes_on, refuse_taken, remove_run, unwritable
 from kagome.run.first import by_first
+from kagome.run.outcome import arrays_of, as_array
 
 
 class RunWriter:
@@ -196,7 +196,8 @@ class RunWriter:
         Args:
             values: What ``summary.json`` holds.
             spans: One list a rank.
-            scores: Of all vertices, in their original order; a tensor, or a nest of such.
+            scores: Of all vertices, in their original order; a tensor, or a nest of such and of what else
+                forward gave.
             label: The labels that they stand for, if they do.
             target: Their true labels.
             model: With the best epoch's weights, under the user's own names.
@@ -223,16 +224,11 @@ class RunWriter:
         from kagome.report.timeline import write_trace
 
         self.close()
-        leaves = [("", scores)] if isinstance(scores, Tensor) else tree_flatten_with_path(scores)[0]
-        given: dict[str, Any] = {
-            "scores" + "".join(f".{_key(key)}" for key in path): leaf.detach().float().cpu().numpy()
-            for path, leaf in leaves
-        }
+        given = arrays_of(scores)
         if label is not None:
-            given["label"] = label.cpu().numpy()
+            given["label"] = as_array(label)
         fresh = self.folder / ".predictions.npz"
-        known = target.float() if target.dtype == torch.bfloat16 else target  # NumPy has no such type
-        np.savez_compressed(fresh, target=known.cpu().numpy(), **given)
+        np.savez_compressed(fresh, target=as_array(target), **given)
         fresh.rename(self.folder / "predictions.npz")
         with torch.no_grad():
             save_model(model, str(self.folder / ".model.safetensors"))
@@ -244,11 +240,6 @@ class RunWriter:
             from kagome.report.page import write_page
 
             write_page(self.folder)
-
-
-def _key(key: Any) -> str:
-    """A place in a nest, as a word."""
-    return str(getattr(key, "key", getattr(key, "idx", key)))
 
 
 def earlier_records(channel: Channel, checkpoint: Path, epoch: int) -> list[EpochRecord]:

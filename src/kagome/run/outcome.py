@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from kagome.comm.channel import Channel
 from kagome.errors import ConfigError
@@ -49,24 +49,62 @@ def original_order(rows: Any, part: Partition, channel: Channel, action: str) ->
     return out
 
 
-def write_scores(path: Path, scores: Tensor) -> None:
-    """Write scores to a ``.npy`` file, or as ``scores`` to a ``.npz`` file, that appears whole.
+def arrays_of(scores: Any) -> dict[str, Any]:
+    """The arrays of a ``.npz`` file of scores: ``scores``, or of a nest ``scores.0``, ``scores.name`` ...
+
+    Texts and None, which forward may give beside them, are left out.
+    """
+    leaves = [("", scores)] if isinstance(scores, Tensor) else tree_flatten_with_path(scores)[0]
+    return {
+        "scores" + "".join(f".{_key(key)}" for key in path): as_array(leaf)
+        for path, leaf in leaves
+        if isinstance(leaf, Tensor | bool | int | float)
+    }
+
+
+def as_array(value: Any) -> Any:
+    """A tensor or a number for NumPy, which has no bfloat16."""
+    if not isinstance(value, Tensor):
+        return np.asarray(value)
+    kept = value.detach().cpu()
+    return (kept.float() if kept.dtype in (torch.bfloat16, torch.float16) else kept).numpy()
+
+
+def _key(key: Any) -> str:
+    """A place in a nest, as a word."""
+    return str(getattr(key, "key", getattr(key, "idx", key)))
+
+
+def write_scores(path: Path, scores: Any) -> str:
+    """Write scores to a ``.npy`` file, or as :func:`arrays_of` to a ``.npz`` file, that appears whole.
+
+    Returns:
+        Their shape, or their names with their shapes, in words.
 
     Raises:
         ConfigError: If it cannot be written.
     """
-    rows = scores.detach().cpu()
-    rows = rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
+    arrays = arrays_of(scores)
+    if path.suffix == ".npy" and len(arrays) > 1:
+        raise ConfigError(
+            "a .npy file holds one array",
+            f"the model gives {len(arrays)}: {', '.join(arrays)}",
+            hint=f"--out {path.with_suffix('.npz').name}",
+        )
     fresh = path.with_name(f".{path.name}")
     try:
         with fresh.open("wb") as file:
             if path.suffix == ".npy":
-                np.save(file, rows.numpy())
+                np.save(file, *arrays.values())
             else:
-                np.savez_compressed(file, scores=rows.numpy())
+                np.savez_compressed(file, **arrays)
         fresh.rename(path)
     except OSError as error:
         raise ConfigError(f"scores go to {path}", f"it cannot be written: {error}") from None
+    shapes = {name: " x ".join(f"{size:,}" for size in each.shape) for name, each in arrays.items()}
+    if len(shapes) == 1:
+        return next(iter(shapes.values()))
+    return ", ".join(f"{name}: {shape or 'a number'}" for name, shape in shapes.items())
 
 
 def outcome(
