@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
+from torch.fft import fftshift
 from torch_geometric import utils
 
 from by_hand import Body
@@ -21,6 +22,9 @@ from place_models import TWO, Mods, N, parameter
 FIRST = 20
 C: Mods = {"c": lambda: pyg.SAGEConv(8, 8)}
 CS: Mods = {"c": lambda: nn.ModuleList([pyg.SAGEConv(8, 8) for _ in range(8)])}
+GRAPH: Mods = {"c": lambda: pyg.GraphConv(8, 8)}
+NORM: Mods = {"n": lambda: nn.BatchNorm1d(8)}
+FULL = slice(None)
 THREE: Mods = {"t": lambda: nn.Embedding(3, 8)}
 
 
@@ -100,6 +104,13 @@ EXACT: dict[str, tuple[Body, Mods]] = {
         lambda m, x, e, d: into(x, e, m.t(torch.searchsorted(torch.tensor([9, 19]), e[0]))),
         THREE,
     ),
+    "rows searched": (
+        lambda m, x, e, d: x * torch.searchsorted(torch.tensor([-0.1, 0.1], dtype=x.dtype), x.detach()),
+        {},
+    ),
+    "a parameter made of rows": (lambda m, x, e, d: x - nn.Parameter(x.detach()).mean(0), {}),
+    "bytes of rows": (lambda m, x, e, d: x / x.nbytes, {}),
+    "rows by nonzero's first column": (lambda m, x, e, d: x + x[d.mask.nonzero()[:, 0]].mean(0), {}),
     "ids among some": (lambda m, x, e, d: weighed(x, e, torch.isin(e[0], torch.tensor([1, 2, 3]))), {}),
     "one hot ids": (lambda m, x, e, d: into(x, e, F.one_hot(e[0], N).to(x.dtype)[:, :8]), {}),
     "weights by kind": (lambda m, x, e, d: weighed(x, e, torch.where(e[0] < FIRST, 0.5, 2.0)), {}),
@@ -195,5 +206,83 @@ REFUSED: dict[str, tuple[Body, Mods, str]] = {
         lambda m, x, e, d: changed(x, lambda h: h[4].zero_()),
         {},
         "writes in place",
+    ),
+    # Flags that went by the places of rows, and what is made of lost rows.
+    **{
+        f"flags through {name}": (body, {}, name)
+        for name, body in {
+            "diagonal": lambda m, x, e, d: x * (x > 0).diagonal().sum(),
+            "unbind": lambda m, x, e, d: x * d.mask.unbind(0)[2],
+            "tril": lambda m, x, e, d: x * (x > 0).tril(),
+            "fftshift": lambda m, x, e, d: x * fftshift(d.mask)[:, None],
+            "masked_select": lambda m, x, e, d: x * torch.masked_select(x > 0, d.mask[:, None]).sum(),
+            "eq": lambda m, x, e, d: x * (d.group[:, None] == d.group[None]).sum(1, keepdim=True),
+        }.items()
+    },
+    "flags of edges shifted": (lambda m, x, e, d: weighed(x, e, fftshift(d.weight > 1)), {}, "fftshift"),
+    "a layer's weights shifted": (lambda m, x, e, d: m.c(x, e, fftshift(d.weight)), GRAPH, "fftshift"),
+    "rows by flags shifted": (lambda m, x, e, d: x + x[fftshift(d.mask)].mean(0), {}, "fftshift"),
+    "a branch by flags shifted": (lambda m, x, e, d: x * 2 if fftshift(d.mask)[0] else x, {}, "fftshift"),
+    "einsum of lost rows": (lambda m, x, e, d: torch.einsum("nd,nd->nd", x, x.tril()), {}, "tril"),
+    "batch norm of lost rows": (lambda m, x, e, d: x + m.n(x.tril()), NORM, "tril"),
+    "a parameter of lost rows": (lambda m, x, e, d: x * nn.Parameter(x.tril().detach()), {}, "tril"),
+    "a parameter of some columns": (
+        lambda m, x, e, d: x - nn.Parameter(x[:, :1].detach()).mean(0),
+        {},
+        "nn.Parameter",
+    ),
+    "attention to lost rows": (
+        lambda m, x, e, d: x + m.a(x[None], x.tril()[None], x[None])[0][0],
+        {"a": lambda: nn.MultiheadAttention(8, 2, batch_first=True)},
+        "tril",
+    ),
+    "columns written with lost rows": (
+        lambda m, x, e, d: changed(x, lambda h: h[:, :4].copy_(x.tril()[:, :4])),
+        {},
+        "tril",
+    ),
+    "the diagonal written": (lambda m, x, e, d: changed(x, lambda h: h.diagonal().zero_()), {}, "diagonal"),
+    # Places among a part's own edges or rows.
+    "places as floats": (
+        lambda m, x, e, d: weighed(x, e, d.kind.argsort().double()),
+        {},
+        "an order of a part",
+    ),
+    "places of another type": (
+        lambda m, x, e, d: weighed(x, e, d.kind.argsort().type(torch.float64)),
+        {},
+        "an order of a part",
+    ),
+    "places of rows by a type's name": (
+        lambda m, x, e, d: x * d.group.argsort().type(torch.DoubleTensor)[:, None].to(x.dtype),
+        {},
+        "went through type",
+    ),
+    "the sum of places": (lambda m, x, e, d: x * d.mask.nonzero().sum(), {}, "an order of a part"),
+    "a table by places": (
+        lambda m, x, e, d: x + m.t(d.group.argsort()),
+        {"t": lambda: nn.Embedding(N, 8)},
+        "an order of a part",
+    ),
+    "places written": (
+        lambda m, x, e, d: weighed(x, e, changed(d.weight, lambda w: w.__setitem__(FULL, d.kind.argsort()))),
+        {},
+        "__setitem__",
+    ),
+    # Numbers looked up among rows.
+    "buckets between rows": (
+        lambda m, x, e, d: x * torch.bucketize(x.detach(), d.pos[:, 0]),
+        {},
+        "bucketize",
+    ),
+    "searched among rows": (
+        lambda m, x, e, d: x * torch.searchsorted(d.pos[:, 0], x.detach()),
+        {},
+        "searchsorted",
+    ),
+    "among groups of some": (
+        lambda m, x, e, d: x * torch.isin(d.group, d.group[d.mask])[:, None],
+        {},
+        "isin",
     ),
 }

@@ -123,6 +123,7 @@ def _heads(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     given.apply_defaults()
     asked = given.arguments
     ends = [asked[each] for each in _NAMES[:3]]
+    scope.refuse_lost(*ends)
     axes = {scope.axis(end) for end in ends}
     if axes == {0} and all(map(scope.of_each_vertex, ends)):
         if not scope.parted or not asked["need_weights"]:

@@ -76,6 +76,9 @@ class Scope(Protocol):
     def within(self, function: Callable[[], Any]) -> Any:
         """Run a function whose torch calls are seen one by one."""
 
+    def refuse_lost(self, *values: Any) -> None:
+        """Refuse what was made of rows by their places in this part."""
+
     def lost(self, tensor: Tensor, origin: str) -> Tensor:
         """Mark a tensor that no part has: whatever is made of it is refused where it leaves forward."""
 

@@ -58,6 +58,10 @@ class ByIdentity(Generic[Value]):
         """Forget all."""
         self._table.clear()
 
+    def living(self) -> list[object]:
+        """All that something is known of."""
+        return [key for held, _ in list(self._table.values()) if (key := held()) is not None]
+
     def values(self) -> list[Value]:
         """What is known of all of them."""
         return [value for _, value in self._table.values()]

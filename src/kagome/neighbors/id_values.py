@@ -61,8 +61,9 @@ _SAME: Final = frozenset(["eq", "ne", "__eq__", "__ne__", "equal"])
 _SOURCES: Final = frozenset(
     ["scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"]
 ) | frozenset(["scatter_reduce", "scatter_reduce_", "__setitem__", "index_put", "index_put_"])
+_READS: Final = frozenset(["embedding", "index_select", "gather", "take_along_dim", "__getitem__"])
 _SLICES: Final = frozenset(["narrow", "select", "split", "chunk", "tensor_split"])
-_BLIND: Final = _STAY - _SOURCES - _SLICES - {"__getitem__"}
+_BLIND: Final = _STAY - _SOURCES - _SLICES - _READS
 """Calls that look neither at the values of ids nor at places among a part's own edges."""
 
 
@@ -91,7 +92,7 @@ def by_value(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, 
     if not (places or (found and looks)) or (from_library() and not ordered):
         return args, kwargs
     if places:
-        _refuse_places(scope, name, args)
+        _refuse_places(scope, name, args, kwargs)
     if not (found and looks):
         return args, kwargs
     if name in _CASTS and not _to_float(name, args, kwargs):
@@ -119,7 +120,7 @@ def by_value(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, 
     return tuple(told(value) for value in args), {key: told(value) for key, value in kwargs.items()}
 
 
-def _refuse_places(scope: Ends, name: str, args: Args) -> None:
+def _refuse_places(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> None:
     """Refuse what looks at places among a part's own edges or rows, other than to put them in that order.
 
     Raises:
@@ -129,15 +130,37 @@ def _refuse_places(scope: Ends, name: str, args: Args) -> None:
     sliced = False
     if name == "__getitem__" and base is not None and base.kind is Kind.LOCAL:
         items = args[1] if isinstance(args[1], tuple) else (args[1],)
-        sliced = any(
-            isinstance(item, (int, list)) or (type(item) is slice and item != FULL) for item in items
-        )
-    if sliced or name in _SLICES or name not in _STAY | _CASTS:
+        item = next((item for item in items if item is not None), FULL)  # nonzero()[:, 0] has columns
+        if item is Ellipsis and args[0].dim() == 1:
+            item = items[-1]
+        sliced = isinstance(item, (int, list)) or (type(item) is slice and item != FULL)
+    floats = name in _CASTS and _to_float(name, args, kwargs)
+    table = name in _READS and _of_no_rows(scope, name, args, kwargs)
+    written = name in _SOURCES - {"__setitem__"} and _writes_places(scope, name, args, kwargs)
+    if sliced or floats or table or written or name in _SLICES or name not in _STAY | _CASTS:
         raise refused(
             scope,
-            f"{name} takes an order of a part's own edges for one of all edges",
-            hint="put edges in their order before training (data.edge_index), or train on one rank",
+            f"{name} takes an order of a part's own edges or rows for one of all of them",
+            hint="put edges and rows in their order before training (the Data), or train on one rank",
         )
+
+
+def _of_no_rows(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> bool:
+    """Whether what is read by places is neither rows nor ids: a table, of which all ranks have all."""
+    table = kwargs.get("weight", args[1] if len(args) > 1 else None) if name == "embedding" else args[0]
+    return scope.marks.get(table) is None
+
+
+def _writes_places(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> bool:
+    """Whether places are what is written, and not where."""
+    index = _index_of(name, args, kwargs)
+    skipped = index if isinstance(index, (tuple, list)) else (index,)
+    marks = [
+        scope.marks.get(value)
+        for value in tensors(args[1:], kwargs)
+        if all(value is not each for each in skipped)
+    ]
+    return any(mark is not None and mark.kind is Kind.LOCAL for mark in marks)
 
 
 def _is_ids(scope: Ends, value: Any) -> bool:

@@ -27,14 +27,7 @@ from kagome.caller import user_line
 from kagome.errors import ModelError
 from kagome.graph.adjacency import adjacency_of
 from kagome.graph.partition import Partition
-from kagome.neighbors import (
-    adjacency,
-    algebra,
-    edge_tables,
-    edge_views,
-    id_values,
-    whole_tables,
-)
+from kagome.neighbors import adjacency, algebra, edge_tables, edge_views, id_values, whole_tables
 from kagome.neighbors.again import Again
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.by_identity import ByIdentity
@@ -208,7 +201,8 @@ class Interception(Late, TorchFunctionMode):
         lazy = self.fast and algebra.has_lazy(args, kwargs) and not asks
         if lazy:
             refuse_in_function(args)
-            result = algebra.answer(self.marks, name, func, args, kwargs)
+            gone = self.marks.lost(args, kwargs)
+            result = NotImplemented if gone else algebra.answer(self.marks, name, func, args, kwargs)
             if result is not NotImplemented:
                 if notes is not None:
                     rule = partial(algebra.answer, self.marks, name, func)
@@ -270,6 +264,8 @@ class Interception(Late, TorchFunctionMode):
                 whole_tables.refuse_unfit(self, name, args, kwargs, error)
                 raise
             if result is not NotImplemented:
+                if not name.startswith("new_"):
+                    self.marks.stays_lost(name, args, kwargs, result)
                 return result, handler
         return None, None
 

@@ -24,6 +24,7 @@ from kagome.neighbors.by_identity import ByIdentity
 from kagome.neighbors.lasting import Lasting
 from kagome.neighbors.lazy import Lazy, supports
 from kagome.neighbors.marks import Kind, Mark, Marks
+from kagome.neighbors.places import lost
 from kagome.neighbors.roots import roots_of
 from kagome.neighbors.slicing import Places, Slicing, places_of, slicing_of
 from kagome.neighbors.tape import Taped
@@ -315,6 +316,7 @@ class Late:
 
     def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
         """A reduction over each row's in-edges, where ``index`` names the graph's targets; else None."""
+        self.refuse_lost(value)
         edges = self._by_target(value, index, dim) if how in reduce.NAMES else None
         if how not in SUMS and self.names_targets(index):
             self.needs_all(f"the reduction {how} over neighbours")
@@ -322,6 +324,11 @@ class Late:
             return None
         with torch._C.DisableTorchFunction():
             return reduce.reduced(value, edges, reduce.NAMES[how])
+
+    def refuse_lost(self, *values: Any) -> None:
+        """Refuse what was made of rows by their places in this part."""
+        if (gone := self.marks.lost(values, {})) is not None:
+            raise lost(self, gone)
 
     def names_targets(self, index: Any) -> bool:
         """Whether a tensor holds ids of own rows: each edge's target."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kagome.caller import from_library, user_line
 from kagome.neighbors.axes import ELEMENTWISE, PREFIX, merged, place_of
@@ -118,16 +118,48 @@ class Marks:
 
     def __init__(self, *, whole: bool = False) -> None:
         self._table: ByIdentity[Mark] = ByIdentity()
+        self._weights: ByIdentity[bool] = ByIdentity()
+        self._memory: ByIdentity[Mark] = ByIdentity()
+        self._loses = False
         self.whole = whole
 
     def get(self, tensor: Any) -> Mark | None:
         """The mark of a tensor, or None."""
-        return self._table.get(tensor) if isinstance(tensor, Tensor) else None
+        if not isinstance(tensor, Tensor):
+            return None
+        mark = self._table.get(tensor)
+        if mark is None and not self.whole and type(tensor) is nn.Parameter and tensor not in self._weights:
+            return self._of_parameter(tensor)
+        return mark
+
+    def _of_parameter(self, weight: nn.Parameter) -> Mark | None:
+        """The mark of a parameter, where forward has made it of rows: torch shows no call that does."""
+        self._weights[weight] = True
+        with torch._C.DisableTorchFunction():
+            memory = weight.untyped_storage()
+            gone = self._memory.get(memory)
+            alike = [held for held in self._plain() if weight.numel() and held.untyped_storage() is memory]
+            same = next((held for held in alike if weight.is_set_to(held)), None)
+            if same is not None:
+                return self.get(self.put(weight, self._table.get(same)))
+            if gone is None and alike:
+                gone = Mark(Kind.LOST, origin=f"nn.Parameter ({user_line() or 'a library'})")
+            return self.get(self.put(weight, gone))
+
+    def _plain(self) -> list[Tensor]:
+        """The marked tensors that lie in memory as they are."""
+        held = [each for each in self._table.living() if type(each) in (Tensor, nn.Parameter)]
+        return [each for each in held if isinstance(each, Tensor) and each.layout is torch.strided]
 
     def put(self, tensor: Tensor, mark: Mark | None) -> Tensor:
         """Mark a tensor (or take its mark away) and return it."""
         if mark is not None and not (self.whole and mark.kind in (Kind.MIXED, Kind.LOCAL)):
             self._table[tensor] = mark
+            if mark.kind is Kind.LOST:
+                self._loses = True
+                if type(tensor) is Tensor and tensor.layout is torch.strided:
+                    with torch._C.DisableTorchFunction():
+                        self._memory[tensor.untyped_storage()] = mark
         elif tensor in self._table:
             del self._table[tensor]
         return tensor
@@ -139,9 +171,7 @@ class Marks:
         found = [mark for tensor in tensors(args, kwargs) if (mark := self.get(tensor)) is not None]
         if not found:
             return
-        if not self.whole and (gone := next((m for m in found if m.kind is Kind.LOST), None)) is not None:
-            for out in _outputs(result):
-                self.put(out, gone)
+        if self.stays_lost(name, args, kwargs, result):
             return
         lead = next((m for m in found if m.kind in IDS), None)
         picks = name == "index_select" and self.get(args[0]) is lead
@@ -154,12 +184,36 @@ class Marks:
                 if not out.is_floating_point() and out.dtype != torch.bool:
                     order = name == "argsort" or (name == "sort" and place)
                     self.put(out, Mark(Kind.LOCAL) if order else mixed)
+                elif mixed.kind is Kind.LOCAL and not self.whole:
+                    _lose(self, name, out)
             return
         first = self.get(args[0]) if args else None
         lead = first if first is not None and first.kind in ALIGNED else None
         lead = lead or next((m for m in found if m.kind in ALIGNED), None)
         if lead is not None:
             _spread_rows(self, name, args, kwargs, result, lead, found)
+
+    def lost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mark | None:
+        """The mark of what is lost among the arguments of a call."""
+        if self.whole or not self._loses:
+            return None
+        marks = map(self.get, tensors(args, kwargs))
+        return next((mark for mark in marks if mark is not None and mark.kind is Kind.LOST), None)
+
+    def stays_lost(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+        """Mark the result of a call as lost where what went into it is, whoever answered the call."""
+        gone = self.lost(args, kwargs)
+        if gone is None:
+            return False
+        for out in _outputs(result):
+            self.put(out, gone)
+        writes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+        with torch._C.DisableTorchFunction():
+            base = args[0]._base if writes and args and isinstance(args[0], Tensor) else None
+            if base is not None:  # what was written to is a view
+                for view in [base, *(each for each in self._plain() if each._base is base)]:
+                    self.put(view, gone)
+        return True
 
     def write(self, name: str, args: tuple[Any, ...]) -> None:
         """Before a call that may write: of ids that are written to, or into something, nothing is known."""
@@ -169,6 +223,8 @@ class Marks:
             value = self.get(args[2])
             if (held is not None and held.kind in IDS) or (value is not None and value.kind in _NAMES):
                 self.put(first, Mark(Kind.MIXED))  # type: ignore[arg-type]
+            elif value is not None and value.kind is Kind.LOCAL and isinstance(first, Tensor):
+                _lose(self, name, first)
         elif name in _FILLS and held is not None and held.kind in IDS and held.edges is not None:
             self.put(held.edges, Mark(Kind.MIXED))  # what was written to is a view of it
 
@@ -450,10 +506,11 @@ def _lose(marks: Marks, name: str, out: Tensor, does: str = "") -> None:
     """What became of rows by a call that is not known to give the same on a part."""
     if name.startswith("new_") or from_library():
         return  # PyG's own layers are made exact by handlers and rules
-    if out.is_floating_point() or out.is_complex():
-        marks.put(out, Mark(Kind.LOST, origin=f"{name} ({user_line() or 'a library'}){does}"))
-    elif out.dtype != torch.bool:
+    counts = not (out.is_floating_point() or out.is_complex() or out.dtype == torch.bool)
+    if counts and not does:
         marks.put(out, Mark(Kind.LOCAL))
+    else:
+        marks.put(out, Mark(Kind.LOST, origin=f"{name} ({user_line() or 'a library'}){does}"))
 
 
 _SAME_NUMBERS = frozenset(

@@ -36,7 +36,14 @@ _ATTENTION = (
 FULL = slice(None)
 
 
-class Places(Protocol):
+class Placed(Protocol):
+    """Who knows where a forward is."""
+
+    def where(self) -> str:
+        """The running module."""
+
+
+class Places(Placed, Protocol):
     """What these handlers ask of the running interception."""
 
     marks: Marks
@@ -79,9 +86,6 @@ class Places(Protocol):
 
     def greatest(self, part: Tensor) -> Tensor:
         """Maximum over ranks, without gradient."""
-
-    def where(self) -> str:
-        """The running module."""
 
 
 def length(scope: Places, mark: Mark) -> int:
@@ -126,7 +130,7 @@ def dim_of(args: Args, kwargs: Kwargs, place: int, base: Tensor, default: int = 
     return int(dim or 0) % max(base.dim(), 1)
 
 
-def refused(scope: Places, what: str, *, hint: str = "", asked: str = _TOLD_APART) -> ModelError:
+def refused(scope: Placed, what: str, *, hint: str = "", asked: str = _TOLD_APART) -> ModelError:
     """The error of a call that depends on where rows lie, in a way that no part can follow."""
     line = user_line()
     return ModelError(
@@ -137,7 +141,7 @@ def refused(scope: Places, what: str, *, hint: str = "", asked: str = _TOLD_APAR
     )
 
 
-def lost(scope: Places, mark: Mark, *, edges: bool = False) -> ModelError:
+def lost(scope: Placed, mark: Mark, *, edges: bool = False) -> ModelError:
     """The error of what became of rows by a call that goes by their places.
 
     Args:

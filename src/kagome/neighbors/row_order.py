@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kagome.caller import by_kagome, from_library, user_line
+from kagome.neighbors.axes import attribute
 from kagome.neighbors.count import Count, as_place
 from kagome.neighbors.lazy import now
 from kagome.neighbors.marks import ALIGNED, IDS, VERTICES, Kind, Mark
@@ -203,6 +204,43 @@ def over_rows(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) 
     raise refused(scope, f"{name} goes from one vertex to the next by their places")
 
 
+def among(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.bucketize(a, b)``: how numbers lie among others. Those of rows are each part's own.
+
+    Raises:
+        ModelError: If they are looked up among rows of vertices or edges.
+    """
+    second = ("boundaries", "test_elements") if name != "searchsorted" else ("self", "input")
+    looked, held = args[0] if args else None, args[1] if len(args) > 1 else None
+    held = next((kwargs[key] for key in second if key in kwargs), held)
+    if name == "searchsorted":
+        looked, held = held, kwargs.get("sorted_sequence", looked)
+    if not scope.parted or not isinstance(held, Tensor) or from_library():
+        return NotImplemented
+    mark = scope.marks.get(held)
+    if (
+        mark is not None
+        and mark.kind in (*ALIGNED, *IDS)
+        and (name == "isin" or mark.kind in IDS or mark.axis == held.dim() - 1)
+    ):
+        raise refused(scope, f"{name} looks numbers up among rows of which a part has some alone")
+    told = scope.marks.get(looked) if name == "searchsorted" and mark is None else None
+    if told is None or told.kind not in ALIGNED or held.dim() != 1:
+        return NotImplemented
+    mark = replace(told, kind=Kind.ROWS) if told.kind is Kind.NUMBERS else told
+    return scope.marks.put(func(*args, **kwargs), mark)
+
+
+def nbytes(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``x.nbytes``: those of the rows of all ranks."""
+    if attribute(func) != "nbytes" or scope.marks.get(args[0]) is None or not scope.parted or from_library():
+        return NotImplemented
+    entries = scope.__torch_function__(Tensor.numel, (), (args[0],))
+    with torch._C.DisableTorchFunction():
+        every = entries.of_all() if isinstance(entries, Count) else entries
+        return every * args[0].element_size()
+
+
 FEWEST = 8
 """A list of fewer entries is a user's constants, though a part have as many rows."""
 
@@ -227,7 +265,9 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("tensor", "as_tensor", "new_tensor"), of_list),
     **dict.fromkeys(("cat", "concat", "concatenate", "vstack"), cat),
     "__len__": count,
+    "__get__": nbytes,
     "arange": arange,
+    **dict.fromkeys(("bucketize", "searchsorted", "isin"), among),
     **dict.fromkeys(("linspace", "logspace"), numbers),
     **dict.fromkeys(_OVER, over_rows),
 }
