@@ -318,6 +318,30 @@ def test_one_rank_that_steps_aside_trains_as_plain_pyg_does() -> None:
     assert losses[0][0] > losses[0][-1]
 
 
+@pytest.mark.parametrize("checks", [True, False])
+def test_one_rank_trains_forward_derivatives_of_layers(checks: bool) -> None:
+    def body(m: nn.Module, x: Tensor, e: Tensor) -> Tensor:
+        found = torch.func.jvp(lambda rows: m(rows, e).tanh(), (x,), (torch.ones_like(x),))
+        return found[0] + found[1]
+
+    graph = data()
+    graph.y, graph.train_mask = torch.arange(60) % 4, torch.ones(60, dtype=torch.bool)
+    torch.manual_seed(0)
+    model = Odd(body)
+    twin = copy.deepcopy(model)
+    expected, steps = [], torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(4):
+        loss = nn.functional.cross_entropy(twin(graph.x, graph.edge_index), graph.y)
+        steps.zero_grad(), loss.backward(), steps.step()
+        expected.append(float(loss))
+    train, quiet = Train(epochs=4, check=checks), Report(progress=False)
+    with Trainer(
+        model, graph, train=train, report=quiet, optimizer=lambda given: torch.optim.SGD(given, lr=0.1)
+    ) as trainer:
+        trainer.fit()
+        assert [record.loss for record in trainer.records] == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_model_that_fails_on_a_part_only_is_told_so_with_the_layer() -> None:
     with pytest.raises(ModelError, match="runs on a part") as caught:
         check(Net(Apply(only_whole)), data())

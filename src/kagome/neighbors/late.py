@@ -30,7 +30,7 @@ from kagome.neighbors.slicing import Places, Slicing, places_of, slicing_of
 from kagome.neighbors.tape import Taped
 from kagome.neighbors.thin import Thin, thin_of
 from kagome.neighbors.transpose import Cut
-from kagome.neighbors.turn import Turn
+from kagome.neighbors.turn import Turn, transformed
 from kagome.neighbors.view import View
 
 SUMS = frozenset(("sum", "add", "mean"))
@@ -93,6 +93,8 @@ class Late:
         """Whether a tensor is the same in every forward; nothing is."""
         if tensor is None:
             return True
+        if transformed():
+            return False  # what is computed now is of the transform's own
         with torch._C.DisableTorchFunction():  # asked many times a layer, of the tensor itself
             return self.constants.has(tensor)
 
@@ -144,7 +146,7 @@ class Late:
     def edge_set(self, mark: Mark | None) -> messages.EdgeSet | None:
         """The graph's edges that ids of this mark are an end of, with their kernels' structure; else None."""
         edges = mark.edges if mark is not None and mark.kind in (Kind.SOURCE, Kind.TARGET) else None
-        if not self.fast or edges is None or not self.constants.has(edges):
+        if not self.fast or edges is None or transformed() or not self.constants.has(edges):
             return None
         if edges not in self._edge_sets:
             ends = self.marks.get(edges)

@@ -69,6 +69,8 @@ class Ledger:
         """Where a tensor's memory begins, and its bytes; none where it is not of those that count."""
         if tensor.device.type != self.device.type or tensor.layout != torch.strided:
             return 0, 0
+        if tensor._is_zerotensor() or not torch._C._has_storage(tensor):  # of a forward derivative
+            return 0, 0
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
 
