@@ -41,7 +41,8 @@ def taken(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
         raise refused(
             scope,
             f"{name} takes a part's own {rows} out of torch for those of the graph",
-            hint="compute it with tensors, or before training (an attribute of the Data); or on one rank",
+            hint="compute it with tensors, or before training (an attribute of the Data); "
+            "or train on one rank",
         )
     return NotImplemented
 
