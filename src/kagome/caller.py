@@ -52,10 +52,14 @@ def by_kagome() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "__torch_function__":
         frame = frame.f_back
-    frame = None if frame is None else frame.f_back
-    while frame is not None and _library(frame) in ("torch", "contextlib"):
+    while frame is not None and (  # one mode may have been given the call by another
+        frame.f_code.co_name == "__torch_function__" or _library(frame) in ("torch", "contextlib")
+    ):
         frame = frame.f_back
-    return frame is not None and _library(frame) == "kagome" and not _line_of_step(frame)
+    if frame is None or _library(frame) != "kagome":
+        return False
+    # A step calls what the user called, or what stands in for a builtin.
+    return not _line_of_step(frame) and not (frame.f_back is not None and _line_of_step(frame.f_back))
 
 
 def by_user(*within: str) -> bool:

@@ -23,6 +23,9 @@ class KagomeError(ValueError):
         hint: One thing to try.
     """
 
+    told_by: int | None = None
+    """The rank that found it, where this one has been told of it."""
+
     def __init__(self, asked: str, found: str, *, where: str = "", hint: str = "") -> None:
         self.asked, self.found, self.where, self.hint = asked, found, where, hint
         super().__init__(self._text())

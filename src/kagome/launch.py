@@ -259,10 +259,11 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
         found = in_words(error)
         text = _trace(error) if found is None else str(found)
         # A peer's fault shows here as a CommError: it is told only if nothing else explains it.
-        order = 2 if isinstance(found, CommError) else 1
+        told = isinstance(found, KagomeError) and found.told_by is not None
+        order = 2 if isinstance(found, CommError) or told else 1
         mistake = isinstance(found, KagomeError) and not isinstance(found, CommError | ResourceError)
         where = found.where if isinstance(found, KagomeError) else ""
-        _write(folder / f"failed-{rank}", [order, time.time(), text, mistake, where])
+        _write(folder / f"failed-{rank}", [order, time.time(), text, mistake and not told, where])
         if mistake:
             _wait_for_all(folder)
         raise SystemExit(1) from None

@@ -178,6 +178,8 @@ KEPT: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "new first axis": (lambda x: x[None], 1),
     "transposed": (lambda x: x.transpose(0, 1), 1),
     "T": (lambda x: x.T, 1),
+    "mT of rows": (lambda x: x.unsqueeze(1).mT, 0),
+    "mT of columns": (lambda x: x.unsqueeze(0).mT, 2),
     "chunk": (lambda x: x.chunk(2, dim=-1)[1], 0),
     "split": (lambda x: x.split(2, dim=1)[0], 0),
     "stack": (lambda x: torch.stack([x, x], dim=-1), 0),

@@ -132,18 +132,22 @@ class Watch:
         """Leave word of what ends this rank, so that those who wait for it say the same."""
         if self._thread is None or not isinstance(error, KagomeError) or isinstance(error, CommError):
             return
+        if error.told_by is not None:
+            return
         word = json.dumps(objects.pack(error)[0])
         with suppress(RuntimeError):  # the store's host is gone
             self._asked(lambda: self._store.set(f"told/{self.rank}", word))
 
     def told(self) -> KagomeError | None:
         """What ended another rank, where it has left word of it."""
-        keys = [f"told/{rank}" for rank in range(self.size) if rank != self.rank]
+        others = [rank for rank in range(self.size) if rank != self.rank]
         with suppress(RuntimeError, ValueError):
-            for key in keys if self._thread is not None else ():
-                if (found := self._asked(partial(self._word, key))) is not None:
+            for rank in others if self._thread is not None else ():
+                if (found := self._asked(partial(self._word, f"told/{rank}"))) is not None:
                     error = objects.unpack(json.loads(found), [])
-                    return error if isinstance(error, KagomeError) else None
+                    if isinstance(error, KagomeError):
+                        error.told_by = rank
+                        return error
         return None
 
     def _word(self, key: str) -> bytes | None:

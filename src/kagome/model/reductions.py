@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -244,6 +245,11 @@ def _truth(sign: int) -> Callable[..., Any]:
     return take
 
 
+def _truth_of_all(what: str, scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch._is_all_true(x)``, by which ``torch.distributions`` looks at what it is given."""
+    return _reduce(scope, what, func, args, kwargs)
+
+
 _REDUCTIONS: Mapping[str, Callable[..., Any]] = {
     "sum": _sum,
     "nansum": _nansum,
@@ -318,4 +324,6 @@ REDUCTIONS: Mapping[str, Handler] = {
     ),
     **dict.fromkeys(("matmul", "mm", "bmm", "__matmul__", "mv", "dot", "vdot"), _contract),
     "einsum": _einsum,
+    "_is_all_true": partial(_truth_of_all, "all"),
+    "_is_any_true": partial(_truth_of_all, "any"),
 }

@@ -237,7 +237,11 @@ def _by_turn(name: str, args: tuple[Any, ...], base: Tensor, axis: int) -> int |
     if name in ("transpose", "swapaxes", "transpose_", "swapdims"):
         pair = {_positive(args[1], base), _positive(args[2], base)}
         return axis if axis not in pair else (pair - {axis} or {axis}).pop()
-    return base.dim() - 1 - axis if base.dim() == 2 else None
+    if name in ("mT", "adjoint") and axis < base.dim() - 2:
+        return axis
+    if name in ("mT", "adjoint"):
+        return 2 * base.dim() - 3 - axis  # the last two change places
+    return base.dim() - 1 - axis  # all in the other order; t takes two at most
 
 
 def _by_join(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, out: Tensor) -> int | None:
