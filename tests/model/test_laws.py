@@ -131,6 +131,7 @@ class Drawing(nn.Module):
         return self.rows(h, edge_index) + _summed(h, edge_index, h.new_ones(1))
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("name", DRAWN)
 def test_rows_draw_the_same_on_any_ranks(name):
     torch.manual_seed(0)

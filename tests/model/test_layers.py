@@ -100,6 +100,7 @@ def test_functional_dropout_follows_the_mode():
     assert conv.line.endswith(line_of(ByHand.forward, "self.first(x"))
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("name", ZOO)
 def test_every_zoo_model(name: str, layers: int):
@@ -124,6 +125,7 @@ def test_models_as_users_write_them(name: str):
     equal_in_both_modes(ODD_MODELS[name](F_IN, F_OUT), sample())
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("jk", [None, "last", "cat", "max", "lstm"])
 @pytest.mark.parametrize("build", [pyg.GCN, pyg.GraphSAGE, pyg.GAT, pyg.GIN, pyg.PNA])
 def test_the_models_of_pyg(build: Any, jk: str | None):

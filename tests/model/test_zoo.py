@@ -39,6 +39,7 @@ def build(edge_index: Tensor, name: str, **settings: float) -> nn.Module:
     )
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_trains(name: str, layers: int, edge_index: Tensor) -> None:

@@ -37,6 +37,7 @@ NOT_OF_COLUMNS = ("gat", "gatv2", "gat with loops", "gcn that normalises", "degr
 """What plain PyG does not do with a matrix that is sorted by column."""
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize("name", ADJACENCIES)
 def test_its_values_reach_every_layer_or_it_is_refused(name: str) -> None:
     for layout, kind, worlds in (

@@ -89,6 +89,7 @@ def width_of(build: Callable[[], Any]) -> int:
     return made.double()(torch.rand(2, 8, dtype=torch.float64), ends).size(-1)
 
 
+@pytest.mark.some(14)
 @pytest.mark.parametrize("name", [*SUMS, "mul", *IN_ONE_PLACE])
 def test_an_aggregation_of_neighbours_is_exact(name: str) -> None:
     build = {**SUMS, "mul": lambda: "mul", **IN_ONE_PLACE}[name]
@@ -175,6 +176,7 @@ def on_edges(m: nn.Module, x: Tensor, e: Tensor, d: Any) -> Tensor:
     return torch.zeros_like(x).index_add(0, e[1], m.norm(x[e[0]] * d.weight.view(-1, 1)))
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize("body", [on_rows, on_edges])
 @pytest.mark.parametrize("name", [name for name in NORMS if name != "GraphSizeNorm"])
 def test_a_norm_is_exact(name: str, body: Body) -> None:

@@ -27,6 +27,7 @@ REFUSED = {
 """What several ranks refuse, and what they say."""
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("name", FLIPS)
 def test_what_belongs_to_an_edge_goes_with_it(name: str) -> None:
     for order, worlds in (("shuffled", (1, 2, 3)), ("duplicate", (2,)), ("by source", (1, 3))):

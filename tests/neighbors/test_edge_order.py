@@ -48,6 +48,7 @@ def test_one_rank_is_given_the_edges_as_they_are(order: str) -> None:
         assert torch.equal(scope.inputs[name], data[name]), name
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_of_the_edges_is_plain_pyg_s_or_refused_by_name(name: str) -> None:
     for order, worlds in (("shuffled", (1, 2, 3)), ("duplicate", (1, 3)), ("by source", (1, 2))):
@@ -198,7 +199,7 @@ def test_odd_models_on_one_rank_are_plain_pyg(name: str, order: str) -> None:
     assert_equal(one_rank(build, data, epochs=2), whole(build, data, epochs=2))
 
 
-@pytest.mark.some(30)
+@pytest.mark.some(15)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     "case", [case for case in BUILDABLE if not case.random], ids=lambda case: f"{case.name}-{case.variant}"

@@ -22,7 +22,7 @@ def built(table: dict[str, tuple], name: str) -> nn.Module:
     return ByHand(table[name][0], **table[name][1])
 
 
-@pytest.mark.some(30)
+@pytest.mark.some(20)
 @pytest.mark.parametrize("name", EXACT)
 def test_they_are_those_of_the_whole_graph(name: str) -> None:
     build = partial(built, EXACT, name)
@@ -42,6 +42,7 @@ def test_a_part_without_edges_counts_as_the_others_do(name: str) -> None:
     assert_equal(outcome(build, data, owner, 2), whole(build, data))
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_part_can_follow_is_refused_and_one_rank_runs_it(name: str) -> None:
     build = partial(built, REFUSED, name)

@@ -69,7 +69,7 @@ def test_the_splits_are_what_their_names_say() -> None:
         assert all(sum(part.send_counts) for part in parts[name])
 
 
-@pytest.mark.some(48)
+@pytest.mark.some(28)
 @pytest.mark.parametrize(
     ("cut", "name"),  # each model in half of the cuts
     [

@@ -38,7 +38,7 @@ def test_what_leaves_the_model_has_a_known_row_for_each_vertex(body: Body, word:
 MESHES = {"1 rank": (1, 1), "2 ranks": (2, 1), "3 ranks": (3, 1), "2 slices": (2, 2)}
 
 
-@pytest.mark.some(120)
+@pytest.mark.some(60)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", EXACT)
 def test_places_are_those_of_the_whole_graph(name: str, mesh: str) -> None:

@@ -38,7 +38,7 @@ def one_each() -> Iterator[tuple[ConvCase, tuple[int, int]]]:
         yield variants[number % len(variants)]
 
 
-@pytest.mark.some(28)
+@pytest.mark.some(14)
 @pytest.mark.parametrize(
     ("case", "split"),
     [pytest.param(*each, id=f"{each[1][0]}-ranks-{each[0].name}-{each[0].variant}") for each in one_each()],

@@ -54,7 +54,7 @@ def one_each() -> Iterator[ConvCase]:
         yield from list(found)[::2]
 
 
-@pytest.mark.some(64)
+@pytest.mark.some(32)
 @pytest.mark.parametrize(
     "case", list(one_each()), ids=lambda case: f"{case.name}-{case.variant}".replace(" ", "_")
 )

@@ -123,7 +123,7 @@ def data():
     return kagome.load("sbm:vertices=60,degree=5,features=4,classes=3,communities=3")
 
 
-@pytest.mark.some(42)
+@pytest.mark.some(24)
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("parts", [2, 3, 5])
 def test_a_statistic_is_the_whole_graphs(data, name, parts):

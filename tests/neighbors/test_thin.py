@@ -168,7 +168,7 @@ def label(case: ConvCase) -> str:
     return f"{case.name}-{case.variant}".replace(" ", "_")
 
 
-@pytest.mark.some(40)
+@pytest.mark.some(16)
 @pytest.mark.parametrize("case", BUILDABLE, ids=label)
 def test_a_convolution_with_thin_features_on_one_of_two_ranks(ranks: Callable[..., list], case: ConvCase):
     data = sample_graph(seed=1, groups_of_four=case.needs_groups_of_four)

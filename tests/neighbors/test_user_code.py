@@ -186,6 +186,7 @@ FOUND: dict[str, tuple[Body, Mods]] = {
 """No call betrays them; the check before training does."""
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("name", EXACT)
 def test_what_users_write_is_exact(name: str) -> None:
     body, modules = EXACT[name]

@@ -493,6 +493,7 @@ def test_a_plan_s_file_is_the_mesh(tmp_path: Path) -> None:
         Parallel(plan="auto").fit(3)
 
 
+@pytest.mark.slow
 def test_any_plan_s_file_can_be_trained_by(tmp_path: Path) -> None:
     """A file whose first plan had several stages a rank was refused."""
     data = kagome.load(SBM)
@@ -601,6 +602,7 @@ def test_auto_and_a_cut_of_one_s_own_clash(mesh: dict[str, Any]) -> None:
         Parallel(allow=("history",), **mesh)
 
 
+@pytest.mark.slow
 def test_how_a_model_is_run_counts(tmp_path: Path) -> None:
     """Layers that run again keep less; without fast paths there are no slices; what cannot be is told."""
     asked = PlanCommand(data=Source(name=SBM), model=Model(name="gin", layers=3), allow=("decoupled",))

@@ -155,6 +155,7 @@ def cut_late(channel: Channel, *given: Any) -> Any:
         return run(channel, *given)
 
 
+@pytest.mark.slow
 def test_stages_that_are_cut_otherwise_read_the_same_rows(ranks, tmp_path):
     parallel = CASES["frozen"][1]
     folder = str(tmp_path / "run")

@@ -115,6 +115,7 @@ def test_a_class_of_the_users_own_is_known_by_its_file(
     assert identity(nn.Sequential(GCNConv(2, 2))) is not None
 
 
+@pytest.mark.slow
 def test_a_second_plan_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAGOME_CACHE", str(tmp_path))
     monkeypatch.setattr("kagome.run.kept.AGREE", 9.0)  # whatever else this machine does

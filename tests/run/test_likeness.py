@@ -246,6 +246,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.some(14)
 @pytest.mark.parametrize("name", GOOD)
 def test_other_models_are_let_pass_and_left_as_they_were(name):
     model = made(GOOD[name])
@@ -257,6 +258,7 @@ def test_other_models_are_let_pass_and_left_as_they_were(name):
     torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("amp", ["none", "bf16"])
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo_passes(name, amp):
