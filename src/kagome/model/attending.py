@@ -118,7 +118,7 @@ def _among_all(scope: Scope, func: Func, given: Kwargs) -> Any:
 
 
 def _heads(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``multi_head_attention_forward``."""
+    """``F.multi_head_attention_forward``, whose softmax over the vertices spans all ranks."""
     given = inspect.signature(func).bind(*args, **kwargs)
     given.apply_defaults()
     asked = given.arguments

@@ -20,11 +20,11 @@ class Scope(Protocol):
 
     @property
     def own(self) -> int:
-        """Own vertices."""
+        """The number of vertices that this rank owns."""
 
     @property
     def epoch(self) -> int:
-        """The running epoch."""
+        """The epoch that is running, for draws and messages."""
 
     seed: int
     parted: bool
@@ -100,7 +100,7 @@ class Scope(Protocol):
         """Mark ids that mean nothing on a part, so that reading by them is refused."""
 
     def where(self) -> str:
-        """Module path."""
+        """The path of the module that is running, as in ``named_modules``."""
 
     def row_ids(self) -> Tensor:
         """Original ids of own vertices."""

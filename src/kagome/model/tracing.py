@@ -60,7 +60,7 @@ class _Drawn(TorchFunctionMode):
 
 
 class FaultError(Exception):
-    """Tracing ended early.
+    """A forward could not be traced to its end.
 
     Args:
         path: The module in whose forward it ended; empty for the model's own.
@@ -109,11 +109,11 @@ class _Weight(_Value):
         self._value = value
 
     def size(self, dim: int | None = None) -> Any:
-        """As a tensor's."""
+        """The size of the tensor that stands for the value while tracing."""
         return self._value.size() if dim is None else self._value.size(dim)
 
     def dim(self) -> int:
-        """As a tensor's."""
+        """The number of axes of the tensor that stands for the value."""
         return self._value.dim()
 
     def numel(self) -> int:
