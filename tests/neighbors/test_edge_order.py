@@ -18,6 +18,7 @@ from convolutions import BUILDABLE, ConvCase, sample_graph
 from edge_models import EDGES, FAN_IN, FAN_OUT, NODES, ONE_RANK, ORDERS, TABLES, Call, graph, summed, table
 from kagome.errors import ModelError
 from kagome.graph.partition import extract
+from kagome.kernels.structure import Structure
 from kagome.model.exact import HANDLERS
 from kagome.neighbors.edge_tables import tables_of
 from kagome.neighbors.intercept import Interception
@@ -117,11 +118,11 @@ def test_what_is_written_to_a_table_in_forward_is_refused() -> None:
 class Attending(nn.Module):
     """Two attention layers, of which the model may look at the shares of the first."""
 
-    def __init__(self, heads: int, dropout: float, *, looks: bool) -> None:
+    def __init__(self, heads: int, dropout: float, *, looks: bool, loops: bool = True) -> None:
         super().__init__()
         self.looks = looks
-        self.first = GATConv(FAN_IN, 8 // heads, heads=heads, dropout=dropout)
-        self.second = GATConv(8, FAN_OUT, heads=1, dropout=dropout)
+        self.first = GATConv(FAN_IN, 8 // heads, heads=heads, dropout=dropout, add_self_loops=loops)
+        self.second = GATConv(8, FAN_OUT, heads=1, dropout=dropout, add_self_loops=loops)
         self.per_edge = nn.Parameter(torch.linspace(0.5, 1.5, EDGES).view(-1, 1))
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
@@ -152,6 +153,27 @@ def test_attention_kept_in_the_order_of_the_kernels_is_plain_pyg_s(order: str, h
     assert not isinstance(one, str)
     assert not isinstance(three, str)
     assert_equal(one, three)
+
+
+def test_attention_where_one_part_lies_as_kernels_walk_it_and_another_does_not() -> None:
+    """What a part keeps in its own order is its own affair: rows cross at the same calls on all."""
+    data = graph()
+    edges = data.edge_index[:, data.edge_index[0] != data.edge_index[1]]
+    owner = torch.arange(NODES) // (NODES // 2)
+    first = owner[edges[1]] == 0
+    near, far = edges[:, first], edges[:, ~first]
+    near = near[:, (near[1] * NODES + near[0]).argsort()]
+    data = Data(x=data.x, edge_index=torch.cat([near, far], 1))
+    for part, lies in enumerate((True, False)):
+        found = extract(data, owner, part, 2)
+        own, halo = found.own.numel(), found.halo.numel()
+        held = Structure(*found.edge_index, own, own + halo)
+        assert (held.walked is held) is lies
+    for heads in (1, 4):
+        build = partial(Attending, heads, 0.0, looks=False, loops=False)
+        split = outcome(build, data, owner, 2)
+        assert not isinstance(split, str), split
+        assert_equal(split, whole(build, data))
 
 
 # Fast paths on one rank against plain PyG ----------------------------------------------------------

@@ -247,10 +247,12 @@ def softmax(value: Tensor, edges: EdgeSet) -> Tensor:
         if joint and expr.att is None:
             slope = expr.slope if expr.form == "leaky" else 1.0
             shape, slicing = expr.shape, sliced.slicing_for(expr)
-            if slicing is not None or (edges.scope.size == 1 and s.walked is not s):
+            if slicing is not None:
                 return shares.put_off(expr, slope, slicing)
-            own, whole = flat(expr.target), flat(expr.whole())
-            out: Tensor = attention.joint_softmax(own, whole, slope, s)
+            read = shares.ends(expr)
+            if s.walked is not s:
+                return shares.put_off(expr, slope, None, read)
+            out: Tensor = attention.joint_softmax(*read, slope, s)
             return edges.pairs(out.view(*shape))
     if isinstance(expr, Message) and expr.one_ended and expr.source is not None and len(expr.shape) == 2:
         return edges.pairs(Lazy(SoftmaxShare(expr)))

@@ -10,8 +10,9 @@ for the heads of its columns. What crosses are the two numbers a vertex and head
 Softmax and dropout go head by head, so the shares are those of the whole. What else is done with them makes
 them numbers an edge of this rank's, by a halo.
 
-Where one rank has all edges, in an order of the user's that is not that of the kernels, shares that only a
-sum reads are kept in the order in which it reads them: see ``kernels.structure.Structure.walked``.
+Where edges lie in an order of the user's that is not that of the kernels, shares that only a sum reads are
+kept in the order in which it reads them: see ``kernels.structure.Structure.walked``. Parts differ in that, so
+rows cross when the softmax is asked for, on all of them alike.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class JointShare:
         logits: a and b.
         slope: Of the leaky relu; 1 for none.
         slicing: The edges of all ranks; None where each rank keeps its own, in the order of ``walked``.
+        ends: Without slices, the numbers of the rows that edges write and of those that they read.
         drop: Dropout after it.
         deep: Axes of one entry behind the heads.
         known: By cut: what was computed of some heads.
@@ -63,6 +65,7 @@ class JointShare:
     logits: Message
     slope: float
     slicing: Slicing | None
+    ends: tuple[Tensor, Tensor] | None = None
     drop: Drop | None = None
     deep: int = 0
     known: dict[Cut | None, Tensor] = field(default_factory=dict)
@@ -79,10 +82,8 @@ class JointShare:
 
     def compute(self) -> Tensor:
         """The shares of this rank's edges."""
-        target, edges = self.logits.target, self.logits.edges
-        assert target is not None
-        own, whole = flat(target), flat(self.logits.whole())
-        out = attention.joint_softmax(own, whole, self.slope, edges.structure)
+        edges = self.logits.edges
+        out = attention.joint_softmax(*self._ends(), self.slope, edges.structure)
         if self.drop is not None:
             out = self.drop.draw(out, self.drop.own, 0)
         return edges.pairs(out.view(*self.shape))
@@ -112,11 +113,15 @@ class JointShare:
     def walked(self) -> Tensor:
         """The shares of this rank's edges, in the order in which kernels walk them."""
         if None not in self.known:
-            target, structure = self.logits.target, self.logits.edges.structure.walked
-            assert target is not None
-            out = attention.joint_softmax(flat(target), flat(self.logits.whole()), self.slope, structure)
+            out = attention.joint_softmax(*self._ends(), self.slope, self.logits.edges.structure.walked)
             self.known[None] = out if self.drop is None else self.drop.draw(out, self.drop.all, 0)
         return self.known[None]
+
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        if self.ends is None:
+            return ends(self.logits)
+        self.logits.check()
+        return self.ends
 
 
 def share_of(value: Any) -> JointShare | None:
@@ -125,9 +130,24 @@ def share_of(value: Any) -> JointShare | None:
     return value.expr if found else None
 
 
-def put_off(logits: Message, slope: float, slicing: Slicing | None) -> Tensor:
+def put_off(
+    logits: Message, slope: float, slicing: Slicing | None, read: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """The softmax of ``leaky_relu(a_i + b_j)``, to be computed by head, or in the order of ``walked``."""
-    return logits.edges.pairs(Lazy(JointShare(logits, slope, slicing)))
+    return logits.edges.pairs(Lazy(JointShare(logits, slope, slicing, read)))
+
+
+def ends(logits: Message) -> tuple[Tensor, Tensor]:
+    """The numbers of the rows that edges write, and of those that they read.
+
+    Shapes:
+        ``[own, H]``, ``[whole, H]``.
+
+    Cost:
+        An exchange of ``H`` numbers a halo row, on several parts.
+    """
+    assert logits.target is not None
+    return flat(logits.target), flat(logits.whole())
 
 
 def answer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
