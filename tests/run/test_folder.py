@@ -194,6 +194,34 @@ def test_a_plan_that_was_altered_costs_no_summary(tmp_path, text):
     assert json.loads((tmp_path / "summary.json").read_text())["predicted"] is None
 
 
+def plan_of(**mesh: object) -> str:
+    first = {"settings": mesh, "epoch_seconds": 2.5, "bytes_per_epoch": {"halo": 8}, "memory_bytes": 64}
+    return json.dumps({"plans": [first]})
+
+
+def predicted(run: Path) -> Any:
+    found = json.loads((run / "summary.json").read_text())["predicted"]
+    return found and found["epoch_seconds"]
+
+
+def test_a_plan_goes_with_the_run_that_it_was_made_for(tmp_path):
+    """A later run's summary had what was predicted of the one before."""
+    run, plan = tmp_path / "run", tmp_path / "run" / "plan.json"
+    run.mkdir()
+    plan.write_text(plan_of(graph=1))
+    trained(ALONE, str(run), 1)
+    assert predicted(run) == 2.5
+    trained(ALONE, str(run), 1, overwrite=True)
+    assert not plan.exists()
+    assert predicted(run) is None
+    plan.write_text(plan_of(graph=1, decouple=False))
+    trained(ALONE, str(run), 1, overwrite=True)
+    assert predicted(run) == 2.5
+    plan.write_text(plan_of(graph=2))  # of another cut: one that a run had before it went on
+    trained(ALONE, str(run), 2, resume=str(run))
+    assert predicted(run) is None
+
+
 def test_a_folder_that_cannot_be_made_is_told_by_all(ranks, tmp_path):
     (tmp_path / "file").write_text("")
     for text in ranks(2, refused, str(tmp_path / "file" / "run")):

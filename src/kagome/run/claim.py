@@ -124,11 +124,18 @@ def holds_run(folder: Path) -> bool:
 
 
 def remove_run(folder: Path) -> None:
-    """Remove what a run has written, and nothing else.
+    """Remove what a run has written and the plan that it went by, and nothing else.
+
+    A plan that is newer than the run is the next one's.
 
     Raises:
         OSError: If a file cannot be removed.
     """
+    with suppress(FileNotFoundError):
+        begun = (folder / "config.toml").stat().st_mtime_ns
+        for path in (folder / name for name in sorted(MADE_BEFORE)):
+            if path.exists() and path.stat().st_mtime_ns <= begun:
+                _remove(path)
     for name in OF_A_RUN:
         _remove(folder / name)
 

@@ -170,8 +170,11 @@ class RunWriter:
         path = self.folder / "plan.json"
         if not path.exists():
             return None
+        cut = self.settings.parallel.fit(self.channel.size)
         try:
             plan = json.loads(path.read_text(encoding="utf-8"))["plans"][0]
+            if any(getattr(cut, name) != value for name, value in plan["settings"].items()):
+                return None  # a run that goes on may be cut otherwise by now
             sent = {str(kind): float(size) for kind, size in plan["bytes_per_epoch"].items()}
             return {
                 "epoch_seconds": float(plan["epoch_seconds"]),

@@ -38,8 +38,9 @@ def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
     if count <= vertices:
         chosen[:] = True
     while (missing := vertices - int(chosen.sum())) > 0 and count > vertices:
-        # A random vertex and the sources of its in-edges; then those of theirs.
-        front = torch.randint(0, count, (max(missing // 16, 1),), generator=generator)
+        # Random vertices that are not among them and the sources of their in-edges; then those of theirs.
+        rest = (~chosen).nonzero().view(-1)
+        front = rest[torch.randperm(rest.numel(), generator=generator)[: max(missing // 16, 1)]]
         for _ in range(3):
             new = torch.zeros(count, dtype=torch.bool)
             new[front] = True
