@@ -1,6 +1,6 @@
-"""Is any way of training slower than it was at another commit? Two checkouts, run by turns.
+"""Is any way of training slower than it was at another commit? Two checkouts, an epoch each by turns.
 
-Run as ``python benchmarks/before_after/main.py --before CHECKOUT [--turns 5]``; see README.md.
+Run as ``python benchmarks/before_after/main.py --before CHECKOUT``; see README.md.
 """
 
 from __future__ import annotations
@@ -8,103 +8,193 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 GRAPH = "sbm:vertices=20000,degree=20,features=128,classes=8,communities=8"
-EPOCHS, SETTLED = 14, 4
-"""Epochs of a run, and from which on they are timed."""
-CASES: dict[str, str] = {
-    "gcn, 1 rank": "--model.name gcn",
-    "sage, 1 rank": "--model.name sage",
-    "gat, 1 rank": "--model.name gat --model.heads 4",
-    "gcn, 2 parts": "--model.name gcn --parallel.graph 2 --nproc 2",
-    "gat, 2 parts": "--model.name gat --model.heads 4 --parallel.graph 2 --nproc 2",
+SETTLED = 5
+"""Epochs of a run before those that count."""
+EPOCHS = 12
+"""Pairs of epochs that count, of one start of both sides."""
+LIMIT = 300.0
+"""Seconds that an epoch, or a start, may take."""
+CASES: dict[str, tuple[int, str]] = {
+    "gcn, 1 rank": (1, "--model.name gcn"),
+    "sage, 1 rank": (1, "--model.name sage"),
+    "gat, 1 rank": (1, "--model.name gat --model.heads 4"),
+    "gcn, 2 parts": (2, "--model.name gcn --parallel.graph 2"),
+    "gat, 2 parts": (2, "--model.name gat --model.heads 4 --parallel.graph 2"),
     "gcn, 2 parts, one bit, late": (
-        "--model.name gcn --parallel.graph 2 --parallel.codec onebit --parallel.max-age 1 --nproc 2"
+        2,
+        "--model.name gcn --parallel.graph 2 --parallel.codec onebit --parallel.max-age 1",
     ),
-    "gcn, 2 slices": "--model.name gcn --parallel.tensor 2 --nproc 2",
+    "gcn, 2 slices": (2, "--model.name gcn --parallel.tensor 2"),
     "gcn2, 2 stages, history": (
-        "--model.name gcn2 --model.layers 8 --parallel.pipe 2 --parallel.chunks 4 --nproc 2"
+        2,
+        "--model.name gcn2 --model.layers 8 --parallel.pipe 2 --parallel.chunks 4",
     ),
     "gcn, 2 stages, exact": (
-        "--model.name gcn --parallel.pipe 2 --parallel.chunks 4 --parallel.cross-chunk exact --nproc 2"
+        2,
+        "--model.name gcn --parallel.pipe 2 --parallel.chunks 4 --parallel.cross-chunk exact",
     ),
 }
 
 
-def run(checkout: Path, flags: str) -> dict[str, float]:
-    """Train once by a checkout's own code.
+def words(case: str, epochs: int, out: Path) -> list[str]:
+    """The flags of a case."""
+    common = ["--data.name", GRAPH, "--model.layers", "3", "--model.hidden", "128", *CASES[case][1].split()]
+    return [*common, "--train.epochs", str(epochs), "--out", str(out)]
 
-    Returns:
-        ``epoch``: the median of settled epochs; ``command``: the whole command; seconds of the wall.
+
+def environment(checkout: Path) -> dict[str, str]:
+    """A checkout's own code, on one core a rank."""
+    return {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def started(checkout: Path, case: str, epochs: int, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The ranks of one side, which wait for their first epoch."""
+    ranks, port = CASES[case][0], random.randrange(20_000, 60_000)
+    folder.mkdir()
+    processes = []
+    for rank in range(ranks):
+        env = environment(checkout) | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        env |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, str(HERE / "side.py"), str(folder), *words(case, epochs, folder / "out")]
+        with (folder / f"log-{rank}").open("wb") as log:
+            processes.append(subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log))
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def one_epoch(folder: Path, number: int, processes: list[subprocess.Popen[bytes]]) -> float:
+    """Let one side do an epoch; rank 0's seconds, when all its ranks have done it."""
+    (folder / f"go-{number}").touch()
+    done, until = (
+        [folder / f"done-{number}-{rank}" for rank in range(len(processes))],
+        time.monotonic() + LIMIT,
+    )
+    while not all(path.exists() for path in done):
+        if time.monotonic() > until or any(process.poll() for process in processes):
+            raise SystemExit(f"{folder.name}: epoch {number} did not end\n{(folder / 'log-0').read_text()}")
+        time.sleep(0.001)
+    return float(done[0].read_text())
+
+
+def by_turns(before: Path, case: str) -> dict[str, list[float]]:
+    """Seconds of the epochs of both sides, an epoch of each by turns; who goes first alternates.
+
+    Both are started before the first epoch, so that a slow minute of the machine is one of both.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "kagome.cli", "train", "--data.name", GRAPH]
-        command += ["--model.layers", "3", "--model.hidden", "128", *flags.split()]
-        command += ["--train.epochs", str(EPOCHS), "--out", f"{folder}/out"]
-        env = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
-        begin = time.perf_counter()
-        subprocess.run(command, env=env, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        whole = time.perf_counter() - begin
-        lines = Path(folder, "out", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        seconds = [json.loads(line)["seconds"] for line in lines][SETTLED:]
-        return {"epoch": statistics.median(seconds), "command": whole}
+    total, found = SETTLED + EPOCHS, dict[str, list[float]](before=[], now=[])
+    with tempfile.TemporaryDirectory() as name:
+        folders = {side: Path(name) / side for side in found}
+        with (
+            started(before, case, total, folders["before"]) as old,
+            started(ROOT, case, total, folders["now"]) as new,
+        ):
+            processes = {"before": old, "now": new}
+            for number in range(total):
+                for side in sorted(found, reverse=bool(number % 2)):
+                    found[side].append(one_epoch(folders[side], number, processes[side]))
+    return {side: seconds[SETTLED:] for side, seconds in found.items()}
 
 
-def pairs(before: Path, case: str, turns: int, kept: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """So many pairs of runs, of which those that were kept are not run again; who goes first alternates."""
-    rows = list(kept)
-    while len(rows) < turns:
-        sides = {"before": before, "now": ROOT}
-        order = sorted(sides, reverse=bool(len(rows) % 2))
-        found = {name: run(sides[name], CASES[case]) for name in order}
-        rows.append(found)
-        ratios = ", ".join(
-            f"{what} {found['now'][what] / found['before'][what]:.3f}" for what in found["now"]
-        )
-        print(f"{case}: {ratios}", flush=True)
-    return rows
+def commands(before: Path, case: str, turns: int) -> dict[str, list[float]]:
+    """Seconds of the whole command of both sides, by turns."""
+    found = dict[str, list[float]](before=[], now=[])
+    for turn in range(turns):
+        for side in sorted(found, reverse=bool(turn % 2)):
+            with tempfile.TemporaryDirectory() as name:
+                command = [sys.executable, "-m", "kagome.cli", "train", "--nproc", str(CASES[case][0])]
+                command += words(case, 10, Path(name) / "out")
+                env, begin = environment(before if side == "before" else ROOT), time.perf_counter()
+                subprocess.run(
+                    command,
+                    env=env,
+                    cwd=name,
+                    check=True,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+                found[side].append(time.perf_counter() - begin)
+    return found
 
 
-def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Medians, and the ratios of the pairs: their median, least and most."""
+def cells(pairs: list[tuple[float, float]]) -> list[str]:
+    """Both medians, and the ratios of the pairs: their median, the least and the most."""
+    ratios = [late / early for early, late in pairs]
+    return [
+        f"{statistics.median(early for early, _ in pairs):.3f} s",
+        f"{statistics.median(late for _, late in pairs):.3f} s",
+        f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})",
+    ]
+
+
+def of_starts(starts: list[dict[str, list[float]]]) -> list[tuple[float, float]]:
+    """A pair a start: the median epoch, and that times the median of the epochs' ratios."""
+    pairs = []
+    for start in starts:
+        old, new = start["before"], start["now"]
+        ratio = statistics.median(late / early for early, late in zip(old, new, strict=True))
+        pairs.append((statistics.median(old), statistics.median(old) * ratio))
+    return pairs
+
+
+def row(found: dict[str, Any]) -> list[str]:
+    """The cells of a case."""
+    whole = list(zip(found["command"]["before"], found["command"]["now"], strict=True))
+    return [*cells(of_starts(found["epoch"])), *cells(whole)]
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """A row a case."""
     lines = [
-        "| case | pairs | epoch before | now | ratio | command before | now | ratio |",
+        "| case | starts | epoch before | now | ratio | command before | now | ratio |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for case, rows in results.items():
-        cells = [case, str(len(rows))]
-        for what in ("epoch", "command"):
-            old, new = ([row[side][what] for row in rows] for side in ("before", "now"))
-            ratios = [late / early for early, late in zip(old, new, strict=True)]
-            cells += [f"{statistics.median(old):.3f} s", f"{statistics.median(new):.3f} s"]
-            cells.append(f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})")
-        lines.append(f"| {' | '.join(cells)} |")
+    for case, found in results.items():
+        lines.append(f"| {' | '.join([case, str(len(found['epoch'])), *row(found)])} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Run the pairs that are missing and write ``results.json`` and ``results.md``."""
+    """Run the cases that are missing and write ``results.json`` and ``results.md``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, required=True, help="a checkout of the other commit")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=5, help="starts of both sides, a few epochs each")
+    parser.add_argument("--commands", type=int, default=3, help="pairs of whole commands")
     parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--fresh", action="store_true", help="throw away what was run before")
     arguments = parser.parse_args()
     path = HERE / "results.json"
-    results = {} if arguments.fresh or not path.exists() else json.loads(path.read_text(encoding="utf-8"))
+    results: dict[str, Any] = {}
+    if path.exists() and not arguments.fresh:
+        results = json.loads(path.read_text(encoding="utf-8"))
     for case in arguments.only:
-        results[case] = pairs(arguments.before, case, arguments.turns, results.get(case, []))
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        if case in results:
+            continue
+        results[case] = {
+            "epoch": [by_turns(arguments.before.resolve(), case) for _ in range(arguments.starts)],
+            "command": commands(arguments.before.resolve(), case, arguments.commands),
+        }
+        path.write_text(json.dumps(results) + "\n", encoding="utf-8")
         (HERE / "results.md").write_text(table(results) + "\n", encoding="utf-8")
+        print(f"{case}: {'  '.join(row(results[case]))}", flush=True)
     print(table(results))
 
 
