@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +95,21 @@ def one_epoch(folder: Path, number: int, processes: list[subprocess.Popen[bytes]
     return float(done[0].read_text())
 
 
-def by_turns(before: Path, case: str) -> dict[str, list[float]]:
+def by_turns(before: Path, case: str, start: int) -> dict[str, list[float]]:
     """Seconds of the epochs of both sides, an epoch of each by turns; who goes first alternates.
 
-    Both are started before the first epoch, so that a slow minute of the machine is one of both.
+    Both are started before the first epoch, so that a slow minute of the machine is one of both. Which is
+    started first alternates with the starts: the second was up to 3 % slower, of one commit too.
     """
     total, found = SETTLED + EPOCHS, dict[str, list[float]](before=[], now=[])
     with tempfile.TemporaryDirectory() as name:
         folders = {side: Path(name) / side for side in found}
-        with (
-            started(before, case, total, folders["before"]) as old,
-            started(ROOT, case, total, folders["now"]) as new,
-        ):
-            processes = {"before": old, "now": new}
+        checkouts = {"before": before, "now": ROOT}
+        with ExitStack() as stack:
+            processes = {
+                side: stack.enter_context(started(checkouts[side], case, total, folders[side]))
+                for side in sorted(found, reverse=bool(start % 2))
+            }
             for number in range(total):
                 for side in sorted(found, reverse=bool(number % 2)):
                     found[side].append(one_epoch(folders[side], number, processes[side]))
@@ -176,7 +178,7 @@ def main() -> None:
     """Run the cases that are missing and write ``results.json`` and ``results.md``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, required=True, help="a checkout of the other commit")
-    parser.add_argument("--starts", type=int, default=5, help="starts of both sides, a few epochs each")
+    parser.add_argument("--starts", type=int, default=6, help="starts of both sides, a few epochs each")
     parser.add_argument("--commands", type=int, default=3, help="pairs of whole commands")
     parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--fresh", action="store_true", help="throw away what was run before")
@@ -189,7 +191,7 @@ def main() -> None:
         if case in results:
             continue
         results[case] = {
-            "epoch": [by_turns(arguments.before.resolve(), case) for _ in range(arguments.starts)],
+            "epoch": [by_turns(arguments.before.resolve(), case, start) for start in range(arguments.starts)],
             "command": commands(arguments.before.resolve(), case, arguments.commands),
         }
         path.write_text(json.dumps(results) + "\n", encoding="utf-8")
