@@ -206,6 +206,39 @@ def test_devices_without_use_do_not_thin_a_replica() -> None:
         GraphPipe(replace(cost, devices=Devices(4, 1e9, 1e9)), (2,)).whole()
 
 
+def test_a_stage_is_halved_where_none_can_take_the_device_that_is_left() -> None:
+    """A small operator stood with the norm behind it, replicas of which need two samples each."""
+    found = [
+        operator("o0", (), 0.01, weights=0, output=10**9),  # a cut behind it is dear
+        operator("o1", ["o0"], 9.0, weights=0, least=2),
+        operator("o2", ["o1"], 9.0, weights=0),
+    ]
+    graph = OperatorGraph(tuple(found))
+    three = GraphPipe(StageCost(graph, Devices(3, 1e9, 1e9), 4), (2,)).whole()
+    assert [(stage.operators, stage.devices) for stage in three.stages] == [(("o0", "o1"), 1), (("o2",), 2)]
+    four = GraphPipe(StageCost(graph, Devices(4, 1e9, 1e9), 4), (2,)).whole()
+    assert [(stage.operators, stage.devices) for stage in four.stages] == [
+        (("o0",), 1),
+        (("o1",), 1),
+        (("o2",), 2),
+    ]
+    four.shape(graph)
+
+
+@settings(deadline=None, max_examples=60)
+@given(cost=small(), count=st.integers(1, 8))
+def test_a_whole_plan_has_all_devices(cost: StageCost, count: int) -> None:
+    cost = replace(cost, devices=replace(cost.devices, memory=1e15, count=count))
+    if sum(4 // each.least for each in cost.graph.operators) < count:
+        with pytest.raises(PlanError, match="devices share the work"):
+            GraphPipe(cost, (4,)).whole()
+        return
+    plan = GraphPipe(cost, (4,)).whole()
+    assert plan.devices == cost.devices.count
+    plan.shape(cost.graph)
+    assert all(cost.fits(stage.operators, stage.devices, stage.micro_batch) for stage in plan.stages)
+
+
 @settings(deadline=None, max_examples=60)
 @given(cost=small(), data=st.data())
 def test_what_cannot_be_apart_is_in_one_stage(cost: StageCost, data: st.DataObject) -> None:
