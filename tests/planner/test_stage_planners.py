@@ -216,13 +216,28 @@ def test_a_stage_is_halved_where_none_can_take_the_device_that_is_left() -> None
     graph = OperatorGraph(tuple(found))
     three = GraphPipe(StageCost(graph, Devices(3, 1e9, 1e9), 4), (2,)).whole()
     assert [(stage.operators, stage.devices) for stage in three.stages] == [(("o0", "o1"), 1), (("o2",), 2)]
-    four = GraphPipe(StageCost(graph, Devices(4, 1e9, 1e9), 4), (2,)).whole()
+    cost = StageCost(graph, Devices(4, 1e9, 1e9), 4)
+    four = GraphPipe(cost, (2,)).whole()
     assert [(stage.operators, stage.devices) for stage in four.stages] == [
         (("o0",), 1),
         (("o1",), 1),
         (("o2",), 2),
     ]
     four.shape(graph)
+
+
+def test_no_half_is_made_that_a_device_cannot_hold() -> None:
+    """The first half holds a micro-batch more than the stage did."""
+    found = [operator(name, (), 1.0, weights=0, kept=10, least=2) for name in ("o0",)]
+    found += [operator("o1", ["o0"], 1.0, weights=0, kept=10, least=2)]
+    graph = OperatorGraph(tuple(found))
+    plan = StagePlan(8, (PlannedStage(("o0", "o1"), 1, 2),))
+    halved = StagePlan(8, (PlannedStage(("o0",), 1, 2), PlannedStage(("o1",), 1, 2)))
+    held = windows(halved.shape(graph))
+    roomy = StageCost(graph, Devices(2, 1e9, 1e9), 8)
+    most = max(roomy.memory(s.operators, 1, samples) for s, samples in zip(halved.stages, held, strict=True))
+    assert GraphPipe(replace(roomy, devices=Devices(2, most, 1e9)), (2,))._longer(plan) == halved
+    assert GraphPipe(replace(roomy, devices=Devices(2, most - 1, 1e9)), (2,))._longer(plan) is None
 
 
 @settings(deadline=None, max_examples=60)

@@ -117,22 +117,22 @@ class _Weight(_Value):
         return self._value.dim()
 
     def numel(self) -> int:
-        """As a tensor's."""
+        """The number of entries of the tensor that stands for the value."""
         return self._value.numel()
 
     @property
     def shape(self) -> torch.Size:
-        """As a tensor's."""
+        """The shape of the tensor that stands for the value while tracing."""
         return self._value.shape
 
     @property
     def ndim(self) -> int:
-        """As a tensor's."""
+        """The number of axes, as :meth:`dim` gives it."""
         return self._value.ndim
 
     @property
     def requires_grad(self) -> bool:
-        """As a tensor's."""
+        """Whether the tensor that stands for the value takes a gradient."""
         return self._value.requires_grad
 
 

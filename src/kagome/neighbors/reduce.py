@@ -34,7 +34,7 @@ class Total:
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape."""
+        """The shape of the sum: a row for each own vertex."""
         return (self.message.edges.structure.own, *self.message.trailing)
 
     @property
@@ -43,7 +43,7 @@ class Total:
         return self.message.parts
 
     def compute(self) -> Tensor:
-        """The tensor."""
+        """Compute the sum, with the exchange of rows that it takes."""
         return self.message.edges.rows(now(_linear_sum(self.message, self.how)))
 
     def kept(self) -> Tensor | Thin | None:

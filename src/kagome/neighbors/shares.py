@@ -35,7 +35,7 @@ Draw = Callable[[Tensor, Tensor, int], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Drop:
-    """Dropout of shares.
+    """Dropout of attention weights that are not computed yet.
 
     Args:
         draw: What drops.
@@ -72,7 +72,7 @@ class JointShare:
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape."""
+        """The shape of the attention weights: edges, heads, and axes of one entry."""
         return (*self.logits.shape, *[1] * self.deep)
 
     @property

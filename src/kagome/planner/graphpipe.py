@@ -35,6 +35,7 @@ from kagome.planner.groups import Facts, Floats, Groups, Ints, run
 from kagome.planner.series import Tree, tree_of
 from kagome.planner.stageplan import PlannedStage, StagePlan
 from kagome.planner.trial import longer_turns, trial
+from kagome.schedule.dag import windows
 
 
 class TreePlans(ABC):
@@ -344,8 +345,18 @@ class GraphPipe:
             )
             for at in range(1, len(names))
         ]
-        best = min(halves, key=lambda pair: max(map(self.seconds, pair)))
-        return replace(plan, stages=(*plan.stages[:number], *best, *plan.stages[number + 1 :]))
+        plans = [
+            replace(plan, stages=(*plan.stages[:number], *pair, *plan.stages[number + 1 :]))
+            for pair in sorted(halves, key=lambda pair: max(map(self.seconds, pair)))
+        ]
+        return next(filter(self._fits_memory, plans), None)
+
+    def _fits_memory(self, plan: StagePlan) -> bool:
+        held = windows(plan.shape(self.cost.graph))
+        return all(
+            self.cost.memory(stage.operators, stage.devices, samples) <= self.cost.devices.memory
+            for stage, samples in zip(plan.stages, held, strict=True)
+        )
 
     def least(self, sizes: tuple[int, ...]) -> StagePlan:
         """The plan with the least bottleneck.
