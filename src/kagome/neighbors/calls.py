@@ -87,15 +87,18 @@ class States:
     def __init__(self, layer: nn.Module, path: str) -> None:
         self.layer, self.path = layer, path
         self._fields: list[tuple[dict[str, Any], tuple[str, ...]]] = []
-        self._known: tuple[tuple[Any, ...], tuple[State, ...]] = ((), ())
+        self._epoch = -1
+        self._looked: list[Any] = []
+        self._known: tuple[State, ...] = ()
 
     def now(self, epoch: int) -> tuple[State, ...]:
         """The state in an epoch."""
-        if not self._fields or self._known[0] != (epoch, *self._looks()):
+        if not self._fields or self._epoch != epoch or self._looks() != self._looked:
             modules = list(self.layer.modules())
             self._fields = [(vars(module), _settings(module)) for module in modules]
-            self._known = (epoch, *self._looks()), tuple(state_of(module) for module in modules)
-        return self._known[1]
+            self._epoch, self._looked = epoch, self._looks()
+            self._known = tuple(state_of(module) for module in modules)
+        return self._known
 
     def _looks(self) -> list[Any]:
         """Settings, and which weights and modules there are."""
@@ -103,12 +106,14 @@ class States:
         for own, names in self._fields:
             found.append(len(own))
             found += [value if type(value) in _PLAIN else id(value) for value in map(own.get, names)]
-            for table in ("_parameters", "_buffers", "_modules"):
-                found += map(id, own[table].values())
+            for table in _TABLES:
+                if held := own[table]:
+                    found += map(id, held.values())
         return found
 
 
-_PLAIN = (bool, int, float, str, type(None))
+_TABLES = ("_parameters", "_buffers", "_modules")
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def _settings(module: nn.Module) -> tuple[str, ...]:

@@ -244,14 +244,18 @@ def behind(value: Any) -> Any:
     if isinstance(value, slice):
         return slice(behind(value.start), behind(value.stop), behind(value.step))
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)(map(behind, value)) if any(map(_holds, value)) else value
+        return type(value)(map(behind, value)) if _holds(value) else value
     return value
 
 
-def _holds(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(map(_holds, value))
-    return isinstance(value, (Shown, slice))
+def _holds(values: Any) -> bool:
+    for value in values:  # every torch call of a part comes here
+        if isinstance(value, _MAY_HOLD) and (not isinstance(value, (tuple, list)) or _holds(value)):
+            return True
+    return False
+
+
+_MAY_HOLD: Final = (Shown, slice, tuple, list)
 
 
 class NoneHere(int):

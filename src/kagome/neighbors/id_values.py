@@ -86,6 +86,8 @@ def by_value(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, 
         if mark.kind in IDS:
             found.append(tensor)
         places = places or mark.kind is Kind.LOCAL
+    if not (found or places):
+        return args, kwargs
     looks = name not in _STAY or name in _SOURCES
     kinds = {mark.kind for each in found if (mark := scope.marks.get(each)) is not None}
     ordered = name in _ORDERS and len(kinds) > 1  # dropout_edge keeps one of both ways so

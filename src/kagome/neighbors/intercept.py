@@ -194,11 +194,11 @@ class Interception(Late, TorchFunctionMode):
             refuse_transform(self)
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if self.parted:
-            args, kwargs = self._for_part(name, func, args, kwargs)
-        notes, given = self.notes, (args, kwargs)
         asks = algebra.asks(name, func)
-        lazy = self.fast and algebra.has_lazy(args, kwargs) and not asks
+        if self.parted:
+            args, kwargs = self._for_part(name, func, args, kwargs, asks=asks)
+        notes, given = self.notes, (args, kwargs)
+        lazy = self.fast and not asks and algebra.has_lazy(args, kwargs)
         if lazy:
             refuse_in_function(args)
             gone = self.marks.lost(args, kwargs)
@@ -241,11 +241,15 @@ class Interception(Late, TorchFunctionMode):
             notes.torch_call(func, given, (args, kwargs), result, asked=asks)
         return result
 
-    def _for_part(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def _for_part(
+        self, name: str, func: Any, args: Any, kwargs: Any, *, asks: bool
+    ) -> tuple[Any, dict[str, Any]]:
         """A call's arguments as a part has them: its rows of tables, numbers of the whole graph for ids."""
-        args, kwargs = behind(args), {key: behind(value) for key, value in kwargs.items()}
+        args, kwargs = behind(args), {key: behind(value) for key, value in kwargs.items()} if kwargs else {}
         if self.edge_tables is not None:
             args, kwargs = self.edge_tables.cut(self, name, func, args, kwargs)
+        if asks:
+            return args, kwargs  # what a tensor is, and none of its numbers
         if len(self.views) > 1:
             args, kwargs = edge_views.aligned(self, name, args, kwargs)
         self.copies.meet(name, args)

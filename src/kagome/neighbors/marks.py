@@ -124,11 +124,9 @@ class Marks:
         self.whole = whole
 
     def get(self, tensor: Any) -> Mark | None:
-        """The mark of a tensor, or None."""
-        if not isinstance(tensor, Tensor):
-            return None
+        """The mark of a tensor, or None; of what is no tensor None."""
         mark = self._table.get(tensor)
-        if mark is None and not self.whole and type(tensor) is nn.Parameter and tensor not in self._weights:
+        if mark is None and type(tensor) is nn.Parameter and not self.whole and tensor not in self._weights:
             return self._of_parameter(tensor)
         return mark
 
