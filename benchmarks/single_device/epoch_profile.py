@@ -22,7 +22,8 @@ GROUPS = ("aggregation", "dense products", "elementwise and other operators", "o
           "Python and what no operator shows")  # fmt: skip
 GATHERS = ("index_select", "index_add", "index_put", "aten::index", "gather", "scatter", "segment", "sparse",
            "embedding", "sort", "unique", "bincount", "repeat_interleave")  # fmt: skip
-DENSE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn_linear", "aten::dot", "aten::mv")
+DENSE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn_linear", "mkldnn::_linear",
+         "aten::dot", "aten::mv")  # fmt: skip
 KERNEL = "kernel: "
 SIDES = ("edge_index", "csr", "kagome-no-fast", "kagome")
 WARM = 2
