@@ -360,3 +360,43 @@ def test_a_partition_of_one_part_trains_on_one_rank(kagome):
     assert kagome("partition", "--data.name", SBM, "--parts", "1", "--out", "whole")[0] == 0
     assert kagome("train", "--data.partition", "whole", *FEW[2:], "--out", "run")[0] == 0
     has_all_files(Path("run"), epochs=3, world=1)
+
+
+LONG = "n" * 300
+LONG_PATHS = {
+    "out": ["train", *FEW, "--out", LONG],
+    "a folder of out": ["train", *FEW, "--out", f"{LONG}/run"],
+    "resume": ["train", *FEW, "--resume", LONG],
+    "settings": ["train", LONG],
+    "plan": ["train", *FEW, "--parallel.plan", LONG, "--nproc", "2"],
+    "npz": ["train", "--data.name", f"npz:{LONG}"],
+    "root": ["train", "--data.root", LONG],
+    "cluster": ["plan", "--cluster", LONG],
+    "page": ["plan", "--page", LONG],
+    "checkpoint": ["predict", "--checkpoint", LONG, "--out", "scores.npz"],
+    "scores": ["predict", "--checkpoint", "run", "--out", f"{LONG}.npz"],
+    "parts": ["partition", "--data.name", SBM, "--parts", "2", "--out", LONG],
+    "report": ["report", LONG],
+}
+
+
+@pytest.mark.parametrize("words", LONG_PATHS.values(), ids=LONG_PATHS)
+def test_a_name_that_no_file_system_holds_is_one_sentence(words, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code not in (0, None)
+    told = capfd.readouterr().err
+    assert "Traceback" not in told
+    assert "kagome: error: " in told or "error ─" in told  # the box around what flags do not take
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_for_which_a_hidden_one_is_too_long_is_one_sentence(tmp_path, monkeypatch, capfd):
+    """A file is written beside its place first, under a longer name."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["partition", "--data.name", SBM, "--parts", "2", "--out", LONG[:254]])
+    told = capfd.readouterr().err
+    assert "File name too long" in told
+    assert "Traceback" not in told

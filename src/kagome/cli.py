@@ -30,6 +30,7 @@ from kagome.commands import (
     TrainCommand,
 )
 from kagome.errors import CheckError, CheckpointError, ConfigError, KagomeError, shortened
+from kagome.kinds import path_of
 from kagome.ranks import environment
 from kagome.run.claim import goes_on, refuse_taken
 from kagome.system import end_with, in_words
@@ -118,7 +119,11 @@ def _parse(kind: Any, args: list[str], name: str, default: Any = None) -> Any:
                 f"one has {len(word):,}: {word[:60]}...",
             )
     extra = {} if default is None else {"default": default}
-    return tyro.cli(kind, args=args, prog=f"kagome {name}", description=str(kind.__doc__), **extra)
+    found = tyro.cli(kind, args=args, prog=f"kagome {name}", description=str(kind.__doc__), **extra)
+    for flag, value in vars(found).items():  # sections have looked at their own
+        if isinstance(value, str):
+            path_of(value, f"--{flag.replace('_', '-')}")
+    return found
 
 
 # train -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Hashable
 from functools import cache
 from numbers import Integral, Real
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,8 @@ from kagome.errors import ConfigError, shortened
 LARGEST: Final = 2**63 - 1
 LARGEST_FLOAT: Final = 3.4028234663852886e38
 """Of 32 bits: weights, rates and losses are such."""
+LONGEST_NAME: Final = 255
+"""Bytes of a file's name."""
 WORDS: Final = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -46,12 +49,35 @@ def oddity(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return next(filter(None, map(oddity, value)), "")
     if isinstance(value, str):
-        return "a text without the character NUL" if "\0" in value else ""
+        if "\0" in value:
+            return "a text without the character NUL"
+        return f"a text without names of over {LONGEST_NAME} bytes" if _too_long(value) else ""
     if isinstance(value, bool) or not isinstance(value, Real):
         return ""
     if isinstance(value, Integral):
         return "" if -LARGEST - 1 <= int(value) <= LARGEST else "a whole number of 64 bits"
     return "" if abs(float(value)) <= LARGEST_FLOAT else f"a finite number, up to {LARGEST_FLOAT:.3g}"
+
+
+def _too_long(text: str) -> bool:
+    return len(text) > LONGEST_NAME // 4 and any(
+        len(name.encode(errors="replace")) > LONGEST_NAME for name in text.split("/")
+    )
+
+
+def path_of(text: str | Path, what: str) -> Path:
+    """A path that somebody gave, if any file system can hold it.
+
+    Args:
+        text: The path.
+        what: Where it was given: ``--cluster``, ``out``.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    if odd := oddity(str(text)):
+        raise ConfigError(f"{what} takes {odd}", f"it is {shown(str(text))}")
+    return Path(text)
 
 
 def shown(value: object, most: int = 200) -> str:

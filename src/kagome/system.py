@@ -33,6 +33,15 @@ DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STARVED: Final = 76
 """What a process leaves with that memory ran out for before it could say so."""
 FILES: Final = (errno.EMFILE, errno.ENFILE)
+PATHS: Final = (
+    errno.ENAMETOOLONG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+)
 
 
 def refused(error: BaseException) -> ResourceError | None:
@@ -65,7 +74,7 @@ def in_words(error: BaseException) -> KagomeError | None:
     Memory that ran out in a user's model, loss or metric is told as that, not as a fault of theirs.
     """
     if not isinstance(error, KagomeError):
-        return refused(error)
+        return refused(error) or _path(error)
     cause = error.__cause__
     while cause is not None and not _lacks_memory(cause):
         cause = cause.__cause__
@@ -133,6 +142,17 @@ def _disk(error: BaseException, number: int | None) -> ResourceError:
         found += f", the limit is {_limit(resource.RLIMIT_FSIZE)} bytes (ulimit -f)"
     return ResourceError(
         "a file was to be written", found, where=str(name or ""), hint="free some disk, or another --out"
+    )
+
+
+def _path(error: BaseException) -> ResourceError | None:
+    """What the system says of a path that it does not open."""
+    if not isinstance(error, OSError) or error.errno not in PATHS or error.filename is None:
+        return None
+    return ResourceError(
+        "a file or folder was to be read or written",
+        f"{error.strerror}: {shortened(str(error.filename), 200)}",
+        hint="another path",
     )
 
 

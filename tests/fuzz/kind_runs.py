@@ -101,7 +101,7 @@ class Runs:
         if way == "value":
             try:
                 made, said = self._value(rng, file.suffix, text)
-            except (ValueError, IndexError):
+            except (ValueError, IndexError, RecursionError):  # what it altered before may be nested deep
                 way = "text"
             else:
                 file.write_text(made)

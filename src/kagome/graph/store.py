@@ -30,7 +30,7 @@ from kagome.graph.partition import Partition
 from kagome.graph.quality import Quality, measured
 from kagome.graph.sound import COUNTS, Attributes, attributes_of, fault_of, quality_fault
 from kagome.graph.validate import facts_of
-from kagome.kinds import fits
+from kagome.kinds import fits, path_of
 from kagome.sealed import Seal, SealError
 
 FORMAT: Final = 3
@@ -159,7 +159,7 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
     Raises:
         PartitionError: If the folder holds something else or cannot be written.
     """
-    folder = Path(folder)
+    folder = path_of(folder, "the folder of a partition")
     if folder.exists() and not (folder / PAGE).exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PartitionError(
             f"a partition was to be written to {folder}",
@@ -243,6 +243,7 @@ def verify_sizes(folder: str | Path) -> Meta:
 
 
 def _page(folder: Path) -> _Page:
+    path_of(folder, "the folder of a partition")
     if not (folder / PAGE).exists():
         raise PartitionError(
             f"a saved partition was expected in {folder}",

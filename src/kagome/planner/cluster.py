@@ -13,7 +13,7 @@ from typing import Final
 
 from kagome import reading
 from kagome.errors import PlanError, shortened
-from kagome.kinds import fits, hints_of, shown, takes
+from kagome.kinds import fits, hints_of, path_of, shown, takes
 
 EXTRA: Final = ("latency", "crowded", "cores")
 """What a cluster's file may leave out."""
@@ -94,7 +94,7 @@ class Cluster:
         if str(file) in READY:
             return READY[str(file)]
         where = shortened(str(file), 200)
-        if not Path(file).exists():
+        if not path_of(file, "--cluster").exists():
             raise PlanError(
                 f"--cluster takes a TOML file or one of {', '.join(READY)}",
                 f"there is no file {where}",

@@ -30,7 +30,7 @@ from kagome import sealed
 from kagome.comm.channel import Channel
 from kagome.comm.objects import ObjectError, pack, unpack
 from kagome.errors import CheckpointError, KagomeError
-from kagome.kinds import fits
+from kagome.kinds import fits, path_of
 from kagome.report.files import write_text
 from kagome.run.carried import SECTION, Carried, Named, Told, checked
 from kagome.sealed import Seal, SealError
@@ -342,7 +342,7 @@ def latest(folder: str | Path) -> Path:
     Raises:
         CheckpointError: If there is none, or the newest cannot be told or is not whole.
     """
-    folder = Path(folder)
+    folder = path_of(folder, "resume")
     if (folder / PAGE).exists():
         return folder
     place = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from kagome.errors import ConfigError
+from kagome.kinds import path_of
 
 LOCK: Final = ".kagome.lock"
 """Marks a folder as a run's; locked while a run writes there."""
@@ -93,7 +94,7 @@ def refuse_taken(folder: str | Path, *, resume: str | Path | None, overwrite: bo
     Raises:
         ConfigError: If it holds another run, or is no run's and holds files.
     """
-    folder = Path(folder)
+    folder = path_of(folder, "out")
     _refuse_foreign(folder)
     if goes_on(folder, resume) or overwrite or not holds_run(folder):
         return
@@ -109,7 +110,7 @@ def goes_on(folder: Path, resume: str | Path | None) -> bool:
     """Whether what is resumed lies in this folder."""
     if resume is None:
         return False
-    there = Path(resume).resolve()
+    there = path_of(resume, "resume").resolve()
     return folder.resolve() in (there, *there.parents)
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from kagome.errors import CheckpointError
+from kagome.kinds import path_of
 from kagome.run import checkpoint
 
 SUFFIX = ".safetensors"
@@ -31,7 +32,7 @@ def weights_at(where: str | Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: If there are none, or they are damaged.
     """
-    path = Path(where)
+    path = path_of(where, "the place of weights")
     if path.is_dir():
         alone, saved = path / f"model{SUFFIX}", path / "checkpoints"
         if not alone.exists() or (saved.is_dir() and any(saved.iterdir())):
