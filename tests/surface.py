@@ -1,4 +1,4 @@
-"""What a user sees: names, flags, settings, files of a run, keys of a checkpoint, as in ``golden/surface.json``.
+"""What a user sees: names, flags, settings, files of a run, checkpoint keys; kept in ``golden/surface.json``.
 
 Where it sits: ``test_surface`` compares with the file. A change that means to alter the surface writes it
 anew, and the file's diff says what::
