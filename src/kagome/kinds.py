@@ -20,7 +20,13 @@ LARGEST_FLOAT: Final = 3.4028234663852886e38
 """Of 32 bits: weights, rates and losses are such."""
 LONGEST_NAME: Final = 255
 """Bytes of a file's name."""
-WORDS: Final = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+WORDS: Final = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    Path: "a path",
+}
 
 
 @cache
@@ -42,6 +48,26 @@ def check_kinds(section: str, settings: Any) -> None:
             raise ConfigError(f"{section}.{field.name} takes {takes(hint)}", f"it is {shown(value)}")
         if odd := oddity(value):
             raise ConfigError(f"{section}.{field.name} takes {odd}", f"it is {shown(value)}")
+
+
+def check_kind(what: str, value: object, hint: Any, *, least: float | None = None) -> None:
+    """Refuse an argument that is not of its kind.
+
+    Args:
+        what: Its name.
+        value: What was given.
+        hint: Its annotation.
+        least: The least that a number may be.
+
+    Raises:
+        ConfigError: If it is not, or no machine holds it, or it is less.
+    """
+    odd = "" if fits(value, hint) else takes(hint)
+    odd = odd or oddity(value)
+    if odd:
+        raise ConfigError(f"{what} takes {odd}", f"it is {shown(value)}")
+    if least is not None and isinstance(value, Real) and not float(value) >= least:
+        raise ConfigError(f"{what} takes a number from {least} up", f"it is {shown(value)}")
 
 
 def oddity(value: object) -> str:
@@ -73,8 +99,10 @@ def path_of(text: str | Path, what: str) -> Path:
         what: Where it was given: ``--cluster``, ``out``.
 
     Raises:
-        ConfigError: If it cannot.
+        ConfigError: If it is none, or none can.
     """
+    if not isinstance(text, (str, Path)):
+        raise ConfigError(f"{what} takes a text or a path", f"it is {shown(text)}")
     if odd := oddity(str(text)):
         raise ConfigError(f"{what} takes {odd}", f"it is {shown(str(text))}")
     return Path(text)
@@ -114,4 +142,4 @@ def takes(hint: Any) -> str:
     if origin is tuple:
         kind = get_args(hint)[0]
         return f"a list of {'texts' if kind is str else takes(kind).removeprefix('one of ')}"
-    return WORDS[hint]
+    return WORDS.get(hint) or f"a {hint.__name__}"

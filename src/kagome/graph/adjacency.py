@@ -20,6 +20,9 @@ _PREFIX: Final = "edge_adj_t_"
 _LAYOUTS: Final = {"csr": torch.sparse_csr, "csc": torch.sparse_csc, "coo": torch.sparse_coo}
 
 
+_KNOWN: Final = tuple(_LAYOUTS.values())
+
+
 @dataclass(frozen=True)
 class Adjacency:
     """What a matrix was.
@@ -94,11 +97,18 @@ def taken_apart(matrix: Any, given: Mapping[str, Any]) -> tuple[Tensor, dict[str
         The edges, and attributes of them.
 
     Raises:
-        DataError: If its values would be lost.
+        DataError: If its values would be lost, or it is no matrix.
 
     Shapes:
         matrix ``[N, N]``; edges ``[2, E]``.
     """
+    if isinstance(matrix, Tensor) and (matrix.is_meta or matrix.dim() != 2 or matrix.layout not in _KNOWN):
+        layout = str(matrix.layout).removeprefix("torch.")
+        raise DataError(
+            "an adjacency is a sparse matrix with numbers in one of the layouts csr, csc and coo",
+            f"it is {layout} of shape {list(matrix.shape)} on {matrix.device}",
+            where="data.adj_t",
+        )
     edge_index, values = edges_of(matrix)
     if not isinstance(matrix, Tensor):
         if values is not None:

@@ -86,7 +86,7 @@ def attributes_of(data: Data) -> Attributes:
     for name, value in data.to_dict().items():
         if name in _STRUCTURE or value is None or isinstance(value, Notes):
             continue
-        if not isinstance(value, Tensor) or is_sparse(value):
+        if not isinstance(value, Tensor) or is_sparse(value) or without_numbers(value):
             _sort_plain(name, value, found)
             continue
         rows = value.size(0) if value.dim() else -1
@@ -107,10 +107,10 @@ def attributes_of(data: Data) -> Attributes:
 
 
 def _sort_plain(name: str, value: Any, found: Attributes) -> None:
-    fault = nested.fault_of(value)
+    fault = without_numbers(value) or nested.fault_of(value)
     if not fault:
         found.shared[name] = value
-    elif is_sparse(value):
+    elif is_sparse(value) and not without_numbers(value):
         found.refused[name] = f"data.{name} is a sparse matrix; tensors, numbers and texts are carried"
     else:
         found.refused[name] = (
@@ -169,13 +169,47 @@ def plain(value: Any) -> Tensor:
     """
     if hasattr(value, "as_tensor"):  # torch_geometric.EdgeIndex and Index
         value = value.as_tensor()
-    return torch.as_tensor(value).detach().cpu()
+    # A conjugate or negative view has the bytes of what it is a view of.
+    return torch.as_tensor(value).detach().cpu().resolve_conj().resolve_neg()
+
+
+def numbers_of(name: str, value: Any, must: str = "be a tensor of numbers") -> Tensor:
+    """A tensor of what a user gave as one: a tensor, an array, a list of numbers.
+
+    Args:
+        name: The attribute's.
+        value: Its value.
+        must: What it has to do, for the error.
+
+    Raises:
+        DataError: If it is nothing of the kind.
+    """
+    said, hint = without_numbers(value), ""
+    if not said and isinstance(value, Tensor) and value.is_quantized:
+        said, hint = "a quantized tensor", f"data.{name}.dequantize()"
+    if not said and not is_sparse(value):
+        try:
+            return plain(value)  # type: ignore[no-any-return, unused-ignore]
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            pass
+    kind = getattr(value, "dtype", None)
+    said = said or f"a {type(value).__name__}" + (f" of {kind}" if kind is not None else "")
+    raise DataError(f"{name} must {must}", f"it is {said}", where=f"data.{name}", hint=hint)
+
+
+def without_numbers(value: Any) -> str:
+    """What a tensor is that has no array of numbers to be cut into parts; empty for any other value."""
+    if not isinstance(value, Tensor):
+        return ""
+    if value.is_nested:
+        return "a nested tensor"
+    return "a meta tensor, which holds no numbers" if value.is_meta else ""
 
 
 def is_sparse(value: Any) -> bool:
     """Whether this is a sparse tensor of torch, or a SparseTensor of torch_sparse."""
     if isinstance(value, Tensor):
-        return value.layout != torch.strided
+        return value.layout != torch.strided and not value.is_nested
     return hasattr(value, "to_dense") and hasattr(value, "sizes")
 
 

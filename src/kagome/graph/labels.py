@@ -7,7 +7,7 @@ Where it sits: ``validate`` makes them of the whole graph, ``store`` keeps them 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,11 @@ from torch import Tensor
 from kagome.errors import DataError
 
 Task = Literal["multiclass", "multilabel", "regression"]
+_SERVED: Final = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+"""Types of labels; PyTorch computes nothing with its others."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +97,21 @@ def labels_of(y: Tensor) -> Labels:
     """The facts of y.
 
     Raises:
-        DataError: If an entry is infinite, or complex.
+        DataError: If an entry is infinite, or complex, or of a type that PyTorch only stores.
 
     Shapes:
         y ``[N, ...]``.
 
     Cost: a few passes over y.
     """
+    if y.dtype not in _SERVED and not y.is_complex():
+        to = "float" if y.is_floating_point() else "long"
+        raise DataError(
+            "labels must be of a type that losses take",
+            f"y holds {y.dtype}",
+            where="data.y",
+            hint=f"data.y = data.y.{to}()",
+        )
     flat = y.reshape(y.size(0), -1)
     if y.is_complex():
         raise DataError("labels must be real numbers", f"y holds {_name(y)}", where="data.y")

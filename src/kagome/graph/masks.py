@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from kagome.errors import DataError
+from kagome.graph.attributes import numbers_of
 
 NAMES: Final = ("train_mask", "val_mask", "test_mask")
+_HOLDS: Final = "hold true and false, or numbers"
 
 
 def draw(num_nodes: int, seed: int, labelled: Tensor | None = None) -> dict[str, Tensor]:
@@ -111,7 +113,7 @@ def of_ids(ids: object, given: Mapping[str, object], num_nodes: int) -> dict[str
 
 
 def _mask_of(name: str, found: object, num_nodes: int) -> Tensor:
-    chosen = _tensor(name, found)
+    chosen = numbers_of(name, found, _HOLDS)
     if chosen.dtype == torch.bool:
         return _mask(name, chosen, num_nodes)
     if chosen.dim() != 1 or chosen.is_floating_point() or chosen.is_complex():
@@ -132,16 +134,6 @@ def _mask_of(name: str, found: object, num_nodes: int) -> Tensor:
     return mask
 
 
-def _tensor(name: str, value: object) -> Tensor:
-    try:
-        return torch.as_tensor(value).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
-        kind = getattr(value, "dtype", type(value).__name__)
-        raise DataError(
-            f"{name} must hold true and false, or numbers", f"it holds {kind}", where=f"data.{name}"
-        ) from None
-
-
 def nobody(training: int, unlabelled: int, num_nodes: int) -> DataError:
     """The error where no vertex trains."""
     return DataError(
@@ -155,7 +147,7 @@ def nobody(training: int, unlabelled: int, num_nodes: int) -> DataError:
 def _mask(name: str, value: object, num_nodes: int) -> Tensor:
     if value is None:
         return torch.zeros(num_nodes, dtype=torch.bool)
-    mask = _tensor(name, value)
+    mask = numbers_of(name, value, _HOLDS)
     if mask.dim() not in (1, 2) or mask.size(0) != num_nodes:
         raise DataError(
             f"{name} must have a row for each of {num_nodes:,} vertices",

@@ -15,7 +15,7 @@ from torch_geometric.data import Data, HeteroData
 from kagome.errors import DataError
 from kagome.graph import masks
 from kagome.graph.adjacency import beside, taken_apart
-from kagome.graph.attributes import Notes, dense, is_sparse, plain, unboxed
+from kagome.graph.attributes import Notes, dense, is_sparse, numbers_of, plain, unboxed, without_numbers
 from kagome.graph.labels import Labels, labelled, labels_of
 from kagome.graph.topology import topology
 
@@ -68,7 +68,8 @@ def validate(data: object, *, split: int = 0) -> tuple[Data, list[str]]:
         if name in settled or value is None or isinstance(value, Notes):
             continue
         if name != "split_idx" or not isinstance(value, Mapping):
-            settled[name] = plain(value) if isinstance(value, Tensor) and not is_sparse(value) else value
+            numbers = isinstance(value, Tensor) and not is_sparse(value) and not without_numbers(value)
+            settled[name] = plain(value) if numbers else value
     return Data(**settled), list(dict.fromkeys(notes))
 
 
@@ -95,7 +96,7 @@ def validate_edges(data: object) -> tuple[Data, list[str]]:
     check_ids(edge_index, num_nodes)
     for name in ("edge_weight", "edge_attr"):
         if given.get(name) is not None:
-            given[name] = _edge_values(name, _numbers(name, given[name]), edge_index.size(1))
+            given[name] = _edge_values(name, numbers_of(name, given[name]), edge_index.size(1))
     return Data(**{**given, "edge_index": edge_index, "num_nodes": num_nodes}), notes
 
 
@@ -155,12 +156,16 @@ def _edge_index(given: dict[str, Any]) -> Tensor:
             "this Data has neither edge_index nor adj_t",
             hint="set data.edge_index, 2 x E",
         )
+    if edge_index is None and not is_sparse(adjacency):
+        raise DataError(
+            "adj_t must be a sparse matrix", f"it is a {type(adjacency).__name__}", where="data.adj_t"
+        )
     if edge_index is None or is_sparse(edge_index):
         edge_index, along = taken_apart(adjacency if edge_index is None else edge_index, given)
         given.update(along)
     elif adjacency is not None and is_sparse(adjacency):
         beside(adjacency, plain(edge_index))
-    edge_index = plain(edge_index)
+    edge_index = numbers_of("edge_index", edge_index)
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         turned = edge_index.dim() == 2 and edge_index.size(1) == 2
         raise DataError(
@@ -235,7 +240,7 @@ def _features(x: Any, num_nodes: int, notes: list[str]) -> Tensor:
     if is_sparse(x):
         x = dense(x)
         notes.append(f"Sparse features are made dense: {x.size(0):,} x {x.size(1):,}.")
-    rows = _numbers("x", x)
+    rows = numbers_of("x", x)
     if rows.dim() == 0 or rows.size(0) != num_nodes:
         raise DataError(
             f"x must have a row for each of {num_nodes:,} vertices",
@@ -248,21 +253,11 @@ def _features(x: Any, num_nodes: int, notes: list[str]) -> Tensor:
     return rows.contiguous()
 
 
-def _numbers(name: str, value: Any) -> Tensor:
-    """A tensor of what a user gave as one: a tensor, an array, a list of numbers."""
-    if not is_sparse(value):
-        try:
-            return plain(value)  # type: ignore[no-any-return, unused-ignore]
-        except (TypeError, ValueError, RuntimeError):
-            pass
-    kind = getattr(value, "dtype", None)
-    said = f"it is a {type(value).__name__}" + (f" of {kind}" if kind is not None else "")
-    raise DataError(f"{name} must be a tensor of numbers", said, where=f"data.{name}")
-
-
 def _finite(name: str, value: Tensor) -> None:
     if not value.is_floating_point() or value.numel() == 0:
         return
+    if value.element_size() == 1:  # torch compares no numbers of 8 bits
+        value = value.float()
     # One pass without copies: a NaN anywhere makes both NaN.
     if bool(torch.stack(value.aminmax()).isfinite().all()):
         return
@@ -277,7 +272,7 @@ def _finite(name: str, value: Tensor) -> None:
 
 
 def _rows_of_labels(y: Any, num_nodes: int) -> Tensor:
-    rows = _numbers("y", y)
+    rows = numbers_of("y", y)
     if rows.dim() == 0 or rows.size(0) != num_nodes or not rows.numel():
         raise DataError(
             f"y must have a row for each of {num_nodes:,} vertices",

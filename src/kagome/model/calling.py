@@ -6,14 +6,17 @@ Where it sits: ``tracing`` calls the model so; whoever runs a model whole can ca
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import nn
 from torch_geometric.data import Data
 
-from kagome.errors import ModelError
+from kagome.caller import raised_at
+from kagome.errors import KagomeError, ModelError
+from kagome.system import in_words
 
 _BY_PLACE: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -102,6 +105,32 @@ def _second(names: Collection[str], asked: Collection[str]) -> str:
     weights = {"edge_weight", "edge_attr"}
     weighted = "adj_t" in names and not weights.isdisjoint(names)
     return "adj_t" if weighted and weights.isdisjoint(asked) else "edge_index"
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """A block that runs a user's forward: what it raises is told as a fault of the model, with its line.
+
+    Raises:
+        KagomeError: As it was raised; a :class:`ModelError` from any other error, and a
+            :class:`~kagome.errors.ResourceError` where memory ran out.
+    """
+    try:
+        yield
+    except KagomeError:
+        raise
+    except Exception as error:
+        raise in_words(error) or failed(error) from error
+
+
+def failed(error: Exception) -> ModelError:
+    """The error for a forward that raised another."""
+    words = (str(error).strip().splitlines() or [""])[0]
+    return ModelError(
+        "forward runs on the data as it is given",
+        "it raised " + ": ".join(filter(None, (type(error).__name__, words[:300]))),
+        where=raised_at(error),
+    )
 
 
 class _Inputs(Data):  # type: ignore[misc]

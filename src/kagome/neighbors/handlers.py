@@ -387,7 +387,7 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     axis = len(size) - 1 if mark.kind in IDS else mark.axis
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if dim is not None and dim not in (axis, axis - len(size)):
-        return size[dim]
+        return func(*args, **kwargs)  # torch says which axes there are
     what = mark if mark.axis == 0 else replace(mark, axis=0)
     if mark.kind in IDS:
         what = Mark(Kind.PAIRS, mark.view, 0, args[0] if mark.kind is Kind.EDGES else mark.edges)

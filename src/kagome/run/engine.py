@@ -22,7 +22,7 @@ from kagome.config import Parallel, Train
 from kagome.errors import KagomeError, ModelError
 from kagome.graph.partition import Partition
 from kagome.model.buffers import Buffers
-from kagome.model.calling import Calling
+from kagome.model.calling import Calling, failed
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
 from kagome.neighbors.bounded import Bound
@@ -42,12 +42,13 @@ from kagome.run.holdings import Saved, measure
 from kagome.run.installed import Installed, while_installed
 from kagome.run.kept_rows import RefusesKept
 from kagome.run.ladder import EXACT, Ladder, LateProbe, Rung
-from kagome.run.learning import Aim
+from kagome.run.learning import Aim, step_optimizer
 from kagome.run.offload import Offload
 from kagome.run.ready import refused_input
 from kagome.run.tally import Tally
 from kagome.run.task import check_finite, check_rows, draws_of, in_float32, rows_of
 from kagome.run.weighed import Weighed
+from kagome.system import in_words
 
 
 class Phases(Protocol):
@@ -198,8 +199,10 @@ class Engine:
             if _transformed(error) and not _of_hooks(error):
                 raise self._untransformed(error) from error
             found = refused_input(self.model, self.scope.part, self._calling.wants(self.inputs), error)
-            if found is error and (self.channel.size == 1 or self._checked):
-                raise
+            if found is error and self._checked:
+                raise  # it has run once: a fault of its own, with its traceback
+            if found is error and self.channel.size == 1:
+                raise in_words(error) or failed(error) from error
             raise (self._unlike_whole(error) if found is error else found) from error
 
     def _unlike_whole(self, error: Exception) -> ModelError:
@@ -279,7 +282,7 @@ class Engine:
         with self.phases.phase("optimizer", epoch):
             if self.settings.clip is not None:
                 nn.utils.clip_grad_norm_(self.gradients.parameters, self.settings.clip)
-            optimizer.step()
+            step_optimizer(optimizer)
         return value, stops > 0
 
     def _probed(self, epoch: int, stop: bool) -> tuple[float, float]:

@@ -6,26 +6,30 @@ Where it sits: ``trainer`` asks it once, before the engine is made.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
+from kagome.caller import raised_at
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import Mesh
-from kagome.config import Run, Train
-from kagome.errors import ConfigError, DataError, ModelError
+from kagome.config import Model, Parallel, Report, Run, Train
+from kagome.errors import ConfigError, DataError, KagomeError, ModelError
 from kagome.graph import masks
 from kagome.graph.labels import labels_of
 from kagome.graph.partition import Partition
 from kagome.graph.store import Meta
+from kagome.kinds import check_kind, shown
 from kagome.run.losses import objective_of
 from kagome.run.metrics import Metric, Own, metric_of
 from kagome.run.objective import Loss, Objective
+from kagome.system import in_words
 from kagome.written import own_name
 
 
@@ -39,6 +43,9 @@ class Wishes:
         loss_inputs: The attribute of each further argument of the loss.
         optimizer: ``callable(params)``.
         scheduler: ``callable(optimizer)``.
+
+    Raises:
+        ConfigError: If ``loss_inputs`` is no such table.
     """
 
     loss: Loss | str | None = None
@@ -47,11 +54,35 @@ class Wishes:
     optimizer: Callable[[Any], Optimizer] | None = None
     scheduler: Callable[[Optimizer], Any] | None = None
 
+    def __post_init__(self) -> None:
+        given = self.loss_inputs
+        if given is None:
+            return
+        if not isinstance(given, Mapping) or not all(isinstance(t, str) for t in (*given, *given.values())):
+            raise ConfigError(
+                "loss_inputs takes a dict of argument: attribute, both texts",
+                f"it is {shown(given)}",
+                hint='loss_inputs={"w": "weight"}',
+            )
+
     @property
     def own(self) -> dict[str, str]:
         """The loss and the metric that are functions, by their names in code."""
         given = {"loss": self.loss, "metric": self.metric}
         return {key: own_name(value) for key, value in given.items() if callable(value)}
+
+
+def run_of(model: Model, parallel: object, train: object, report: object) -> Run:
+    """The settings of a run, with defaults where nothing was given.
+
+    Raises:
+        ConfigError: If one is of another class.
+    """
+    given = {"parallel": (parallel, Parallel), "train": (train, Train), "report": (report, Report)}
+    for name, (value, kind) in given.items():
+        check_kind(name, value, kind | None)
+    chosen: Any = {name: kind() if value is None else value for name, (value, kind) in given.items()}
+    return Run(model=model, **chosen)
 
 
 def named(train: Train, loss: object, metric: object) -> Train:
@@ -205,9 +236,7 @@ def optimizer_of(
         ConfigError: If ``make`` gives no optimizer, one that runs the model by itself, or, on several ranks
             or chunks, one that holds weights which are not the model's.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        raise ModelError("training needs a model with parameters", "it has none that require a gradient")
+    parameters = trained(model)
     if make is None:
         return torch.optim.Adam(parameters, lr=settings.train.lr, weight_decay=settings.train.weight_decay)
     if isinstance(make, Optimizer) or not callable(make):
@@ -216,7 +245,8 @@ def optimizer_of(
             f"it was given a {type(make).__name__}",
             hint="optimizer=lambda params: torch.optim.AdamW(params, lr=0.01)",
         )
-    optimizer = make(parameters)
+    with _told("optimizer=... makes an optimizer of the model's parameters"):
+        optimizer = make(parameters)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             "optimizer=... takes a callable(params) -> Optimizer", f"it gave a {type(optimizer).__name__}"
@@ -232,6 +262,18 @@ def optimizer_of(
     if mesh is not None and not is_alone(settings, mesh):
         _refuse_others(optimizer, model)
     return optimizer
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that require a gradient.
+
+    Raises:
+        ModelError: If there are none.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ModelError("training needs a model with parameters", "it has none that require a gradient")
+    return parameters
 
 
 def _refuse_others(optimizer: Optimizer, model: nn.Module) -> None:
@@ -294,7 +336,11 @@ def scheduler_of(
     """
     if make is None:
         return None
-    scheduler = make(optimizer) if callable(make) else make
+    with _told(
+        "scheduler=... makes a scheduler of the optimizer",
+        hint="scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 50)",
+    ):
+        scheduler = make(optimizer) if callable(make) else make
     if not callable(getattr(scheduler, "step", None)) or scheduler is make:
         raise ConfigError(
             "scheduler=... takes a callable(optimizer) with a step()",
@@ -314,6 +360,50 @@ def _refuse_plateau(scheduler: Any, *, higher: bool) -> None:
         )
 
 
+def refuse_short(scheduler: Any, epochs: int, train: Train) -> None:
+    """A rate that is planned for so many steps raises after them: it is refused before the first epoch.
+
+    Args:
+        scheduler: Of the run.
+        epochs: That are asked for.
+        train: Settings; a run that may stop early is not refused.
+
+    Raises:
+        ConfigError: If the scheduler takes fewer steps.
+    """
+    if isinstance(scheduler, OneCycleLR) and train.patience is None:
+        left = scheduler.total_steps - scheduler.last_epoch
+        if left < epochs:
+            raise ConfigError(
+                f"{epochs:,} epochs are {epochs:,} steps of the scheduler",
+                f"OneCycleLR takes {left:,} more",
+                hint=f"total_steps={scheduler.last_epoch + epochs} or more; a step is an epoch here",
+            )
+
+
+def step_optimizer(optimizer: Optimizer) -> None:
+    """One step.
+
+    Raises:
+        ConfigError: If the optimizer raises.
+    """
+    with _told("the optimizer takes a step an epoch"):
+        optimizer.step()
+
+
+@contextmanager
+def _told(asked: str, hint: str = "") -> Iterator[None]:
+    """A block that runs what a user has written, or chosen: what it raises is told as a fault of that."""
+    try:
+        yield
+    except KagomeError:
+        raise
+    except Exception as error:
+        words = (str(error).strip().splitlines() or [""])[0]
+        said = "it raised " + ": ".join(filter(None, (type(error).__name__, words[:300])))
+        raise in_words(error) or ConfigError(asked, said, where=raised_at(error), hint=hint) from error
+
+
 def step_scheduler(
     scheduler: Any, loss: float, val_metric: float | None, *, higher: bool, seen: bool = True
 ) -> None:
@@ -331,7 +421,8 @@ def step_scheduler(
     """
     _refuse_plateau(scheduler, higher=higher)
     if not isinstance(scheduler, ReduceLROnPlateau):
-        scheduler.step()
+        with _told("the scheduler takes a step an epoch"):
+            scheduler.step()
     elif scheduler.mode == "min" and higher:
         scheduler.step(loss)
     elif val_metric is not None:

@@ -214,6 +214,12 @@ class Objective:
     def _built_in(self, out: Any, target: Target) -> Tensor:
         if not isinstance(out, Tensor):
             raise self._odd(out)
+        if out.is_complex():
+            raise ModelError(
+                f"loss {self.name!r} takes real numbers",
+                f"the model gave {str(out.dtype).removeprefix('torch.')}",
+                hint="out.real or out.abs() at the end of forward, or a loss of your own",
+            )
         if self.name == "cross_entropy":
             return self._cross_entropy(out, target)
         return self._bce(out, target) if self.name == "bce" else self._distance(out, target)

@@ -20,7 +20,7 @@ from kagome.errors import ModelError
 from kagome.graph import masks
 from kagome.graph.attributes import tensors_of
 from kagome.graph.partition import Partition
-from kagome.model.calling import Calling
+from kagome.model.calling import Calling, told
 from kagome.model.decouple import decouple
 from kagome.model.sparse import laid_out
 
@@ -163,7 +163,7 @@ def materialise(model: nn.Module, part: Partition, device: torch.device) -> None
     inputs = few_rows(part, device)
     training = model.training
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), told():
         Calling.of(model, set(inputs)).call(model, inputs)
     model.train(training)
 

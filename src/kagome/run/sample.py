@@ -5,6 +5,7 @@ Where it sits: ``check`` takes one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Final
 
@@ -118,7 +119,7 @@ def numbered_sample(data: Data | Partition, sample: Data) -> Data | None:
     own = data.own if part else torch.arange(int(data.num_nodes or 0))
     given = kinds_of(data) if part else attributes_of(data)
     count, kept = int(data.num_nodes or 0), own[sample.__dict__["vertices"]]
-    entries = sum(value[:1].numel() for value in given.nodes.values()) * count
+    entries = sum(math.prod(value.shape[1:]) for value in given.nodes.values()) * count
     if entries > NUMBERED or kept.numel() == count:
         return None
     like = torch.arange(count) % max(own.numel(), 1)

@@ -5,6 +5,7 @@ Where it sits: ``check`` compares two traces. The ranks of a split are threads o
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -174,7 +175,7 @@ def _backward(out: Any, ids: Tensor, token: Tensor | None, model: nn.Module, tra
     # Weights by original id: the same sum however the rows are spread. Columns weigh differently, or a
     # softmax would have no gradient.
     weight = torch.sin(ids.to(value.dtype) * 12.9898 + seed) + 1.5
-    columns = torch.linspace(1, 2, value[:1].numel(), dtype=value.dtype, device=value.device)
+    columns = torch.linspace(1, 2, math.prod(value.shape[1:]), dtype=value.dtype, device=value.device)
     by_row = weight.view(-1, *[1] * (value.dim() - 1))
     loss = (value * by_row * columns.view(1, *value.shape[1:])).sum()
     loss = loss if token is None else loss + token

@@ -29,9 +29,10 @@ from kagome.comm.mesh import open_mesh
 from kagome.config import Loss as LossName
 from kagome.config import Metric as MetricName
 from kagome.config import Parallel, Report, Train
-from kagome.errors import CheckpointError, ConfigError, DataError, ModelError
+from kagome.errors import CheckpointError, ConfigError, DataError
 from kagome.graph.partition import Partition, graph_of
 from kagome.graph.store import Meta
+from kagome.kinds import check_kind
 from kagome.report.meters import EpochRecord, Memory
 from kagome.report.progress import Progress, warn
 from kagome.report.spans import Spans
@@ -45,14 +46,14 @@ from kagome.run.engine import Engine
 from kagome.run.engines import engine_for
 from kagome.run.folder import RunWriter, earlier_records
 from kagome.run.heap import set_aside
-from kagome.run.learning import Wishes, named
+from kagome.run.learning import Wishes, named, run_of
 from kagome.run.metrics import Own
 from kagome.run.objective import Loss
 from kagome.run.outcome import original_order, outcome
 from kagome.run.ready import asks, ready, unlabelled
 from kagome.run.stop import asked_to_stop, ended_by
 from kagome.run.weights import give, weights_at
-from kagome.run.wrappers import as_written, unwrapped
+from kagome.run.wrappers import as_written, refuse_no_module, unwrapped
 
 AFTER_IMPORTS: Final = Memory()
 """Resident size once everything is imported: what peaks are measured from."""
@@ -121,16 +122,11 @@ class Trainer:
         overwrite: bool = False,
         callbacks: Sequence[object] = (),
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ModelError(
-                "Trainer(model, ...) takes a torch.nn.Module", f"it was given {type(model).__name__}"
-            )
-        settings = config.Run(
-            model=config.Model(fast=fast, recompute=recompute),
-            parallel=parallel or Parallel(),
-            train=named(train or Train(), loss, metric),
-            report=report or Report(),
-        )
+        refuse_no_module(model, "Trainer(model, ...)")
+        check_kind("out", out, str | Path | None)
+        check_kind("overwrite", overwrite, bool)
+        settings = run_of(config.Model(fast=fast, recompute=recompute), parallel, train, report)
+        settings = replace(settings, train=named(settings.train, loss, metric))
 
         def take(channel: Channel) -> tuple[Partition, Meta]:
             if isinstance(data, str | Path):
@@ -262,7 +258,8 @@ class Trainer:
         self._together("fit")
         self._need_labels("fit")
         learning.refuse_thawed(self.model, self._frozen)
-        epochs = self.train.epochs if epochs is None else epochs
+        check_kind("epochs", epochs, int | None, least=0)
+        epochs = self.train.epochs if epochs is None else int(epochs)
         self._go_on()
         self.engine.ahead.anew()
         if resume is not None:
@@ -270,6 +267,7 @@ class Trainer:
         if self.writer is not None:
             checkpoint.refuse_unsavable(self.optimizer, self.scheduler)
             self.writer.begin(resume=resume)
+        learning.refuse_short(self.scheduler, epochs - self.epoch, self.train)
         if self.epoch >= epochs > 0:
             self._say(
                 f"{self.epoch} epochs are done, and fit({epochs}) asks for {epochs} in all: none is left"

@@ -39,8 +39,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The model that a user wrote, without what stands around it. Compiled layers inside stay.
 
     Raises:
-        ModelError: For a layer in a wrapper that cannot be taken off.
+        ModelError: For what is no module, a layer in a wrapper that cannot be taken off, or weights that hold
+            no numbers.
     """
+    refuse_no_module(model, "this")
     while (held := _attribute(model)) is not None:
         model = getattr(model, held)
     for name, module in model.named_modules():
@@ -51,7 +53,26 @@ def unwrapped(model: nn.Module) -> nn.Module:
                 where=f"{name or 'the model'}: {kind}",
                 hint=f"leave {kind} out: Kagome divides the work among the ranks, and sums gradients",
             )
+    for name, held_tensor in (*model.named_parameters(), *model.named_buffers()):
+        if held_tensor.is_meta:
+            raise ModelError(
+                "a model with numbers in its weights was expected",
+                f"{name} is a meta tensor, which holds none",
+                hint='model.to_empty(device="cpu"), then give all weights their first values',
+            )
     return model
+
+
+def refuse_no_module(model: object, what: str) -> None:
+    """Refuse a model that is none.
+
+    Raises:
+        ModelError: If it is none.
+    """
+    if not isinstance(model, nn.Module):
+        hint = "an object of the class: Model(...)" if isinstance(model, type) else ""
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise ModelError(f"{what} takes a torch.nn.Module", f"it was given {kind}", hint=hint)
 
 
 def as_written(function: Callable[P, T]) -> Callable[P, T]:
