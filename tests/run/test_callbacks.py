@@ -301,3 +301,124 @@ class Typo(Notes):
 def test_what_is_no_callback_is_refused(given, said):
     with pytest.raises(ConfigError, match=said):
         made(callbacks=given)
+
+
+# All ranks train by one rule ---------------------------------------------------------------------
+
+
+class Turns:
+    """Changes what the optimizer does, on rank 0 alone."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def on_epoch_end(self, record: Any) -> None:
+        optimizer = self.trainer.optimizer
+        if self.way == "rate":
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+        elif self.way == "cleared":
+            optimizer.state.clear()
+        elif self.way == "written":
+            next(iter(optimizer.state.values()))["exp_avg"].data.zero_()
+        elif self.way == "scheduler":
+            self.trainer.scheduler.gamma = 0.25
+        else:  # what only looks leaves all as it is
+            optimizer.zero_grad()
+            assert optimizer.state_dict()["state"]
+
+
+class TurnsByRank(Turns):
+    all_ranks = True
+
+    def on_epoch_end(self, record: Any) -> None:
+        self.trainer.optimizer.param_groups[0]["lr"] = 0.1 * (1 + torch.distributed.get_rank())
+
+
+def turned(channel: Channel, ways: list[Turns]) -> list[str]:
+    def halving(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    said = []
+    for way in ways:
+        try:
+            with made(Plain(), callbacks=[way], scheduler=halving) as trainer:
+                trainer.fit(2)
+            said.append("")
+        except (CallbackError, ConfigError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_callback_of_rank_0_may_not_turn_the_optimizer_of_that_rank_alone(ranks):
+    """Ranks drifted apart in silence: it halved the rate of rank 0."""
+    ways = [Turns(way) for way in ("rate", "cleared", "written", "scheduler", "looks")]
+    for found in ranks(2, turned, [*ways, TurnsByRank("rate")]):
+        assert ["it changed the optimizer, which all ranks share" in text for text in found[:3]] == [True] * 3
+        assert "it changed the scheduler, which all ranks share" in found[3]
+        assert found[4] == ""
+        assert "param_groups[0]['lr'] is 0.1 on rank 0 and 0.2 on rank 1" in found[5]
+
+
+class Own:
+    """A loss and a metric, by rank."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, out: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(out, y, reduction="none") * self.factor
+
+
+def unlike(channel: Channel) -> list[str]:
+    rank, said = channel.rank, []
+    optim, rates = torch.optim, torch.optim.lr_scheduler
+
+    def drifts(optimizer: torch.optim.Optimizer) -> Any:
+        return rates.LambdaLR(optimizer, lambda epoch: 1.0 / (1 + rank * epoch))
+
+    given: list[dict[str, Any]] = [
+        {"optimizer": lambda params: optim.SGD(params, lr=0.1 * (1 + rank))},
+        {"optimizer": lambda params: (optim.SGD, optim.Adam)[rank](params, lr=0.1)},
+        {"scheduler": None if rank else lambda optimizer: rates.ExponentialLR(optimizer, 0.5)},
+        {"scheduler": lambda optimizer: rates.StepLR(optimizer, 5 + rank)},
+        {"scheduler": drifts},
+        {"loss": Own(1.0 + rank)},
+        {"loss": (lambda out, y: out.sum(1), lambda out, y: out.sum(1) * 2)[rank]},
+        {"loss": ("mse", Own(1.0))[rank]},
+        {"metric": (lambda out, y: y == 1, lambda out, y: y == 2)[rank]},
+    ]
+    for values in given:
+        try:
+            with made(Plain(), **values) as trainer:
+                trainer.fit(2)
+            said.append("")
+        except (ConfigError, ModelError) as error:
+            said.append(str(error))
+    with made(Plain()) as trainer:
+        trainer.fit(1)
+        trainer.optimizer.param_groups[0]["lr"] = 0.1 + rank
+        with pytest.raises(ConfigError) as caught:
+            trainer.fit(2)
+    return [*said, str(caught.value)]
+
+
+def test_ranks_that_would_train_by_different_rules_are_refused(ranks):
+    """Nobody noticed, and the weights of ranks went apart."""
+    words = [
+        "param_groups[0]['lr'] is 0.1 on rank 0 and 0.2 on rank 1",
+        "the optimizer is SGD on rank 0 and Adam on rank 1",
+        "the scheduler is ExponentialLR on rank 0 and none on rank 1",
+        "the scheduler's step_size is 5 on rank 0 and 6 on rank 1",
+        "on rank 0 and 0.",  # the rate, once both have stepped
+        "the loss of made-up rows is",
+        "the loss is python:",
+        "the loss is 'mse' on rank 0 and python:",
+        "the metric is python:",
+        "param_groups[0]['lr'] is 0.1 on rank 0 and 1.1 on rank 1",
+    ]
+    for found in ranks(2, unlike):
+        assert [word in text for word, text in zip(words, found, strict=True)] == [True] * 10, found

@@ -9,11 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from torch import nn
-
 from kagome.comm.channel import Channel
 from kagome.errors import CallbackError, ConfigError
-from kagome.run.best import mark
+from kagome.run.alike import Marks, refuse_unlike
 
 EVENTS: Final = ("on_fit_start", "on_epoch_end", "on_checkpoint", "on_fit_end")
 """The methods that a callback may have."""
@@ -28,21 +26,22 @@ class Callbacks:
     Args:
         given: Objects with some of the methods in :data:`EVENTS`.
         world: All ranks.
-        model: The model that is trained.
+        marks: Of the model, and of what trains it.
 
     Raises:
         ConfigError: If one has none of the methods, or one of another name that begins with ``on_``.
     """
 
-    def __init__(self, given: Sequence[object], world: Channel, model: nn.Module) -> None:
+    def __init__(self, given: Sequence[object], world: Channel, marks: Marks) -> None:
         if isinstance(given, str) or not isinstance(given, Sequence):
             raise ConfigError("callbacks=... takes a list of objects", f"it was given {type(given).__name__}")
         for callback in given:
             _refuse_other(callback)
-        self._world, self._model = world, model
+        self._world, self._marks = world, marks
         self._mine = [each for each in given if world.rank == 0 or _everywhere(each)]
         found: Any = world.gather_objects([_events(each) for each in self._mine], "callbacks")
         self._heard = {event for events in found for names in events for event in names}
+        self._shared = world.size > 1 and len(found[-1]) > 0  # some run on every rank
         self._running: object | None = None
 
     def hear(self, event: str) -> bool:
@@ -61,19 +60,22 @@ class Callbacks:
 
         Raises:
             Exception: What a callback raised, on its own rank.
-            CallbackError: On the other ranks; on all where one changed the model on rank 0 alone.
+            CallbackError: On the other ranks; on all where one changed the model, the optimizer or the
+                scheduler on rank 0 alone.
+            ConfigError: If one changed the optimizer or the scheduler in another way on another rank.
 
         Cost:
             A few bytes from each rank; nothing where no callback has the method.
         """
         if not self.hear(event):
             return False
-        raised, fault, changed = None, None, False
+        raised, fault, changed, rules = None, None, False, None
         for callback in self._mine:
             method = getattr(callback, event, None)
             if method is None:
                 continue
-            before, name = mark(self._model), f"{type(callback).__name__}.{event}"
+            alone = self._world.size > 1 and not _everywhere(callback)
+            before, name = self._marks.now(alone=alone), f"{type(callback).__name__}.{event}"
             try:
                 with self._runs(callback):
                     method(argument)
@@ -81,16 +83,19 @@ class Callbacks:
                 error.add_note(f"raised in callback {name} on rank {self._world.rank}")
                 raised, fault = error, (name, f"it raised {type(error).__name__}: {error}", "")
                 break
-            moved = before != mark(self._model)
-            changed |= moved
-            if moved and self._world.size > 1 and not _everywhere(callback):
+            after = self._marks.now(alone=alone)
+            moved = [thing for thing, marked in after.items() if marked != before[thing]]
+            changed |= "model" in moved
+            if moved and alone:
                 hint = f"all_ranks = True in {type(callback).__name__}, so that every rank runs it"
-                fault = name, "it changed the model, which all ranks share", hint
+                fault = name, f"it changed the {moved[0]}, which all ranks share", hint
                 break
-        faults: Any = self._world.gather_objects((fault, changed), f"callbacks: {event}")
+        if self._shared:
+            rules = self._marks.facts()
+        faults: Any = self._world.gather_objects((fault, changed, rules), f"callbacks: {event}")
         if raised is not None:
             raise raised
-        for rank, (found, _) in enumerate(faults):
+        for rank, (found, *_) in enumerate(faults):
             if found is not None:
                 what, text, hint = found
                 raise CallbackError(
@@ -99,7 +104,9 @@ class Callbacks:
                     where=f"rank {rank}",
                     hint=hint,
                 )
-        return any(moved for _, moved in faults)
+        if self._shared:
+            refuse_unlike([theirs for *_, theirs in faults])
+        return any(moved for _, moved, _ in faults)
 
     def refuse_alone(self, what: str) -> None:
         """Refuse a call of all ranks from a callback that runs on one.

@@ -18,6 +18,7 @@ from kagome.config import Train
 from kagome.errors import ConfigError, DataError
 from kagome.graph.labels import Labels
 from kagome.run.objective import LIMIT, NONE, OTHERS, Loss, Objective, Target, split
+from kagome.run.task import draws_of
 
 
 def objective_of(
@@ -255,10 +256,10 @@ def _tried(made: Objective) -> Objective:
         return replace(made, pairs=None)
     target = Target(y.to(getattr(torch, facts.dtype)))
     try:
-        with made.tried():
-            pairs = split(made._called(out, target))[1] is not None
+        with made.tried(), draws_of(0, 0):
+            values, weights = split(made._called(out, target))
     except (ConfigError, RuntimeError):
         return replace(made, pairs=None)  # a loss for outputs of another shape
     if not made.alone:  # else real rows decide, in the first epoch
         made.check(out, target)
-    return replace(made, pairs=pairs)
+    return replace(made, pairs=weights is not None, trial=float(values.detach().double().sum()))

@@ -83,6 +83,7 @@ class Objective:
         weight: The attribute that holds a weight a vertex, for a built-in loss.
         rows: The attribute of each further argument of a user's loss that has a row a vertex.
         shared: The attribute of each that has not.
+        trial: What a user's loss gave of made-up rows; None where it was not tried.
         pairs: Whether a user's loss gives weights beside its values; None where it could not be tried yet.
         alone: Whether a user's loss is always given all rows at once: then it may look from row to row.
         scalar: What the user's loss is if it gives one number; known after the first check of real rows.
@@ -99,6 +100,7 @@ class Objective:
     pairs: bool | None = False
     alone: bool = False
     scalar: Scalar = field(default_factory=Scalar, compare=False)
+    trial: float | None = None
 
     @property
     def uses(self) -> frozenset[str]:

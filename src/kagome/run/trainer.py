@@ -29,7 +29,7 @@ from kagome.comm.mesh import open_mesh
 from kagome.config import Loss as LossName
 from kagome.config import Metric as MetricName
 from kagome.config import Parallel, Report, Train
-from kagome.errors import CheckpointError, ConfigError, DataError
+from kagome.errors import ConfigError, DataError
 from kagome.graph.partition import Partition, graph_of
 from kagome.graph.store import Meta
 from kagome.kinds import check_kind
@@ -38,7 +38,8 @@ from kagome.report.progress import Progress, warn
 from kagome.report.spans import Spans
 from kagome.run import checkpoint, learning, source
 from kagome.run.accounts import Accounts
-from kagome.run.best import Best, bits, copied, holds, unlike_on_ranks
+from kagome.run.alike import Marks, compared, facts_of, refuse_unlike_codes
+from kagome.run.best import Best, copied, holds
 from kagome.run.callbacks import Callbacks
 from kagome.run.check import before_first
 from kagome.run.costs import Costs
@@ -52,7 +53,7 @@ from kagome.run.objective import Loss
 from kagome.run.outcome import original_order, outcome
 from kagome.run.ready import asks, ready, unlabelled
 from kagome.run.stop import asked_to_stop, ended_by
-from kagome.run.weights import give, weights_at
+from kagome.run.weights import give_alike
 from kagome.run.wrappers import as_written, refuse_no_module, unwrapped
 
 AFTER_IMPORTS: Final = Memory()
@@ -187,7 +188,8 @@ class Trainer:
                 self.model, said = ready(given, self.part, self.mesh, settings.parallel)
             self._say_all(said)
             self._learn(wishes)
-            self._callbacks = Callbacks(callbacks, self.world, self.model)
+            self._marks = Marks(self.model, self.optimizer, self.scheduler)
+            self._callbacks = Callbacks(callbacks, self.world, self._marks)
             chosen = (out() if self.mesh.rank == 0 else None) if callable(out) else out
             folder = self.world.gather_objects(chosen, "the run's folder")[0]
             self.writer = None
@@ -204,6 +206,7 @@ class Trainer:
 
     def _learn(self, wishes: Wishes) -> None:
         optimizer, scheduler = wishes.optimizer, wishes.scheduler
+        refuse_unlike_codes(self.world, {"loss": wishes.loss, "metric": wishes.metric})
         self._labelled = self.meta.labels is not None
         if self._labelled:
             self.aim, self.part = learning.aim_of(wishes, self.part, self.meta, self.settings, self.mesh)
@@ -308,6 +311,7 @@ class Trainer:
         if self.writer is not None and self.epoch:
             self._save()
         self._join_weights()
+        self._compare(True, whole=True)
         if restore_best and self._best.weights is not None:
             self.engine.join_weights(self._best.weights)
             self._last = self._best.restore(self.model, self.epoch)
@@ -390,15 +394,7 @@ class Trainer:
             CheckpointError: If there are no such weights, they are damaged, or of another model.
         """
         self._together("load")
-        fault = None
-        try:
-            give(self.model, weights_at(where), where)
-        except CheckpointError as error:
-            fault = error
-        faults: Any = self.world.gather_objects(fault and str(fault), "load weights")
-        found = next((each for each in faults if each), None)
-        if fault is not None or found is not None:
-            raise fault or CheckpointError("all ranks load the same weights", f"on one of them: {found}")
+        give_alike(self.model, where, self.world)
         self._last, self._is_whole = None, True
 
     def close(self) -> None:
@@ -447,16 +443,18 @@ class Trainer:
 
     def _go_on(self) -> None:
         """Give the model the weights that training goes on with; those of all ranks must be the same."""
-        changed = self._last is not None and not holds(self.model, self._best.weights or {})
-        sums = [bits(parameter) for parameter in self.model.parameters()]
-        found: Any = self.world.gather_objects((changed, sums), "compare the ranks' weights")
-        if self._last is not None and not any(each for each, _ in found):
-            self.model.load_state_dict(self._last)
-        elif self._is_whole and any(theirs != found[0][1] for _, theirs in found):
-            raise unlike_on_ranks(self.model, [theirs for _, theirs in found])
-        elif self._last is not None:
+        last = self._last
+        changed = last is None or not holds(self.model, self._best.weights or {})
+        if not self._compare(changed, whole=self._is_whole) and last is not None:
+            self.model.load_state_dict(last)
+        elif last is not None:
             self._say("the model's weights were changed since the last fit: training goes on with them")
         self._last = None
+
+    def _compare(self, changed: bool, *, whole: bool) -> bool:
+        """Whether weights were changed on some rank; all ranks must train by one rule, and the same ones."""
+        rules = facts_of(self.optimizer, self.scheduler, self.aim.objective.trial)
+        return compared(self.world, self.model, rules, changed, whole=whole)
 
     def _join_weights(self) -> None:
         """Give every rank the weights of all stages, unless it has them."""

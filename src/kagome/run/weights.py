@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from kagome.comm.channel import Channel
 from kagome.errors import CheckpointError
 from kagome.kinds import path_of
 from kagome.run import checkpoint
@@ -48,6 +50,23 @@ def weights_at(where: str | Path) -> dict[str, Tensor]:
         return dict(load_file(path))
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"weights were expected in {path}", f"it cannot be read: {error}") from None
+
+
+def give_alike(model: nn.Module, where: str | Path, world: Channel) -> None:
+    """Give a model the weights that are somewhere. All ranks call it.
+
+    Raises:
+        CheckpointError: If there are none for some rank, they are damaged, or of another model.
+    """
+    fault = None
+    try:
+        give(model, weights_at(where), where)
+    except CheckpointError as error:
+        fault = error
+    faults: Any = world.gather_objects(fault and str(fault), "load weights")
+    found = next((each for each in faults if each), None)
+    if fault is not None or found is not None:
+        raise fault or CheckpointError("all ranks load the same weights", f"on one of them: {found}")
 
 
 def give(model: nn.Module, weights: Mapping[str, Tensor], where: str | Path) -> None:
