@@ -125,6 +125,7 @@ class PlanCommand:
     """Print plans as JSON, and write no page."""
 
     def __post_init__(self) -> None:
+        check_kinds("plan", self)
         config.at_least("plan", self, devices=1, vertices=1, edges=1, features=1, classes=1)
         for name, most in MOST.items():
             value = getattr(self, name)

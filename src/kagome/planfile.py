@@ -6,12 +6,11 @@ Where it sits: ``config.Parallel`` asks for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from kagome import reading
 from kagome.errors import ConfigError, shortened
-from kagome.kinds import WORDS, shown
+from kagome.kinds import WORDS, path_of, shown
 
 KINDS: Mapping[str, type] = {
     "graph": int, "pipe": int, "stages_per_rank": int, "tensor": int, "chunks": int, "decouple": bool,
@@ -26,8 +25,8 @@ def load(file: str) -> dict[str, int | bool | str]:
     Raises:
         ConfigError: If there is no such file, or it holds no plan.
     """
-    path = Path(file)
-    where = shortened(file, 200)
+    path = path_of(file, "parallel.plan")
+    where = shortened(str(path), 200)
     try:
         plans = reading.json_file(path)
     except reading.UnreadableError as error:

@@ -15,11 +15,12 @@ import torch_geometric.nn as pyg
 from torch import nn
 from torch.optim import SGD, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from training import QUIET, settings
 
-from kagome import Trainer
-from kagome.errors import CheckpointError, ConfigError, DataError, ModelError
+import kagome
+from kagome import Parallel, Trainer
+from kagome.errors import CheckpointError, ConfigError, DataError, ModelError, PlanError, ResourceError
 from kagome.graph.attributes import attributes_of
 from kagome.graph.validate import validate
 
@@ -281,3 +282,140 @@ def test_a_folder_that_is_no_path(trainer: Trainer, where: Any) -> None:
             trainer.fit(resume=where)
     with pytest.raises(CheckpointError):
         trainer.load(Path("/nowhere"))
+
+
+# check and plan -----------------------------------------------------------------------------------
+
+
+NO_MODELS: dict[str, Any] = {"none": None, "text": "x", "class": nn.Linear, "list": [nn.Linear(4, 3)]}
+NO_GRAPHS: dict[str, Any] = {
+    "none": None,
+    "text": "digits",
+    "number": 3,
+    "list": [small()],
+    "path": Path("/nowhere"),
+    "kinds": HeteroData(),
+    "empty": Data(),
+}
+
+
+@pytest.mark.parametrize("call", [kagome.check, kagome.plan])
+@pytest.mark.parametrize("what", NO_MODELS)
+def test_a_model_that_is_none_is_not_checked(call: Any, what: str) -> None:
+    with pytest.raises(ModelError, match=r"takes a torch.nn.Module"):
+        call(NO_MODELS[what], small())
+
+
+@pytest.mark.parametrize("call", [kagome.check, kagome.plan])
+@pytest.mark.parametrize("what", NO_GRAPHS)
+def test_a_graph_that_is_none_is_not_checked(call: Any, what: str) -> None:
+    with pytest.raises(DataError):
+        call(model(), NO_GRAPHS[what])
+
+
+@pytest.mark.parametrize("module", [nn.Identity(), Forward(divides)], ids=["no weights", "raises"])
+def test_a_model_that_cannot_be_planned(module: nn.Module) -> None:
+    with pytest.raises(ModelError):
+        kagome.plan(module, small(), reuse=False)
+
+
+COUNTS: tuple[Any, ...] = (None, "x", 0, -1, 1.5, math.nan, [1], True, torch.tensor(2))
+OF_CHECK: dict[str, tuple[Any, ...]] = {
+    "parts": COUNTS,
+    "vertices": COUNTS,
+    "tensor": (*COUNTS, 2, 10**30),
+    "seed": (None, "x", 1.5, math.inf, 10**30, True),
+    "fast": (None, "x", 1, []),
+}
+OF_PLAN: dict[str, tuple[Any, ...]] = {
+    "devices": (*COUNTS, 10**30),
+    "cluster": (3, True, [1]),
+    "allow": (None, 3, "x", [1], ("x",)),
+    "train": (3, "x", [], {}),
+    "reuse": (None, 3, "x", [1]),
+    "fast": (3, "x"),
+}
+
+
+@pytest.mark.parametrize("name", OF_CHECK)
+def test_arguments_of_check_of_another_kind(name: str) -> None:
+    for value in OF_CHECK[name]:
+        with pytest.raises(ConfigError, match=f"{name} takes"):
+            kagome.check(model(), small(), **{name: value})
+
+
+@pytest.mark.parametrize("name", OF_PLAN)
+def test_arguments_of_plan_of_another_kind(name: str) -> None:
+    for value in OF_PLAN[name]:
+        with pytest.raises(ConfigError, match=f"{name} takes"):
+            kagome.plan(model(), small(), **{name: value})
+
+
+@pytest.mark.parametrize("plan", [None, 3, b"x"])
+def test_a_plan_that_is_no_file(plan: Any) -> None:
+    with pytest.raises(ConfigError, match="takes a text"):
+        Parallel(plan=plan)
+
+
+def test_a_setting_that_load_does_not_know() -> None:
+    with pytest.raises(ConfigError, match="was given 'foo'"):
+        kagome.load("digits", foo=1)
+    with pytest.raises(ResourceError, match="projected to 1,000,000,000 columns"):
+        kagome.load("sbm:vertices=50", project=10**9)
+
+
+@pytest.mark.parametrize("layer", [pyg.SAGEConv, pyg.GCNConv])
+@pytest.mark.parametrize("vertices", [1, 2, 5])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_graph_of_few_vertices_leaves_parts_without_rows(layer: Any, vertices: int, parts: int) -> None:
+    # Columns were once counted in the first row, and a part without one was refused.
+    ring = torch.arange(vertices)
+    given = Data(x=torch.rand(vertices, 4), edge_index=torch.stack([ring, ring.roll(1)]))
+    found = kagome.check(layer(4, 3), given, parts=parts)
+    assert found.first is None
+    assert found.vertices == vertices
+
+
+# pipeline -----------------------------------------------------------------------------------------
+
+
+X, SQUARED = torch.rand(8, 4), nn.MSELoss(reduction="none")
+OF_PIPELINE: dict[str, tuple[Any, ...]] = {
+    "loss": (None, "x", 3),
+    "plan": (3, [1], math.nan),
+    "batch": ("x", [1], math.nan, 0, True),
+    "channel": ("x", 3),
+    "seed": ("x", None),
+    "devices": ("x", [1]),
+    "batch_norm": ("x", None),
+    "optimizer": ("x", [], 0),
+}
+
+
+@pytest.mark.parametrize("name", OF_PIPELINE)
+def test_arguments_of_pipeline_of_another_kind(name: str) -> None:
+    for value in OF_PIPELINE[name]:
+        with pytest.raises(ConfigError, match=f"{name}(=...)? takes"):
+            kagome.pipeline(nn.Linear(4, 2), X, **{"loss": SQUARED, name: value})
+
+
+def test_targets_and_states_that_do_not_fit_a_pipeline() -> None:
+    with pytest.raises(PlanError, match=r"nowhere.json cannot be read"):
+        kagome.pipeline(nn.Linear(4, 2), X, loss=SQUARED, plan="/nowhere.json")
+    with kagome.pipeline(nn.Linear(4, 2), X, loss=SQUARED) as pipe:
+        before = {name: value.clone() for name, value in pipe.state_dict().items()}
+        for target in (None, "x", torch.tensor(1.0), torch.zeros(1, 2), torch.zeros(0, 2)):
+            for call in (pipe.step, pipe.evaluate):
+                with pytest.raises(DataError, match="target"):
+                    call(X, target)
+        for call in (pipe.step, pipe.evaluate):
+            with pytest.raises(ConfigError, match=r"loss\(out, target\)"):
+                call(X, torch.zeros(8, 5))
+        with pytest.raises(DataError, match="one sample or more"):
+            pipe.evaluate(X[:0], torch.zeros(0, 2))
+        other = {**before, "bias": torch.ones(2), "weight": torch.ones(3, 4)}
+        for state in (None, "x", {}, other):
+            with pytest.raises(CheckpointError, match="state dict"):
+                pipe.load_state_dict(state)
+        assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+        assert math.isfinite(pipe.step(X, torch.zeros(8, 2)))

@@ -102,7 +102,10 @@ def taken_apart(matrix: Any, given: Mapping[str, Any]) -> tuple[Tensor, dict[str
     Shapes:
         matrix ``[N, N]``; edges ``[2, E]``.
     """
-    if isinstance(matrix, Tensor) and (matrix.is_meta or matrix.dim() != 2 or matrix.layout not in _KNOWN):
+    odd = isinstance(matrix, Tensor) and (
+        matrix.layout not in _KNOWN or matrix.is_meta or matrix.dim() - matrix.dense_dim() != 2
+    )
+    if odd:
         layout = str(matrix.layout).removeprefix("torch.")
         raise DataError(
             "an adjacency is a sparse matrix with numbers in one of the layouts csr, csc and coo",

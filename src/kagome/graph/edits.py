@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from kagome.available import available_bytes
-from kagome.errors import DataError
+from kagome.errors import DataError, ResourceError
 from kagome.graph.adjacency import with_loops
 from kagome.graph.attributes import attributes_of, is_sparse, plain
 
@@ -101,6 +101,7 @@ def project(x: Any, columns: int, *, seed: int = 0) -> tuple[Tensor, str]:
 
     Raises:
         DataError: If ``columns`` is not at least 1.
+        ResourceError: If the result does not fit into memory.
 
     Shapes:
         x ``[N, F]``; result ``[N, columns]``, dense.
@@ -115,6 +116,14 @@ def project(x: Any, columns: int, *, seed: int = 0) -> tuple[Tensor, str]:
         matrix = matrix[:, None] if matrix.dim() == 1 else matrix
     before = matrix.size(-1)
     kind = matrix.dtype if matrix.is_floating_point() else torch.float32
+    size, left = (matrix.size(0) + before) * columns * kind.itemsize, available_bytes()
+    if left is not None and size > left:
+        raise ResourceError(
+            f"features projected to {columns:,} columns take {size / 2**30:.1f} GiB",
+            f"{left / 2**30:.1f} GiB are left",
+            where="data.project",
+            hint="fewer columns: 256",
+        )
     made: Tensor = matrix.to(kind) @ _normal(before, columns, seed, kind)
     return made, f"Features are projected from {before:,} to {columns:,} columns by a matrix of seed {seed}."
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kagome.errors import PlanError
+from kagome.kinds import path_of
 from kagome.planner.operators import OperatorGraph
 from kagome.schedule.dag import DagShape, Turns
 
@@ -89,8 +90,19 @@ class StagePlan:
 
     @staticmethod
     def load(path: Path | str) -> StagePlan:
-        """The plan in a file."""
-        return StagePlan.from_json(Path(path).read_text())
+        """The plan in a file.
+
+        Raises:
+            PlanError: If it cannot be read, or holds none.
+        """
+        file = path_of(path, "plan")
+        try:
+            return StagePlan.from_json(file.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(
+                "plan takes auto, or the file of a plan",
+                f"{file} cannot be read: {getattr(error, 'strerror', None) or error}",
+            ) from None
 
 
 def links_of(graph: OperatorGraph, stages: Sequence[Sequence[str]]) -> tuple[tuple[int, int], ...]:

@@ -19,8 +19,11 @@ from torch_geometric.data import Data
 
 from kagome import config
 from kagome.comm.channel import Channel
-from kagome.errors import CheckError, ModelError
+from kagome.errors import CheckError, ConfigError, ModelError
+from kagome.graph.attributes import Sorted
 from kagome.graph.partition import Partition, split_all
+from kagome.graph.validate import validate
+from kagome.kinds import check_kind
 from kagome.model.copies import copied
 from kagome.model.exact import HANDLERS
 from kagome.neighbors.install import forget
@@ -28,7 +31,7 @@ from kagome.run.drawn import Bias
 from kagome.run.first import by_first
 from kagome.run.sample import cast, fitted, numbered_sample, take_sample
 from kagome.run.trace import DRAWS, Trace, WholeFailedError, no_draw, split_of, whole_of
-from kagome.run.wrappers import as_written, unwrapped
+from kagome.run.wrappers import as_written, refuse_no_module, unwrapped
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 """Largest difference, relative to the largest entry, that is rounding."""
@@ -130,7 +133,7 @@ def check(
 
     Args:
         model: The user's module; a copy is run.
-        data: A validated graph, or a rank's part (its own vertices and the edges among them are sampled).
+        data: A graph, or a rank's part (its own vertices and the edges among them are sampled).
         parts: Ranks of the split.
         vertices: Vertices of the sample.
         seed: Of the sample, the split and the weights of the sum that is differentiated.
@@ -141,12 +144,17 @@ def check(
         What was found; see :meth:`CheckResult.raise_if_different`.
 
     Raises:
-        ModelError: If the model fails on the whole sample, or on a part.
+        ModelError: If it is none, or fails on the whole sample, or on a part.
+        DataError: If the graph has a fault.
+        ConfigError: If a number is none, or too small, or ``parts`` is no multiple of ``tensor``.
     """
     begun = time.perf_counter()
+    refuse_no_module(model, "check(model, ...)")
+    way = _way(parts, seed, tensor, fast)
+    check_kind("vertices", vertices, int, least=1)
+    data = data if isinstance(data, Partition | Sorted) else validate(data)[0]
     twin = twin_of(unwrapped(model))
-    way = _Way(parts, seed, tensor, fast)
-    sample, unseen = take_sample(data, vertices, seed), ""
+    sample, unseen = take_sample(data, int(vertices), way.seed), ""
     try:
         found = _on_sample(twin, data, sample, way)
         if found.numbered and sample.num_nodes != data.num_nodes:
@@ -166,8 +174,8 @@ def check(
     return CheckResult(
         first=found.first,
         rows=tuple(found.rows),
-        parts=parts,
-        tensor=tensor,
+        parts=way.parts,
+        tensor=way.tensor,
         vertices=int(sample.num_nodes or 0),
         edges=sample.edge_index.size(1),
         dtype=str(found.dtype).removeprefix("torch."),
@@ -187,6 +195,17 @@ class _Way:
     seed: int
     tensor: int
     fast: bool
+
+
+def _way(parts: int, seed: int, tensor: int, fast: bool) -> _Way:
+    """What :func:`check` is told, if it can be done."""
+    for name, value in (("parts", parts), ("tensor", tensor)):
+        check_kind(name, value, int, least=1)
+    check_kind("seed", seed, int)
+    check_kind("fast", fast, bool)
+    if parts % tensor:
+        raise ConfigError("tensor takes a divisor of parts", f"it is {tensor}, of {parts} parts")
+    return _Way(int(parts), int(seed), int(tensor), fast)
 
 
 @dataclass(frozen=True)

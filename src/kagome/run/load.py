@@ -5,11 +5,13 @@ Where it sits: the public face re-exports it.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from torch_geometric.data import Data
 
 from kagome import config
+from kagome.errors import ConfigError
 from kagome.graph.data import load_data
 
 
@@ -24,6 +26,10 @@ def load(name: str = "digits", **settings: Any) -> Data:
         A validated PyG ``Data`` with one training, validation and test mask.
 
     Raises:
+        ConfigError: If there is no such setting, or it is of another kind.
         DataError: If the data set is unknown, cannot be had, or has a fault.
     """
+    known = [field.name for field in fields(config.Data) if field.name != "name"]
+    if other := [key for key in settings if key not in known]:
+        raise ConfigError(f"load(name, ...) takes {', '.join(known)}", f"it was given {other[0]!r}")
     return load_data(config.Data(name=name, **settings))

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from kagome.errors import ModelError, PlanError
 from kagome.graph.data import load_data
 from kagome.graph.partition import Partition
 from kagome.graph.store import Meta
+from kagome.graph.validate import validate
+from kagome.kinds import check_kind
+from kagome.model.calling import told
 from kagome.model.copies import copied
 from kagome.model.decouple import decouple
 from kagome.planner.cluster import GIB, Cluster
@@ -32,10 +36,11 @@ from kagome.run.contention import crowding
 from kagome.run.forecast import Way
 from kagome.run.graphs import Graph
 from kagome.run.kept import Kept, opened
+from kagome.run.learning import trained
 from kagome.run.ready import few_rows, materialise
 from kagome.run.source import for_model, from_data
 from kagome.run.study import Study
-from kagome.run.wrappers import as_written, unwrapped
+from kagome.run.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.threads import chosen as chosen_threads
 from kagome.threads import cores, local
 
@@ -115,9 +120,10 @@ def studied(
     torch.set_num_threads(_threads(asked.devices) if asked.cluster is None else 1)
     run = asked.model
     way = Way(True, fast=run.fast, recompute=run.recompute, amp=asked.train.amp == "bf16", seed=seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=asked.train.lr)
+    optimizer = torch.optim.Adam(trained(model), lr=asked.train.lr)
     most = _threads(1) if asked.cluster is None else 1
-    study = Study.of(model, optimizer, part, graph, decoupled=first, way=way, most=most, kept=kept)
+    with told():
+        study = Study.of(model, optimizer, part, graph, decoupled=first, way=way, most=most, kept=kept)
     return study, notes
 
 
@@ -185,20 +191,25 @@ def plan(
 
     Raises:
         PlanError: If nothing fits.
+        ConfigError: If an argument is of another kind.
         DataError: If the graph has a fault.
+        ModelError: If the model is none, has no weights to train, or fails on the graph.
 
     Cost:
         A second or a few: steps of the model on a sample are timed here.
     """
+    refuse_no_module(model, "plan(model, ...)")
+    check_kind("plan.devices", devices, int)
+    check_kind("plan.cluster", cluster, str | Path | None)
     asked = PlanCommand(
         model=config.Model(fast=fast, recompute=recompute),
-        train=train or Train(),
-        devices=devices,
-        cluster=cluster,
+        train=Train() if train is None else train,
+        devices=int(devices),
+        cluster=None if cluster is None else str(cluster),
         allow=allow,
         reuse=reuse,
     )
-    threads = torch.get_num_threads()
+    data, threads = validate(data)[0], torch.get_num_threads()
     try:
         return planned(asked, lambda part, meta, channel: copied(model), data=data)
     finally:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import cast
+from copy import deepcopy
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
-from kagome.errors import ConfigError, DataError, KagomeError, ModelError, PlanError
+from kagome.errors import CheckpointError, ConfigError, DataError, KagomeError, ModelError, PlanError
 from kagome.model.branches import Branches
 from kagome.model.samples import count_of
 from kagome.planner.operators import OperatorGraph
@@ -22,6 +23,7 @@ from kagome.planner.profile import joint_norms, measured
 from kagome.planner.stageplan import StagePlan
 from kagome.run.objective import Loss, row_sum
 from kagome.run.wrappers import unwrapped
+from kagome.system import in_words
 
 
 def model_to_cut(model: nn.Module) -> nn.Module:
@@ -48,13 +50,6 @@ def model_to_cut(model: nn.Module) -> nn.Module:
             "a pipeline follows a module's forward from layer to layer",
             f"a {type(model).__name__} has none",
             hint="nn.Sequential, or a module of your own with a forward",
-        )
-    empty = [name for name, held in (*model.named_parameters(), *model.named_buffers()) if held.is_meta]
-    if empty:
-        raise ModelError(
-            "a pipeline starts from the weights of rank 0",
-            f"{empty[0]!r} is on the meta device, where it has no numbers",
-            hint='model.to_empty(device="cpu"), and initialise the weights',
         )
     return model
 
@@ -111,19 +106,75 @@ def too_few(norm: str, micro_batch: int, devices: int, where: str = "") -> PlanE
     )
 
 
+def take_state(model: nn.Module, state: Any) -> None:
+    """Give a model a whole state; it is left as it was where that does not fit.
+
+    Raises:
+        CheckpointError: If it is none, or another model's.
+
+    Cost:
+        A copy of the weights.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError("a state dict holds weights by name", f"it is a {type(state).__name__}")
+    before = deepcopy(model.state_dict())
+    try:
+        model.load_state_dict(state)
+    except Exception as error:
+        model.load_state_dict(before)
+        words = " ".join(str(error).split())
+        raise in_words(error) or CheckpointError(
+            "a state dict of this model was expected", f"{type(error).__name__} was raised: {words}"
+        ) from error
+
+
+def check_target(target: object, samples: int) -> None:
+    """Check what a loss compares with a batch.
+
+    Raises:
+        DataError: If it is no tensor with a row for each sample, or there is no sample.
+    """
+    if not isinstance(target, Tensor) or target.dim() == 0:
+        said = f"it is a {type(target).__name__}" if not isinstance(target, Tensor) else "it has no axis"
+        raise DataError("a target is a tensor with samples along axis 0", said)
+    if target.size(0) != samples or not samples:
+        raise DataError(
+            "a batch has one sample or more, and a target for each",
+            f"there are {samples} samples, and {target.size(0)} targets",
+        )
+
+
 def lost(loss: Loss, out: Tensor, target: Tensor) -> Tensor:
     """The sum of a loss over samples.
 
     Raises:
-        ConfigError: If it gives no value a sample.
+        ConfigError: If it gives no value a sample, or raises.
     """
-    values = loss(out, target)
+    where = f"out {list(out.shape)}, target {list(target.shape)}"
+    try:
+        values = loss(out, target)
+    except KagomeError:
+        raise
+    except Exception as error:
+        words = (str(error).strip().splitlines() or [""])[0]
+        raise in_words(error) or ConfigError(
+            "loss(out, target) is computed of the model's output and the target",
+            f"it raised {type(error).__name__}: {words[:300]}",
+            where=where,
+            hint="a target of the output's shape, or of class ids, as the loss takes it",
+        ) from error
+    if not isinstance(values, Tensor):
+        raise ConfigError(
+            "loss(out, target) gives a tensor with a value a sample",
+            f"it gave a {type(values).__name__}",
+            where=where,
+        )
     more = values.dim() > 1 and values.numel() > max(out.numel(), target.numel())
     if values.dim() == 0 or values.size(0) != out.size(0) or more:
         raise ConfigError(
             f"loss(out, target) gives a value a sample: {out.size(0)}",
             f"it gave the shape {list(values.shape)}",
-            where=f"out {list(out.shape)}, target {list(target.shape)}",
+            where=where,
             hint='reduction="none"; Kagome takes the mean over the batch',
         )
     return row_sum(values)

@@ -20,6 +20,7 @@ from kagome.comm.channel import Channel
 from kagome.comm.mesh import open_mesh
 from kagome.config import Parallel
 from kagome.errors import ConfigError, DataError, PlanError
+from kagome.kinds import check_kind
 from kagome.model.branches import branches_of
 from kagome.model.hooks import hooks_off, run_hooks
 from kagome.model.masks import Masks
@@ -35,11 +36,13 @@ from kagome.run.dag.checks import (
     agreed,
     check_forms,
     check_norms,
+    check_target,
     common_zero,
     forms_of,
     lost,
     model_to_cut,
     rough_operators,
+    take_state,
 )
 from kagome.run.dag.job import Job, StageCode
 from kagome.run.dag.layout import Layout
@@ -103,7 +106,8 @@ def pipeline(
     Cost:
         A few forwards and backwards of 4 samples, with ``auto`` of up to 64; all weights once from rank 0.
     """
-    wishes = Wishes(loss, optimizer or _adam, devices, plan, batch, batch_norm, seed)
+    check_kind("channel", channel, Channel | None)
+    wishes = Wishes(loss, _adam if optimizer is None else optimizer, devices, plan, batch, batch_norm, seed)
     with ExitStack() as stack:
         world = channel or stack.enter_context(open_mesh(Parallel())).world
         pipe = Pipeline(model_to_cut(model), sample_batch, wishes, world)
@@ -116,7 +120,7 @@ class Wishes:
     """What a user wants of a pipeline besides the model; see :func:`pipeline`.
 
     Raises:
-        ConfigError: If the optimizer is none that can be made.
+        ConfigError: If one of them is of another kind.
     """
 
     loss: Loss
@@ -128,6 +132,17 @@ class Wishes:
     seed: int
 
     def __post_init__(self) -> None:
+        if not callable(self.loss):
+            raise ConfigError(
+                "loss=... takes loss(out, target)",
+                f"it was given a {type(self.loss).__name__}",
+                hint='loss=torch.nn.MSELoss(reduction="none")',
+            )
+        check_kind("plan", self.plan, StagePlan | Path | str | None)
+        check_kind("batch", self.batch, int | None, least=1)
+        check_kind("devices", self.devices, int | None)
+        check_kind("batch_norm", self.batch_norm, BatchNorm)
+        check_kind("seed", self.seed, int)
         if isinstance(self.optimizer, Optimizer) or not callable(self.optimizer):
             raise ConfigError(
                 "optimizer=... takes a callable(params) -> Optimizer",
@@ -228,13 +243,15 @@ class Pipeline:
             ModelError: If the loss is not finite; weights are as they were.
             CommError: If a peer was late or lost.
         """
-        inputs, target = self._checked(batch), target.to(self.channel.device)
-        if count_of(inputs) != self.plan.batch or target.size(0) != self.plan.batch:
+        inputs = self._checked(batch)
+        if count_of(inputs) != self.plan.batch:
             raise DataError(
                 f"a batch of this plan has {self.plan.batch} samples",
-                f"there are {count_of(inputs)}, and {target.size(0)} targets",
+                f"there are {count_of(inputs)}",
                 hint="drop the last, shorter batch; evaluate and predict take any number",
             )
+        check_target(target, self.plan.batch)
+        target = target.to(self.channel.device)
         self._update += 1
         update = self._update
         self.model.train()
@@ -314,6 +331,7 @@ class Pipeline:
     def evaluate(self, batch: Batch, target: Tensor) -> float:
         """The mean loss in evaluation mode, over any number of samples."""
         out = self.predict(batch)
+        check_target(target, out.size(0))
         with torch.no_grad():
             return float(lost(self._loss, out, target.to(out.device))) / out.size(0)
 
@@ -323,8 +341,12 @@ class Pipeline:
         return self.model.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the whole model's state: rank 0's. All ranks call it, each with one that fits the model."""
-        self.model.load_state_dict(state)
+        """Take the whole model's state: rank 0's. All ranks call it, each with one that fits the model.
+
+        Raises:
+            CheckpointError: If it does not fit.
+        """
+        take_state(self.model, state)
         self._weights.share_first()
 
     def gradients(self) -> dict[str, Tensor | None]:
