@@ -433,11 +433,13 @@ def _builder(
 
     def build(part: Partition, meta: Meta, channel: Channel) -> nn.Module:
         from kagome.model.zoo import build_model
+        from kagome.run.learning import labels_that_count
         from kagome.run.losses import objective_of
         from kagome.run.source import degree_histogram
 
         wide, labels, names = columns or 0, meta.labels, (tuple(part.nodes), tuple(part.shared))
         if columns is None and labels is not None:  # what is no label is refused before a model is as wide
+            labels = labels_that_count(labels, part, train, channel)
             aim = objective_of(None, labels, train, meta.num_nodes, nodes=names[0], shared=names[1])
             wide = aim.outputs
         return build_model(

@@ -6,7 +6,8 @@ Where it sits: ``validate`` makes them of the whole graph, ``store`` keeps them 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -93,8 +94,12 @@ class Labels:
         return f"[{', '.join(['N', *map(str, self.shape)])}] {self.dtype}"
 
 
-def labels_of(y: Tensor) -> Labels:
+def labels_of(y: Tensor, ignore: int | None = None) -> Labels:
     """The facts of y.
+
+    Args:
+        y: Labels.
+        ignore: The label that stands for none; such entries count for nothing, as those that are NaN.
 
     Raises:
         DataError: If an entry is infinite, or complex, or of a type that PyTorch only stores.
@@ -116,8 +121,10 @@ def labels_of(y: Tensor) -> Labels:
     if y.is_complex():
         raise DataError("labels must be real numbers", f"y holds {_name(y)}", where="data.y")
     there = ~flat.isnan() if y.is_floating_point() else torch.ones_like(flat, dtype=torch.bool)
-    values = flat[there]
     base: dict[str, Any] = {"dtype": _name(y), "shape": tuple(y.shape[1:]), "missing": int((~there).sum())}
+    if ignore is not None:
+        there &= flat != ignore
+    values = flat[there]
     if not values.numel():
         rest: dict[str, Any] = {"least": 0, "most": -1, "whole": True, "both": False}
         return Labels(**base, **rest, odd=-1, least_row=-1, most_row=-1)
@@ -146,6 +153,29 @@ def labels_of(y: Tensor) -> Labels:
         odd=int(halves[0]) if halves.numel() else -1,
         least_row=first(least),
         most_row=first(most),
+    )
+
+
+def joined(parts: Sequence[Labels]) -> Labels:
+    """The facts of a whole graph from those of its parts, whose rows are ids of the whole graph."""
+    first = replace(parts[0], missing=sum(each.missing for each in parts))
+    some = [each for each in parts if each.least_row >= 0]
+    if not some:
+        return first
+    least = min((each.least, each.least_row) for each in some)
+    most = min((-each.most, each.most_row) for each in some)
+    odd = [each.odd for each in some if each.odd >= 0]
+    ends = {end for each in some for end in (each.least, each.most)}
+    plain = all(each.both or each.least == each.most for each in some)
+    return replace(
+        first,
+        least=least[0],
+        most=-most[0],
+        whole=not odd,
+        both=plain and ends == {-1, 1},
+        odd=min(odd, default=-1),
+        least_row=least[1],
+        most_row=most[1],
     )
 
 

@@ -288,7 +288,7 @@ class Engine:
     def _probed(self, epoch: int, stop: bool) -> tuple[float, float]:
         """The exact gradient, after that of rows that cross as they would have."""
         rung = self.ladder.rung
-        with Buffers(self.model).unmoved():
+        with Buffers(self.model).unmoved(), self.objective.tried():
             self._gradient(epoch, stop, rung, asks=True)
         guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
         with self.tally.aside():
@@ -359,7 +359,7 @@ class Engine:
 
     def _check(self, shown: Any, out: Any) -> None:
         with self._without_kept():
-            self.objective.check(shown, self.target)
+            self.objective.check(shown, self.target, trains=True)
         self.aim.metric.check(out)
 
     def _refuse_own_numbers(self, out: Any) -> None:

@@ -22,7 +22,7 @@ from kagome.comm.mesh import Mesh
 from kagome.config import Model, Parallel, Report, Run, Train
 from kagome.errors import ConfigError, DataError, KagomeError, ModelError
 from kagome.graph import masks
-from kagome.graph.labels import labels_of
+from kagome.graph.labels import Labels, joined, labels_of
 from kagome.graph.partition import Partition
 from kagome.graph.store import Meta
 from kagome.kinds import check_kind, shown
@@ -143,7 +143,7 @@ def aim_of(wishes: Wishes, part: Partition, meta: Meta, settings: Run, mesh: Mes
     train, channel = settings.train, mesh.graph
     objective = objective_of(
         wishes.loss,
-        meta.labels,
+        labels_that_count(meta.labels, part, train, channel),
         train,
         meta.num_nodes,
         inputs=wishes.loss_inputs,
@@ -160,6 +160,26 @@ def aim_of(wishes: Wishes, part: Partition, meta: Meta, settings: Run, mesh: Mes
     mine = torch.tensor([*given, *kept, int((~labelled).sum())], device=channel.device)
     found = channel.all_reduce(mine, action="count labelled vertices", kind="other").tolist()
     return Aim(objective, metric, _said(objective, meta, found)), replace(part, nodes=nodes)
+
+
+def labels_that_count(facts: Labels, part: Partition, train: Train, channel: Channel) -> Labels:
+    """What the labels hold besides the one that the settings say to ignore. All ranks call it.
+
+    Args:
+        facts: Of all.
+        part: Of this rank.
+        train: The settings.
+        channel: All that have a part.
+    """
+    if train.ignore_index is None:
+        return facts
+    mine = labels_of(part.nodes["y"], train.ignore_index)
+    odd, least, most = (
+        int(part.own[row]) if row >= 0 else row for row in (mine.odd, mine.least_row, mine.most_row)
+    )
+    mine = replace(mine, odd=odd, least_row=least, most_row=most)
+    parts: Any = channel.gather_objects(mine, "labels besides the ignored one", (Labels,))
+    return joined(parts)
 
 
 def is_alone(settings: Run, mesh: Mesh) -> bool:
@@ -233,8 +253,8 @@ def optimizer_of(
 
     Raises:
         ModelError: If there are none.
-        ConfigError: If ``make`` gives no optimizer, one that runs the model by itself, or, on several ranks
-            or chunks, one that holds weights which are not the model's.
+        ConfigError: If ``make`` gives no optimizer, one that runs the model by itself, one without any of the
+            model's weights, or, on several ranks or chunks, one that holds others too.
     """
     parameters = trained(model)
     if make is None:
@@ -259,8 +279,7 @@ def optimizer_of(
             f"{type(optimizer).__name__} runs the model several times within a step",
             hint="an optimizer whose step needs no closure: Adam, AdamW, SGD, ...",
         )
-    if mesh is not None and not is_alone(settings, mesh):
-        _refuse_others(optimizer, model)
+    _refuse_others(optimizer, model, alone=mesh is None or is_alone(settings, mesh))
     return optimizer
 
 
@@ -276,11 +295,21 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-def _refuse_others(optimizer: Optimizer, model: nn.Module) -> None:
-    """Gradients of the model's parameters alone are summed over ranks, and their weights kept alike."""
+def _refuse_others(optimizer: Optimizer, model: nn.Module, *, alone: bool) -> None:
+    """An optimizer trains the model.
+
+    Over ranks gradients of its parameters alone are summed, and their weights kept alike.
+    """
     known = {id(parameter) for parameter in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    if others := [parameter for parameter in held if id(parameter) not in known]:
+    others = [parameter for parameter in held if id(parameter) not in known]
+    if len(others) == len(held):
+        raise ConfigError(
+            "an optimizer trains parameters of the model that the Trainer was given",
+            f"{type(optimizer).__name__} holds {len(held)}, none of them the model's",
+            hint="optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), over the params it is given",
+        )
+    if others and not alone:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise ConfigError(
             "on several ranks or chunks an optimizer trains parameters of the model alone",
@@ -331,8 +360,8 @@ def scheduler_of(
         higher: Whether more of the run's metric is better.
 
     Raises:
-        ConfigError: If ``make`` gives nothing that steps, or a plateau of a metric that rises where less is
-            better.
+        ConfigError: If ``make`` gives nothing that steps, the optimizer itself, a scheduler of another
+            optimizer, or a plateau of a metric that rises where less is better.
     """
     if make is None:
         return None
@@ -346,6 +375,19 @@ def scheduler_of(
             "scheduler=... takes a callable(optimizer) with a step()",
             f"it was given, or gave, a {type(scheduler).__name__}",
             hint="scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 50)",
+        )
+    if scheduler is optimizer:
+        raise ConfigError(
+            "scheduler=... takes a callable(optimizer) that gives a scheduler",
+            f"it gave the optimizer itself, a {type(scheduler).__name__}, which would step twice an epoch",
+            hint="scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 50)",
+        )
+    turned = getattr(scheduler, "optimizer", optimizer)
+    if isinstance(turned, Optimizer) and turned is not optimizer:
+        raise ConfigError(
+            "a scheduler turns the rates of the run's optimizer",
+            f"{type(scheduler).__name__} turns those of another {type(turned).__name__}",
+            hint="scheduler=lambda optimizer: ..., made of the optimizer that it is given",
         )
     _refuse_plateau(scheduler, higher=higher)
     return scheduler

@@ -180,7 +180,9 @@ def _check_class_weight(made: Objective) -> None:
             f"the loss is {made.name}",
             hint="return (values, weights) from a loss of your own",
         )
-    if len(table) != made.outputs or not all(0 <= each < float("inf") for each in table) or not any(table):
+    # The label that is ignored may be the last one: a model may have a column for it all the same.
+    widths = {made.outputs, max(made.outputs, (made.ignore or 0) + 1)}
+    if len(table) not in widths or not all(0 <= each < float("inf") for each in table) or not any(table):
         raise ConfigError(
             f"train.class_weight has a weight from 0 up for each of {made.outputs} classes",
             f"it is {list(table)}",

@@ -19,12 +19,30 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from kagome.errors import ConfigError, KagomeError, ModelError
 from kagome.graph.labels import Labels
-from kagome.run.stateful import unmoved
+from kagome.run.stateful import Moves, unmoved
 from kagome.run.task import rows_of
+from kagome.run.trials import (
+    Tried,
+    check_gradient,
+    check_rows,
+    check_shapes,
+    copied,
+    cure,
+    first_line,
+    itself,
+    leaf_of,
+    learning,
+    lost_gradient,
+    moved,
+    near,
+    no_gradient,
+    pair,
+    still,
+)
 
 Loss = Callable[..., Any]
 """``loss(out, y)``: a value a row, their sum, or ``(values, weights)``; further arguments by name."""
@@ -282,60 +300,129 @@ class Objective:
         except Exception as error:
             raise ConfigError(
                 "loss(out, y) is computed of the model's output and the labels as they were given",
-                f"it raised {type(error).__name__}: {_first_line(error)}",
-                where=_pair(out, target.y),
-                hint=_cure(out, target.y, error),
+                f"it raised {type(error).__name__}: {first_line(error)}",
+                where=pair(out, target.y),
+                hint=cure(out, target.y, error),
             ) from error
 
     # Checks --------------------------------------------------------------------------------------
 
-    def check(self, out: Any, target: Target) -> None:
-        """Refuse a loss that the mean over all ranks would change.
+    def check(self, out: Any, target: Target, *, trains: bool = False, apart: str = "") -> None:
+        """Refuse a loss that the mean over all ranks would change, and one that trains nothing.
 
         Args:
             out: The model's output for some rows.
             target: Of the same rows.
+            trains: Whether the output is one that is trained: then it has a gradient.
+            apart: Where its calls are not one an epoch on every rank, what they are.
 
         Raises:
-            ConfigError: If a user's loss gives more values than rows, or cannot be computed or
-                differentiated; and, but for one that is given all rows at once, if it averages over its rows
-                or mixes them.
+            ConfigError: If a user's loss gives more values than rows, cannot be computed or differentiated,
+                or keeps what cannot be put back; and, but for one that is given all rows at once, if it
+                averages over its rows or mixes them.
+            ModelError: If the output has no gradient.
         """
-        with self.tried():
-            self._check(out, target)
+        with torch.enable_grad():
+            if not self.name:
+                self._check(out, target, trains=trains, apart=apart)
+                return
+            self._built_in(out, target)
+            if trains and target.y.size(0) and not learning(out):
+                raise no_gradient(out)
 
-    def tried(self) -> AbstractContextManager[None]:
-        """Around calls of the loss that train nothing: what it keeps of each call stays as it is."""
+    def tried(self) -> AbstractContextManager[Moves]:
+        """Around a call of the loss that trains nothing: what it keeps of a call stays as it is."""
         return unmoved(self.loss)
 
-    def _check(self, out: Any, target: Target) -> None:
-        count = target.y.size(0)
-        # Alone the loss may differentiate what forward kept: by the output as it is.
-        sample = out if self.alone else tree_map(_leaf, out)
-        if self.name:
-            self._built_in(sample, target)
+    def _check(self, out: Any, target: Target, *, trains: bool, apart: str) -> None:
+        count, where = target.y.size(0), pair(out, target.y)
+        if not count:
             return
+        # Alone the loss may differentiate what forward kept: by the output itself.
+        sample = out if self.alone else tree_map(leaf_of, out)
+        found, fresh = self._first(sample, target, where)
+        values, weights = found.values, found.weights
+        if not found.learns and (trains or learning(sample)):
+            raise no_gradient(out) if trains and not learning(out) else lost_gradient(values, where)
+        if trains and not learning(out) and not self._tried(tree_map(still, out), target).learns:
+            raise no_gradient(out)
         if count < 2:
             return
-        values, weights = split(self._called(sample, target))
-        if values.dim() == 0 and abs(float(values.detach())) < NOTHING:
+        if values.dim() == 0 and abs(float(values)) < NOTHING:
             # A sum and a mean of nothing look alike.
-            sample = tree_map(_moved, sample)
-            values, weights = split(self._called(sample, target))
-        where = _pair(out, target.y)
+            sample = tree_map(moved, sample)
+            values = self._tried(fresh(sample), target).values
         cut = count // 3 or 1
         first, rest = slice(0, cut), slice(cut, None)
 
         def of(rows: Any) -> Tensor:
-            return split(self._called(rows_of(sample, rows, count), target.of(rows)))[0]
+            return self._tried(fresh(rows_of(sample, rows, count)), target.of(rows)).values
 
         if values.dim() == 0:
             self._check_sum(values, of, first, rest, count, where)
         else:
-            _check_shapes(values, weights, of(first), count, where)
+            check_shapes(values, weights, of(first), count, where)
             if not self.alone:
-                _check_rows(values, of(first), cut, count, where)
-        _check_gradient(values, sample, where)
+                check_rows(values, of(first), cut, count, where)
+        if found.moved and not self.alone:
+            some = fresh(rows_of(sample, first, count)), target.of(first)
+            self._check_kept((fresh(sample), target), some, where, apart)
+
+    def _first(self, sample: Any, target: Target, where: str) -> tuple[Tried, Callable[[Any], Any]]:
+        """The first trial of a loss, and what makes the output that each further one is given."""
+        fresh: Callable[[Any], Any] = copied
+        try:
+            found = self._tried(fresh(sample), target, by=sample, where=where)
+        except ConfigError:
+            if not self.alone:
+                raise
+            fresh = itself  # it differentiates one part of the output by another, which no copy is
+            found = self._tried(sample, target, by=sample, where=where)
+        again = self._tried(fresh(sample), target)
+        if not near(found.values, again.values):
+            raise ConfigError(
+                "loss(out, y) gives the same of the same out and y when it is tried again",
+                f"it gave {float(found.values.double().sum()):.6g} and then "
+                f"{float(again.values.double().sum()):.6g}: it keeps state that cannot be put back",
+                where=where,
+                hint="keep it in an attribute of the loss: a number, a list or a tensor",
+            )
+        return found, fresh
+
+    def _tried(self, out: Any, target: Target, *, by: Any = None, where: str = "") -> Tried:
+        """One call of the loss, after which it is as before; its gradient is tried by some tensors."""
+        with self.tried() as moves:
+            values, weights = split(self._called(out, target))
+            if by is not None:
+                check_gradient(values, by, where)
+        return Tried(values.detach(), weights, values.requires_grad, moves.moved)
+
+    def _check_kept(
+        self, whole: tuple[Any, Target], some: tuple[Any, Target], where: str, apart: str
+    ) -> None:
+        """A rank has its own rows: what a loss keeps may count its calls, and tell of no row."""
+
+        def after(*before: tuple[Any, Target]) -> Tensor:
+            with self.tried():
+                for each in before:
+                    self._called(copied(each[0]), each[1])
+                return split(self._called(copied(some[0]), some[1]))[0].detach()
+
+        if not near(after(whole), after(some)):
+            raise ConfigError(
+                "what loss(out, y) keeps from call to call is the same on all ranks",
+                "what it keeps tells of the rows that it was given, and changes what it gives later",
+                where=where,
+                hint="train on one rank, or keep what does not depend on rows: the number of calls",
+            )
+        if apart and not near(after(), after(some)):
+            raise ConfigError(
+                "a loss(out, y) that gives something else from call to call is called once an epoch, on all "
+                "ranks",
+                f"it is called {apart}",
+                where=where,
+                hint="no pipeline and no chunks, which leave one call an epoch on each rank",
+            )
 
     def _check_sum(
         self, whole: Tensor, of: Callable[[Any], Tensor], first: slice, rest: slice, count: int, where: str
@@ -368,55 +455,6 @@ def _module(loss: Loss | None) -> str:
     return type(loss).__name__ if isinstance(loss, nn.Module) else "CrossEntropyLoss"
 
 
-def _check_shapes(values: Tensor, weights: Tensor | None, part: Tensor, count: int, where: str) -> None:
-    if values.size(0) != count or values.shape[1:] != part.shape[1:]:
-        found = (
-            f"it gave {values.size(0)}" if values.dim() == 1 else f"it gave the shape {list(values.shape)}"
-        )
-        raise ConfigError(
-            f"loss(out, y) gives a value a row: {count}",
-            found,
-            where=where,
-            hint="out and y of one shape: out.squeeze(1), or y.unsqueeze(1)"
-            if values.numel() > count
-            else 'reduction="none"',
-        )
-    if weights is not None and (
-        weights.dim() > values.dim() or weights.shape != values.shape[: weights.dim()]
-    ):
-        raise ConfigError(
-            f"loss(out, y) gives (values, weights) of as many rows: {list(values.shape)}",
-            f"the weights have the shape {list(weights.shape)}",
-            where=where,
-        )
-
-
-def _check_rows(values: Tensor, part: Tensor, cut: int, count: int, where: str) -> None:
-    if not torch.allclose(values[:cut].double(), part.double(), rtol=1e-4, atol=1e-6, equal_nan=True):
-        raise ConfigError(
-            "loss(out, y) gives each row a value of its own",
-            f"the values of the first {cut} of {count} rows change when the others are left out: it looks at "
-            "all rows of one rank",
-            where=where,
-            hint='reduction="none", and no mean or norm over rows inside the loss',
-        )
-
-
-def _check_gradient(values: Tensor, sample: Any, where: str) -> None:
-    leaves = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not leaves or not values.requires_grad:
-        return
-    try:
-        torch.autograd.grad(values.sum(), leaves, allow_unused=True, retain_graph=True)
-    except RuntimeError as error:
-        raise ConfigError(
-            "loss(out, y) can be differentiated by the model's output",
-            f"it raised {type(error).__name__}: {_first_line(error)}",
-            where=where,
-            hint="y.to(out.dtype) in the loss",
-        ) from error
-
-
 def row_sum(value: Tensor) -> Tensor:
     """The sum over rows of what a loss gave; further axes are averaged."""
     return value if value.dim() == 0 else value.flatten(1).mean(1).sum() if value.dim() > 1 else value.sum()
@@ -441,42 +479,3 @@ def split(found: Any) -> tuple[Tensor, Tensor | None]:
         f"it gave {type(found).__name__}" + ("" if weights is None else f" and {type(weights).__name__}"),
         hint='reduction="none"',
     )
-
-
-def _leaf(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    leaf = value.detach()
-    return leaf.clone().requires_grad_() if leaf.is_floating_point() else leaf
-
-
-def _moved(value: Any) -> Any:
-    """Another output, as far from this one as numbers of ordinary size are."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return value
-    steps = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device)
-    return value + steps.view(value.shape)
-
-
-def _pair(out: Any, y: Tensor) -> str:
-    shown = ", ".join(_form(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
-    return f"out {shown}, y {_form(y)}"
-
-
-def _form(value: Tensor) -> str:
-    return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().split("\n") or [""])[0]
-
-
-def _cure(out: Any, y: Tensor, error: Exception) -> str:
-    text = str(error)
-    if "differentiated Tensor" in text or "does not require grad" in text:
-        return "take derivatives in forward, and return them beside the output; or train on one rank"
-    if isinstance(out, Tensor) and out.dim() != y.dim():
-        return "out and y of the shapes that the loss takes: y.squeeze(1), out.squeeze(1)"
-    if any(word in text for word in ("dtype", "Long", "Float", "Double", "Int", "Char", "type")):
-        return "y in the type that the loss takes: y.long(), y.to(out.dtype)"
-    return "compute it once by hand of tensors of these shapes"

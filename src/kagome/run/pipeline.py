@@ -58,6 +58,7 @@ from kagome.run.passes import Jobs, Passes
 from kagome.run.saving import Saving
 from kagome.run.staging import needed, stage_model
 from kagome.run.tally import Found
+from kagome.run.trials import copied
 from kagome.run.undo import Undo
 from kagome.run.ways import Ways
 from kagome.run.weighed import Weighed
@@ -158,18 +159,28 @@ class Pipeline:
         rows = part.nodes["train_mask"].nonzero().view(-1)[:12].to(device)
         generator = torch.Generator().manual_seed(0)
         out = torch.randn(rows.numel(), *value.shape, generator=generator).to(device, value.dtype)
-        out.requires_grad_()
+        if out.is_floating_point() and value.grad:
+            out.requires_grad_()
         target = objective.target(inputs, rows)
         last = next(stage for stage in self.staging.stages if stage.output is not None)
         alone = last.buffers if self.parallel.chunks == 1 else ()
         moved = self.staging.survey.changed.difference(alone)
         with unmoving({name: buffer for name, buffer in self.model.named_buffers() if name in moved}):
-            objective.check(out, target)  # in an epoch the last stage alone could refuse it
+            # In an epoch the last stage alone could refuse it.
+            objective.check(out, target, trains=True, apart=self._apart)
         self.aim.metric.check(out)
         if self.parallel.pipe == 1:
             return ()
         with objective.tried():
-            return read_by_loss(lambda: objective.lost(out, target), self.model)
+            return read_by_loss(lambda: objective.lost(copied(out), target), self.model)
+
+    @property
+    def _apart(self) -> str:
+        """How the loss is called, where that is not once an epoch on every rank that reads what it keeps."""
+        if self.parallel.chunks != 1:
+            return "once for each chunk"
+        by_loss = self.aim.metric.name == "loss" or self.aim.metric.guessed
+        return "on the last stage alone, while all score by it" if by_loss and self.parallel.pipe > 1 else ""
 
     def _said(self) -> str:
         """What is said before the first epoch."""
@@ -336,7 +347,7 @@ class Pipeline:
 
     def _guess(self, epoch: int, kind: Epoch) -> list[Tensor | None]:
         """The gradient of an epoch as it would have been; buffers stay."""
-        with self.owners.buffers.unmoved():
+        with self.owners.buffers.unmoved(), self.aim.objective.tried():
             self._gradient(epoch, kind, self.ways.ladder.rung, asks=True)
         return [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
 
@@ -403,7 +414,7 @@ class Pipeline:
         target, shown = self.aim.objective.target(job.scope.inputs, rows), out[rows]
         if not self._checked:
             with RefusesKept(lambda tensor: job.scope.axis(tensor) is not None, self.model):
-                self.aim.objective.check(shown, target)
+                self.aim.objective.check(shown, target, trains=True, apart=self._apart)
             self.aim.metric.check(out)
         if not rows.numel():
             return

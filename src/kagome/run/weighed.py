@@ -13,6 +13,7 @@ from torch import Tensor
 from kagome.comm.channel import Channel
 from kagome.errors import ConfigError, DataError
 from kagome.run.objective import Objective, Target
+from kagome.run.trials import copied
 
 
 class Weighed:
@@ -47,7 +48,7 @@ class Weighed:
             if out is None:
                 return
             with self.objective.tried():
-                weight = self.objective.lost(out, target)[1] if target.y.size(0) else None
+                weight = self.objective.lost(copied(out), target)[1] if target.y.size(0) else None
             share = float(target.y.size(0)) if weight is None else float(weight)
             self._own = share
         mine = torch.tensor([share], dtype=torch.float64, device=self.channel.device)
