@@ -47,6 +47,12 @@ def from_library() -> bool:
     return frame is not None and _library(frame) == "torch_geometric"
 
 
+def by_user_itself() -> bool:
+    """Whether the user's own code, and no library's for it, made the call that is being answered."""
+    frame = _frame(("kagome", "threading", "contextlib"))
+    return frame is not None and _library(frame) not in ("torch", "torch_geometric")
+
+
 def by_kagome() -> bool:
     """Whether Kagome's own code, and neither PyG's nor the user's, made the call that is being answered."""
     frame: FrameType | None = sys._getframe(1)

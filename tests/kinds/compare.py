@@ -42,6 +42,7 @@ KINDS: dict[str, str] = {
     "adjacency": "7. an adjacency with values",
     "flips": "8. edges turned round",
     "columns": "9. further columns, and metrics",
+    "backward": "10. hooks and functions in backward",
 }
 """Module ``kind_NAME``, and what its table is called."""
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch_geometric
 from torch import Tensor, fx, nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import Aggregation, MessagePassing
@@ -281,7 +282,9 @@ class Tracer(fx.Tracer):
             return nn.Module.__call__(module, *args, **kwargs)
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._noting(inner.__get__(None, cls), always=False)(*args, **kwargs)
+            if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
+                return self.create_proxy("call_function", inner.__get__(None, cls), args, kwargs)
+            return super(_SingleLevelFunction, cls).apply(*args, **kwargs)  # type: ignore[misc]
 
         inner = vars(torch.autograd.Function)["apply"]
         listed, seen = nn.Module.named_parameters, dict[str, fx.Proxy]()
@@ -297,7 +300,10 @@ class Tracer(fx.Tracer):
             put(nn.Module, "__setattr__", refuse)
             put(nn.Module, "named_parameters", named)
             put(Aggregation, "__call__", aggregate)
-            put(torch.autograd.Function, "apply", classmethod(apply))
+            # Below Function.apply, which users bind when they import: ``reverse = Reverse.apply``.
+            before = vars(_SingleLevelFunction).get("apply")
+            undo.append(partial(_give_back, before))
+            _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
             for table in {id(table): table for table in (*tables, *users)}.values():
                 old = {name: value for name, value in table.items() if id(value) in wrappers}
                 undo.append(partial(table.update, old))
@@ -339,6 +345,14 @@ class Tracer(fx.Tracer):
             return function(*args, **kwargs)
 
         return noted
+
+
+def _give_back(apply: Any) -> None:
+    """What applied autograd functions before a forward was traced, beside torch itself."""
+    if apply is not None:
+        _SingleLevelFunction.apply = apply  # type: ignore[attr-defined]
+    else:
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
 
 
 def _autocast() -> tuple[bool, ...]:

@@ -23,6 +23,7 @@ from kagome.neighbors import (
     distinct,
     edge_places,
     id_values,
+    in_backward,
     positions,
     row_order,
     sliced,
@@ -555,7 +556,7 @@ def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[
         matrix: Whether the model is given the graph as a matrix.
     """
     tables: list[Mapping[str, Handler]] = [adjacency.HANDLERS] if matrix else []
-    tables += [edge_places.HANDLERS] if parted else []
+    tables += [edge_places.HANDLERS, in_backward.HANDLERS] if parted else []
     tables += [
         id_values.HANDLERS,
         distinct.HANDLERS,

@@ -20,6 +20,7 @@ from kagome.neighbors.checkpoints import once
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import Lazy, now
 from kagome.neighbors.turn import transformed
+from kagome.neighbors.user_functions import refuse_old_hooks, watch
 from kagome.neighbors.whole_tables import given_rows, refuse_some_rows, refuse_unknown_edges
 
 
@@ -36,7 +37,7 @@ def install(model: nn.Module, scope: Interception, *, several: bool = False) -> 
     """
     for each in scope.scopes:
         each.keeps(model)
-    removers: list[Callable[[], None]] = [once()]
+    removers: list[Callable[[], None]] = [once(), watch()]
     for path, module in model.named_modules():
         name = path or type(module).__name__
         caches = any(key.startswith("_cached_") for key in vars(module))
@@ -48,6 +49,7 @@ def install(model: nn.Module, scope: Interception, *, several: bool = False) -> 
                 return  # the loss runs it: as torch does
             scope.turn.refuse_again(name)
             scope.path.append(name)
+            refuse_old_hooks(scope, module)
             if isinstance(module, MessagePassing):
                 scope.enter_layer()
 

@@ -141,8 +141,7 @@ class Interception(Late, TorchFunctionMode):
     def out_edges(self) -> View:
         """View 1, fetched from the peers at the first call. All ranks reach it at the same call."""
         if len(self.views) == 1:
-            # It is not the user's computation.
-            with torch._C.DisableTorchFunction(), self.channel.aside():
+            with self.turn.asking(self.channel, self.where()):
                 view = out_view(self.views[0], self.channel)
             self.views.append(view)
             self.marks.put(view.edge_index, Mark(Kind.EDGES, 1))
@@ -436,7 +435,7 @@ class Interception(Late, TorchFunctionMode):
     def knows_everyone(self) -> NeighborRows:
         """The lists by which every rank reads every other's rows. All ranks come to it at once."""
         if self._everyone is None:
-            with torch._C.DisableTorchFunction(), self.channel.aside():
+            with self.turn.asking(self.channel, self.where()):
                 self._everyone = all_rows(self.row_ids(), self.channel)
                 assert self._everyone.ids is not None
                 self._order = self._everyone.ids.argsort()

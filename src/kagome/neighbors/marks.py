@@ -312,6 +312,8 @@ def _spread_ids(
     elif name == "__getitem__" and isinstance(first, Tensor):
         # x[source]: the handler of gathers has marked it; x[:, source] and the like are left unmarked.
         return
+    elif name == "view_as" and result.shape == args[1].shape == args[0].shape:
+        marks.put(result, lead)  # a module's backward hooks see what it is given as views
     elif name in _KEEP or (name in _RESHAPE and lead.kind is not Kind.EDGES):
         across = name == "sort" and kwargs.get("dim", args[1] if len(args) > 1 else -1) in (0, -2)
         for place, out in enumerate(_outputs(result)):

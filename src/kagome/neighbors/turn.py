@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,11 +20,22 @@ from kagome.errors import ModelError
 
 if TYPE_CHECKING:
     from kagome.neighbors.rows import Carrier
+    from kagome.neighbors.tape import Taped
 
 SiteKey = tuple[str, int]
 SumKey = tuple[SiteKey, str]
 """A sum of a site, with the words that say which of its sums it is."""
 _NO_CHECKPOINT = "leave torch.utils.checkpoint out of the model, and let --model.recompute do the same"
+
+
+class Backward(Protocol):
+    """Something of a user's that runs in backward."""
+
+    def refused(self) -> ModelError:
+        """The error for a call that all ranks would have to make together."""
+
+    def summed(self, part: Tensor) -> Tensor:
+        """A sum over this rank's rows, as a rank's share of what all have."""
 
 
 class Turn:
@@ -57,6 +68,7 @@ class Turn:
         """Whether a derivative is taken inside forward: its backward is seen to."""
         self._inner: list[Tensor] = []
         self._named: Counter[str] = Counter() if named is None else named
+        self.backward: Backward | None = None  # what of a user's runs in backward now
         self.pardoned: Any = None  # the hook by which ``recompute`` lets a layer run again
 
     @property
@@ -80,6 +92,8 @@ class Turn:
 
     def refuse_again(self, where: str) -> None:
         """Refuse what runs in backward: it recomputes what nobody sees."""
+        if self.backward is not None:
+            raise self.backward.refused()
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) if self.grad else None
         top = hooks[0] if hooks else None
         if (self.over and not self.outside) or (
@@ -119,6 +133,13 @@ class Turn:
             yield
         finally:
             self.aside = before
+
+    @contextmanager
+    def asking(self, channel: Taped, where: str) -> Iterator[None]:
+        """Around a question to the peers that is kept for all forwards. It is not the user's computation."""
+        self.refuse_again(where)
+        with torch._C.DisableTorchFunction(), channel.aside():
+            yield
 
     @contextmanager
     def differentiating(self) -> Iterator[None]:
