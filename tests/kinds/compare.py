@@ -43,6 +43,7 @@ KINDS: dict[str, str] = {
     "flips": "8. edges turned round",
     "columns": "9. further columns, and metrics",
     "backward": "10. hooks and functions in backward",
+    "kept": "11. what a model keeps between forwards",
 }
 """Module ``kind_NAME``, and what its table is called."""
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kagome.errors import KagomeError
+from kagome.errors import KagomeError, ModelError
 from kagome.model.calling import Calling
 from kagome.model.chains import chain
-from kagome.model.notes import OF_GRAPHS, Words, both_modes, steps_of
+from kagome.model.contents import Contents
+from kagome.model.notes import OF_GRAPHS, ForeignError, Words, both_modes, same, steps_of
 from kagome.model.steps import Flag, LayerGraph, Ref, Step, failed
 from kagome.model.tracing import FaultError, Tracer
 
@@ -90,7 +91,8 @@ def trace(
 ) -> LayerGraph:
     """The steps of a model's forward, the same for training and evaluation but for the training flag.
 
-    A submodule that cannot be traced becomes one step. No other thread may run a model meanwhile.
+    A submodule that cannot be traced becomes one step. No other thread may run a model meanwhile. What
+    modules keep in lists and dicts is as it was afterwards.
 
     Args:
         model: The user's module; its modes are left as they are.
@@ -103,24 +105,45 @@ def trace(
         ModelError: If the model's own forward cannot be traced, does other things in training than in
             evaluation, or returns no single value; or if it asks for an input that there is not.
     """
-    form = calling or Calling.of(model, names)
+    form, contents = calling or Calling.of(model, names), Contents(model)
     whole: set[str] = set()
+
+    def noted(training: bool) -> LayerGraph:
+        return steps_of(model.train(training), Tracer(model, form, names, whole, plain).noted(), words)
+
     while True:
+        train: LayerGraph | None = None
         try:
             with _modes_kept(model):
-                train, eval_ = (
-                    steps_of(model.train(mode), Tracer(model, form, names, whole, plain).noted(), words)
-                    for mode in (True, False)
-                )
-        except FaultError as fault:
+                train = noted(True)
+                kept = contents.form() if contents.changed() else None
+                eval_ = noted(False)
+                if kept is not None and not (same(train, noted(True)) and kept == contents.form()):
+                    raise ForeignError
+        except (FaultError, ForeignError) as fault:
+            label = contents.changed()
+            if isinstance(fault, ForeignError) or (label and train is not None):
+                raise _remembers(label, words) from fault
             if not fault.path:
                 raise fault.told(words.hint, words.autocast) from fault.cause
             whole.add(fault.path)
             continue
+        finally:
+            contents.restore()
         steps, blamed = both_modes(train, eval_, words)
         if blamed is None:
             return replace(train, steps=steps)
         whole.add(blamed)
+
+
+def _remembers(label: str, words: Words) -> ModelError:
+    """The error of a forward that reads, or adds to, what an earlier one has left in a list or dict."""
+    return ModelError(
+        "a pipeline follows forward from layer to layer",
+        f"it keeps values in {label or 'an object that outlives it'} from one forward to the next",
+        where=label,
+        hint=words.hint,
+    )
 
 
 def survey(

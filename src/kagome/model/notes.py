@@ -80,6 +80,7 @@ def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> Lay
 
     Raises:
         ModelError: If the forward returns no single value.
+        ForeignError: If it reads one that is not of this forward.
     """
     kinds: dict[str, StepKind] = {
         "call_module": "module",
@@ -94,7 +95,11 @@ def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> Lay
     inputs: list[str] = []
 
     def plain(item: Any) -> Any:
-        return Ref(names[item]) if isinstance(item, fx.Node) else item
+        if not isinstance(item, fx.Node):
+            return item
+        if item not in names:
+            raise ForeignError
+        return Ref(names[item])
 
     for node in notes.nodes:
         if node.op == "output":
@@ -103,7 +108,7 @@ def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> Lay
                 raise ModelError(
                     words.output, f"it returns {_kind_of(returned)}", hint=_cure(returned, words)
                 )
-            return graph_of(model, steps, names[returned], inputs)
+            return graph_of(model, steps, plain(returned).name, inputs)
         # The model itself is one step where it is a layer of torch or PyG.
         own = WHOLE if node.op == "call_module" and not node.target else node.name
         names[node] = node.target if node.op == "placeholder" else own
@@ -185,6 +190,10 @@ def step_of(
     )
 
 
+class ForeignError(Exception):
+    """A forward reads a value that an earlier one has left somewhere."""
+
+
 class _DifferError(Exception):
     """Two arguments differ by more than the training flag."""
 
@@ -238,6 +247,23 @@ def both_modes(
     if train.output != eval_.output:
         _refuse(train.steps[-1], eval_.steps[-1], words)
     return tuple(steps), None
+
+
+def same(one: LayerGraph, other: LayerGraph) -> bool:
+    """Whether two traces of one mode do the same."""
+    try:
+        steps, blamed = both_modes(one, other)
+    except ModelError:
+        return False
+    flags: list[Flag] = []
+
+    def look(item: Any) -> Any:
+        flags.extend([item] if isinstance(item, Flag) else [])
+        return item
+
+    for step in steps:
+        mapped((step.args, dict(step.kwargs)), look)
+    return blamed is None and not flags
 
 
 def _refuse(train: Step | None, eval_: Step | None, words: Words) -> NoReturn:

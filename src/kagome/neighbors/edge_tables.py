@@ -13,7 +13,7 @@ adds those of its own edges.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ from kagome.neighbors.by_identity import ByIdentity
 from kagome.neighbors.lasting import Lasting
 from kagome.neighbors.marks import Kind, Mark, Marks
 from kagome.neighbors.view import View
+from kagome.neighbors.writes import IN_PLACE, writes, written_by
+
+if TYPE_CHECKING:
+    from kagome.neighbors.kept import Kept
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -81,6 +85,8 @@ class Cutter(Protocol):
     marks: Marks
     views: list[View]
     constants: Lasting
+    keeping: Kept
+    parted: bool
 
     @property
     def edges(self) -> int:
@@ -110,7 +116,7 @@ class EdgeTables:
         if name in _SKIPPED or (name == "__get__" and attribute(func) not in _ATTRIBUTES):
             return args, kwargs
         first = args[0] if args else None
-        if first in self and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+        if first in self and writes(name):
             raise ModelError(
                 "a tensor that the model keeps for the edges is not written to in forward",
                 f"{name} writes to {self.names[first]}, which has a row for each of {scope.edges:,} edges",
@@ -165,6 +171,7 @@ class EdgeTables:
         version, grad, own = self._own.get(value, (-1, False, value))
         if version != value._version or grad != torch.is_grad_enabled():
             own = own_edges(scope, value, _axis(value, scope.edges), Mark(Kind.PAIRS))
+            scope.keeping.copy(scope, value, own)
             self._own[value] = value._version, torch.is_grad_enabled(), own
         return own
 
@@ -253,16 +260,21 @@ def _tables_among(model: nn.Module, edges: int, vertices: int) -> Iterator[tuple
         yield name, tensor
 
 
-def met(scope: Cutter, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """A call's arguments with own rows of tensors that have a row for each edge, where they meet a part's.
 
     Returns:
         None where no argument has a row for each of the part's edges, or none has one for each of all.
+
+    Raises:
+        ModelError: If it writes to such a tensor.
     """
     found = next(((t, m) for t in flat(args, kwargs) if (m := _edges_mark(scope, t)) is not None), None)
     if found is None:
         return None
     right, cut = found[1].axis - found[0].dim(), False
+    # What an operator like += gives is put in the place of what it is given.
+    targets = [] if name in IN_PLACE else written_by(name, "", args, kwargs)
 
     def own(value: Any) -> Any:
         nonlocal cut
@@ -275,6 +287,13 @@ def met(scope: Cutter, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None
             axis = _axis(value, scope.edges) if value.dtype == torch.bool else -1
         if axis < 0:
             return value
+        if any(value is target for target in targets):
+            raise ModelError(
+                "a tensor that forward writes rows of edges into has a row for each edge that it was given",
+                f"{name} writes into a tensor of shape {list(value.shape)}, all {scope.edges:,} edges",
+                where="; ".join(filter(None, (scope.where(), user_line()))),
+                hint="make it with a row for each of them: x.new_zeros(edge_index.size(1), ...)",
+            )
         cut = True
         return own_edges(scope, value, axis, found[1])
 
@@ -307,10 +326,16 @@ def _by_number(rest: Args, kwargs: Kwargs) -> bool:
     return not numbers and isinstance(items[0] if items else None, int)
 
 
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """By their names, parameters, buffers, and tensors among the attributes of the user's own modules."""
+def tensors_of(model: nn.Module, *, libraries: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """By their names, parameters, buffers, and tensors among the attributes of modules.
+
+    Args:
+        model: The user's module.
+        libraries: Whether those of torch's and PyG's own modules are meant too.
+    """
     for path, module in model.named_modules():
-        if type(module).__module__.startswith(_OWN) and not isinstance(module, _HOLDERS):
+        own = type(module).__module__.startswith(_OWN) and not isinstance(module, _HOLDERS)
+        if own and not libraries:
             continue
         held = {**vars(module), **module._parameters, **module._buffers}
         for name, value in held.items():

@@ -24,6 +24,7 @@ from kagome.neighbors import (
     edge_places,
     id_values,
     in_backward,
+    kept,
     positions,
     row_order,
     sliced,
@@ -563,6 +564,7 @@ def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[
         bags.HANDLERS,
         positions.HANDLERS,
         whole_tables.HANDLERS,
+        kept.HANDLERS,
     ]
     found: dict[str, list[Handler]] = {}
     for table in (*tables, row_order.HANDLERS, more, _FIRST, HANDLERS, sliced.HANDLERS):

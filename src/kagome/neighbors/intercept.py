@@ -35,11 +35,12 @@ from kagome.neighbors.calls import Calls
 from kagome.neighbors.copies import Copies
 from kagome.neighbors.count import Count, Shown, behind
 from kagome.neighbors.handlers import HANDLERS, Handler, by_call
+from kagome.neighbors.kept import Kept
 from kagome.neighbors.late import Late
 from kagome.neighbors.lazy import refuse_in_function, refuse_transform
 from kagome.neighbors.marks import ALIGNED, VERTICES, Kind, Mark, Marks
 from kagome.neighbors.notes import Notes
-from kagome.neighbors.places import length
+from kagome.neighbors.places import length, refused
 from kagome.neighbors.rows import Carrier, NeighborRows, agree, all_rows, summing, total
 from kagome.neighbors.tape import Taped
 from kagome.neighbors.turn import Turn, transformed
@@ -107,7 +108,7 @@ class Interception(Late, TorchFunctionMode):
         self._everyone: NeighborRows | None = None
         self._order = torch.empty(0, dtype=torch.int64)
         self._wholes: ByIdentity[Any] = ByIdentity()
-        self.copies = Copies()
+        self.copies, self.keeping = Copies(), Kept()
         self.again, self.calls = Again(self), Calls(self)
         self.notes: Notes | None = None
         self.matrix: adjacency.Matrix | None = None
@@ -135,7 +136,7 @@ class Interception(Late, TorchFunctionMode):
             del inputs[self.matrix.told.name]
             inputs["adj_t"] = self.matrix.given
         # Whoever makes a tensor of so many rows makes a row a vertex of this part.
-        count = Count(self.own, Mark(Kind.ROWS), lambda: self.part.num_nodes)
+        count = Count(self.own, Mark(Kind.ROWS), lambda: self.vertices)
         return {"num_nodes": Shown.of(count) if self.parted else count, **shared, **inputs}
 
     def out_edges(self) -> View:
@@ -173,10 +174,9 @@ class Interception(Late, TorchFunctionMode):
         with nullcontext() if self.aside else self:
             yield self.turn
         self.copies.end(self)
+        self.keeping.end(self)
         self.turn.end()
         self.forget_reads()
-        if self.edge_tables is not None:
-            self.edge_tables.forget()
 
     def where(self) -> str:
         """The module that is running, for names and messages."""
@@ -229,7 +229,7 @@ class Interception(Late, TorchFunctionMode):
             result = func(*args, **kwargs)
         except (RuntimeError, IndexError) as error:
             met = whole_tables.met(self, name, args, kwargs) if self.parted else None
-            met = met or (edge_tables.met(self, args, kwargs) if self.parted else None)
+            met = met or (edge_tables.met(self, name, args, kwargs) if self.parted else None)
             if met is None:
                 whole_tables.refuse_unfit(self, name, args, kwargs, error)
                 raise
@@ -251,6 +251,7 @@ class Interception(Late, TorchFunctionMode):
             return args, kwargs  # what a tensor is, and none of its numbers
         if len(self.views) > 1:
             args, kwargs = edge_views.aligned(self, name, args, kwargs)
+        self.keeping.meet(self, name, func, args, kwargs)
         self.copies.meet(name, args)
         self.marks.write(name, args)
         args, kwargs = id_values.by_value(self, name, args, kwargs)
@@ -295,13 +296,14 @@ class Interception(Late, TorchFunctionMode):
         return (self,)
 
     def keeps(self, model: nn.Module) -> None:
-        """Look for tensors with a row an edge that a model keeps: a part reads its own edges' rows.
+        """Look for tensors with a row an edge or a vertex that a model keeps: a part reads its own rows.
 
         Raises:
             ModelError: If it is not known whose rows they are.
         """
         if self.parted:
-            self.edge_tables = edge_tables.tables_of(model, self.part.num_edges, self.part.num_nodes)
+            self.edge_tables = edge_tables.tables_of(model, self.edges, self.vertices)
+            self.keeping.look(self, model, (self.vertices, self.edges))
 
     @property
     def checked(self) -> bool:
@@ -340,10 +342,9 @@ class Interception(Late, TorchFunctionMode):
     def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
         """Give ``out`` the mark of ``tensor``, if need be along another axis."""
         mark = self.marks.get(tensor)
-        if mark is not None and axis is not None:
-            mark = replace(mark, axis=axis)
-        if mark is not None and mark.kind is Kind.NUMBERS:
-            mark = replace(mark, kind=Kind.ROWS)
+        if mark is not None:
+            kind = Kind.ROWS if mark.kind is Kind.NUMBERS else mark.kind
+            mark = replace(mark, kind=kind, axis=mark.axis if axis is None else axis)
         return self.marks.put(out, mark)
 
     def total(self, part: Tensor, what: str = "total") -> Tensor:
@@ -524,8 +525,7 @@ class Interception(Late, TorchFunctionMode):
         plan = self.views[mark.view].rows
         if plan.closed or rows.dim() == 0 or rows.size(axis) != plan.own:
             return rows
-        held = self.held(rows, mark) if axis == 0 else None
-        if held is not None:
+        if axis == 0 and (held := self.held(rows, mark)) is not None:
             return held
         constant = not rows.requires_grad
         known = self._constants.get(rows) if constant else None
@@ -582,18 +582,18 @@ class Interception(Late, TorchFunctionMode):
 
     def refuse_draw(self, name: str, why: str) -> ModelError:
         """The error for a draw of rows that would be another on other ranks."""
-        return ModelError(
-            "what a model draws for vertices and edges is the same on any ranks",
+        return refused(
+            self,
             f"{name} draws random numbers that are not made exact: {why}",
-            where="; ".join(filter(None, (self.where(), user_line()))),
             hint="draw a row a vertex or a row an edge (torch.rand(x.size(0), k), torch.rand_like(x))",
+            asked="what a model draws for vertices and edges is the same on any ranks",
         )
 
     def refuse(self, what: str) -> ModelError:
         """The error for ids of which it is no longer known what they name."""
-        return ModelError(
-            "every read of neighbours' rows goes by ids from edge_index",
+        return refused(
+            self,
             f"{what} uses ids that were computed from them (an edge list rebuilt inside forward)",
-            where="; ".join(filter(None, (self.where(), user_line()))),
             hint="rebuild the edges before training (data.edge_index), not inside forward",
+            asked="every read of neighbours' rows goes by ids from edge_index",
         )

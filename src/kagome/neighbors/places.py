@@ -18,6 +18,7 @@ from kagome.neighbors.marks import PAIRS, VERTICES, Mark, Marks
 
 if TYPE_CHECKING:
     from kagome.neighbors.copies import Copies
+    from kagome.neighbors.kept import Kept
     from kagome.neighbors.turn import Turn
 
 Args = tuple[Any, ...]
@@ -52,6 +53,7 @@ class Places(Placed, Protocol):
     numbered: bool
     device: torch.device
     copies: Copies
+    keeping: Kept
     turn: Turn
 
     def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:

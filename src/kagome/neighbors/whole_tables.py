@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from kagome.caller import from_library
+from kagome.errors import ModelError
 from kagome.neighbors.axes import ELEMENTWISE
 from kagome.neighbors.count import Count, as_place
 from kagome.neighbors.marks import IDS, VERTICES, Kind, Mark
 from kagome.neighbors.places import FULL, Args, Func, Kwargs, Places, lost, refused
+from kagome.neighbors.writes import IN_PLACE, written_by
 
 
 def of_table(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -38,14 +40,29 @@ def of_table(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -
         if not mark.whole or base.size(0) < scope.vertices:
             return NotImplemented
         scope.numbered = True
-        own = scope.marks.put(func(base, scope.ids_of(mark)), Mark(Kind.ROWS))
+        own = func(base, scope.ids_of(mark)) if scope.parted else func(base, head)
+        scope.marks.put(own, Mark(Kind.ROWS))
+        if scope.parted and not scope.keeping.copy(scope, base, own):
+            scope.copies.note(own)
         return own[(FULL, *rest)] if rest else own
     return NotImplemented
 
 
 def set_rows(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``table[row] = value`` by ids of edges: a tensor with all rows is written by original numbers."""
+    """``table[row] = value`` by ids of edges: a tensor with all rows is written by original numbers.
+
+    Raises:
+        ModelError: If rows of a part are written into such a tensor.
+    """
     base, index, value = args
+    held = scope.marks.get(value)
+    if has_all(scope, base, 0) and not from_library():
+        if held is not None and held.kind in VERTICES:
+            raise all_rows_written(scope, name)
+        head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+        if type(head) is slice and isinstance(head.stop, Count) and head.stop.mark == Mark(Kind.ROWS):
+            whole = slice(head.start, scope.vertices, head.step)
+            return func(base, (whole, *rest), value)
     mark = scope.marks.get(index) if isinstance(index, Tensor) else None
     if mark is None or mark.kind not in IDS or base.dim() == 0 or not has_all(scope, base, 0):
         return NotImplemented
@@ -131,12 +148,17 @@ def written_to(scope: Places, base: Tensor, axis: int, index: Tensor, name: str)
     if index.numel() and int(index.max()) >= scope.own and scope.marks.get(index) == Mark(Kind.TARGET):
         return base  # a layer's own groups, made from ids of targets
     if name.endswith("_") and not from_library():
-        raise refused(
-            scope,
-            f"{name} writes into a tensor of all {scope.vertices:,} rows",
-            hint="make it with a row for each row of the input: x.new_zeros(x.size(0), ...)",
-        )
+        raise all_rows_written(scope, name)
     return own_rows(scope, base, axis)
+
+
+def all_rows_written(scope: Places, name: str) -> ModelError:
+    """The error of a call that writes rows of a part into a tensor that has a row for each vertex."""
+    return refused(
+        scope,
+        f"{name} writes into a tensor of all {scope.vertices:,} rows",
+        hint="make it with a row for each row of the input: x.new_zeros(x.size(0), ...)",
+    )
 
 
 def refuse_unknown_write(scope: Places, name: str, base: Any, dim: Any) -> None:
@@ -265,6 +287,9 @@ def met(scope: Places, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
 
     Returns:
         None where no argument has rows of vertices, or none has all rows.
+
+    Raises:
+        ModelError: If it writes to such a tensor.
     """
     if name != "__getitem__" and name.strip("_") not in ELEMENTWISE:
         return None
@@ -275,6 +300,8 @@ def met(scope: Places, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     if marked is None or not marked[1].whole:
         return None
     right = marked[1].axis - marked[0].dim()
+    # What an operator like += gives is put in the place of what it is given.
+    targets = [] if name in IN_PLACE else written_by(name, "", args, kwargs)
     cut = False
 
     def own(value: Any) -> Any:
@@ -282,6 +309,8 @@ def met(scope: Places, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
         if isinstance(value, (tuple, list)):
             return type(value)(own(each) for each in value)
         if has_all(scope, value, right):
+            if any(value is target for target in targets):
+                raise all_rows_written(scope, name)
             cut = True
             return own_rows(scope, value, value.dim() + right)
         return value
