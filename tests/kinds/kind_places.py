@@ -7,6 +7,7 @@ from functools import partial
 from cases import Case, with_targets
 from torch import nn
 
+import call_models
 import place_models
 import value_models
 from by_hand import ByHand, graph
@@ -17,10 +18,10 @@ def _built(body: Body, modules: Mods) -> nn.Module:
     return ByHand(body, **modules)
 
 
-DRAWS = ("dropout of one kind", "draws for len")
+DRAWS = ("dropout of one kind", "draws for len", "dropout by a seed")
 CASES = {
     name: Case(partial(_built, *row[:2]), lambda: with_targets(graph()), draws=name in DRAWS)
-    for models in (place_models, value_models)
-    for table in (models.EXACT, models.REFUSED)
+    for models in (place_models, value_models, call_models)
+    for table in (models.EXACT, models.REFUSED, getattr(models, "SEEDED", {}))
     for name, row in table.items()
 }

@@ -75,7 +75,8 @@ def _attention(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) 
     along = [scope.axis(end) == end.dim() - 2 for end in ends]
     if all(along) and all(map(scope.of_each_vertex, ends)):
         return _among_all(scope, func, given)
-    if given.get("dropout_p", 0.0) > 0.0 or (scope.parted and any(along[1:])):
+    drops = given.get("dropout_p", 0.0) > 0.0 and (scope.parted or not scope.own_seed())
+    if drops or (scope.parted and any(along[1:])):
         return scope.within(partial(attention, **given, drop=functional.dropout))
     return NotImplemented
 
@@ -91,8 +92,12 @@ def _among_all(scope: Scope, func: Func, given: Kwargs) -> Any:
     drops = given.get("dropout_p", 0.0)
     if not scope.parted:
         scope.knows_everyone()
-        if not drops:
+        if not drops or scope.own_seed():
             return NotImplemented
+    elif drops and scope.own_seed():
+        raise scope.refuse_draw(
+            "attention", "forward seeds torch's generator, which draws in the order of rows"
+        )
     elif given.get("attn_mask") is not None or given.get("is_causal", False):
         raise ModelError(
             "attention among all vertices is the same wherever their rows lie",

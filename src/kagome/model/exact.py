@@ -46,6 +46,18 @@ def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
     return torch.arange(x.size(0) if x.dim() else 1, device=x.device), key, 0
 
 
+def _as_seeded(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs, x: Tensor) -> Any:
+    """A draw after forward has seeded torch's generator: as torch draws it, where all rows are here."""
+    if scope.parted:
+        raise _refused_seed(scope, name)
+    out = func(*args, **kwargs)
+    return scope.like(out, x) if isinstance(out, Tensor) else out
+
+
+def _refused_seed(scope: Scope, name: str) -> Exception:
+    return scope.refuse_draw(name, "forward seeds torch's generator, which draws in the order of rows")
+
+
 def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     x: Tensor = args[0] if args else kwargs["input"]
     p = float(argument(args, kwargs, 1, "p", 0.5))
@@ -56,6 +68,8 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     training = argument(args, kwargs, 2, "train" if name != "dropout" else "training", True)
     if not training or p == 0.0:
         return x if scope.drops_shares(x) else NotImplemented
+    if scope.own_seed():
+        return _as_seeded(scope, name, func, args, kwargs, x)
     if name == "dropout" and scope.drops_shares(x):
         ids, key, _ = _ids(scope, x, name)
         return scope.drop_shares(
@@ -98,6 +112,8 @@ def _rrelu(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     x: Tensor = args[0] if args else kwargs["input"]
     if not argument(args, kwargs, 3, "training", False) or not draws.of_torch(func, kwargs):
         return NotImplemented
+    if scope.own_seed():
+        return _as_seeded(scope, name, func, args, kwargs, x)
     low, high = argument(args, kwargs, 1, "lower", 1 / 8), argument(args, kwargs, 2, "upper", 1 / 3)
     slope = low + (high - low) * _numbers(*_ids(scope, x, name))(tuple(x.shape), 0).to(x.dtype)
     factor = torch.where(x.detach() <= 0, slope, torch.ones_like(slope))
@@ -123,7 +139,7 @@ def _drawn(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     found = drawn_for(scope, name, given)
     if found is None:
         return _shared(scope, name, func, args, kwargs)
-    if kwargs.get("generator") is not None:
+    if kwargs.get("generator") is not None or scope.own_seed():
         return _by_generator(scope, name, func, args, kwargs, found)
     given["shape"] = tuple(found.shape)
     out = LAWS[name](_numbers(*_ids(scope, found, name)), given)
@@ -155,8 +171,8 @@ def drawn_for(scope: Scope, name: str, given: Given) -> Tensor | None:
 
 def _by_generator(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs, rows: Tensor) -> Any:
     """A draw by the user's own generator: all vertices' numbers are drawn on each rank, and own ones kept."""
-    if not scope.parted:
-        return NotImplemented
+    if not scope.parted or kwargs.get("generator") is None:
+        return _as_seeded(scope, name, func, args, kwargs, rows)
     given = given_of(name, args, kwargs)
     sized = given.get("size") is not None
     if not scope.of_each_vertex(rows) or not (sized or name.endswith(("_", "_like"))):
@@ -178,9 +194,13 @@ def _shared(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
 
     Torch's own generator stands elsewhere in each of them.
     """
-    if not draws.of_torch(func, kwargs):
+    if isinstance(func, FunctionType):
         return NotImplemented
     args = counted(scope, name, args, kwargs)
+    if kwargs.get("generator") is not None or (scope.own_seed() and not scope.parted):
+        return func(*args, **kwargs)
+    if scope.own_seed():
+        raise _refused_seed(scope, name)
     path, index = scope.call()
     return draws.seeded(func, args, kwargs, draws.call_key(scope.seed, scope.epoch, path, index))
 

@@ -31,6 +31,9 @@ class Scope(Protocol):
     vertices: int
     within_once: int
 
+    def own_seed(self) -> bool:
+        """Whether forward has seeded torch's generator."""
+
     def axis(self, tensor: Any) -> int | None:
         """The row axis of a tensor with a row a vertex or an edge."""
 

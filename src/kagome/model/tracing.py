@@ -39,6 +39,7 @@ _LOOKED_INTO = ("torch_geometric.nn.models", "torch_geometric.nn.sequential")
 _FUNCTIONS = (torch_geometric.utils, torch_geometric.nn.pool, torch_geometric.nn.functional)
 _MAKERS = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace", "tensor")
 _DRAWS = tuple(name for name in DRAWS if not name.startswith("_") and not name.endswith("_"))
+_SEEDS: tuple[Callable[..., Any], ...] = (torch.manual_seed, torch.seed, torch.set_rng_state)
 _DEVICES = ("cpu", "cuda")
 
 
@@ -335,8 +336,17 @@ class Tracer(fx.Tracer):
         ]
         functions += [getattr(torch, name) for name in _MAKERS]
         wrappers = {id(function): self._noting(function, always=False) for function in functions}
+        wrappers |= {id(function): self._refusing(function.__name__) for function in _SEEDS}
         # A draw that reads no value would be made now, once and for all.
         return wrappers | {id(f): self._noting(f, always=True) for f in (getattr(torch, n) for n in _DRAWS)}
+
+    def _refusing(self, name: str) -> Callable[..., Any]:
+        def seeds(*_args: Any, **_kwargs: Any) -> Any:
+            raise UntraceableError(
+                f"it seeds torch's generator ({name}), which steps run one by one would not"
+            )
+
+        return seeds
 
     def _noting(self, function: Callable[..., Any], *, always: bool) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:

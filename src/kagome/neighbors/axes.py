@@ -47,8 +47,22 @@ LOSE = frozenset(
         "triu_",
         "msort",
         "__set__",
+        *("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "resize_", "resize_as_"),
+        *("diagonal", "diagonal_copy", "diagonal_scatter", "linalg_diagonal", "diag_embed", "vander"),
+        *("masked_scatter", "masked_scatter_", "put", "put_", "nonzero_static", "sum_to_size", "addbmm"),
+        *("combinations", "cartesian_prod", "meshgrid", "sampled_addmm", "sparse_sampled_addmm"),
+        *("geqrf", "orgqr", "ormqr", "lstsq", "triangular_solve", "stft", "istft", "embedding_renorm_"),
+        *(
+            f"{name}_copy"
+            for name in ("unfold", "view", "expand", "transpose", "permute", "t", "unbind", "narrow")
+        ),
+        *(
+            f"{name}_copy"
+            for name in ("select", "slice", "split", "split_with_sizes", "squeeze", "unsqueeze")
+        ),
     ]
 )
+"""Calls after which it is not known where rows lie, or whose result mixes them."""
 _REDUCE = frozenset(
     [
         "sum",
@@ -100,7 +114,20 @@ _SHARES = frozenset(["softmax", "log_softmax", "softmin", "special_softmax", "sp
 _AMONG = frozenset(["topk", "kthvalue", "roll"])
 """Calls that go along one axis, with a number before it, and keep the others."""
 _TURNS = frozenset(
-    ["t", "numpy_T", "T", "mT", "adjoint", "transpose", "swapaxes", "transpose_", "swapdims", "permute"]
+    [
+        "t",
+        "numpy_T",
+        "T",
+        "H",
+        "mT",
+        "mH",
+        "adjoint",
+        "transpose",
+        "swapaxes",
+        "transpose_",
+        "swapdims",
+        "permute",
+    ]
 )
 _JOINS = frozenset(["stack", "cat", "concat", "concatenate", "hstack", "vstack"])
 _BY_AXIS = frozenset(
@@ -115,6 +142,21 @@ _BY_AXIS = frozenset(
     ]
 )
 """Calls that read or write along one axis by number, and keep the others of their first argument."""
+_ALONG: dict[str, tuple[int, Any]] = {
+    **dict.fromkeys(("select_scatter", "slice_scatter"), (2, 0)),
+    **dict.fromkeys(("index_reduce", "index_reduce_"), (1, None)),
+    **dict.fromkeys(("trapz", "trapezoid", "cumulative_trapezoid"), (2, -1)),
+    **dict.fromkeys(("cross", "linalg_cross"), (2, -1)),
+    "cosine_similarity": (2, 1),
+    **dict.fromkeys(
+        (f"fft_{way}{kind}fft" for way in ("", "i") for kind in ("", "r", "h")),
+        (2, -1),
+    ),
+    **dict.fromkeys((f"fft_{way}{kind}fft2" for way in ("", "i") for kind in ("", "r", "h")), (2, (-2, -1))),
+    **dict.fromkeys((f"fft_{way}{kind}fftn" for way in ("", "i") for kind in ("", "r", "h")), (2, None)),
+    **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), (1, None)),
+}
+"""Calls that go along named axes: where those stand among the arguments, and the default; None is all."""
 _RECURRENT = frozenset(["gru", "lstm", "rnn_tanh", "rnn_relu"])
 _MIXING = ("linalg_", "fft_", "svd", "qr", "pca_lowrank", "lu", "cholesky", "inverse", "pinverse", "matrix_")
 """Calls that begin so mix all rows of a matrix; of several matrices each apart."""
@@ -156,7 +198,9 @@ ELEMENTWISE = frozenset(
     ]
 )
 """Calls in which rows of one tensor meet the same rows of another, by their names without underscores."""
-PREFIX = frozenset(["view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"])
+PREFIX = frozenset(
+    ["view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as"]
+)
 
 
 def place_of(
@@ -199,6 +243,8 @@ def place_of(
         along = kwargs.get("dim", next((a for a in args[1:] if isinstance(a, int)), None))
         kept = along is not None and args and args[0] is base and _positive(along, base) != axis
         return axis if kept and out.dim() == base.dim() and out.size(axis) == rows else None
+    if name in _ALONG:
+        return _by_named(name, args, kwargs, base, axis, out)
     if name in _RECURRENT:
         return _by_recurrence(args, base, axis, rows, out)
     if name in _BATCHED or name.startswith(_MIXING):
@@ -237,9 +283,9 @@ def _by_turn(name: str, args: tuple[Any, ...], base: Tensor, axis: int) -> int |
     if name in ("transpose", "swapaxes", "transpose_", "swapdims"):
         pair = {_positive(args[1], base), _positive(args[2], base)}
         return axis if axis not in pair else (pair - {axis} or {axis}).pop()
-    if name in ("mT", "adjoint") and axis < base.dim() - 2:
+    if name in ("mT", "mH", "adjoint") and axis < base.dim() - 2:
         return axis
-    if name in ("mT", "adjoint"):
+    if name in ("mT", "mH", "adjoint"):
         return 2 * base.dim() - 3 - axis  # the last two change places
     return base.dim() - 1 - axis  # all in the other order; t takes two at most
 
@@ -251,6 +297,21 @@ def _by_join(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int
     if name == "stack":
         return axis + int(dim <= axis)
     return None if dim == axis else axis
+
+
+def _by_named(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int, out: Tensor
+) -> int | None:
+    """Calls of :data:`_ALONG`: axes that are none of theirs stay."""
+    at, default = _ALONG[name]
+    named = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else default))
+    if named is None:
+        return None
+    dims = {_positive(dim, base) for dim in (named if isinstance(named, (tuple, list)) else (named,))}
+    writes = name.startswith(("select_", "slice_", "index_"))
+    if axis in dims or (writes and base is not args[0]):
+        return None
+    return axis if out.dim() == base.dim() else axis - sum(dim < axis for dim in dims)
 
 
 def _by_run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int) -> int | None:

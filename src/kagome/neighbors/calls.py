@@ -167,7 +167,8 @@ class Calls:
         scope = self.scope
         if nn.modules.module._has_any_global_hook():  # of modules inside too
             return False
-        return self.on and scope.fast and not scope.slices and scope.notes is None and not _cast()
+        able = self.on and scope.fast and not scope.slices and scope.notes is None
+        return able and not _cast() and not scope.own_seed()
 
     def watch(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> Notes | None:
         """Take notes of the call that begins, if there is something to learn of it; else None."""

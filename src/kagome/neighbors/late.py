@@ -98,6 +98,10 @@ class Late:
         with torch._C.DisableTorchFunction():  # asked many times a layer, of the tensor itself
             return self.constants.has(tensor)
 
+    def own_seed(self) -> bool:
+        """Whether forward has seeded torch's generator since it began: what it draws then is its own."""
+        return torch.initial_seed() != self.turn.seed
+
     def thinned(self, rows: Tensor) -> Tensor | Thin:
         """Rows that last and are nearly all zeros by what is not; others as they are."""
         if not self.fast or not self.lasting(rows):

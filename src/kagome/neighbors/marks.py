@@ -504,9 +504,9 @@ PAIRS: Final = ", which gives a value for each pair of rows"
 
 def _lose(marks: Marks, name: str, out: Tensor, does: str = "") -> None:
     """What became of rows by a call that is not known to give the same on a part."""
-    if name.startswith("new_") or from_library():
-        return  # PyG's own layers are made exact by handlers and rules
     counts = not (out.is_floating_point() or out.is_complex() or out.dtype == torch.bool)
+    if name.startswith("new_") or (name != "nonzero" and from_library()):
+        return  # PyG's own layers are made exact by handlers and rules; pooling gives out places of its own
     if counts and not does:
         marks.put(out, Mark(Kind.LOCAL))
     else:

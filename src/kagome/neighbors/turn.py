@@ -64,6 +64,8 @@ class Turn:
         self.running = self.over = False
         self.aside = False
         """Whether what runs is kept for all forwards: such a read is no site of later ones."""
+        self.seed = torch.initial_seed()
+        """That of torch's generator when the forward began."""
         self.differentiates = False
         """Whether a derivative is taken inside forward: its backward is seen to."""
         self._inner: list[Tensor] = []

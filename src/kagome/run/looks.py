@@ -196,8 +196,8 @@ def _compare(model: nn.Module, graph: LayerGraph, scope: Interception, train: Tr
     def on(training: bool) -> Iterator[None]:
         with (
             unmoved(tensors_of(scope.inputs).values()),
+            draws_of(train.seed, 0),  # before the forward begins: from then on a new seed is the user's
             On(model, scope, train, training=training),
-            draws_of(train.seed, 0),
         ):
             yield
 

@@ -109,9 +109,9 @@ def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return out if scope is None else scope.like(out, args[0] if args else kwargs["input"])
     if name in LAWS and scope is not None:  # by a generator of the user's
         return HANDLERS[name](scope, name, func, args, kwargs)
-    if scope is not None and kwargs.get("generator") is None:
+    if scope is not None:
         args = counted(scope, name, args, kwargs)
-    return draws.seeded(func, args, kwargs, 0) if draws.of_torch(func, kwargs) else NotImplemented
+    return draws.seeded(func, args, kwargs, 0) if draws.of_torch(func, kwargs) else func(*args, **kwargs)
 
 
 def _undropped(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
