@@ -273,7 +273,10 @@ def test_epochs_that_are_no_number_of_them(trainer: Trainer, epochs: Any) -> Non
         trainer.fit(epochs)
 
 
-@pytest.mark.parametrize("where", [3, None, b"x", torch.tensor(2), threading.Lock()], ids=str)
+NO_PATHS = {"number": 3, "none": None, "bytes": b"x", "tensor": torch.tensor(2), "lock": threading.Lock()}
+
+
+@pytest.mark.parametrize("where", NO_PATHS.values(), ids=NO_PATHS)
 def test_a_folder_that_is_no_path(trainer: Trainer, where: Any) -> None:
     with pytest.raises(ConfigError, match="takes a text or a path"):
         trainer.load(where)

@@ -342,9 +342,10 @@ class Interception(Late, TorchFunctionMode):
     def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
         """Give ``out`` the mark of ``tensor``, if need be along another axis."""
         mark = self.marks.get(tensor)
-        if mark is not None:
-            kind = Kind.ROWS if mark.kind is Kind.NUMBERS else mark.kind
-            mark = replace(mark, kind=kind, axis=mark.axis if axis is None else axis)
+        if mark is not None and axis is not None:
+            mark = mark.along(axis)
+        if mark is not None and mark.kind is Kind.NUMBERS:
+            mark = replace(mark, kind=Kind.ROWS)
         return self.marks.put(out, mark)
 
     def total(self, part: Tensor, what: str = "total") -> Tensor:
