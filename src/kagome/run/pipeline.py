@@ -320,7 +320,7 @@ class Pipeline:
         with self.phases.phase("weights", epoch):
             mine = torch.tensor([lost, float(stop), *self.ways.moved(epoch)], dtype=torch.float64)
             mine, action = mine.to(self.mesh.device), f"loss, epoch {epoch}"
-            value, stops, *moved = self.mesh.world.all_reduce(mine, action=action, kind="weights").tolist()
+            value, stops, *moved = self.mesh.world.all_reduce(mine, action=action, kind="other").tolist()
         self.ways.crossing.moved(moved, epoch)
         task.check_finite(value, epoch)
         if self.guard is not None:
