@@ -322,7 +322,7 @@ def test_stages_wait_for_each_other() -> None:
     assert one.name == "pipe=2 chunks=1"
     assert one.epoch_seconds == pytest.approx(2 * (busy - 7 * CHUNK), rel=1e-3)
     assert one.memory_bytes < history.memory_bytes
-    assert history.bytes_per_epoch == {"stage": 8_000, "halo": 0, "weights": 32}  # of the loss
+    assert history.bytes_per_epoch == {"stage": 8_000, "halo": 0, "weights": 0, "other": 32}  # of the loss
     whole = replace(alone[0], whole=1e6)
     assert one.memory_bytes == 1.5e6
     found = pipes(cut, 1, [whole], rates, fast, 0.0, chunks=1)

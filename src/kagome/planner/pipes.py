@@ -126,7 +126,7 @@ def pipes(
     sums = summed(number * tensor, rates.weights, ranks)
     # Stages wait for each other's messages too where there is one chunk.
     waits = most / tensor / (1 if chunks == 1 else ranks) / link + sums / link
-    sent["weights"] = round((sums + summed(size, (LOSS,))) * size)
+    sent |= {"weights": round(sums * size), "other": round(summed(size, (LOSS,)) * size)}
     if sliced is not None:
         waits += sliced.sent / number / tensor / cluster.bandwidth(tensor)
     busy = max(map(run.busy, range(ranks)))
