@@ -53,7 +53,7 @@ class Labels:
 
     @property
     def columns(self) -> int:
-        """Entries a row."""
+        """The number of labels of each vertex."""
         return torch.Size(self.shape).numel()
 
     @property

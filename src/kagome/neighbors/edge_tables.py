@@ -93,7 +93,7 @@ class Cutter(Protocol):
         """Edges of the whole graph."""
 
     def where(self) -> str:
-        """The running module."""
+        """The path of the module whose forward is running."""
 
 
 class EdgeTables:

@@ -122,7 +122,7 @@ class Scope(Protocol):
     path: list[str]
 
     def where(self) -> str:
-        """Module path."""
+        """The path of the module to which the backward belongs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
         """Answer a torch call."""

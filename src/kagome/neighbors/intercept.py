@@ -282,7 +282,7 @@ class Interception(Late, TorchFunctionMode):
 
     @property
     def own(self) -> int:
-        """Own rows."""
+        """The number of vertices that this rank owns."""
         return self.views[0].rows.own
 
     @property
@@ -292,7 +292,7 @@ class Interception(Late, TorchFunctionMode):
 
     @property
     def scopes(self) -> Sequence[Interception]:
-        """Itself alone."""
+        """The interceptions of this rank: this one alone."""
         return (self,)
 
     def keeps(self, model: nn.Module) -> None:

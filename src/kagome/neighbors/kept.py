@@ -44,7 +44,7 @@ class Keeper(Protocol):
     parted: bool
 
     def where(self) -> str:
-        """The running module."""
+        """The path of the module whose forward is running."""
 
 
 class Ending(Keeper, Protocol):

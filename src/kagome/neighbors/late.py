@@ -67,7 +67,7 @@ class Late:
     @property
     @abstractmethod
     def own(self) -> int:
-        """Own rows."""
+        """The number of vertices that this rank owns."""
 
     @abstractmethod
     def axis(self, tensor: Any) -> int | None:

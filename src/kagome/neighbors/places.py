@@ -41,7 +41,7 @@ class Placed(Protocol):
     """Who knows where a forward is."""
 
     def where(self) -> str:
-        """The running module."""
+        """The path of the module whose forward is running."""
 
 
 class Places(Placed, Protocol):
