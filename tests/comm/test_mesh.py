@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import open_mesh
@@ -50,6 +51,22 @@ def test_one_rank_may_have_a_group_and_it_is_gone_afterwards():
 def test_a_mesh_that_needs_more_ranks_is_refused():
     with pytest.raises(ConfigError, match="graph=3 needs 3 ranks"), open_mesh(Parallel(graph=3)):
         pass
+
+
+def test_a_store_that_ends_while_it_is_joined_is_sought_again(monkeypatch):
+    """Rank 0 ends a group and opens the next one at the same port: others may meet the old store's end."""
+    begun = []
+
+    def ends_once(ranks, limit):
+        begun.append(ranks)
+        if len(begun) == 1:
+            raise dist.DistNetworkError("Failed to recv, got 0 bytes.")
+        return HashStore()
+
+    monkeypatch.setattr("kagome.comm.joined._store", ends_once)
+    with open_mesh(always_group=True) as mesh:
+        assert mesh.graph.size == 1
+    assert len(begun) == 2
 
 
 def test_ranks_that_never_come_are_told(monkeypatch):

@@ -77,11 +77,11 @@ def join(ranks: Ranks, device: torch.device, timeout: float) -> Joined:
             left = max(until - time.monotonic(), 1.0)
             # A host that is there and says nothing would be waited for without an end.
             ask = partial(_store, ranks, timedelta(seconds=left))
-            store = within(left + 1, ask, "the ranks' store")
             try:
+                store = within(left + 1, ask, "the ranks' store")
                 return _in_group(ranks, device, timedelta(seconds=timeout), store)
             except dist.DistNetworkError:
-                # That store was of a group which rank 0 has ended meanwhile.
+                # That store was of a group which rank 0 is ending, or has ended: it opens the next one there.
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.1)
