@@ -37,7 +37,33 @@ def pooled(m: nn.Module, x: Tensor, e: Tensor) -> Tensor:
     return x + spread
 
 
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return torch.relu(x - x.mean(0))
+
+
+def centered(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+class Centers(nn.Module):
+    """Subtracts the mean of all rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+traced = torch.jit.trace(centered, torch.randn(5, 8))
+scripted_module = torch.jit.script(Centers())
+traced_module = torch.jit.trace(Centers(), torch.randn(5, 8))
+operator = torch.library.custom_op("kagome_tests::centered", centered, mutates_args=())
+operator.register_autograd(lambda context, grad: grad - grad.mean(0))
+
 EXACT: dict[str, tuple[Body, Mods]] = {
+    "a scripted function": (lambda m, x, e, d: scripted(x), {}),
+    "a forked function": (lambda m, x, e, d: torch.jit.wait(torch.jit.fork(scripted, x)), {}),
+    "a function traced over weights": (lambda m, x, e, d: x + traced(m.u.weight).sum(0), TWO),
+    "a compiled function": (lambda m, x, e, d: torch.compile(centered, backend="eager")(x), {}),
     "cosine of columns": (lambda m, x, e, d: x * F.cosine_similarity(x, m.u(x), dim=1)[:, None], TWO),
     "cosine to a vector": (lambda m, x, e, d: x * F.cosine_similarity(m.u.bias[None], x)[:, None], TWO),
     "cross of each row": (
@@ -85,6 +111,15 @@ SEEDED: dict[str, tuple[Body, Mods]] = {
 """Equal on one rank, refused on several."""
 
 REFUSED: dict[str, tuple[Body, Mods, str]] = {
+    "a traced function": (lambda m, x, e, d: traced(x), {}, "torch.jit has compiled"),
+    "a scripted module": (lambda m, x, e, d: scripted_module(x), {}, "torch.jit has compiled"),
+    "a traced module": (lambda m, x, e, d: traced_module(x), {}, "torch.jit has compiled"),
+    "an operator": (lambda m, x, e, d: operator(x), {}, "kagome_tests::centered"),
+    "a named operator": (
+        lambda m, x, e, d: torch.ops.kagome_tests.centered(x),
+        {},
+        "kagome_tests::centered",
+    ),
     "a row put in": (lambda m, x, e, d: torch.select_scatter(x, x[3] * 2, 0, 5), {}, "select_scatter"),
     "rows put in": (lambda m, x, e, d: torch.slice_scatter(x, x[:4] * 2, 0, 5, 9), {}, "slice_scatter|size"),
     "a diagonal put in": (

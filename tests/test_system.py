@@ -29,6 +29,8 @@ from kagome.system import STARVED, in_words, refused
         (OSError(errno.EMFILE, "Too many open files", "x"), "open at once"),
         (OSError(errno.ENOSPC, "No space left on device", "run/a"), "No space left on device (run/a)"),
         (OSError(errno.EFBIG, "File too large", "run/a"), "File too large, the limit is"),
+        (OSError(errno.EEXIST, "File exists", "run"), "File exists: run"),
+        (OSError(errno.EISDIR, "Is a directory", ".page.tmp", None, "page"), "Is a directory: page"),
     ],
 )
 def test_what_the_system_refuses_is_told(error, words):

@@ -184,9 +184,10 @@ def cluster(**changed: str) -> Make:
 
     def make(folder: Path) -> tuple[str, ...]:
         facts = {
+            "name": '"two"',
             "hosts": "1",
             "devices": "2",
-            "memory_gib": "4",
+            "memory": "4e9",
             "speed": "1.0",
             "inside": "1e9",
             "between": "1e9",

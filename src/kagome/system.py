@@ -38,7 +38,9 @@ PATHS: Final = (
     errno.EACCES,
     errno.EPERM,
     errno.EROFS,
+    errno.EEXIST,
     errno.ENOTDIR,
+    errno.ENOTEMPTY,
     errno.EISDIR,
     errno.ELOOP,
 )
@@ -151,7 +153,7 @@ def _path(error: BaseException) -> ResourceError | None:
         return None
     return ResourceError(
         "a file or folder was to be read or written",
-        f"{error.strerror}: {shortened(str(error.filename), 200)}",
+        f"{error.strerror}: {shortened(str(error.filename2 or error.filename), 200)}",
         hint="another path",
     )
 

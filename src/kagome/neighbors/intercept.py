@@ -27,7 +27,7 @@ from kagome.caller import user_line
 from kagome.errors import ModelError
 from kagome.graph.adjacency import adjacency_of
 from kagome.graph.partition import Partition
-from kagome.neighbors import adjacency, algebra, edge_tables, edge_views, id_values, whole_tables
+from kagome.neighbors import adjacency, algebra, compiled, edge_tables, edge_views, id_values, whole_tables
 from kagome.neighbors.again import Again
 from kagome.neighbors.axes import attribute
 from kagome.neighbors.by_identity import ByIdentity
@@ -249,6 +249,7 @@ class Interception(Late, TorchFunctionMode):
             args, kwargs = self.edge_tables.cut(self, name, func, args, kwargs)
         if asks:
             return args, kwargs  # what a tensor is, and none of its numbers
+        compiled.refuse_operator(self, func, args, kwargs)
         if len(self.views) > 1:
             args, kwargs = edge_views.aligned(self, name, args, kwargs)
         self.keeping.meet(self, name, func, args, kwargs)
@@ -430,8 +431,7 @@ class Interception(Late, TorchFunctionMode):
     def everyone(self, rows: Tensor, *, ordered: bool = True) -> Tensor:
         """The rows of all ranks, with gradient: in the order of the graph, or own ones first."""
         self.needs_all("attention over all vertices")
-        plan = self.knows_everyone()
-        whole = plan.extend(rows, self.turn, self.where())
+        whole = self.knows_everyone().extend(rows, self.turn, self.where())
         return whole.index_select(0, self._order) if ordered else whole
 
     def knows_everyone(self) -> NeighborRows:

@@ -20,6 +20,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.hooks import BackwardHook
 
 from kagome.errors import ModelError
+from kagome.neighbors import compiled
 from kagome.neighbors.in_backward import Behind, behind
 from kagome.neighbors.marks import Marks
 from kagome.neighbors.turn import transformed
@@ -38,6 +39,7 @@ _LIBRARIES: Final = frozenset(
 )
 _LOCK: Final = threading.Lock()
 _USERS: Final[list[None]] = []
+_COMPILED: Final[list[Callable[[], None]]] = []
 
 
 def watch() -> Callable[[], None]:
@@ -51,6 +53,7 @@ def watch() -> Callable[[], None]:
             # Below Function.apply, which users bind when they import: ``reverse = Reverse.apply``.
             _SingleLevelFunction.apply = classmethod(_applied)  # type: ignore[attr-defined]
             modules.BackwardHook = _Hooks  # type: ignore[attr-defined]
+            _COMPILED.append(compiled.watch(_running))
         _USERS.append(None)
 
     def remove() -> None:
@@ -59,6 +62,7 @@ def watch() -> Callable[[], None]:
             if not _USERS:
                 del _SingleLevelFunction.apply  # type: ignore[attr-defined]
                 modules.BackwardHook = BackwardHook  # type: ignore[attr-defined]
+                _COMPILED.pop()()
 
     return remove
 
