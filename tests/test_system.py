@@ -29,8 +29,6 @@ from kagome.system import STARVED, in_words, refused
         (OSError(errno.EMFILE, "Too many open files", "x"), "open at once"),
         (OSError(errno.ENOSPC, "No space left on device", "run/a"), "No space left on device (run/a)"),
         (OSError(errno.EFBIG, "File too large", "run/a"), "File too large, the limit is"),
-        (OSError(errno.EEXIST, "File exists", "run"), "File exists: run"),
-        (OSError(errno.EISDIR, "Is a directory", ".page.tmp", None, "page"), "Is a directory: page"),
     ],
 )
 def test_what_the_system_refuses_is_told(error, words):
@@ -41,6 +39,19 @@ def test_what_the_system_refuses_is_told(error, words):
     wrapped = RuntimeError("a layer failed")
     wrapped.__cause__ = error
     assert words in str(refused(wrapped))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.EEXIST, "File exists", "run"), "File exists: run"),
+        (OSError(errno.EISDIR, "Is a directory", ".page.tmp", None, "page"), "Is a directory: page"),
+    ],
+)
+def test_what_is_no_file_or_no_folder_is_told(error, words):
+    found = in_words(error)
+    assert isinstance(found, ResourceError)
+    assert words in str(found)
 
 
 def test_other_faults_are_nobody_s_here():

@@ -46,17 +46,21 @@ def between_epochs(channel: Channel, parallel: dict[str, Any]) -> list[bool]:
 
         def __init__(self) -> None:
             self.weights: list[dict[str, Tensor]] = []
+            self.read: list[bool] = []
 
         def on_fit_start(self, trainer: Trainer) -> None:
             self.trainer = trainer
 
         def on_epoch_end(self, record: Any) -> None:
+            read = {name: value.clone() for name, value in self.trainer.model.state_dict().items()}
             self.weights.append(self.trainer.last_weights())
+            self.read.append(same(read, self.weights[-1]))
 
     seen, found = Seen(), []
     with made(model("gcn", 0.3), parallel, callbacks=[seen]) as whole:
         best = whole.fit(8)["best_epoch"]
         assert 0 < best < 8, "the test needs a best epoch before the last"
+        found += seen.read
         found += [same(dict(whole.model.state_dict()), seen.weights[best - 1])]
         found += [
             same(whole.best_weights(), seen.weights[best - 1]),

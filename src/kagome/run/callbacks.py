@@ -21,7 +21,8 @@ class Callbacks:
     """The callbacks of a run.
 
     A callback runs on rank 0 alone, unless its attribute ``all_ranks`` is true. All ranks learn of what it
-    raised before they go on.
+    raised before they go on. Where one hears of each epoch, a pipeline gives every rank the weights of all
+    stages first, so that it reads the model as it is.
 
     Args:
         given: Objects with some of the methods in :data:`EVENTS`.

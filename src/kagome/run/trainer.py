@@ -462,6 +462,7 @@ class Trainer:
             self.engine.join_weights()
 
     def _tell_callbacks(self, record: EpochRecord) -> None:
+        self.engine.join_weights()  # a callback may read the model: an average of weights, a norm
         if self._callbacks.tell("on_epoch_end", record):
             self.engine.ahead.anew()  # what was computed ahead of this was another model's
 
