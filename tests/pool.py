@@ -25,7 +25,7 @@ import torch.distributed as dist
 import fused  # noqa: F401 - before any test makes a layer, here and in the workers
 import warm
 from kagome.comm.channel import Channel
-from kagome.comm.shelf import open_shelf
+from kagome.comm.groups import open_shelf
 from kagome.errors import CommError
 
 LARGEST = 4

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from kagome.comm.box import FORWARD, Box, memory_file
 from kagome.comm.channel import Channel
+from kagome.comm.groups import open_shelf
 from kagome.comm.mesh import open_mesh
-from kagome.comm.shelf import NOWHERE, Allowance, Shelf, open_shelf
+from kagome.comm.shelf import NOWHERE, Allowance, Shelf
 from kagome.config import Parallel
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")

@@ -26,8 +26,9 @@ from kagome.model.zoo import build_model
 from kagome.report.holdings import Holdings
 from kagome.run import accounts, staging
 from kagome.run.counts import UNITS, counts_of, split_counts
-from kagome.run.forecast import Way, optimizer_bytes, rates_of
+from kagome.run.forecast import optimizer_bytes, rates_of
 from kagome.run.made import made_pieces
+from kagome.run.way import Way
 
 EXACT = ("weights", "gradients", "optimizer", "features", "edges", "tables")
 ZOO = ("gcn", "sage", "gat", "deepgcn")

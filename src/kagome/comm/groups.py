@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from kagome.available import available_bytes
+from kagome.comm.box import Box
 from kagome.comm.channel import Channel
-from kagome.comm.shelf import open_shelf
+from kagome.comm.shelf import SHARE, Allowance, Shelf
 from kagome.comm.watch import Watch
 
 
@@ -94,3 +97,38 @@ class Groups:
             if each == mine:
                 self._made.append(group)
         return self._made[-1]
+
+
+def open_shelf(channel: Channel, *, wanted: bool = True, beside: Shelf | None = None) -> Shelf | None:
+    """Find out which ranks can read each other's memory; all ranks of the group call this.
+
+    Args:
+        channel: The channel of the group.
+        wanted: Whether this rank takes part.
+        beside: A shelf that this rank has for a larger group: both together take what one would.
+
+    Returns:
+        The shelf; None if no other rank can read it.
+    """
+    if channel.size == 1:
+        return None
+    box: Box | None = None
+    if wanted and channel.wire.type == "cpu":
+        with suppress(OSError):
+            box = Box(channel.rank, channel.size, None if beside is None else beside.box)
+    offers: list[Any] = channel.gather_objects(box and box.offer, "show memory to the ranks of this host")
+    seen = [
+        box is not None and offer is not None and rank != channel.rank and box.open(rank, offer)
+        for rank, offer in enumerate(offers)
+    ]
+    found: list[Any] = channel.gather_objects(seen, "find the ranks of this host")
+    peers = frozenset(rank for rank in range(channel.size) if seen[rank] and found[rank][channel.rank])
+    if box is None or not peers:
+        if box is not None:
+            box.close()
+        return None
+    box.keep(tuple(peers))
+    if beside is not None:
+        return Shelf(box, peers, beside.allowance)
+    free = available_bytes()
+    return Shelf(box, peers, Allowance(2**28 if free is None else int(SHARE * free / (len(peers) + 1))))

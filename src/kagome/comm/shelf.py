@@ -20,18 +20,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from kagome.available import available_bytes
 from kagome.comm.box import FIELDS, Box, mapped, memory_file
-
-if TYPE_CHECKING:
-    from kagome.comm.channel import Channel
 
 SHARE: Final = 1 / 8
 """All shelves of a host together take at most this share of the memory that is free at the start."""
@@ -206,41 +201,6 @@ class Shelf:
         self._own.append(segment)
         self.allowance.held += size
         return segment
-
-
-def open_shelf(channel: Channel, *, wanted: bool = True, beside: Shelf | None = None) -> Shelf | None:
-    """Find out which ranks can read each other's memory; all ranks of the group call this.
-
-    Args:
-        channel: The channel of the group.
-        wanted: Whether this rank takes part.
-        beside: A shelf that this rank has for a larger group: both together take what one would.
-
-    Returns:
-        The shelf; None if no other rank can read it.
-    """
-    if channel.size == 1:
-        return None
-    box: Box | None = None
-    if wanted and channel.wire.type == "cpu":
-        with suppress(OSError):
-            box = Box(channel.rank, channel.size, None if beside is None else beside.box)
-    offers: list[Any] = channel.gather_objects(box and box.offer, "show memory to the ranks of this host")
-    seen = [
-        box is not None and offer is not None and rank != channel.rank and box.open(rank, offer)
-        for rank, offer in enumerate(offers)
-    ]
-    found: list[Any] = channel.gather_objects(seen, "find the ranks of this host")
-    peers = frozenset(rank for rank in range(channel.size) if seen[rank] and found[rank][channel.rank])
-    if box is None or not peers:
-        if box is not None:
-            box.close()
-        return None
-    box.keep(tuple(peers))
-    if beside is not None:
-        return Shelf(box, peers, beside.allowance)
-    free = available_bytes()
-    return Shelf(box, peers, Allowance(2**28 if free is None else int(SHARE * free / (len(peers) + 1))))
 
 
 def marks(ranks: int) -> int:

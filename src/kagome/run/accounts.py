@@ -28,11 +28,12 @@ from kagome.report.holdings import Holdings, fullest, side_by_side
 from kagome.report.meters import Memory
 from kagome.report.units import bytes_text
 from kagome.run.counts import Counts, Team, counts_of, split_counts
-from kagome.run.forecast import Rates, Way, rates_of
+from kagome.run.forecast import Rates, rates_of
 from kagome.run.pipeline import Pipeline
 from kagome.run.ready import materialise
 from kagome.run.runner import Runner
 from kagome.run.stage_forecast import Share, held_by_stages, share_of
+from kagome.run.way import Way
 
 MANY = 8
 """Slices; what more of them hold is told from two and four."""

@@ -26,9 +26,9 @@ from kagome.graph.validate import validate
 from kagome.kinds import check_kind
 from kagome.model.copies import copied
 from kagome.model.exact import HANDLERS
-from kagome.neighbors.install import forget
 from kagome.run.drawn import Bias
 from kagome.run.first import by_first
+from kagome.run.ready import twin_of
 from kagome.run.sample import cast, fitted, numbered_sample, take_sample
 from kagome.run.trace import DRAWS, Trace, WholeFailedError, no_draw, split_of, whole_of
 from kagome.run.wrappers import as_written, refuse_no_module, unwrapped
@@ -344,25 +344,6 @@ def biased(model: nn.Module, part: Partition, share: float, seed: int) -> ModelE
     with Bias(twin_of(model), share) as bias, suppress(WholeFailedError):
         whole_of(bias.model, whole, seed)  # what it cannot run in float32 was run by the check
     return bias.refusal()
-
-
-def twin_of(model: nn.Module) -> nn.Module:
-    """A copy of a model on the CPU, without what its layers have cached.
-
-    Raises:
-        ModelError: If it cannot be copied.
-    """
-    try:
-        twin = copied(model).cpu()
-    except Exception as error:
-        raise ModelError(
-            "the check runs a copy of the model",
-            f"it cannot be copied: {type(error).__name__}: {error}",
-            hint="let copy.deepcopy(model) work",
-        ) from error
-    for module in twin.modules():
-        forget(module)
-    return twin
 
 
 def _compare(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,17 +45,11 @@ from kagome.run.ladder import EXACT, Ladder, LateProbe, Rung
 from kagome.run.learning import Aim, step_optimizer
 from kagome.run.offload import Offload
 from kagome.run.ready import refused_input
+from kagome.run.runner import Phases, without_fast
 from kagome.run.tally import Tally
 from kagome.run.task import check_finite, check_rows, draws_of, in_float32, rows_of
 from kagome.run.weighed import Weighed
 from kagome.system import in_words
-
-
-class Phases(Protocol):
-    """What this file needs of :class:`kagome.report.spans.Spans`."""
-
-    def phase(self, name: str, epoch: int | None = None) -> AbstractContextManager[Any]:
-        """Time a phase."""
 
 
 class Engine:
@@ -471,9 +465,3 @@ def _transformed(error: Exception) -> bool:
 
 def _of_hooks(error: Exception) -> bool:
     return "saved tensor hooks" in str(error)
-
-
-def without_fast(why: str, *, slices: bool) -> str:
-    """What is said of a model that runs without fast paths."""
-    instead = " It reads a halo instead of feature slices." if slices else ""
-    return f"the model runs without fast paths, as PyG runs it: {why}{instead}"

@@ -12,10 +12,10 @@ from kagome import config
 from kagome.comm.mesh import Mesh
 from kagome.errors import ConfigError
 from kagome.graph.partition import Partition
-from kagome.run.engine import Engine, Phases
+from kagome.run.engine import Engine
 from kagome.run.learning import Aim
 from kagome.run.pipeline import Pipeline
-from kagome.run.runner import Runner
+from kagome.run.runner import Phases, Runner
 
 
 def engine_for(

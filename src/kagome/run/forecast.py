@@ -36,12 +36,13 @@ from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
 from kagome.neighbors.recompute import recompute
 from kagome.report.holdings import Holdings
-from kagome.run.check import twin_of
 from kagome.run.counts import UNITS, Counts, Team, counts_of, fitted, split_counts
 from kagome.run.gradients import message_bytes
 from kagome.run.holdings import Saved, ledger_of
 from kagome.run.made import drawn, fit, made_pieces, tables_of
+from kagome.run.ready import twin_of
 from kagome.run.task import undisturbed
+from kagome.run.way import Way
 
 FITTED: Final = ("features", "edges", "tables", "activations", "halo")
 """Kinds that grow with the graph."""
@@ -125,25 +126,6 @@ class Rates:
             activations=known.get("activations"),
             halo=known.get("halo"),
         )
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a model will be run.
-
-    Args:
-        several: Whether on more than one rank.
-        fast: Whether messages are reduced by kernels.
-        recompute: Whether layers run again in backward.
-        amp: Whether in bf16 autocast.
-        seed: Of the run.
-    """
-
-    several: bool
-    fast: bool = True
-    recompute: bool = False
-    amp: bool = False
-    seed: int = 0
 
 
 def rates_of(

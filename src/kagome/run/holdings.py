@@ -20,7 +20,6 @@ from kagome.neighbors.holding import holding
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.tape import tensors_of
 from kagome.report.holdings import Holdings
-from kagome.run.chunking import Chunking
 
 
 class Ledger:
@@ -98,11 +97,12 @@ def ledger_of(scope: Interception, model: nn.Module, copies: Iterable[Tensor] = 
     for kind, tensor in holding(scope):
         ledger.add("tables" if kind == "kept" else kind, [tensor], rows=kind == "kept")
     # What layers keep beside their buffers: GCNConv(cached=True) and the like.
-    ledger.add("tables", (t for module in model.modules() for t in _tensors(vars(module).values())))
+    ledger.add("tables", (t for module in model.modules() for t in tensors_in(vars(module).values())))
     return ledger
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
+    """The tensors among values, and in the lists and tuples among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -204,7 +204,7 @@ def measure(
     ledger = ledger_of(scope, model, (best or {}).values())
     ledger.add("tables", beside)
     ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))
-    ledger.add("optimizer", (t for state in optimizer.state.values() for t in _tensors(state.values())))
+    ledger.add("optimizer", (t for state in optimizer.state.values() for t in tensors_in(state.values())))
     found = ledger.bytes
     return Holdings(
         weights=found["weights"],
@@ -218,62 +218,7 @@ def measure(
     )
 
 
-def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor] = ()) -> Ledger:
-    """The same for a rank with chunks: all of them together, and the tables between them.
-
-    Args:
-        chunks: Of its part.
-        model: The user's module.
-        copies: Further weights: the best epoch's.
-    """
-    ledger = Ledger(0, 0, chunks.scopes[0].device)
-    ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
-    _add_tables(ledger, chunks)
-    for scope in dict.fromkeys((*chunks.scopes, *chunks.apart)):
-        _add_scope(ledger, scope)
-    return ledger
-
-
-def _add_tables(ledger: Ledger, chunks: Chunking) -> None:
-    """Count the rows that chunks read of each other."""
-    sites = () if chunks.tables is None else chunks.tables.sites.values()
-    known = (each for site in sites for each in (site.rows, site.gradients, site.due))
-    ledger.add("halo", (each for each in known if each is not None))
-
-
-def _add_scope(ledger: Ledger, scope: Interception) -> None:
+def add_scope(ledger: Ledger, scope: Interception) -> None:
     """Count what one chunk keeps from one forward to the next."""
     for kind, tensor in holding(scope):
         ledger.add("tables" if kind in ("kept", "send") else kind, [tensor])
-
-
-def held_by_chunks(
-    chunks: Chunking,
-    model: nn.Module,
-    optimizer: Optimizer,
-    saved: int | None,
-    copies: Iterable[Tensor] = (),
-) -> Holdings:
-    """What a rank with chunks holds between epochs, and in ``saved`` what is kept of them within one.
-
-    Args:
-        chunks: Of its part.
-        model: The user's module.
-        optimizer: Over its parameters.
-        saved: Bytes that autograd keeps; None if nobody looked.
-        copies: Further weights: the best epoch's, and those that may be put back.
-    """
-    ledger = ledger_of_chunks(chunks, model, copies)
-    ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))
-    ledger.add("optimizer", (t for state in optimizer.state.values() for t in _tensors(state.values())))
-    found = ledger.bytes
-    return Holdings(
-        weights=found["weights"],
-        gradients=found["gradients"],
-        optimizer=found["optimizer"],
-        features=found["features"],
-        edges=found["edges"],
-        tables=found["tables"],
-        activations=saved,
-        halo=found["halo"],
-    )

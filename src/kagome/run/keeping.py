@@ -29,11 +29,11 @@ from kagome.model.exact import HANDLERS
 from kagome.model.steps import LayerGraph
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
-from kagome.run.check import twin_of
 from kagome.run.counts import UNITS, Counts, counts_of, fitted
 from kagome.run.holdings import HeldTensor, ledger_of, restored
 from kagome.run.looks import SAMPLE, On
 from kagome.run.made import fit, made_pieces
+from kagome.run.ready import twin_of
 from kagome.run.sample import take_sample
 from kagome.run.task import undisturbed
 from kagome.run.timing import step_by_step

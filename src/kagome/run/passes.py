@@ -21,10 +21,10 @@ from kagome.neighbors.history import History
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lockstep import Lockstep
 from kagome.run.chunking import Chunking
-from kagome.run.engine import Phases
 from kagome.run.job import Job, StageCode
 from kagome.run.messages import Messages
 from kagome.run.moved import Moved
+from kagome.run.runner import Phases
 from kagome.run.stage_codec import StageCodec
 from kagome.schedule.actions import Action, Kind, Program, Programs, pointed
 from kagome.schedule.schedules import Shape, arrivals, fill_drain, k_forward_k_backward

@@ -34,7 +34,6 @@ from kagome.run.agreement import agreement
 from kagome.run.ahead import Ahead
 from kagome.run.carried import Carried, Layout, Told, said_of
 from kagome.run.chunking import chunked
-from kagome.run.engine import Phases, without_fast
 from kagome.run.first import by_all, by_first
 from kagome.run.foreign import (
     read_by_loss,
@@ -46,7 +45,6 @@ from kagome.run.foreign import (
 )
 from kagome.run.gradients import Gradients
 from kagome.run.guard import Epoch, HistoryProbe, guard_of
-from kagome.run.holdings import held_by_chunks
 from kagome.run.installed import Installed, while_installed
 from kagome.run.job import Job, StageCode
 from kagome.run.kept_rows import RefusesKept
@@ -55,7 +53,8 @@ from kagome.run.learning import Aim
 from kagome.run.offload import Offload
 from kagome.run.owners import Owners
 from kagome.run.passes import Jobs, Passes
-from kagome.run.saving import Saving
+from kagome.run.runner import Phases, without_fast
+from kagome.run.saving import Saving, held_by_chunks
 from kagome.run.staging import needed, stage_model
 from kagome.run.tally import Found
 from kagome.run.trials import copied

@@ -33,13 +33,13 @@ from kagome.model.decouple import decouple
 from kagome.planner.cluster import GIB, Cluster
 from kagome.planner.meshes import Candidate, Plans
 from kagome.run.contention import crowding
-from kagome.run.forecast import Way
 from kagome.run.graphs import Graph
 from kagome.run.kept import Kept, opened
 from kagome.run.learning import trained
 from kagome.run.ready import few_rows, materialise
 from kagome.run.source import for_model, from_data
 from kagome.run.study import Study
+from kagome.run.way import Way
 from kagome.run.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.threads import chosen as chosen_threads
 from kagome.threads import cores, local

@@ -33,9 +33,9 @@ from kagome.neighbors.lazy import EscapeError
 from kagome.neighbors.recompute import recompute
 from kagome.planner.costs import Rates, Timed, computing
 from kagome.run.counts import counts_of
-from kagome.run.forecast import Way
 from kagome.run.made import drawn, made_pieces
 from kagome.run.steady import again, clock, steady
+from kagome.run.way import Way
 
 SETTLED = 2
 """Epochs until all that is kept for a run is there."""

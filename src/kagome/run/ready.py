@@ -21,8 +21,10 @@ from kagome.graph import masks
 from kagome.graph.attributes import tensors_of
 from kagome.graph.partition import Partition
 from kagome.model.calling import Calling, told
+from kagome.model.copies import copied
 from kagome.model.decouple import decouple
 from kagome.model.sparse import laid_out
+from kagome.neighbors.install import forget
 
 
 def ready(
@@ -177,3 +179,22 @@ def few_rows(part: Partition, device: torch.device) -> dict[str, Any]:
     shared = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.shared.items()}
     edge_index = torch.tensor([[0, 1], [1, 0]], device=device)
     return {"num_nodes": 2, **shared, **like, "edge_index": edge_index}
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A copy of a model on the CPU, without what its layers have cached.
+
+    Raises:
+        ModelError: If it cannot be copied.
+    """
+    try:
+        twin = copied(model).cpu()
+    except Exception as error:
+        raise ModelError(
+            "the check runs a copy of the model",
+            f"it cannot be copied: {type(error).__name__}: {error}",
+            hint="let copy.deepcopy(model) work",
+        ) from error
+    for module in twin.modules():
+        forget(module)
+    return twin

@@ -22,6 +22,13 @@ from kagome.run.installed import Installed
 from kagome.run.offload import Offload
 
 
+class Phases(Protocol):
+    """What this file needs of :class:`kagome.report.spans.Spans`."""
+
+    def phase(self, name: str, epoch: int | None = None) -> AbstractContextManager[Any]:
+        """Time a phase."""
+
+
 class Runner(Protocol):
     """One rank's model, ready to train. Every method but ``take_*`` is called by all ranks."""
 
@@ -96,3 +103,9 @@ class Runner(Protocol):
 
     def take_uncoded(self) -> Mapping[str, int]:
         """Bytes that this rank would have sent without codecs since the last call, by kind."""
+
+
+def without_fast(why: str, *, slices: bool) -> str:
+    """What is said of a model that runs without fast paths."""
+    instead = " It reads a halo instead of feature slices." if slices else ""
+    return f"the model runs without fast paths, as PyG runs it: {why}{instead}"

@@ -7,14 +7,17 @@ foreseen. For a part in one piece it is ``holdings.Saved``.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from kagome.report.holdings import Holdings
 from kagome.run.chunking import Chunking
-from kagome.run.holdings import HeldTensor, ledger_of_chunks, restored
+from kagome.run.holdings import HeldTensor, Ledger, add_scope, restored, tensors_in
 from kagome.run.offload import Offload
 
 WATCHED: Final = 2
@@ -66,3 +69,58 @@ class Saving:
         kept = HeldTensor(tensor)
         self._found.append(weakref.ref(kept))
         return kept
+
+
+def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor] = ()) -> Ledger:
+    """The same for a rank with chunks: all of them together, and the tables between them.
+
+    Args:
+        chunks: Of its part.
+        model: The user's module.
+        copies: Further weights: the best epoch's.
+    """
+    ledger = Ledger(0, 0, chunks.scopes[0].device)
+    ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
+    _add_tables(ledger, chunks)
+    for scope in dict.fromkeys((*chunks.scopes, *chunks.apart)):
+        add_scope(ledger, scope)
+    return ledger
+
+
+def _add_tables(ledger: Ledger, chunks: Chunking) -> None:
+    """Count the rows that chunks read of each other."""
+    sites = () if chunks.tables is None else chunks.tables.sites.values()
+    known = (each for site in sites for each in (site.rows, site.gradients, site.due))
+    ledger.add("halo", (each for each in known if each is not None))
+
+
+def held_by_chunks(
+    chunks: Chunking,
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: int | None,
+    copies: Iterable[Tensor] = (),
+) -> Holdings:
+    """What a rank with chunks holds between epochs, and in ``saved`` what is kept of them within one.
+
+    Args:
+        chunks: Of its part.
+        model: The user's module.
+        optimizer: Over its parameters.
+        saved: Bytes that autograd keeps; None if nobody looked.
+        copies: Further weights: the best epoch's, and those that may be put back.
+    """
+    ledger = ledger_of_chunks(chunks, model, copies)
+    ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))
+    ledger.add("optimizer", (t for state in optimizer.state.values() for t in tensors_in(state.values())))
+    found = ledger.bytes
+    return Holdings(
+        weights=found["weights"],
+        gradients=found["gradients"],
+        optimizer=found["optimizer"],
+        features=found["features"],
+        edges=found["edges"],
+        tables=found["tables"],
+        activations=saved,
+        halo=found["halo"],
+    )

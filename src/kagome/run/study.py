@@ -35,11 +35,12 @@ from kagome.planner.pipes import Cut, pipes
 from kagome.report.holdings import Holdings
 from kagome.run.counts import Counts, Team
 from kagome.run.forecast import Rates as Held
-from kagome.run.forecast import Way, rates_of
+from kagome.run.forecast import rates_of
 from kagome.run.graphs import Graph, cuts_of, samples_of
 from kagome.run.kept import Kept
 from kagome.run.rates import alone, coded, coding, crossing, shares_of, timed, transposes
 from kagome.run.staging import Steps, steps_of
+from kagome.run.way import Way
 
 SLICED = 2_000_000
 """Edges of the largest graph on which feature slices are timed."""
