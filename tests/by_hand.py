@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from convolutions import double_precision, sample_graph
-from kagome.run.check import CheckResult, check
+from kagome.verify.check import CheckResult, check
 
 HIDDEN, GROUPS = 8, 5
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kagome.run import kept, steady
+from kagome.profile import cache, steady_times
 from pool import Pool
 
 pytest_plugins = ["shorter"]
@@ -58,8 +58,8 @@ def one_measure(monkeypatch: pytest.MonkeyPatch) -> None:
 
     On a machine that computes something else they seldom agree, and each test would measure all anew.
     """
-    monkeypatch.setattr(steady, "AGREE", math.inf)
-    monkeypatch.setattr(kept, "AGREE", math.inf)
+    monkeypatch.setattr(steady_times, "AGREE", math.inf)
+    monkeypatch.setattr(cache, "AGREE", math.inf)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from torch_geometric.data import Data
 
 from convolutions import double_precision
 from kagome.comm.channel import Channel
-from kagome.comm.local import LocalGroup
+from kagome.comm.in_process.thread_group import LocalGroup
 from kagome.errors import KagomeError
 from parity import Build, Result, Share, alone, joined, parity, seeded
 

@@ -21,14 +21,14 @@ from torch_geometric.data import Data
 
 from convolutions import CASES, ConvCase, double_precision
 from kagome.comm.channel import Channel
-from kagome.graph.partition import extract
-from kagome.model.calling import Calling
-from kagome.model.exact import HANDLERS
-from kagome.model.rules import apply_rules
-from kagome.neighbors.bounded import Bound
-from kagome.neighbors.install import install
-from kagome.neighbors.intercept import Interception
-from kagome.neighbors.lazy import EscapeError
+from kagome.deferred.lazy_tensor import EscapeError
+from kagome.feature_parallel.tiled_reduce import Bound
+from kagome.graph.partition.partition import extract
+from kagome.intercept.hooks import install
+from kagome.intercept.interceptor import Interception
+from kagome.model.exact.handlers import HANDLERS
+from kagome.model.exact.layer_rules import apply_rules
+from kagome.model.forward_call import Calling
 from odd_models import ODD_MODELS
 
 Build = Callable[[], nn.Module]

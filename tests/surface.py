@@ -23,8 +23,9 @@ from typing import Any
 from safetensors import safe_open
 
 import kagome
-from kagome import cli, config, errors
-from kagome.commands import COMMANDS
+from kagome import config, errors
+from kagome.cli import main
+from kagome.config.commands import COMMANDS
 
 FOLDER = Path(__file__).parent / "golden"
 FILE = FOLDER / "surface.json"
@@ -76,7 +77,7 @@ def flags() -> dict[str, list[str]]:
     found = {}
     for command in COMMANDS:
         with redirect_stdout(StringIO()) as text, suppress(SystemExit):
-            cli.main([command, "--help"])
+            main.main([command, "--help"])
         found[command] = sorted(set(re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", text.getvalue())))
     return found
 
@@ -168,7 +169,7 @@ def write() -> None:
     import tempfile
 
     def start(words: list[str], folder: Path) -> None:
-        subprocess.run([sys.executable, "-m", "kagome.cli", *words], cwd=folder, check=True)
+        subprocess.run([sys.executable, "-m", "kagome.cli.main", *words], cwd=folder, check=True)
 
     shared = ["--data.name", "npz:graph.npz", "--model.name", "sage", "--model.hidden", "8"]
     with tempfile.TemporaryDirectory() as name:

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from kagome.allocator import keep_freed_memory
+from kagome.launch.allocator import keep_freed_memory
 
 FAULTS = """
 import resource, sys, torch
-from kagome.allocator import keep_freed_memory
+from kagome.launch.allocator import keep_freed_memory
 done = keep_freed_memory({}) if sys.argv[1] == "keep" else False
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kagome import config, written
+from kagome import config
+from kagome.config import toml_io
 from kagome.errors import ConfigError
 
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
@@ -68,7 +69,7 @@ RUNS = st.builds(
 @given(RUNS)
 def test_every_setting_goes_to_toml_and_back(run):
     """Control characters in a text were written as they are, which TOML forbids."""
-    assert written.from_dict(tomllib.loads(written.to_toml(run))) == run
+    assert toml_io.from_dict(tomllib.loads(toml_io.to_toml(run))) == run
 
 
 def test_the_round_trip_leaves_out_no_field(tmp_path):
@@ -90,10 +91,10 @@ def test_the_round_trip_leaves_out_no_field(tmp_path):
         ),
         train=config.Train(patience=1, clip=1.0, save_every=2, ignore_index=-1, sample_weight="w"),
     )
-    assert {section: set(values) for section, values in written.as_dict(full).items()} == fields
+    assert {section: set(values) for section, values in toml_io.as_dict(full).items()} == fields
     path = tmp_path / "run.toml"
-    path.write_text(written.to_toml(full), encoding="utf-8")
-    assert written.from_toml(path) == full
+    path.write_text(toml_io.to_toml(full), encoding="utf-8")
+    assert toml_io.from_toml(path) == full
 
 
 @pytest.mark.parametrize(
@@ -107,21 +108,21 @@ def test_the_round_trip_leaves_out_no_field(tmp_path):
     ],
 )
 def test_a_function_has_a_name_in_settings(tmp_path, given, name):
-    assert written.own_name(given) == name
+    assert toml_io.own_name(given) == name
     path = tmp_path / "run.toml"
-    path.write_text(written.to_toml(config.Run(), {"loss": name}))
+    path.write_text(toml_io.to_toml(config.Run(), {"loss": name}))
     with pytest.raises(ConfigError, match=r"train\.loss takes a name, but this run's was the function"):
-        written.from_toml(path)
-    assert written.from_toml(path, trains=False) == config.Run()
+        toml_io.from_toml(path)
+    assert toml_io.from_toml(path, trains=False) == config.Run()
 
 
 def test_what_is_left_out_keeps_its_default():
-    assert written.from_dict({}) == config.Run()
-    assert written.from_dict({"train": {"epochs": 3}}).train == config.Train(epochs=3)
+    assert toml_io.from_dict({}) == config.Run()
+    assert toml_io.from_dict({"train": {"epochs": 3}}).train == config.Train(epochs=3)
 
 
 def test_names_as_the_flags_have_them_and_whole_numbers_for_any_number():
-    train = written.from_dict({"train": {"weight-decay": 0, "lr": 1, "eval-every": 2}}).train
+    train = toml_io.from_dict({"train": {"weight-decay": 0, "lr": 1, "eval-every": 2}}).train
     assert train == config.Train(weight_decay=0.0, lr=1.0, eval_every=2)
     assert isinstance(train.lr, float)
 
@@ -146,7 +147,7 @@ def test_names_as_the_flags_have_them_and_whole_numbers_for_any_number():
 )
 def test_a_wrong_table_is_told_with_the_file(table, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        written.from_dict(table, where="run.toml")
+        toml_io.from_dict(table, where="run.toml")
     assert "(run.toml)" in str(caught.value)
 
 
@@ -204,13 +205,13 @@ def test_values_out_of_range(kind: Any, values, words):
 def test_files_that_cannot_be_read(tmp_path):
     path = tmp_path / "run.toml"
     with pytest.raises(ConfigError, match="cannot be read"):
-        written.from_toml(path)
+        toml_io.from_toml(path)
     path.write_bytes(b"\xff\xfe[train]")
     with pytest.raises(ConfigError, match="cannot be read"):
-        written.from_toml(path)
+        toml_io.from_toml(path)
     path.write_text("[train]\nepochs = ")
     with pytest.raises(ConfigError, match="file of TOML was asked for"):
-        written.from_toml(path)
+        toml_io.from_toml(path)
 
 
 def test_a_cut_fits_the_ranks_there_are():
@@ -250,7 +251,7 @@ def test_what_no_machine_holds_is_refused_in_one_short_sentence(tmp_path, text, 
     path = tmp_path / "run.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        written.from_toml(path)
+        toml_io.from_toml(path)
     assert words in str(caught.value)
     assert len(str(caught.value)) < 1_000
 

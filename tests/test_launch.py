@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kagome import launch
 from kagome.comm.mesh import open_mesh
+from kagome.components.rank_zero import by_all
 from kagome.errors import DataError, LaunchError
-from kagome.launch import Ranks, environment, start_local
-from kagome.ranks import first_host
-from kagome.run.first import by_all
+from kagome.launch import launcher
+from kagome.launch.environment import first_host
+from kagome.launch.launcher import Ranks, environment, start_local
 
 TORCHRUN = {
     "RANK": "5",
@@ -38,7 +38,7 @@ SLURM = {
     "SLURM_JOB_ID": "123456",
 }
 
-LOADED = ("kagome.run.trainer",)
+LOADED = ("kagome.train.trainer",)
 """What ranks are forked of, as in ``kagome train``."""
 
 
@@ -173,7 +173,7 @@ def test_a_mistake_is_not_tried_again(tmp_path):
 
 
 def told_alone(number: int) -> None:
-    from kagome.run.stop import asked_to_stop, ended_by
+    from kagome.launch.signals import asked_to_stop, ended_by
 
     signal.signal(number, signal.default_int_handler)  # a shell's background job ignores Ctrl-C
     with open_mesh(timeout=60) as mesh, asked_to_stop(can_save=True) as asked:
@@ -195,7 +195,7 @@ def test_a_signal_to_one_rank_ends_the_job_as_one_to_all_does(number):
 
 
 def test_a_rank_that_failed_is_told_of_though_another_left_for_a_signal(tmp_path):
-    guard = launch._Guard(2, tmp_path)
+    guard = launcher._Guard(2, tmp_path)
     assert guard.signalled() is None
     (tmp_path / "signalled-0").write_text("15")
     assert guard.signalled() == 15
@@ -227,7 +227,7 @@ def test_a_stopped_rank_is_told_of(tmp_path):
         time.sleep(0.05)
     pid = int((tmp_path / "pid-1").read_text())
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(launch.STOPPED_SECONDS + 3)
+    time.sleep(launcher.STOPPED_SECONDS + 3)
     os.kill(pid, signal.SIGCONT)
     (tmp_path / "end").touch()
     out, _ = job.communicate(timeout=120)
@@ -289,7 +289,7 @@ def test_a_failed_rank_ends_the_job_soon_with_its_own_words(how, words, no_words
 def test_the_failed_ranks_sentence_ends_once_and_its_advice_stays_advice(tmp_path, hint, after):
     fault = DataError("two were asked for", "there is 1", where="row 3", hint=hint)
     (tmp_path / "failed-1").write_text(json.dumps([1, 5.0, str(fault)]))
-    told = launch._Guard(3, tmp_path).blame(1, 1)
+    told = launcher._Guard(3, tmp_path).blame(1, 1)
     assert told.hint == hint
     said = "3 ranks were to finish, but rank 1 failed: two were asked for, but there is 1 (row 3)."
     assert str(told) == said + after
@@ -309,7 +309,7 @@ def save_at_sigterm(folder: str) -> None:
 SCRIPT = """
 import sys
 sys.path.insert(0, {here!r})
-from kagome.launch import start_local
+from kagome.launch.launcher import start_local
 from test_launch import {function}
 if __name__ == "__main__":
     start_local(2, {function}, {argument!r}, loaded={loaded!r})
@@ -359,7 +359,7 @@ def test_a_stop_reaches_the_ranks_once_and_lets_them_save(tmp_path, how):
     begun = time.monotonic()
     job.communicate(timeout=120)
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
-    assert time.monotonic() - begun < launch.SAVE_SECONDS  # nobody was waited for after it had saved
+    assert time.monotonic() - begun < launcher.SAVE_SECONDS  # nobody was waited for after it had saved
     assert job.returncode not in (0, None)
 
 
@@ -403,13 +403,13 @@ def test_an_error_names_its_rank_once(tmp_path, name):
     for rank, fault in enumerate((one, other)):
         note = [1, 5.0 - rank, str(fault), True, fault.where]
         (tmp_path / f"failed-{rank}").write_text(json.dumps(note))
-    assert str(launch._Guard(2, tmp_path).blame(1, 1)) == f"2 ranks were to finish, but {said}"
+    assert str(launcher._Guard(2, tmp_path).blame(1, 1)) == f"2 ranks were to finish, but {said}"
 
 
 def test_the_rank_that_an_error_names_has_failed_where_the_others_have_not_noted_it(tmp_path):
     fault = DataError("two were asked for", "there is 1", where="rank 0, row 3")
     (tmp_path / "failed-1").write_text(json.dumps([1, 5.0, str(fault), True, fault.where]))
-    told = str(launch._Guard(2, tmp_path).blame(1, 1))
+    told = str(launcher._Guard(2, tmp_path).blame(1, 1))
     assert told == "2 ranks were to finish, but rank 0 failed: two were asked for, but there is 1 (row 3)."
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 from pipeline import speed, sweep, tables  # noqa: E402
 from pipeline.bubbles import bubbles  # noqa: E402
 
-from kagome.report.spans import Span  # noqa: E402
+from kagome.records.spans import Span  # noqa: E402
 
 
 class Links:

@@ -7,12 +7,12 @@ import resource
 
 import pytest
 
-from kagome import forked, launch
-from kagome.available import available_bytes
 from kagome.comm.channel import Channel
+from kagome.components.rank_zero import by_first
 from kagome.errors import CheckpointError, DataError, ModelError, ResourceError
-from kagome.run.first import by_first
-from kagome.system import STARVED, in_words, refused
+from kagome.launch import fork, launcher
+from kagome.launch.host_memory import available_bytes
+from kagome.launch.os_errors import STARVED, in_words, refused
 
 
 @pytest.mark.parametrize(
@@ -98,18 +98,18 @@ def test_what_one_rank_runs_for_all_says_that_memory_ran_out():
 
 def test_a_process_that_cannot_even_start_leaves_with_a_code_that_has_words(monkeypatch, capsys):
     codes = []
-    monkeypatch.setattr(forked.os, "_exit", codes.append)
-    forked._starved(MemoryError, MemoryError(), None)
+    monkeypatch.setattr(fork.os, "_exit", codes.append)
+    fork._starved(MemoryError, MemoryError(), None)
     assert codes == [STARVED]
-    monkeypatch.setattr(forked, "available_bytes", lambda: 2**40)
-    forked._starved(ValueError, ValueError("a bug"), None)
+    monkeypatch.setattr(fork, "available_bytes", lambda: 2**40)
+    fork._starved(ValueError, ValueError("a bug"), None)
     assert codes == [STARVED]
     assert "ValueError: a bug" in capsys.readouterr().err
-    monkeypatch.setattr(forked, "available_bytes", lambda: 2**20)  # Python's own words are none then
-    forked._starved(SystemError, SystemError("returned NULL"), None)
+    monkeypatch.setattr(fork, "available_bytes", lambda: 2**20)  # Python's own words are none then
+    fork._starved(SystemError, SystemError("returned NULL"), None)
     assert codes == [STARVED] * 2
-    assert "no memory to start its process" in launch._ending(STARVED)
-    assert "is memory short" in launch._ending(launch.LOST)
+    assert "no memory to start its process" in launcher._ending(STARVED)
+    assert "is memory short" in launcher._ending(launcher.LOST)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_process_that_cannot_even_start_leaves_with_a_code_that_has_words(monk
     ],
 )
 def test_what_keeps_ranks_from_being_started_is_named(error, words, monkeypatch):
-    monkeypatch.setattr(launch.os, "access", lambda path, mode: True)
-    assert words in str(launch._unstarted(2, error))
-    monkeypatch.setattr(launch.os, "access", lambda path, mode: False)
-    assert "/dev/shm cannot be written" in str(launch._unstarted(2, error))
+    monkeypatch.setattr(launcher.os, "access", lambda path, mode: True)
+    assert words in str(launcher._unstarted(2, error))
+    monkeypatch.setattr(launcher.os, "access", lambda path, mode: False)
+    assert "/dev/shm cannot be written" in str(launcher._unstarted(2, error))

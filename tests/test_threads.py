@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kagome import threads
-from kagome.launch import start_local
-from kagome.threads import Seat, chosen, local, quota, set_by_torchrun
+from kagome.launch import threads
+from kagome.launch.launcher import start_local
+from kagome.launch.threads import Seat, chosen, local, quota, set_by_torchrun
 
 EIGHT = tuple(range(8))
 

@@ -22,14 +22,14 @@ from torch_geometric.data import Data
 from convolutions import double_precision, sample_graph
 from kagome.comm.channel import Channel
 from kagome.config import Model
-from kagome.graph.partition import extract
-from kagome.model.calling import Calling
-from kagome.model.exact import HANDLERS
-from kagome.model.rules import apply_rules
+from kagome.graph.partition.partition import extract
+from kagome.intercept.hooks import install
+from kagome.intercept.interceptor import Interception
+from kagome.model.exact.handlers import HANDLERS
+from kagome.model.exact.layer_rules import apply_rules
+from kagome.model.forward_call import Calling
 from kagome.model.zoo import build_model
-from kagome.neighbors.install import install
-from kagome.neighbors.intercept import Interception
-from kagome.neighbors.recompute import recompute
+from kagome.recompute.checkpoint import recompute
 from parity import alone, random_owner
 
 Build = Callable[[], nn.Module]

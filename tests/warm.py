@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-PRELOADED = ["kagome.run.trainer", "kagome.model.zoo", "torch_geometric.nn"]
+PRELOADED = ["kagome.train.trainer", "kagome.model.zoo", "torch_geometric.nn"]
 
 
 def context() -> ForkServerContext:

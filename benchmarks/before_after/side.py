@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kagome.cli import main
-from kagome.run.trainer import Trainer
+from kagome.cli.main import main
+from kagome.train.trainer import Trainer
 
 LOOK_SECONDS = 0.001
 

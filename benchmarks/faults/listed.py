@@ -25,7 +25,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kagome import sealed
+from kagome.storage import sealed_files
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -292,7 +292,7 @@ def facts(folder: Path, name: str, **changed: Any) -> None:
     told = json.loads((folder / name).read_text())
     told.pop("seal")
     (folder / name).unlink()
-    sealed.write_page(folder / name, told | changed)
+    sealed_files.write_page(folder / name, told | changed)
 
 
 def pointed(content: bytes | None) -> Callable[[Path], None]:
@@ -413,7 +413,7 @@ INPUTS = [
 def command(given: tuple[str, ...], folder: Path) -> Said:
     """Run a command in a folder."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
-    line = [sys.executable, "-m", "kagome.cli", *given]
+    line = [sys.executable, "-m", "kagome.cli.main", *given]
     try:
         done = subprocess.run(
             line, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT

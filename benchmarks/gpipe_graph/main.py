@@ -154,7 +154,7 @@ def start(
     from worker import Work, work
 
     from kagome.errors import LaunchError
-    from kagome.launch import start_local
+    from kagome.launch.launcher import start_local
 
     timed = kind == "time"
     facts: dict[str, object] = {"machine": machine()}
@@ -163,7 +163,7 @@ def start(
     epochs, patience = (options.timed_epochs, None) if timed else (options.epochs, options.patience)
     asked = Work(graph, options.data.root, epochs, patience, numbers, timed, facts, store.path)
     try:
-        start_local(setting.pipe, work, setting, asked, loaded=("kagome.run.trainer",))
+        start_local(setting.pipe, work, setting, asked, loaded=("kagome.train.trainer",))
     except LaunchError as error:
         if setting != DGL:
             raise

@@ -22,8 +22,8 @@ from torch_geometric.utils import subgraph
 
 from kagome import Parallel, Trainer
 from kagome.config import Data, Report, Train
-from kagome.graph.chunks import cut_part
-from kagome.graph.data import load_data
+from kagome.graph.datasets.load import load_data
+from kagome.graph.partition.chunks import cut_part
 
 LR, DECAY, EVERY = 5e-3, 5e-4, 5
 WARM = 3

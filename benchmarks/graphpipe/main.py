@@ -25,17 +25,17 @@ from torch import nn
 
 from kagome.errors import PlanError
 from kagome.model.examples import DLRM, EXAMPLES, MultimodalTransformer, Uno
-from kagome.planner.bapipe import BaPipe
-from kagome.planner.chain import ChainPlanner
-from kagome.planner.coarse import Coarse, coarsened
-from kagome.planner.devices import Devices, StageCost
-from kagome.planner.graphpipe import GraphPipe
-from kagome.planner.operators import OperatorGraph
-from kagome.planner.pipedream import PipeDream
-from kagome.planner.piper import Piper
-from kagome.planner.profile import measure
-from kagome.planner.stageplan import StagePlan
-from kagome.planner.trial import Trial, longer_turns, trial
+from kagome.planner.baselines.bapipe import BaPipe
+from kagome.planner.baselines.chain import ChainPlanner
+from kagome.planner.baselines.pipedream import PipeDream
+from kagome.planner.baselines.piper import Piper
+from kagome.planner.stages.coarsen import Coarse, coarsened
+from kagome.planner.stages.devices import Devices, StageCost
+from kagome.planner.stages.graphpipe import GraphPipe
+from kagome.planner.stages.operator_costs import OperatorGraph
+from kagome.planner.stages.plan import StagePlan
+from kagome.planner.stages.simulate_plan import Trial, longer_turns, trial
+from kagome.profile.operators import measure
 
 HERE = Path(__file__).parent
 MODELS: Mapping[str, Callable[[], nn.Module]] = {

@@ -135,11 +135,12 @@ def one_by_one(graph: str, parts: int, method: str) -> dict[str, Any]:
     """Seconds of each step, and the largest resident size during it."""
     begun = time.perf_counter()
     from kagome import config
-    from kagome.graph import builtin, data, store
-    from kagome.graph.choice import available_bytes, choose
-    from kagome.graph.partition import each_part, fingerprint
-    from kagome.graph.partitioners import assign
-    from kagome.graph.validate import validate
+    from kagome.graph.datasets import builtin, load
+    from kagome.graph.partition import store
+    from kagome.graph.partition.choice import available_bytes, choose
+    from kagome.graph.partition.partition import each_part, fingerprint
+    from kagome.graph.partition.partitioners import assign
+    from kagome.graph.structure.validate import validate
 
     rows: dict[str, dict[str, float]] = {
         "import": {"seconds": time.perf_counter() - begun, "peak_bytes": peak()}
@@ -157,7 +158,7 @@ def one_by_one(graph: str, parts: int, method: str) -> dict[str, Any]:
         made = step("generate", lambda: builtin.sbm(graph))
         made, notes = step("validate", lambda: validate(made))
     else:
-        made = step("load, validate", lambda: data.load_data(settings))
+        made = step("load, validate", lambda: load.load_data(settings))
         notes = list(made.notes)
     chosen, said = choose(method, made.edge_index, made.num_nodes, parts, available_bytes())
     owner = step(f"cut ({chosen})", lambda: assign(chosen, made.edge_index, made.num_nodes, parts, 0))

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from statistics import median
 
-from kagome.report.pipeline import pipeline_summary
-from kagome.report.spans import Span, action_of
+from kagome.records.pipeline import pipeline_summary
+from kagome.records.spans import Span, action_of
 
 
 def bubbles(

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import linear_regression
 from tempfile import TemporaryDirectory
 
-from kagome.report.spans import action_of
-from kagome.report.timeline import read_trace
+from kagome.records.spans import action_of
+from kagome.report.chrome_trace import read_trace
 
 GRAPH = "sbm:vertices=4000,degree=10,features=100,classes=5,communities=16"
 CHUNKS = (4, 8, 16)

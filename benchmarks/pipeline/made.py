@@ -143,7 +143,7 @@ class Dropped:
         """Vertices in METIS order; those that are left over are left out."""
         from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-        from kagome.graph.partitioners import assign
+        from kagome.graph.partition.partitioners import assign
 
         count = data.num_nodes
         owner = assign("metis", data.edge_index, count, chunks, 0)

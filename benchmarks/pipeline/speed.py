@@ -31,7 +31,7 @@ from cluster import Cluster, NotPermittedError, default_share, end_on_sigterm  #
 from pipeline import sweep, tables  # noqa: E402
 from pipeline.bubbles import bubbles  # noqa: E402
 
-from kagome.report.timeline import read_trace  # noqa: E402
+from kagome.report.chrome_trace import read_trace  # noqa: E402
 
 GRAPHS = {
     "cornell5": ["--data.name", "cornell5", "--data.project", "128"],

@@ -28,7 +28,7 @@ from cluster import Cluster  # noqa: E402
 from pipeline.speed import THREADS  # noqa: E402
 
 from kagome.comm.channel import Channel  # noqa: E402
-from kagome.run.contention import work_done  # noqa: E402
+from kagome.profile.contention import work_done  # noqa: E402
 
 SIZES = 1 << 12, 1 << 16, 1 << 20
 """Bytes to each peer."""

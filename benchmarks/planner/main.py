@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import tyro
 
-from kagome.cli import _builder, parse_train
-from kagome.commands import PlanCommand
+from kagome.autoplan.plan import studied
+from kagome.cli.main import _builder, parse_train
+from kagome.config.commands import PlanCommand
+from kagome.planner.candidates import Candidate
 from kagome.planner.cluster import Cluster as Declared
-from kagome.planner.meshes import Candidate
-from kagome.run.kept import Kept
-from kagome.run.planning import studied
+from kagome.profile.cache import Kept
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))

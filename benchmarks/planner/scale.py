@@ -16,15 +16,15 @@ from typing import Any
 import torch
 import tyro
 
+from kagome.autoplan.plan import like
+from kagome.autoplan.workload import Study
 from kagome.comm.channel import Channel
 from kagome.config import Model
 from kagome.errors import PlanError
 from kagome.model.zoo import build_model
 from kagome.planner.cluster import READY
-from kagome.run.graphs import Graph
-from kagome.run.planning import like
-from kagome.run.source import from_data
-from kagome.run.study import Study
+from kagome.profile.synthetic_graphs import Graph
+from kagome.train.data import from_data
 
 HERE = Path(__file__).parent
 

@@ -34,7 +34,7 @@ def run(name: str, ranks: int, epochs: int, data: Path) -> dict[str, object]:
         command = [
             sys.executable,
             "-m",
-            "kagome.cli",
+            "kagome.cli.main",
             "train",
             *RUNS[name],
             "--nproc",

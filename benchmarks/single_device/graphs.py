@@ -13,7 +13,7 @@ import torch
 from torch_geometric.data import Data
 
 from kagome import config
-from kagome.graph.data import load_data
+from kagome.graph.datasets.load import load_data
 
 FEATURES: Final = 128
 KEYS: Final = ("x", "edge_index", "y", "train_mask", "val_mask", "test_mask")

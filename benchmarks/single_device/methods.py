@@ -123,7 +123,7 @@ def _kagome(edge_index: Tensor, vertices: int) -> tuple[Prepare | None, str]:
     """The kernels themselves, as ``neighbors`` calls them."""
     try:
         ops = import_module("kagome.kernels.ops")
-        structure = import_module("kagome.kernels.structure").Structure(
+        structure = import_module("kagome.kernels.csr").Structure(
             edge_index[0].contiguous(), edge_index[1].contiguous(), vertices, vertices
         )
     except ImportError as error:

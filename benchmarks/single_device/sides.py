@@ -26,7 +26,7 @@ from trial import Result, Trial
 from kagome import Trainer
 from kagome.config import Model, Report, Train
 from kagome.model.zoo import build_model
-from kagome.report.meters import Memory
+from kagome.records.epoch import Memory
 
 LR, WEIGHT_DECAY = 0.01, 5e-4
 

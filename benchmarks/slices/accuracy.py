@@ -77,7 +77,7 @@ def run(options: Options, graph: str, model: str, layers: int, decoupled: bool, 
 
     from kagome import config, load
     from kagome.model.zoo import build_model
-    from kagome.run.trainer import Trainer
+    from kagome.train.trainer import Trainer
 
     torch.set_num_threads(1)
     named = dict(GRAPHS[graph])
@@ -115,7 +115,7 @@ def main(options: Options) -> None:
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"))
     if options.hours != 0:
         context = get_context("forkserver")
-        context.set_forkserver_preload(["kagome.run.trainer"])
+        context.set_forkserver_preload(["kagome.train.trainer"])
         with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
             while missing:
                 if options.hours is not None and time.monotonic() - begun >= 3600 * options.hours:

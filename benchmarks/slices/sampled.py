@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
 import kagome
-from kagome.ranks import environment
+from kagome.launch.environment import environment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "single_device"))
 

@@ -51,7 +51,7 @@ def dense(rows: int) -> float:
     """Seconds of the decoupled model's dense products alone, forward and back, for so many rows."""
     import torch
 
-    from kagome.neighbors.dense import linear
+    from kagome.sparse_ops.linear import linear
 
     x = torch.randn(rows, 128)
     weights = [torch.randn(fan_out, 128).requires_grad_() for fan_out in (128, 128, 16)]

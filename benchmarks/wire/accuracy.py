@@ -176,7 +176,7 @@ def work(options: Options, wanted: Sequence[Case]) -> None:
     import torch
 
     from kagome.config import Data
-    from kagome.graph.data import load_data
+    from kagome.graph.datasets.load import load_data
 
     torch.set_num_threads(1)
     data = load_data(Data(root=options.data, **GRAPHS[wanted[0].graph]))
@@ -244,7 +244,7 @@ def trained(
 
 def main(options: Options) -> None:
     """Run what is missing, write the tables."""
-    from kagome.launch import start_local
+    from kagome.launch.launcher import start_local
 
     path = options.out / "results_accuracy.json"
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
@@ -257,7 +257,7 @@ def main(options: Options) -> None:
     for _, block in groupby(missing, key=lambda case: (case.graph, case.seed)):
         if options.hours is not None and time.monotonic() - begun >= options.hours * 3600:
             break
-        start_local(options.ranks, work, options, list(block), loaded=("kagome.run.trainer",))
+        start_local(options.ranks, work, options, list(block), loaded=("kagome.train.trainer",))
     kept = read(path)
     (options.out / "results_accuracy.md").write_text(f"{overall(kept)}\n{table(kept)}")
 

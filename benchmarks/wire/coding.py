@@ -35,7 +35,7 @@ class Options:
     """Rows of a message."""
     widths: tuple[int, ...] = (128, 256)
     """Columns."""
-    bits: tuple[int, ...] = (1, 2, 4, 8)
+    ops: tuple[int, ...] = (1, 2, 4, 8)
     """Bits a number."""
     turns: int = 15
     """Times that each way is run, after one that is not counted."""
@@ -139,13 +139,13 @@ def coders(x: Any, out: Any, few: int, encode: str, decode: str) -> dict[tuple[s
     """Loops and plain PyTorch, which give the same bits."""
     import torch
 
-    from kagome.kernels import bits, loops_bits
+    from kagome.kernels.quantize import cpu, ops
 
     stamps = torch.arange(x.size(0))
     doing: dict[tuple[str, str], Callable[[], Any]] = {}
     kept = []
-    for name, way in (("loops", loops_bits), ("plain", bits.Plain)):
-        body = torch.empty(bits.groups(x.size(0), few), x.size(1), dtype=torch.uint8)
+    for name, way in (("loops", cpu), ("plain", ops.Plain)):
+        body = torch.empty(ops.groups(x.size(0), few), x.size(1), dtype=torch.uint8)
         low, span, bad = way.encode(x, None, stamps, few, few, body)
         assert bad == 0
         kept.append((low, span, body))

@@ -99,7 +99,7 @@ def cases(options: Options) -> Iterator[Case]:
 def run(options: Options, case: Case) -> dict[str, Any]:
     """Train once, in a process of its own core."""
     from kagome.config import Data
-    from kagome.graph.data import load_data
+    from kagome.graph.datasets.load import load_data
 
     torch.set_num_threads(1)
     kind = Delayed if case.delayed else torch.optim.Adam

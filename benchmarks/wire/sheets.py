@@ -84,7 +84,7 @@ def send(options: Options) -> None:
     from kagome.comm import codec as codecs
     from kagome.comm.mesh import open_mesh
     from kagome.config import Parallel
-    from kagome.neighbors.letter import Coming, Writer, plain
+    from kagome.halo.encoded_message import Coming, Writer, plain
 
     with open_mesh(Parallel(graph=2, shared_memory=False)) as mesh:
         channel, codec = mesh.graph, codecs.Codec(options.rank)

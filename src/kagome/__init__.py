@@ -11,14 +11,14 @@ from typing import Any
 __version__ = "0.1.0"
 
 _FACE = {
-    "Trainer": "kagome.run.trainer",
+    "Trainer": "kagome.train.trainer",
     "Parallel": "kagome.config",
     "Report": "kagome.config",
     "Train": "kagome.config",
-    "check": "kagome.run.check",
-    "load": "kagome.run.load",
-    "plan": "kagome.run.planning",
-    "pipeline": "kagome.run.dag.pipeline",
+    "check": "kagome.verify.check",
+    "load": "kagome.train.load",
+    "plan": "kagome.autoplan.plan",
+    "pipeline": "kagome.pipeline.dag.pipeline",
     "KagomeError": "kagome.errors",
 }
 

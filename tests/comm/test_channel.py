@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kagome.comm.all_reduce import ONE_ROUND_BYTES
 from kagome.comm.channel import Channel
-from kagome.comm.summing import ONE_ROUND_BYTES
-from kagome.comm.watch import Watch
+from kagome.comm.watchdog import Watch
 from kagome.errors import CommError
 from pool import Pool
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kagome.comm.channel import Channel
-from kagome.comm.local import LocalGroup
-from kagome.comm.wire import Wire
+from kagome.comm.in_process.thread_group import LocalGroup
+from kagome.comm.transport.process_group import Wire
 from kagome.errors import ModelError
 
 WORLDS = [1, 2, 3, 4]

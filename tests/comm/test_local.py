@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kagome.comm.channel import Channel
-from kagome.comm.local import LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
 
 
 def drawn_by_threads(channel: Channel) -> list[int]:

@@ -11,7 +11,7 @@ from kagome.comm.channel import Channel
 from kagome.comm.mesh import open_mesh
 from kagome.config import Parallel
 from kagome.errors import CommError, ConfigError
-from kagome.launch import start_local
+from kagome.launch.launcher import start_local
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS")
 
@@ -63,7 +63,7 @@ def test_a_store_that_ends_while_it_is_joined_is_sought_again(monkeypatch):
             raise dist.DistNetworkError("Failed to recv, got 0 bytes.")
         return HashStore()
 
-    monkeypatch.setattr("kagome.comm.joined._store", ends_once)
+    monkeypatch.setattr("kagome.comm.transport.rendezvous._store", ends_once)
     with open_mesh(always_group=True) as mesh:
         assert mesh.graph.size == 1
     assert len(begun) == 2

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kagome.comm.channel import Channel
-from kagome.comm.objects import ObjectError, from_bytes, pack, to_bytes, unpack
+from kagome.comm.serialization import ObjectError, from_bytes, pack, to_bytes, unpack
 from kagome.errors import CommError, KagomeError, ModelError
 
 
@@ -227,7 +227,7 @@ def test_a_pickle_of_a_peer_is_refused_and_does_not_run(ranks, tmp_path):
 
 
 def raises_on_first(channel: Channel) -> str:
-    from kagome.run.first import by_first
+    from kagome.components.rank_zero import by_first
 
     def find() -> None:
         raise ZeroDivisionError("of the user's own")

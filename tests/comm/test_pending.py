@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kagome.comm.channel import Channel
-from kagome.comm.traffic import KINDS, Traffic
+from kagome.comm.stats import KINDS, Traffic
 from kagome.errors import CommError
 
 WORLDS = [1, 2, 3, 4]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kagome.comm.channel import Channel
-from kagome.comm.local import LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
 from kagome.comm.mesh import open_mesh
-from kagome.comm.watch import Watch
+from kagome.comm.watchdog import Watch
 from kagome.config import Parallel
 from kagome.errors import CommError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kagome.comm.local import LocalGroup
-from kagome.comm.replay import ReplayChannel
+from kagome.comm.in_process.replay_channel import ReplayChannel
+from kagome.comm.in_process.thread_group import LocalGroup
 from kagome.errors import CommError
 
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kagome.comm.box import FORWARD, Box, memory_file
 from kagome.comm.channel import Channel
 from kagome.comm.groups import open_shelf
 from kagome.comm.mesh import open_mesh
-from kagome.comm.shelf import NOWHERE, Allowance, Shelf
+from kagome.comm.transport.mailbox import FORWARD, Box, memory_file
+from kagome.comm.transport.shared_memory import NOWHERE, Allowance, Shelf
 from kagome.config import Parallel
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")

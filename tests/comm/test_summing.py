@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kagome.comm import summing
+from kagome.comm import all_reduce
+from kagome.comm.all_reduce import Values
 from kagome.comm.channel import Channel
-from kagome.comm.summing import Values
 
 WORLDS = [1, 2, 3, 4]
 
@@ -49,7 +49,7 @@ def summed(
     channel: Channel, count: int, dtype: torch.dtype, rounds: int, cast: torch.dtype | None, exact: int
 ) -> tuple[int, int, bytes]:
     mine = value(channel.rank, count, dtype)
-    with mock.patch.object(summing, "ONE_ROUND_BYTES", 2**20 if rounds == 1 else 0):
+    with mock.patch.object(all_reduce, "ONE_ROUND_BYTES", 2**20 if rounds == 1 else 0):
         under_way = channel.start_all_reduce(mine, action="sum", cast=cast, exact=exact)
     assert under_way.rounds == (2 if rounds == 2 and channel.size > 2 else 1)
     found = under_way.wait()
@@ -107,7 +107,7 @@ def test_pieces_are_as_long_as_said_and_come_back(count, exact, data):
 
 
 def large(channel: Channel) -> int:
-    count = summing.ONE_ROUND_BYTES // 8
+    count = all_reduce.ONE_ROUND_BYTES // 8
     under_way = channel.start_all_reduce(value(channel.rank, count, torch.float32), action="large")
     assert torch.equal(under_way.wait(), in_order(channel.size, count, torch.float32))
     return under_way.rounds

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kagome.comm.traffic import Traffic
+from kagome.comm.stats import Traffic
 
 
 def test_late_rows_of_six_sites_hide_no_more_than_an_epoch() -> None:

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from kagome.comm.watch import Watch
+from kagome.comm.watchdog import Watch
 from kagome.errors import CommError, ModelError
 
 WARN = 0.5

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from kagome.comm.mesh import open_mesh
-from kagome.comm.watch import Watch
-from kagome.comm.within import SilentError, within
+from kagome.comm.transport.timeout import SilentError, within
+from kagome.comm.watchdog import Watch
 from kagome.errors import CommError
 
 
@@ -48,7 +48,7 @@ class Mute:
 
 def test_a_store_whose_host_is_gone_holds_up_neither_an_error_nor_the_end(monkeypatch):
     """A link that is cut is found by the system after 930 s; each look would have waited for that."""
-    monkeypatch.setattr("kagome.comm.watch.ANSWERS_WITHIN", 0.2)
+    monkeypatch.setattr("kagome.comm.watchdog.ANSWERS_WITHIN", 0.2)
     store = Mute()
     watch = Watch(store, 0, 8, say=print, every=1000.0)
     assert watch.describe(1) == "rank 1, of which nothing was seen"

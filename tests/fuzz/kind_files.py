@@ -13,7 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kagome import config, planfile, written
+from kagome import config
+from kagome.config import plan_io, toml_io
 from kagome.planner.cluster import READY, Cluster
 
 from .harness import Case, Ended, alter_plain, alter_text, command
@@ -121,12 +122,12 @@ class Toml(_File):
     def base(self) -> tuple[str, Any]:
         """A run of two epochs."""
         run = config.Run(data=config.Data(name=SMALL), train=config.Train(epochs=2, patience=5, clip=1.0))
-        return written.to_toml(run), json.loads(json.dumps(written.as_dict(run)))
+        return toml_io.to_toml(run), json.loads(json.dumps(toml_io.as_dict(run)))
 
     def run(self, case: Case) -> Any:
         """Read it; of some, train with it."""
         file, trains = case.given
-        run = written.from_toml(file)
+        run = toml_io.from_toml(file)
         if not trains:
             return None, run
         # The number of epochs is left to the flags: a file may ask for 10^12, which is its right.
@@ -137,7 +138,7 @@ class Toml(_File):
         """The run is whole, and its settings are the file's."""
         file, trained = case.given
         asked = tomllib.loads(file.read_text(encoding="utf-8"))
-        used = tomllib.loads(Path("run/config.toml").read_text() if trained else written.to_toml(result[1]))
+        used = tomllib.loads(Path("run/config.toml").read_text() if trained else toml_io.to_toml(result[1]))
         for section, values in asked.items():
             for name, value in values.items():
                 key = name.replace("-", "_")
@@ -169,7 +170,7 @@ class Plan(_File):
             "decoupled",
         ]
         self._text = subprocess.run(
-            [sys.executable, "-m", "kagome.cli", *words],
+            [sys.executable, "-m", "kagome.cli.main", *words],
             check=True,
             capture_output=True,
             text=True,
@@ -223,7 +224,7 @@ class Plan(_File):
         asked = json.loads(case.given[0].read_text(encoding="utf-8-sig"))["plans"][0]["settings"]
         used = asdict(cut)
         wrong = {name: (value, used.get(name)) for name, value in asked.items() if used.get(name) != value}
-        unknown = set(asked) - set(planfile.KINDS)
+        unknown = set(asked) - set(plan_io.KINDS)
         if wrong or unknown:
             return f"the plan's settings and the run's: {wrong} {unknown}"
         return "" if ended is None or "equal" in ended.out else f"the check said {ended.out!r}"

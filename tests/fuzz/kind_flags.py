@@ -11,7 +11,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from kagome import commands, config
+from kagome import config
+from kagome.config import commands
 
 from .harness import Case, Ended, command, hostile
 

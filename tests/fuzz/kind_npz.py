@@ -189,9 +189,9 @@ class Npz:
     def run(self, case: Case) -> Any:
         """One epoch of a small model."""
         from kagome import config
-        from kagome.cli import _builder
-        from kagome.graph.data import load_data
-        from kagome.run.trainer import Trainer
+        from kagome.cli.main import _builder
+        from kagome.graph.datasets.load import load_data
+        from kagome.train.trainer import Trainer
 
         settings = config.Run(
             data=config.Data(name=f"npz:{case.given}"),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome import sealed
+from kagome.storage import sealed_files
 
 from .harness import Case, alter_plain, alter_text, command, hostile
 from .kind_flags import SMALL
@@ -43,13 +43,13 @@ class Given:
 
     base: str
     folder: Path
-    sealed: bool
+    sealed_files: bool
     trains: bool = True
 
 
 def kagome(words: tuple[str, ...], cwd: Path) -> None:
     """Run a command in a process of its own."""
-    line = [sys.executable, "-m", "kagome.cli", *words]
+    line = [sys.executable, "-m", "kagome.cli.main", *words]
     subprocess.run(line, check=True, capture_output=True, cwd=cwd)
 
 
@@ -127,7 +127,7 @@ def alter_tensor(rng: random.Random, tensor: Tensor) -> tuple[Tensor, str]:
 
 def alter_tensors(rng: random.Random, file: Path) -> str:
     """Alter a file of tensors as a program does; it stays one."""
-    found, text = sealed.read_tensors(file)
+    found, text = sealed_files.read_tensors(file)
     tensors = {name: tensor.clone() for name, tensor in found.items()}
     name = rng.choice(sorted(tensors))
     way = rng.choices(("tensor", "remove", "rename", "double", "facts"), (12, 2, 1, 1, 5 if text else 0))[0]
@@ -144,7 +144,7 @@ def alter_tensors(rng: random.Random, file: Path) -> str:
         value, said = alter_plain(rng, json.loads(text))
         text, name = json.dumps(value), "facts"
     file.unlink()
-    sealed.write_tensors(file, tensors, text, sync=False)
+    sealed_files.write_tensors(file, tensors, text, sync=False)
     return f"{file.name}: {name} {said}"
 
 
@@ -152,12 +152,12 @@ def reseal(folder: Path, page: str) -> bool:
     """Make a page's checksums right, as one who edits on purpose would; False where it is no page."""
     try:
         facts = json.loads((folder / page).read_text())
-        facts.pop(sealed.SEAL, None)
+        facts.pop(sealed_files.SEAL, None)
         if isinstance(facts.get("files"), dict):
             for name in facts["files"]:
                 if (folder / name).is_file():
-                    facts["files"][name] = list(vars(sealed._seal_of(folder / name)).values())
-        sealed.write_page(folder / page, facts)
+                    facts["files"][name] = list(vars(sealed_files._seal_of(folder / name)).values())
+        sealed_files.write_page(folder / page, facts)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return False
     return True
@@ -245,15 +245,16 @@ class Checkpoint:
 
 def read(run: Path) -> Any:
     """All that a run reads of its newest checkpoint."""
-    from kagome import written
+    from kagome.checkpoint import checkpoint
+    from kagome.checkpoint.epoch_state import Recalled
     from kagome.comm.channel import Channel
+    from kagome.config import toml_io
     from kagome.model.zoo import build_model
-    from kagome.run import checkpoint, learning
-    from kagome.run.carried import Recalled
+    from kagome.objective import optimizers
 
-    settings, folder = written.from_toml(run / "config.toml"), checkpoint.latest(run)
+    settings, folder = toml_io.from_toml(run / "config.toml"), checkpoint.latest(run)
     model = build_model(settings.model, in_channels=6, out_channels=3, num_nodes=60)
-    optimizer = learning.optimizer_of(model, settings, None)
+    optimizer = optimizers.optimizer_of(model, settings, None)
     place, best, told = checkpoint.load(
         folder, Channel(None, "cpu"), model=model, optimizer=optimizer, seed=0
     )
@@ -308,7 +309,7 @@ class Partitions:
 
     def run(self, case: Case) -> Any:
         """Train on the one part, or read the three."""
-        from kagome.graph.store import load_part
+        from kagome.graph.partition.store import load_part
 
         if case.given.base == "parts-1":
             line = [
@@ -330,7 +331,7 @@ class Partitions:
             if case.given.sealed:
                 return "" if all(math.isfinite(loss) for _, loss in found) else f"losses {found}"
             return "" if found == self._expected else f"losses {found}, and {self._expected} on the valid one"
-        from kagome.graph.store import load_part
+        from kagome.graph.partition.store import load_part
 
         for part, piece in enumerate(result):
             rows = torch.cat([piece.own, piece.halo])

@@ -39,11 +39,11 @@ def kinds() -> dict[str, Kind]:
 def warm_up() -> None:
     """Import what cases need, so that processes forked of this one need not."""
     for name in (
-        "kagome.run.trainer",
-        "kagome.run.checking",
-        "kagome.run.planning",
+        "kagome.train.trainer",
+        "kagome.cli.check",
+        "kagome.autoplan.plan",
         "kagome.model.zoo",
-        "kagome.cli",
+        "kagome.cli.main",
     ):
         importlib.import_module(name)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kagome.errors import DataError
-from kagome.graph.builtin import digits, parse_sbm, sbm
-from kagome.graph.labels import labels_of
-from kagome.graph.validate import validate
+from kagome.graph.datasets.builtin import digits, parse_sbm, sbm
+from kagome.graph.structure.labels import labels_of
+from kagome.graph.structure.validate import validate
 
 
 def test_digits() -> None:

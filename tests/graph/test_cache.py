@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from kagome import config
-from kagome.graph import cache
-from kagome.graph.cache import Cache, owner_key, parts_key, shown
-from kagome.graph.data import raw_files
+from kagome.graph.datasets.load import raw_files
+from kagome.graph.partition import cache
+from kagome.graph.partition.cache import Cache, owner_key, parts_key, shown
 from kagome.graph.prepare import owners, prepare
-from kagome.graph.validate import validate
+from kagome.graph.structure.validate import validate
 
 SBM = "sbm:vertices=60,degree=4,features=3,classes=2,communities=2"
 
@@ -145,7 +145,7 @@ def test_two_makers_of_one_entry(tmp_path: Path) -> None:
 
 
 def test_a_reader_keeps_what_is_thrown_away(tmp_path: Path) -> None:
-    from kagome.graph.store import load_part
+    from kagome.graph.partition.store import load_part
 
     shelf = Cache(tmp_path)
     part = load_part(kept(shelf, "a"), 0)
@@ -210,7 +210,7 @@ def test_owners_are_found_again_if_they_fit(tmp_path: Path) -> None:
 
 def test_owners_of_a_graph_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kagome.graph import prepare as module
-    from kagome.graph.builtin import sbm
+    from kagome.graph.datasets.builtin import sbm
 
     data = validate(sbm(SBM))[0]
     shelf = Cache(tmp_path)

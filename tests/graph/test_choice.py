@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kagome import available
-from kagome.available import available_bytes
-from kagome.graph.builtin import sbm
-from kagome.graph.choice import SHARE, choose, metis_bytes
+from kagome.graph.datasets.builtin import sbm
+from kagome.graph.partition.choice import SHARE, choose, metis_bytes
+from kagome.launch import host_memory
+from kagome.launch.host_memory import available_bytes
 
 EDGES = sbm("vertices=400,degree=6,communities=4,features=1").edge_index
 COUNT = EDGES.size(1)
@@ -70,11 +70,11 @@ def test_a_control_group_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         (base / folder / names[1]).write_text(f"{used}\n")
         (base / folder / "memory.stat").write_text("file 70\ninactive_file 50\ntotal_inactive_file 50\n")
     monkeypatch.setattr(Path, "read_text", read)
-    monkeypatch.setattr(available, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
     assert available_bytes() == 5000 - 3000 + 50
 
 
 def test_without_a_group_it_is_the_machine_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(available, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
     found = available_bytes()
     assert found is None or 0 < found < 2**50

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch_geometric.data import Data
 
-from kagome.graph.chunks import Chunks, ChunkStep, alone, cut_part, order_of, plan_steps
-from kagome.graph.partition import Partition, partition
-from kagome.graph.together import at_once, together
+from kagome.graph.partition.chunks import Chunks, ChunkStep, alone, cut_part, order_of, plan_steps
+from kagome.graph.partition.merged_chunks import at_once, together
+from kagome.graph.partition.partition import Partition, partition
 
 METHODS = ("metis", "contiguous", "random")
 

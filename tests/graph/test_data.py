@@ -19,9 +19,9 @@ from torch_geometric.data import Data, HeteroData, InMemoryDataset
 
 from kagome import config
 from kagome.errors import ConfigError, DataError
-from kagome.graph import catalog, download, rawfiles
-from kagome.graph.data import load_data
-from kagome.graph.npz import read_npz
+from kagome.graph.datasets import catalog, download, raw_files
+from kagome.graph.datasets.load import load_data
+from kagome.graph.datasets.npz import read_npz
 
 
 @pytest.fixture(autouse=True)
@@ -237,7 +237,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
 class TestFunction:
     def test_a_module_in_the_current_folder(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "my_graph_of_tests.py").write_text(
-            "from kagome.graph.builtin import sbm\n"
+            "from kagome.graph.datasets.builtin import sbm\n"
             "def make(): return sbm('vertices=20,degree=2,features=2')\n"
         )
         monkeypatch.chdir(tmp_path)
@@ -451,7 +451,7 @@ class TestPyg:
     def test_several_processes_at_once(self, tmp_path: Path) -> None:
         minesweeper(tmp_path / "shared")
         call = (
-            "from kagome.config import Data; from kagome.graph.data import load_data; "
+            "from kagome.config import Data; from kagome.graph.datasets.load import load_data; "
             f"print(load_data(Data(name='Minesweeper', root={str(tmp_path / 'mine')!r})).num_nodes)"
         )
         settings = {**os.environ, "KAGOME_DATA": str(tmp_path / "shared"), "OMP_NUM_THREADS": "1"}
@@ -462,11 +462,11 @@ class TestPyg:
         assert [process.communicate(timeout=120)[0] for process in started] == ["6\n"] * 3
 
     def test_a_folder_that_stays_locked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rawfiles, "LOCK_SECONDS", 0)
+        monkeypatch.setattr(raw_files, "LOCK_SECONDS", 0)
         with (
-            rawfiles._locked(tmp_path),
+            raw_files._locked(tmp_path),
             pytest.raises(DataError, match="another process"),
-            rawfiles._locked(tmp_path),
+            raw_files._locked(tmp_path),
         ):
             pass
 
@@ -540,6 +540,6 @@ class TestNpzArrays:
     def test_an_archive_that_unpacks_to_more_than_there_is(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kagome.graph.npz.available_bytes", lambda: 1000)
+        monkeypatch.setattr("kagome.graph.datasets.npz.available_bytes", lambda: 1000)
         with pytest.raises(DataError, match="must fit into memory"):
             load(bipartite(tmp_path / "g.npz", x=np.zeros((3, 1000))))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch_geometric.data import Data
 
-from kagome.graph import edges, kernels
+from kagome.graph.structure import edges, kernels
 
 several = settings(max_examples=60, deadline=None)
 

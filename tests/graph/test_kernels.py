@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.data import Data
 
-from kagome import compiled
-from kagome.graph import kernels
-from kagome.graph.builtin import sbm
+from kagome.graph.datasets.builtin import sbm
+from kagome.graph.structure import kernels
+from kagome.kernels import jit
 
 
 def plain(loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,7 +80,9 @@ def test_a_full_part_is_emptied_to_its_bound(measure: str) -> None:
 
 def test_a_second_process_does_not_compile_again(tmp_path: Path) -> None:
     say = "print(sum(squeeze.stats.cache_hits.values()), sum(squeeze.stats.cache_misses.values()))"
-    code = f"import numpy as np; from kagome.graph.edges import squeeze; squeeze(np.arange(3)); {say}"
+    code = (
+        f"import numpy as np; from kagome.graph.structure.edges import squeeze; squeeze(np.arange(3)); {say}"
+    )
     said = [
         subprocess.run(
             [sys.executable, "-c", code],
@@ -95,12 +97,12 @@ def test_a_second_process_does_not_compile_again(tmp_path: Path) -> None:
 
 
 def test_where_no_cache_can_be_written_it_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = compiled.numba.njit
+    real = jit.numba.njit
 
     def njit(**options: Any) -> Any:
         if options.get("cache"):
             raise RuntimeError("cannot cache function: no locator available")
         return real(**options)
 
-    monkeypatch.setattr(compiled.numba, "njit", njit)
-    assert compiled.compiled(lambda n: n + 1)(2) == 3
+    monkeypatch.setattr(jit.numba, "njit", njit)
+    assert jit.compiled(lambda n: n + 1)(2) == 3

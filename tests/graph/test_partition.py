@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from kagome.errors import PartitionError
-from kagome.graph.partition import Partition, extract, fingerprint, partition, split_all
+from kagome.graph.partition.partition import Partition, extract, fingerprint, partition, split_all
 
 Cut = tuple[Data, Tensor, int]
 several = settings(max_examples=150, deadline=None)

@@ -12,10 +12,10 @@ from torch_geometric.data import Data
 
 from kagome import config
 from kagome.errors import PartitionError
-from kagome.graph.builtin import sbm
-from kagome.graph.data import load_data
-from kagome.graph.partitioners import PARTITIONERS, assign
-from kagome.graph.quality import quality
+from kagome.graph.datasets.builtin import sbm
+from kagome.graph.datasets.load import load_data
+from kagome.graph.partition.partitioners import PARTITIONERS, assign
+from kagome.graph.partition.quality import quality
 
 
 @pytest.mark.parametrize("name", PARTITIONERS)

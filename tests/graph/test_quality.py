@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch_geometric.data import Data
 
-from kagome.graph.partition import split_all
-from kagome.graph.quality import HEADER, quality
+from kagome.graph.partition.partition import split_all
+from kagome.graph.partition.quality import HEADER, quality
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from kagome import config
-from kagome.graph.data import load_data
-from kagome.graph.labels import labels_of
-from kagome.graph.partitioners import assign
-from kagome.graph.quality import quality
+from kagome.graph.datasets.load import load_data
+from kagome.graph.partition.partitioners import assign
+from kagome.graph.partition.quality import quality
+from kagome.graph.structure.labels import labels_of
 
 #: name: vertices, edges, features, classes, whether masks are given, vertices without label
 TABLE = {

@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch_geometric.data import Data
 
-from kagome import sealed
 from kagome.errors import PartitionError
-from kagome.graph.partition import Partition, fingerprint, graph_of, split_all
-from kagome.graph.store import PAGE, Meta, describe, load_meta, load_part, save
+from kagome.graph.partition.partition import Partition, fingerprint, graph_of, split_all
+from kagome.graph.partition.store import PAGE, Meta, describe, load_meta, load_part, save
+from kagome.storage import sealed_files
 
 CUTS = (("metis", 0, 2), ("random", 0, 2), ("metis", 1, 2), ("metis", 0, 3))
 
@@ -134,8 +134,8 @@ def test_a_page_of_another_format(tmp_path: Path) -> None:
     written(tmp_path / "cut")
     page = tmp_path / "cut" / PAGE
     facts = {**json.loads(page.read_text()), "format": 99}
-    facts.pop(sealed.SEAL)
-    sealed.write_page(page, facts)
+    facts.pop(sealed_files.SEAL)
+    sealed_files.write_page(page, facts)
     with pytest.raises(PartitionError, match=r"has format 99, and this version reads format 3"):
         load_meta(tmp_path / "cut")
 
@@ -169,13 +169,13 @@ def test_the_fingerprint_names_the_graph_and_its_cut_apart(tmp_path: Path) -> No
 def resealed(folder: Path, *names: str, **facts: Any) -> None:
     """Make a page that says that all of it belongs there, as one who edits a partition on purpose would."""
     page = {**json.loads((folder / PAGE).read_text()), **facts}
-    page.pop(sealed.SEAL)
+    page.pop(sealed_files.SEAL)
     for name in names:
         page["files"][name] = [
             (folder / name).stat().st_size,
             f"{zlib.crc32((folder / name).read_bytes()):08x}",
         ]
-    sealed.write_page(folder / PAGE, page)
+    sealed_files.write_page(folder / PAGE, page)
 
 
 def test_each_flipped_bit_is_noticed(tmp_path: Path) -> None:
@@ -252,10 +252,10 @@ def test_a_part_that_does_not_hang_together_is_refused(tmp_path: Path, says: str
     """Its checksum is right: only its structure tells."""
     written(tmp_path / "cut")
     file = tmp_path / "cut" / "part-00001.safetensors"
-    tensors, text = sealed.read_tensors(file)
+    tensors, text = sealed_files.read_tensors(file)
     tensors, facts = {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(text)
     EDITS[says](tensors, facts)
-    sealed.write_tensors(file, tensors, json.dumps(facts))
+    sealed_files.write_tensors(file, tensors, json.dumps(facts))
     resealed(tmp_path / "cut", file.name)
     with pytest.raises(PartitionError, match=rf"is damaged: (.|\n)*({says})"):
         load_part(tmp_path / "cut", 1)

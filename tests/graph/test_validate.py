@@ -11,9 +11,9 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from kagome.errors import DataError
-from kagome.graph.attributes import Notes, attributes_of, split_attributes
-from kagome.graph.labels import labels_of
-from kagome.graph.validate import validate
+from kagome.graph.structure.attributes import Notes, attributes_of, split_attributes
+from kagome.graph.structure.labels import labels_of
+from kagome.graph.structure.validate import validate
 
 N = 6
 

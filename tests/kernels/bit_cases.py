@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kagome.kernels.bits import FIRST, SECOND, WIDTHS, columns, groups
+from kagome.kernels.quantize.ops import FIRST, SECOND, WIDTHS, columns, groups
 
 Case = tuple[Tensor, Tensor | None, Tensor, int, int]
 KEY = 0x0123_4567_89AB_CDEF

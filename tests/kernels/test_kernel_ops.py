@@ -8,12 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_cases import CHECKS, cases
 
-from kagome.kernels import crew, loops, ops, plain
-from kagome.kernels.structure import Structure
+from kagome.kernels import ops, reference, thread_pool
+from kagome.kernels.cpu import dispatch
+from kagome.kernels.csr import Structure
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("way", [plain, loops], ids=["plain", "loops"])
+@pytest.mark.parametrize("way", [reference, dispatch], ids=["plain", "loops"])
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_way_gives_what_autograd_gives(check, way, data):
@@ -76,7 +77,7 @@ def test_large_rows_agree_with_plain(threads):
             way.softmax_edges(s.by_target, w),
             way.leaky_dots_back(s, heads, heads, heads[0], 0.2, w)[2],
         )
-        for way in (loops, plain)
+        for way in (dispatch, reference)
     ]
     for one, two in zip(*pairs, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-11)
@@ -95,7 +96,7 @@ def test_several_python_threads_may_call_at_once(threads):
 def test_a_number_that_is_none_shows_in_the_result():
     s = Structure(torch.tensor([0, 1, 2]), torch.tensor([0, 0, 1]), 2, 3)
     x = torch.tensor([[1.0, torch.nan], [torch.nan, 5.0], [2.0, 3.0]])
-    for way in (loops, plain):
+    for way in (dispatch, reference):
         best, _ = way.extreme_rows(s.by_target, x, 1.0)
         assert torch.equal(best.isnan(), torch.tensor([[True, True], [False, False]]))
         alpha = way.softmax_edges(s.by_target, x)
@@ -110,12 +111,12 @@ def test_views_and_tensors_that_need_a_gradient_are_read_as_they_are():
     into = torch.zeros(16, s.own, dtype=torch.float64).t()
     out = ops.sum_rows(s.by_target, x[:, ::2], into=into)
     assert out is into
-    torch.testing.assert_close(out, plain.sum_rows(s.by_target, x.detach()[:, ::2]))
+    torch.testing.assert_close(out, reference.sum_rows(s.by_target, x.detach()[:, ::2]))
 
 
 def test_no_columns_and_no_heads():
     s = large(rows=600, edges=100)
-    for way in (loops, plain):
+    for way in (dispatch, reference):
         assert way.sum_rows(s.by_target, torch.empty(s.whole, 0)).shape == (s.own, 0)
         assert way.sum_rows(s.by_target, torch.empty(s.whole, 0, 4), torch.empty(100, 0)).shape == (
             s.own,
@@ -149,15 +150,15 @@ def test_an_error_in_a_piece_is_raised(threads):
         done.append(k)
 
     with pytest.raises(ZeroDivisionError):
-        crew.each(work, 8)
-    crew.each(done.append, 100)
+        thread_pool.each(work, 8)
+    thread_pool.each(done.append, 100)
     assert set(done) >= set(range(100))
 
 
 def test_cuts_balance_edges_not_rows():
     degree = torch.tensor([1000] + [1] * 1000)
     pointer = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)]).numpy()
-    cuts = crew.cuts_of(pointer[:-1], pointer[1:], 3 * crew.PIECE // 3001 + 1)
+    cuts = thread_pool.cuts_of(pointer[:-1], pointer[1:], 3 * thread_pool.PIECE // 3001 + 1)
     assert cuts.size == 4
     assert cuts[0] == 0
     assert cuts[-1] == 1001

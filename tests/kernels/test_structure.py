@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kernel_cases import cases
 
 from kagome.errors import DataError
-from kagome.kernels.structure import LARGEST, Structure, _sorted
+from kagome.kernels.csr import LARGEST, Structure, _sorted
 
 
 @settings(deadline=None, max_examples=100)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kagome.kernels import loops, plain
-from kagome.kernels.structure import Structure
+from kagome.kernels import reference
+from kagome.kernels.cpu import dispatch
+from kagome.kernels.csr import Structure
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -17,7 +18,9 @@ def test_sums_of_every_width(width: int, dtype: torch.dtype) -> None:
     x, weight, scale = torch.randn(40, width, dtype=dtype), torch.rand(300, dtype=dtype), torch.rand(30)
     for given in (None, weight):
         for factor in (None, scale.to(dtype)):
-            found = loops.sum_rows(layout, x, given, factor)
-            wanted = plain.sum_rows(layout, x.double(), given, None if factor is None else factor.double())
+            found = dispatch.sum_rows(layout, x, given, factor)
+            wanted = reference.sum_rows(
+                layout, x.double(), given, None if factor is None else factor.double()
+            )
             error = 1e-5 if dtype == torch.float32 else 1e-13
             torch.testing.assert_close(found.double(), wanted.double(), rtol=error, atol=error)

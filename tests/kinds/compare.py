@@ -18,7 +18,7 @@ from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
 from kagome.config import Report, Train
 from kagome.errors import CommError, KagomeError
-from kagome.report.meters import EpochRecord
+from kagome.records.epoch import EpochRecord
 from parity import alone
 
 EPOCHS = 3

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from convolutions import sample_graph
 from kagome import check
 from kagome.errors import ModelError
-from kagome.model.attending import attention
+from kagome.model.exact.global_attention import attention
 from parity import assert_equal, one_rank, random_owner, split, whole
 
 WIDE = 8

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kagome.errors import ModelError
-from kagome.model.layers import trace
+from kagome.model.trace.shapes import trace
 
 
 class Holder:

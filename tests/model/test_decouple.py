@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from torch_geometric.utils import add_remaining_self_loops
 
 from kagome.errors import ModelError
-from kagome.model.decouple import Decoupled, decouple
+from kagome.model.decouple.decouple import Decoupled, decouple
 
 V, E, WIDTH, CLASSES, RELATIONS = 30, 150, 6, 4, 3
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from convolutions import sample_graph
 from kagome.comm.channel import Channel
-from kagome.comm.local import LocalChannel, LocalGroup
-from kagome.graph.partition import split_all
-from kagome.model.draws import _scaled, call_key, dropout, edge_ids, plain_scaled, row_keys, uniform
-from kagome.model.exact import HANDLERS
-from kagome.neighbors.intercept import Interception
-from kagome.neighbors.view import pair_ids
+from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
+from kagome.graph.partition.partition import split_all
+from kagome.intercept.interceptor import Interception
+from kagome.model.exact.dropout import _scaled, call_key, dropout, edge_ids, plain_scaled, row_keys, uniform
+from kagome.model.exact.handlers import HANDLERS
+from kagome.sparse_ops.edge_view import pair_ids
 
 KEY = call_key(0, 1, "convs.0", 1)
 

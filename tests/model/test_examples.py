@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kagome.model.branches import branches_of
 from kagome.model.examples import EXAMPLES, RelationalGNN, Uno
-from kagome.planner.profile import measure
+from kagome.model.operators.graph import branches_of
+from kagome.profile.operators import measure
 
 SHAPES = {"multimodal": (3, 10), "dlrm": (3,), "uno": (3,), "gnn": (3, 5)}
 

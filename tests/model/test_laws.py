@@ -14,10 +14,10 @@ from torch_geometric.data import Data
 from convolutions import sample_graph
 from kagome import check
 from kagome.errors import ModelError
-from kagome.graph.partition import extract
-from kagome.model.exact import HANDLERS
-from kagome.model.laws import LAWS
-from kagome.neighbors.intercept import Interception
+from kagome.graph.partition.partition import extract
+from kagome.intercept.interceptor import Interception
+from kagome.model.exact.distributions import LAWS
+from kagome.model.exact.handlers import HANDLERS
 from parity import alone, assert_equal, random_owner, split, whole
 
 Rows = Callable[[Tensor, Tensor], Tensor]

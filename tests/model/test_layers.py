@@ -17,8 +17,8 @@ from torch_geometric.utils import add_self_loops, degree, dropout_edge, scatter,
 
 from kagome.config import Model
 from kagome.errors import ModelError
-from kagome.model.calling import Calling
-from kagome.model.layers import LayerGraph, chain, survey, trace
+from kagome.model.forward_call import Calling
+from kagome.model.trace.shapes import LayerGraph, chain, survey, trace
 from kagome.model.zoo import build_model
 from odd_models import ODD_MODELS
 

@@ -15,14 +15,14 @@ from torch_geometric.data import Data
 
 from convolutions import CASES, ConvCase, double_precision, sample_graph
 from kagome.comm.channel import Channel
-from kagome.comm.local import LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
 from kagome.errors import ModelError
-from kagome.graph.partition import extract
-from kagome.model.exact import HANDLERS
-from kagome.model.rules import apply_rules
-from kagome.neighbors.install import install
-from kagome.neighbors.intercept import Interception
-from kagome.neighbors.rows import Carrier
+from kagome.graph.partition.partition import extract
+from kagome.halo.exchange import Carrier
+from kagome.intercept.hooks import install
+from kagome.intercept.interceptor import Interception
+from kagome.model.exact.handlers import HANDLERS
+from kagome.model.exact.layer_rules import apply_rules
 from parity import alone, assert_equal, case_build, random_owner, seeded, split, whole, worst
 
 BUILDABLE = [case for case in CASES if case.build is not None]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kagome.comm.channel import Channel
 from kagome.comm.codec import Codec
-from kagome.comm.trip import Trip
+from kagome.comm.exchange import Trip
 from kagome.config import CodecName, Parallel
-from kagome.neighbors.crossing import Crossing, _draws
+from kagome.halo.compressed_exchange import Crossing, _draws
 
 OWN, WIDTH, SEED = 9, 7, 5
 

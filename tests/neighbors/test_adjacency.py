@@ -14,8 +14,8 @@ from torch_geometric.data import Data
 from adjacency_models import ADJACENCIES, Adjacent, weighted
 from edge_models import FAN_IN, FAN_OUT, NODES
 from kagome.errors import DataError
-from kagome.graph.validate import validate
-from kagome.run.check import check
+from kagome.graph.structure.validate import validate
+from kagome.verify.check import check
 from outcomes import outcome
 from parity import assert_equal, random_owner, whole
 

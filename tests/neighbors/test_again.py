@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from kagome.comm.channel import Channel
-from kagome.graph.partition import extract
-from kagome.model.exact import HANDLERS
-from kagome.model.rules import apply_rules
-from kagome.neighbors.install import install
-from kagome.neighbors.intercept import Interception
-from kagome.neighbors.marks import Kind, Mark
+from kagome.graph.partition.partition import extract
+from kagome.intercept.hooks import install
+from kagome.intercept.interceptor import Interception
+from kagome.model.exact.handlers import HANDLERS
+from kagome.model.exact.layer_rules import apply_rules
+from kagome.placement.placement import Kind, Mark
 
 VERTICES, EDGES, WIDTH = 40, 300, 6
 

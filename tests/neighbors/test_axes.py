@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kagome.neighbors.handlers import attribute
-from kagome.neighbors.marks import Kind, Mark, Marks
+from kagome.intercept.gather_scatter import attribute
+from kagome.placement.placement import Kind, Mark, Marks
 
 SIZES = st.integers(1, 4)
 """Columns; the rows are 2 to 4, so that sizes often coincide."""

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from kagome.comm.channel import Channel
 from kagome.comm.codec import Codec
-from kagome.comm.local import LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
 from kagome.config import CodecName, Parallel
-from kagome.neighbors.blocks import codecs_of
-from kagome.neighbors.crossing import Crossing
-from kagome.neighbors.transpose import Cut, Transposer, even
-from kagome.neighbors.turn import Turn
+from kagome.feature_parallel.all_to_all import Cut, Transposer, even
+from kagome.halo.block_exchange import codecs_of
+from kagome.halo.compressed_exchange import Crossing
+from kagome.halo.forward_pass import Turn
 
 COUNTS = {2: (9, 7), 3: (8, 0, 5), 4: (5, 3, 1, 7)}
 WIDTH = 38

@@ -13,12 +13,20 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from kagome.comm.channel import Channel
-from kagome.comm.local import LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
 from kagome.errors import ConfigError
-from kagome.kernels.structure import Structure
-from kagome.neighbors.bounded import Bound, DestinationChunk, Room, chunks_of, cut_in, largest, travelling
-from kagome.neighbors.slicing import Slicing, Team
-from kagome.neighbors.transpose import Transposer
+from kagome.feature_parallel.all_to_all import Transposer
+from kagome.feature_parallel.edge_layout import Slicing, Team
+from kagome.feature_parallel.tiled_reduce import (
+    Bound,
+    DestinationChunk,
+    Room,
+    chunks_of,
+    cut_in,
+    largest,
+    travelling,
+)
+from kagome.kernels.csr import Structure
 from parity import assert_equal, joined, parity, whole
 
 BOUND = 5_000

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from convolutions import double_precision
-from kagome.comm.local import LocalGroup
+from kagome.comm.in_process.thread_group import LocalGroup
 from kagome.errors import ModelError
 from parity import differences, joined, parity, whole
 

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from kagome.neighbors.by_identity import ByIdentity
+from kagome.placement.weak_map import ByIdentity
 
 
 def test_equal_tensors_are_told_apart():

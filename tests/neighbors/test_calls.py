@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from kagome.comm.channel import Channel
-from kagome.graph.partition import extract
-from kagome.model.exact import HANDLERS
-from kagome.model.rules import apply_rules
-from kagome.neighbors.calls import TRIES, Learned
-from kagome.neighbors.install import install
-from kagome.neighbors.intercept import Interception
-from kagome.neighbors.marks import Kind, Mark
+from kagome.graph.partition.partition import extract
+from kagome.intercept.hooks import install
+from kagome.intercept.interceptor import Interception
+from kagome.model.exact.handlers import HANDLERS
+from kagome.model.exact.layer_rules import apply_rules
+from kagome.placement.placement import Kind, Mark
+from kagome.replay.layer_calls import TRIES, Learned
 
 
 @contextmanager

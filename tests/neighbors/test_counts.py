@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch_geometric import utils
 
 from by_hand import ByHand
-from kagome.neighbors.count import Count, Shown, behind
-from kagome.neighbors.marks import Kind, Mark
+from kagome.placement.placement import Kind, Mark
+from kagome.placement.symbolic_size import Count, Shown, behind
 from outcomes import outcome
 from parity import assert_equal, random_owner, whole
 from value_models import C, N

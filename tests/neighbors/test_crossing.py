@@ -14,7 +14,7 @@ from torch import Tensor
 from kagome.comm.channel import Channel, Pending
 from kagome.config import CodecName, Parallel
 from kagome.errors import ModelError
-from kagome.neighbors.crossing import Crossing
+from kagome.halo.compressed_exchange import Crossing
 
 WORLDS = [2, 3]
 CODED: list[CodecName] = ["fp32", "bf16", "fp16", "int8", "int4", "int2", "onebit"]

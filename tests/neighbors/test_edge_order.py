@@ -17,12 +17,12 @@ import edge_models
 from convolutions import BUILDABLE, ConvCase, sample_graph
 from edge_models import EDGES, FAN_IN, FAN_OUT, NODES, ONE_RANK, ORDERS, TABLES, Call, graph, summed, table
 from kagome.errors import ModelError
-from kagome.graph.partition import extract
-from kagome.kernels.structure import Structure
-from kagome.model.exact import HANDLERS
-from kagome.neighbors.edge_tables import tables_of
-from kagome.neighbors.intercept import Interception
-from kagome.run.check import check
+from kagome.graph.partition.partition import extract
+from kagome.intercept.interceptor import Interception
+from kagome.kernels.csr import Structure
+from kagome.model.exact.handlers import HANDLERS
+from kagome.positions.edge_tables import tables_of
+from kagome.verify.check import check
 from odd_models import ODD_MODELS
 from outcomes import outcome
 from parity import alone, assert_equal, case_build, odd, one_rank, random_owner, whole

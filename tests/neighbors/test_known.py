@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kagome.neighbors.crossing import Crossing
-from kagome.neighbors.known import DRIFTED, Known
-from kagome.neighbors.lines import Line
+from kagome.halo.compressed_exchange import Crossing
+from kagome.halo.epoch_rows import DRIFTED, Known
+from kagome.halo.staleness import Line
 
 
 @pytest.mark.parametrize(

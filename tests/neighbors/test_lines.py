@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kagome.errors import CommError
-from kagome.neighbors.lines import SAMPLE, Line
+from kagome.halo.staleness import SAMPLE, Line
 
 
 class Begun:

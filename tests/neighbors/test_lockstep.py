@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kagome.errors import ModelError
-from kagome.neighbors.lockstep import Lockstep
+from kagome.historical.lockstep import Lockstep
 
 HERE = ("here", 0)
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kagome.halo.forward_pass import Turn
+from kagome.halo.table_view import Lying, Whereabouts
 from kagome.kernels import ops
-from kagome.kernels.structure import Structure
-from kagome.neighbors.aggregate import neighbor_sum
-from kagome.neighbors.by_identity import ByIdentity
-from kagome.neighbors.lying import Lying, Whereabouts
-from kagome.neighbors.turn import Turn
+from kagome.kernels.csr import Structure
+from kagome.placement.weak_map import ByIdentity
+from kagome.sparse_ops.edge_sum import neighbor_sum
 
 OWN, HALO, TABLE, EDGES = 7, 11, 40, 90
 

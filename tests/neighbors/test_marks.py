@@ -13,12 +13,12 @@ from torch import Tensor
 
 from convolutions import sample_graph
 from kagome.comm.channel import Channel
-from kagome.comm.local import LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
 from kagome.errors import ModelError
-from kagome.graph.partition import Partition, split_all
-from kagome.model.exact import HANDLERS
-from kagome.neighbors.intercept import Interception
-from kagome.neighbors.marks import ALIGNED, IDS, Kind, Mark
+from kagome.graph.partition.partition import Partition, split_all
+from kagome.intercept.interceptor import Interception
+from kagome.model.exact.handlers import HANDLERS
+from kagome.placement.placement import ALIGNED, IDS, Kind, Mark
 
 
 def tagged_edges(edges: int) -> Tensor:

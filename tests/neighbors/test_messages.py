@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.data import Data
 
 from kagome.comm.channel import Channel
-from kagome.graph.partition import extract
-from kagome.model.exact import HANDLERS
-from kagome.model.rules import apply_rules
-from kagome.neighbors.install import install
-from kagome.neighbors.intercept import Interception
-from kagome.neighbors.lazy import EscapeError, Lazy
+from kagome.deferred.lazy_tensor import EscapeError, Lazy
+from kagome.graph.partition.partition import extract
+from kagome.intercept.hooks import install
+from kagome.intercept.interceptor import Interception
+from kagome.model.exact.handlers import HANDLERS
+from kagome.model.exact.layer_rules import apply_rules
 
 VERTICES, EDGES, WIDTH = 80, 3000, 32
 

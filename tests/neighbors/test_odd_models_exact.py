@@ -14,8 +14,8 @@ from torch_geometric.data import Data
 from by_hand import mean_of_bytes
 from convolutions import double_precision, sample_graph
 from kagome.errors import ModelError
-from kagome.graph.partition import split_all
-from kagome.run.check import check
+from kagome.graph.partition.partition import split_all
+from kagome.verify.check import check
 from odd_models import MUST_BE_REFUSED, ODD_MODELS
 from parity import TOLERANCE, assert_equal, odd, one_rank, random_owner, seeded, split, whole, worst
 

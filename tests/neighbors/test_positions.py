@@ -11,7 +11,7 @@ from torch import Tensor
 from by_hand import Body, ByHand, graph
 from convolutions import double_precision
 from kagome.errors import ModelError
-from kagome.run.check import check
+from kagome.verify.check import check
 from place_models import EXACT, PIECES, REFUSED, TWO, N
 
 

@@ -20,12 +20,12 @@ from convolutions import ConvCase, sample_graph, splits
 from kagome import Trainer
 from kagome.comm.channel import Channel
 from kagome.config import Report, Train
-from kagome.graph.partition import extract
-from kagome.model.exact import HANDLERS
-from kagome.model.rules import apply_rules
-from kagome.neighbors.install import install
-from kagome.neighbors.intercept import Interception
-from kagome.neighbors.recompute import recompute
+from kagome.graph.partition.partition import extract
+from kagome.intercept.hooks import install
+from kagome.intercept.interceptor import Interception
+from kagome.model.exact.handlers import HANDLERS
+from kagome.model.exact.layer_rules import apply_rules
+from kagome.recompute.checkpoint import recompute
 from odd_models import MUST_BE_REFUSED, ODD_MODELS
 from parity import case_build, odd, random_owner
 from twice import FAN_IN, FAN_OUT, Ranks, assert_same, both, on_one_rank, zoo

@@ -17,7 +17,7 @@ from torch_geometric.utils import degree, dropout_edge, scatter
 
 from convolutions import sample_graph
 from kagome.errors import ModelError
-from kagome.neighbors.recompute import layers_of
+from kagome.recompute.checkpoint import layers_of
 from parity import random_owner
 from twice import FAN_IN, FAN_OUT, Build, Ranks, assert_same, both, on_one_rank, train, zoo
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from kagome.kernels.structure import Structure
-from kagome.neighbors import aggregate
-from kagome.neighbors.late import Late
-from kagome.neighbors.roots import roots_of
+from kagome.intercept.deferral import Late
+from kagome.kernels.csr import Structure
+from kagome.sparse_ops import edge_sum
+from kagome.sparse_ops.factored_weights import roots_of
 from parity import assert_equal, one_rank, random_owner, split, whole
 
 
@@ -77,13 +77,13 @@ def test_sums_by_roots_are_sums_by_weights_with_their_gradients() -> None:
     edges = Structure(edge_index[0], edge_index[1], 9, 9)
     root = edges.degree.double().rsqrt()
     x = torch.randn(9, 5, dtype=torch.double, generator=generator, requires_grad=True)
-    one = aggregate.neighbor_sum(x, edges, scale=root, factor=root)
-    two = aggregate.neighbor_sum(x, edges, weight=root[edge_index[0]] * root[edge_index[1]])
+    one = edge_sum.neighbor_sum(x, edges, scale=root, factor=root)
+    two = edge_sum.neighbor_sum(x, edges, weight=root[edge_index[0]] * root[edge_index[1]])
     torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
     goal = torch.randn(9, 5, dtype=torch.double, generator=generator)
     torch.testing.assert_close(*(torch.autograd.grad((out * goal).sum(), x)[0] for out in (one, two)))
     assert torch.autograd.gradcheck(
-        lambda rows: aggregate.neighbor_sum(rows, edges, scale=root, factor=root), (x,)
+        lambda rows: edge_sum.neighbor_sum(rows, edges, scale=root, factor=root), (x,)
     )
     assert weight.numel() == edges.edges
 

@@ -13,16 +13,16 @@ from torch_geometric.data import Data
 
 from convolutions import sample_graph
 from kagome.comm.channel import Channel
-from kagome.comm.local import LocalGroup
+from kagome.comm.in_process.thread_group import LocalGroup
 from kagome.errors import CommError
-from kagome.graph.partition import extract
-from kagome.model.exact import HANDLERS
-from kagome.neighbors.install import install
-from kagome.neighbors.intercept import Interception
-from kagome.neighbors.rows import all_rows, total
-from kagome.neighbors.turn import Turn
-from kagome.neighbors.view import in_view
-from kagome.run.check import check
+from kagome.graph.partition.partition import extract
+from kagome.halo.exchange import all_rows, total
+from kagome.halo.forward_pass import Turn
+from kagome.intercept.hooks import install
+from kagome.intercept.interceptor import Interception
+from kagome.model.exact.handlers import HANDLERS
+from kagome.sparse_ops.edge_view import in_view
+from kagome.verify.check import check
 from odd_models import TwoLayers
 from parity import alone, assert_equal, parity, random_owner, split, whole
 

@@ -20,13 +20,13 @@ import kagome
 from convolutions import sample_graph
 from kagome.comm.channel import Channel
 from kagome.errors import ModelError
-from kagome.kernels.structure import Structure
-from kagome.model import draws
-from kagome.neighbors import aggregate, attention, dense
-from kagome.neighbors.bounded import refuse_again
-from kagome.neighbors.rows import total
-from kagome.neighbors.thin import Thin
-from kagome.neighbors.turn import Turn
+from kagome.feature_parallel.tiled_reduce import refuse_again
+from kagome.halo.exchange import total
+from kagome.halo.forward_pass import Turn
+from kagome.kernels.csr import Structure
+from kagome.model.exact import dropout
+from kagome.sparse_ops import edge_softmax, edge_sum, linear
+from kagome.sparse_ops.sparse_features import Thin
 from parity import TOLERANCE, assert_equal, differences, one_rank, parity, random_owner, split, whole
 
 
@@ -245,27 +245,27 @@ class _Doubling:
 S, HEADED = structure(), (6, 2, 3)
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]] | str] = {
     "aggregate._Sum": (
-        lambda x, w: aggregate.neighbor_sum(x, S, weight=w, scale=torch.arange(6.0).double()),
+        lambda x, w: edge_sum.neighbor_sum(x, S, weight=w, scale=torch.arange(6.0).double()),
         (draw(*HEADED), draw(14, 2)),
     ),
-    "aggregate._Gather": (lambda x: aggregate.gather(x, S, "source"), (draw(6, 3),)),
-    "aggregate._EdgeSum": (lambda x: aggregate.edge_sum(x, S), (draw(14, 3),)),
-    "aggregate._EdgeExtreme": (lambda x: aggregate.edge_extreme(x, S, 1), (draw(14, 3),)),
-    "aggregate._NeighborExtreme": (lambda x: aggregate.neighbor_extreme(x, S, -1), (draw(6, 3),)),
-    "attention._Dots": (lambda a, b: attention.dots(a, b, S), (draw(*HEADED), draw(*HEADED))),
+    "aggregate._Gather": (lambda x: edge_sum.gather(x, S, "source"), (draw(6, 3),)),
+    "aggregate._EdgeSum": (lambda x: edge_sum.edge_sum(x, S), (draw(14, 3),)),
+    "aggregate._EdgeExtreme": (lambda x: edge_sum.edge_extreme(x, S, 1), (draw(14, 3),)),
+    "aggregate._NeighborExtreme": (lambda x: edge_sum.neighbor_extreme(x, S, -1), (draw(6, 3),)),
+    "attention._Dots": (lambda a, b: edge_softmax.dots(a, b, S), (draw(*HEADED), draw(*HEADED))),
     "attention._LeakyDots": (
-        lambda a, b, c: attention.leaky_dots(a, b, c, 0.2, S),
+        lambda a, b, c: edge_softmax.leaky_dots(a, b, c, 0.2, S),
         (draw(*HEADED), draw(*HEADED), draw(2, 3)),
     ),
-    "attention._EdgeSoftmax": (lambda x: attention.edge_softmax(x, S), (draw(14, 2),)),
+    "attention._EdgeSoftmax": (lambda x: edge_softmax.edge_softmax(x, S), (draw(14, 2),)),
     "attention._JointSoftmax": (
-        lambda a, b: attention.joint_softmax(a, b, 0.2, S),
+        lambda a, b: edge_softmax.joint_softmax(a, b, 0.2, S),
         (draw(6, 2), draw(6, 2)),
     ),
-    "attention._Join": (lambda a, b: attention.join(a, b, 0.2, S), (draw(6, 3), draw(6, 3))),
-    "attention._ColumnSoftmax": (lambda z, m: attention.column_softmax(z, m, S), (draw(6, 3), draw(6, 3))),
+    "attention._Join": (lambda a, b: edge_softmax.join(a, b, 0.2, S), (draw(6, 3), draw(6, 3))),
+    "attention._ColumnSoftmax": (lambda z, m: edge_softmax.column_softmax(z, m, S), (draw(6, 3), draw(6, 3))),
     "thin._Linear": (_thin, (draw(4, 5), draw(4))),
-    "draws._Drop": (lambda x: draws.dropout(x, torch.arange(6), 5, 0.4), (draw(6, 3),)),
+    "draws._Drop": (lambda x: dropout.dropout(x, torch.arange(6), 5, 0.4), (draw(6, 3),)),
     "rows._Collective": (lambda x: _summed(x).sin(), (draw(6, 3),)),
     # What needs peers: the tests above, on several ranks.
     "aggregate._SumOverRoad": "on several ranks",
@@ -299,13 +299,13 @@ def test_an_autograd_function_can_be_differentiated_twice(name):
 
 def test_a_product_of_float32_can_be_differentiated_twice():
     x, w, b = (draw(*shape).detach().float().requires_grad_() for shape in ((80, 5), (4, 5), (4,)))
-    assert dense.suits(x, w)
+    assert linear.suits(x, w)
 
     def twice(product: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         first = torch.autograd.grad(product(x, w, b).pow(3).sum(), x, create_graph=True)[0]
         return torch.autograd.grad(first.square().sum(), (x, w, b))
 
-    for one, two in zip(twice(dense.linear), twice(functional.linear), strict=True):
+    for one, two in zip(twice(linear.linear), twice(functional.linear), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-3)
 
 

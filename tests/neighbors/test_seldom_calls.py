@@ -14,7 +14,7 @@ from kagome import Trainer
 from kagome.comm.channel import Channel
 from kagome.config import Train
 from kagome.errors import ModelError
-from kagome.run.check import check
+from kagome.verify.check import check
 
 MESHES = {"1 rank": (1, 1), "2 ranks": (2, 1), "3 ranks": (3, 1), "2 slices": (2, 2)}
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from kagome.comm.channel import Channel
 from kagome.comm.codec import BITS, Codec
-from kagome.comm.trip import Trip
+from kagome.comm.exchange import Trip
 from kagome.config import Parallel
 from kagome.errors import CommError, ConfigError
-from kagome.neighbors.crossing import Crossing
-from kagome.neighbors.selection import CHOICES, FIT_EVERY, Sample, Skip, shared_out
+from kagome.halo.compressed_exchange import Crossing
+from kagome.halo.row_selection import CHOICES, FIT_EVERY, Sample, Skip, shared_out
 
 Ranks = Callable[..., list]
 ROWS, WIDTH = 40, 5

@@ -16,16 +16,16 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from convolutions import BUILDABLE, ConvCase, double_precision, sample_graph
 from kagome.comm.channel import Channel
-from kagome.comm.local import LocalGroup
-from kagome.graph.partition import extract
-from kagome.model.calling import Calling
-from kagome.model.decouple import decouple
-from kagome.model.exact import HANDLERS
-from kagome.model.rules import apply_rules
-from kagome.neighbors.bounded import Bound
-from kagome.neighbors.install import install
-from kagome.neighbors.intercept import Interception
-from kagome.neighbors.transpose import even
+from kagome.comm.in_process.thread_group import LocalGroup
+from kagome.feature_parallel.all_to_all import even
+from kagome.feature_parallel.tiled_reduce import Bound
+from kagome.graph.partition.partition import extract
+from kagome.intercept.hooks import install
+from kagome.intercept.interceptor import Interception
+from kagome.model.decouple.decouple import decouple
+from kagome.model.exact.handlers import HANDLERS
+from kagome.model.exact.layer_rules import apply_rules
+from kagome.model.forward_call import Calling
 from parity import Result, assert_equal, case_build, joined, one_rank, parity, random_owner, seeded, whole
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import kagome
 from kagome.errors import ModelError
-from kagome.run.check import check
+from kagome.verify.check import check
 
 EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x - x.mean(0, True),

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kagome.errors import ModelError
-from kagome.neighbors.rows import UnderWay
-from kagome.neighbors.tape import Tape, Taped
+from kagome.halo.comm_recorder import Tape, Taped
+from kagome.halo.exchange import UnderWay
 
 
 class Come:

@@ -19,13 +19,14 @@ from torch_geometric.data import Data
 
 from convolutions import BUILDABLE, ConvCase, double_precision, sample_graph
 from kagome.comm.channel import Channel
-from kagome.graph.partition import extract
-from kagome.kernels.structure import Structure
-from kagome.model.exact import HANDLERS
-from kagome.model.rules import apply_rules
-from kagome.neighbors import dense, thin
-from kagome.neighbors.install import install
-from kagome.neighbors.intercept import Interception
+from kagome.graph.partition.partition import extract
+from kagome.intercept.hooks import install
+from kagome.intercept.interceptor import Interception
+from kagome.kernels.csr import Structure
+from kagome.model.exact.handlers import HANDLERS
+from kagome.model.exact.layer_rules import apply_rules
+from kagome.sparse_ops import linear as dense
+from kagome.sparse_ops import sparse_features
 from odd_models import MUST_BE_REFUSED, ODD_MODELS
 from parity import Share, alone, assert_equal, case_build, joined, odd, one_rank, parity, random_owner, whole
 
@@ -35,7 +36,7 @@ ALL, NONE = 100.0, -1.0
 
 @contextmanager
 def at(share: float, least: int = 0) -> Iterator[None]:
-    with patch.object(thin, "SHARE", share), patch.object(thin, "LEAST", least):
+    with patch.object(sparse_features, "SHARE", share), patch.object(sparse_features, "LEAST", least):
         yield
 
 
@@ -69,7 +70,7 @@ def test_the_product_and_its_gradients_are_those_of_all_numbers(
     weight = torch.randn(width, columns, dtype=dtype)
     bias = torch.randn(width, dtype=dtype) if biased else None
     with at(ALL):
-        found = thin.thin_of(x)
+        found = sparse_features.thin_of(x)
     assert found is not None
     torch.testing.assert_close(found.whole(), x, rtol=0, atol=0)
     ours = product(partial(dense.linear, found), weight, bias)
@@ -97,7 +98,7 @@ def test_the_product_of_a_sum_is_that_of_the_rows_summed(own, halo, edges, weigh
     matrix.index_put_((target, source), torch.ones(edges).double() if each is None else each, accumulate=True)
     rows = (matrix if scale is None else scale.unsqueeze(1) * matrix) @ x
     with at(ALL):
-        found = thin.thin_of(x, Structure(source, target, own, own + halo), each, scale)
+        found = sparse_features.thin_of(x, Structure(source, target, own, own + halo), each, scale)
     assert found is not None
     weight = torch.randn(5, 17, dtype=torch.float64)
     torch.testing.assert_close(found.whole(), rows, rtol=0, atol=1e-12)
@@ -108,19 +109,19 @@ def test_the_product_of_a_sum_is_that_of_the_rows_summed(own, halo, edges, weigh
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
 def test_other_types_stay_as_they_are(dtype):
     with at(ALL):
-        assert thin.thin_of(torch.ones(300, 300).to(dtype)) is None
-        assert thin.thin_of(torch.ones(300, 300), weight=torch.ones(4).to(dtype)) is None
+        assert sparse_features.thin_of(torch.ones(300, 300).to(dtype)) is None
+        assert sparse_features.thin_of(torch.ones(300, 300), weight=torch.ones(4).to(dtype)) is None
 
 
 def test_only_rows_with_few_numbers_are_thin():
     x = mostly_zeros(300, 400, 0.05, torch.float32, 0)
-    assert thin.thin_of(x) is not None
-    assert thin.thin_of(x[:100]) is None, "too few to matter"
-    assert thin.thin_of(mostly_zeros(300, 400, 0.1, torch.float32, 0)) is None
+    assert sparse_features.thin_of(x) is not None
+    assert sparse_features.thin_of(x[:100]) is None, "too few to matter"
+    assert sparse_features.thin_of(mostly_zeros(300, 400, 0.1, torch.float32, 0)) is None
     edges = Structure(torch.arange(300), torch.arange(300), 300, 300)
-    assert thin.thin_of(x, edges) is not None
+    assert sparse_features.thin_of(x, edges) is not None
     many = torch.randint(0, 300, (2, 9000))
-    assert thin.thin_of(x, Structure(*many, 300, 300)) is None, "each edge is an entry"
+    assert sparse_features.thin_of(x, Structure(*many, 300, 300)) is None, "each edge is an entry"
 
 
 # Models --------------------------------------------------------------------------------------------------
@@ -240,6 +241,6 @@ def test_a_first_layer_computes_no_product_of_all_numbers(name: str, monkeypatch
         uninstall()
         unrule()
     torch.testing.assert_close(out.detach(), expected.out, rtol=0, atol=1e-12)
-    assert sum(isinstance(x, thin.Thin) for x in seen) == count
+    assert sum(isinstance(x, sparse_features.Thin) for x in seen) == count
     kept = [value for value, _ in scope.remembered.values() if isinstance(value, Tensor)]
     assert not any(value.shape == (300, 400) for value in kept)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kagome.comm.channel import Channel
-from kagome.comm.local import LocalChannel, LocalGroup
-from kagome.neighbors.transpose import Cut, Transposer, by_head, even, everything
-from kagome.neighbors.turn import Turn
+from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
+from kagome.feature_parallel.all_to_all import Cut, Transposer, by_head, even, everything
+from kagome.halo.forward_pass import Turn
 
 COUNTS = {1: (5,), 2: (4, 3), 3: (4, 0, 3), 4: (2, 3, 1, 4)}
 

@@ -14,9 +14,9 @@ from torch_geometric.data import Data
 
 from convolutions import sample_graph
 from kagome.comm.channel import Channel
-from kagome.graph.partition import extract
-from kagome.neighbors.turn import Turn
-from kagome.neighbors.view import View, in_view, out_view, pair_ids
+from kagome.graph.partition.partition import extract
+from kagome.halo.forward_pass import Turn
+from kagome.sparse_ops.edge_view import View, in_view, out_view, pair_ids
 from parity import alone, random_owner
 
 CPU = torch.device("cpu")

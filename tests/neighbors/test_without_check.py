@@ -16,7 +16,7 @@ import place_models
 from by_hand import Body, ByHand, graph
 from convolutions import double_precision
 from kagome.errors import ModelError
-from kagome.run.check import check
+from kagome.verify.check import check
 
 MORE: dict[str, tuple[Body, dict[str, Callable[[], nn.Module]]]] = {
     "distances": (lambda m, x, e, d: torch.cdist(x, x).softmax(1) @ x, {}),

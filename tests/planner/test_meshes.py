@@ -15,28 +15,28 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN, DirGNNConv, SAGEConv, Sequential
 
 import kagome
-from kagome import cli, planfile
-from kagome.cli import _builder
+from kagome.autoplan import plan as planning
+from kagome.autoplan.plan import chosen, here, planned
+from kagome.autoplan.workload import Study
+from kagome.cli import main
+from kagome.cli.main import _builder
+from kagome.comm.all_reduce import ONE_ROUND_BYTES
 from kagome.comm.channel import Channel
-from kagome.comm.summing import ONE_ROUND_BYTES
-from kagome.commands import PlanCommand
-from kagome.config import Allowed, Model, Parallel, Report, Run, Train
+from kagome.config import Allowed, Model, Parallel, Report, Run, Train, plan_io
 from kagome.config import Data as Source
+from kagome.config.commands import PlanCommand
 from kagome.errors import ConfigError, PlanError
-from kagome.graph.partition import Partition
+from kagome.graph.partition.partition import Partition
 from kagome.model.zoo import build_model
+from kagome.planner.candidates import HIDES, WORTH, Candidate, Plans, parts, ranked, slices
 from kagome.planner.cluster import READY, Cluster
-from kagome.planner.costs import ONE_ROUND, Load, Rates, Sliced, summed
-from kagome.planner.meshes import HIDES, WORTH, Candidate, Plans, parts, ranked, slices
-from kagome.planner.pipes import CHUNK, Cut, pipes
-from kagome.report.plan_page import plans_html
-from kagome.run import planning
-from kagome.run.contention import contention
-from kagome.run.graphs import Graph
-from kagome.run.kept import opened
-from kagome.run.planning import chosen, here, planned
-from kagome.run.source import from_data
-from kagome.run.study import Study
+from kagome.planner.cost_model import ONE_ROUND, Load, Rates, Sliced, summed
+from kagome.planner.pipe_candidates import CHUNK, Cut, pipes
+from kagome.profile.cache import opened
+from kagome.profile.contention import contention
+from kagome.profile.synthetic_graphs import Graph
+from kagome.report.page.plan_page import plans_html
+from kagome.train.data import from_data
 
 pytestmark = pytest.mark.usefixtures("one_measure")
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -429,7 +429,7 @@ def test_a_graph_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     block = README.partition("$ kagome plan")[2].partition("```")[0]
     command, _, shown = block.replace("\\\n", "").partition("\n")
     with pytest.raises(SystemExit) as left:
-        cli.main(["plan", *shlex.split(command), "--json"])
+        main.main(["plan", *shlex.split(command), "--json"])
     assert left.value.code == 0
     told = json.loads(capsys.readouterr().out)
     rows = [line.rpartition("  yes  ")[0].strip() for line in shown.splitlines() if "  yes  " in line]
@@ -441,7 +441,7 @@ def test_a_graph_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["refused"][0]["refused"].startswith("needs ")
     assert all(one["uncertain"] > 0 for one in told["plans"] if one["settings"].get("graph", 1) > 1)
     with pytest.raises(SystemExit) as left:
-        cli.main(["plan", "--vertices", "10"])
+        main.main(["plan", "--vertices", "10"])
     assert left.value.code == 1
     assert "--edges None" in capsys.readouterr().err
 
@@ -452,7 +452,7 @@ def test_the_table_is_read_at_first_sight(
     """And the page shows the same plans, with an epoch of each of the best."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as left:
-        cli.main(["plan", "--data.name", SBM, "--devices", "2", "--allow", "decoupled", "history"])
+        main.main(["plan", "--data.name", SBM, "--devices", "2", "--allow", "decoupled", "history"])
     assert left.value.code == 0
     out = capsys.readouterr().out
     page = Path("runs/plan.html").read_text()
@@ -507,7 +507,7 @@ def test_any_plan_s_file_can_be_trained_by(tmp_path: Path) -> None:
         cut = Parallel(plan=str(file))
         assert {name: getattr(cut, name) for name in each.settings} == each.settings
         assert cut.fit(each.ranks).pipe == each.settings.get("pipe", 1)
-    assert {name for each in found.fitting for name in each.settings} == set(planfile.KINDS) - {"decouple"}
+    assert {name for each in found.fitting for name in each.settings} == set(plan_io.KINDS) - {"decouple"}
 
 
 def test_a_script_gets_what_the_command_prints(tmp_path: Path) -> None:
@@ -587,7 +587,7 @@ def test_a_run_by_the_planner_says_what_was_predicted(tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = ("--nproc", "2", "--parallel.plan", "auto", "--train.epochs", "3", "--out", str(out))
     with pytest.raises(SystemExit) as left:
-        cli.main(["train", "--data.name", SBM, "--report.no-progress", *words])
+        main.main(["train", "--data.name", SBM, "--report.no-progress", *words])
     assert left.value.code == 0
     summary, plan = (json.loads((out / name).read_text()) for name in ("summary.json", "plan.json"))
     assert summary["predicted"]["epoch_seconds"] == plan["plans"][0]["epoch_seconds"] > 0

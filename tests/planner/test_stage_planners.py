@@ -13,19 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kagome.errors import PlanError
-from kagome.planner.bapipe import BaPipe
-from kagome.planner.coarse import coarsened, fused
-from kagome.planner.devices import Devices, StageCost
-from kagome.planner.downsets import downsets, per_sample, prefixes
-from kagome.planner.graphpipe import GraphPipe
-from kagome.planner.groups import Facts
-from kagome.planner.operators import Operator, OperatorGraph
-from kagome.planner.pipedream import PipeDream
-from kagome.planner.piper import Piper
-from kagome.planner.series import Tree, tree_of
-from kagome.planner.stageplan import PlannedStage, StagePlan
-from kagome.planner.trial import estimate, longer_turns, trial
-from kagome.schedule.dag import DagShape, Turns, windows
+from kagome.planner.baselines.bapipe import BaPipe
+from kagome.planner.baselines.downsets import downsets, per_sample, prefixes
+from kagome.planner.baselines.pipedream import PipeDream
+from kagome.planner.baselines.piper import Piper
+from kagome.planner.stages.coarsen import coarsened, fused
+from kagome.planner.stages.devices import Devices, StageCost
+from kagome.planner.stages.graphpipe import GraphPipe
+from kagome.planner.stages.operator_costs import Operator, OperatorGraph
+from kagome.planner.stages.operator_groups import Facts
+from kagome.planner.stages.plan import PlannedStage, StagePlan
+from kagome.planner.stages.series_parallel import Tree, tree_of
+from kagome.planner.stages.simulate_plan import estimate, longer_turns, trial
+from kagome.schedule.dag_schedules import DagShape, Turns, windows
 
 
 def operator(name: str, reads: Sequence[str] = (), seconds: float = 1.0, **more: int) -> Operator:

@@ -10,9 +10,9 @@ import pytest
 from test_page import check_page, make_run
 from test_summary import small
 
-from kagome.report.crossing import climbed, crossing_summary, lead, table
-from kagome.report.meters import EpochRecord, JsonLines, read_records
-from kagome.report.page import write_page
+from kagome.records.epoch import EpochRecord, JsonLines, read_records
+from kagome.report.exchange_summary import climbed, crossing_summary, lead, table
+from kagome.report.page.page import write_page
 from kagome.report.summary import headline
 
 FACTS: dict[str, Any] = {

@@ -8,8 +8,8 @@ from typing import Any
 
 from test_page import check_page, make_run
 
-from kagome.report.holdings import KINDS, Holdings, fullest, line, side_by_side, table
-from kagome.report.page import write_page
+from kagome.records.memory import KINDS, Holdings, fullest, line, side_by_side, table
+from kagome.report.page.page import write_page
 from kagome.report.summary import headline, summary, write_summary
 
 SMALL = Holdings(weights=1000, features=2_000_000, tables=10, activations=3_000_000, halo=500_000)

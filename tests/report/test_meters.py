@@ -11,7 +11,7 @@ import pytest
 
 import warm
 from kagome.errors import ConfigError
-from kagome.report.meters import EpochRecord, JsonLines, Memory, by_kind, hidden_shares, read_records
+from kagome.records.epoch import EpochRecord, JsonLines, Memory, by_kind, hidden_shares, read_records
 
 
 def record(epoch: int, loss: float = 0.5) -> EpochRecord:
@@ -118,7 +118,7 @@ def test_memory_sees_what_was_needed_for_a_moment() -> None:
 
 FORKED = """
 import numpy as np
-from kagome.run.trainer import AFTER_IMPORTS
+from kagome.train.trainer import AFTER_IMPORTS
 block = np.ones(64 << 17)
 print(AFTER_IMPORTS.peak())
 """

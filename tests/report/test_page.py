@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from kagome.config import Data, Run
+from kagome.config.toml_io import to_toml
 from kagome.errors import ConfigError
-from kagome.report.meters import EpochRecord, JsonLines
-from kagome.report.page import report, write_page
-from kagome.report.spans import Span
+from kagome.records.epoch import EpochRecord, JsonLines
+from kagome.records.spans import Span
+from kagome.report.chrome_trace import write_trace
+from kagome.report.page.page import report, write_page
 from kagome.report.summary import summary, write_summary
-from kagome.report.timeline import write_trace
-from kagome.written import to_toml
 
 SECTIONS = (
     "Bottleneck", "Learning", "Time", "One epoch", "Data sent", "Memory", "Partition", "Notes", "Settings",
@@ -191,7 +191,7 @@ def test_report_imports_no_torch() -> None:
     loaded = set(re.findall(r"'([\w.]+)'", done.stdout))
     assert not {name for name in loaded if name.startswith("torch")}
     others = {name for name in loaded if not name.startswith(("kagome.report", "kagome.schedule"))}
-    assert others <= {"kagome", "kagome.errors", "kagome.kinds", "kagome.reading"}
+    assert others <= {"kagome", "kagome.errors", "kagome.config.fields", "kagome.storage.text_files"}
 
 
 SCRIPT = {"pid": 0, "ph": "X", "name": "forward", "ts": 0, "dur": 1}

@@ -10,15 +10,15 @@ import pytest
 from test_page import check_page, make_run
 
 from kagome.errors import ScheduleError
-from kagome.report.lanes import lanes_svg
-from kagome.report.page import write_page
-from kagome.report.pipeline import measure, pipeline_summary, predict
-from kagome.report.spans import Span, action_of, by_phase, phase_of
+from kagome.records.pipeline import measure, pipeline_summary, predict
+from kagome.records.spans import Span, action_of, by_phase, phase_of
+from kagome.report.chrome_trace import gantt_svg, read_trace, write_trace
+from kagome.report.page.lanes import lanes_svg
+from kagome.report.page.page import write_page
 from kagome.report.summary import headline, summary
-from kagome.report.timeline import gantt_svg, read_trace, write_trace
 from kagome.schedule.actions import Action, Kind, Program, from_text
 from kagome.schedule.schedules import Shape, fill_drain
-from kagome.schedule.simulate import simulate
+from kagome.schedule.simulator import simulate
 
 # Two chunks through two stages: F takes 2 and 1 seconds, B 2 and 3, a message half a second.
 STAGE_0 = "0F0:0-2 0SEND_F0:2-2 0F1:2-4 0SEND_F1:4-4 0RECV_B1:4-9 0B1:9-11 0RECV_B0:11-12 0B0:12-14"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kagome.errors import ConfigError
-from kagome.report.meters import EpochRecord
+from kagome.records.epoch import EpochRecord
 from kagome.report.progress import Progress, TensorBoard
 
 

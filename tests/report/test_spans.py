@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kagome.report.spans import Spans
+from kagome.records.spans import Spans
 
 
 class Clock:

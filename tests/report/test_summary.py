@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
+from kagome.records.epoch import EpochRecord
+from kagome.records.units import bytes_text, seconds_text, share_text
 from kagome.report.diagnosis import diagnose
-from kagome.report.meters import EpochRecord
 from kagome.report.summary import headline, print_summary, summary, write_summary
-from kagome.report.units import bytes_text, seconds_text, share_text
 
 
 def small(**more: Any) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from kagome.errors import ConfigError
-from kagome.report.spans import Span
-from kagome.report.timeline import gantt_svg, read_trace, representative_epoch, write_trace
+from kagome.records.spans import Span
+from kagome.report.chrome_trace import gantt_svg, read_trace, representative_epoch, write_trace
 
 
 def two_ranks() -> list[list[Span]]:

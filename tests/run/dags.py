@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import kagome
 from kagome.model.examples import EXAMPLES
-from kagome.planner.stageplan import PlannedStage, StagePlan
+from kagome.planner.stages.plan import PlannedStage, StagePlan
 
 SIZES: dict[str, dict[str, Any]] = {
     "multimodal": {"width": 16, "layers": 1, "joint": 1, "heads": 2},

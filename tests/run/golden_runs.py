@@ -26,7 +26,7 @@ from kagome import Trainer
 from kagome.comm.channel import Channel
 from kagome.config import Model, Parallel, Report, Train
 from kagome.model.zoo import build_model
-from kagome.planner.stageplan import PlannedStage, StagePlan
+from kagome.planner.stages.plan import PlannedStage, StagePlan
 
 FILE = Path(__file__).parent / "golden" / "curves.json"
 EPOCHS = 10

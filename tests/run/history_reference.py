@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.utils import softmax
 
-from kagome.graph.chunks import order_of
+from kagome.graph.partition.chunks import order_of
 
 
 @dataclass

@@ -24,7 +24,7 @@ from history_reference import rewire
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from kagome.model import draws
+from kagome.model.exact import dropout as draws
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from training import QUIET, Gcn, graph, settings
 
 from kagome import Trainer
-from kagome.run.claim import Claim
+from kagome.run_dir.claim import Claim
 
 COUNT = int(sys.argv[1])
 

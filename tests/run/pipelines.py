@@ -17,9 +17,9 @@ from training import CLASSES, FEATURES, QUIET, graph, losses, settings
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
 from kagome.errors import KagomeError
-from kagome.graph.chunks import cut_part
-from kagome.model.stages import links
-from kagome.report.spans import action_of, training
+from kagome.graph.partition.chunks import cut_part
+from kagome.model.split.stages import links
+from kagome.records.spans import action_of, training
 
 HIDDEN = 8
 SEED = 3

@@ -14,7 +14,7 @@ from training import CLASSES, FEATURES, QUIET, graph, losses, settings
 
 from kagome import Trainer
 from kagome.comm.channel import Channel
-from kagome.run.ahead import Ahead, Forward
+from kagome.components.forward_reuse import Ahead, Forward
 
 EPOCHS = 8
 

@@ -14,12 +14,12 @@ from pipelines import SEED, data, model, told
 from training import QUIET, settings
 
 from kagome import Trainer
+from kagome.checkpoint.epoch_state import Carried, Layout, Told, said_of
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
 from kagome.errors import CheckpointError
-from kagome.model import stages
-from kagome.model.balance import best_cuts
-from kagome.run.carried import Carried, Layout, Told, said_of
+from kagome.model.split import stages
+from kagome.model.split.balance import best_cuts
 
 EPOCHS = 9
 HISTORY = {"cross_chunk": "history", "history_epochs": 4}

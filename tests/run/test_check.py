@@ -19,9 +19,9 @@ from convolutions import sample_graph
 from kagome import Trainer
 from kagome.config import Report, Run, Train
 from kagome.errors import CheckError, KagomeError, ModelError
-from kagome.graph.partition import split_all
-from kagome.run.check import TOLERANCE, check, way_alone
-from kagome.run.sample import take_sample
+from kagome.graph.partition.partition import split_all
+from kagome.profile.subgraph import take_sample
+from kagome.verify.check import TOLERANCE, check, way_alone
 
 HIDDEN = 8
 
@@ -267,7 +267,7 @@ def test_places_beyond_the_sample_are_checked_among_all_vertices(part: bool) -> 
 
 
 def test_places_among_too_many_vertices_are_said_not_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kagome.run.sample.NUMBERED", 100)
+    monkeypatch.setattr("kagome.profile.subgraph.NUMBERED", 100)
     result = check(Kinds(lambda x: x), sample_graph(1, vertices=8000))
     assert result.first is None
     assert "8,000 vertices" in result.text()

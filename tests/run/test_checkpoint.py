@@ -14,10 +14,10 @@ from torch import nn
 from training import QUIET, Gcn, graph, losses, model, settings
 
 from kagome import Trainer
+from kagome.checkpoint import checkpoint
 from kagome.comm.channel import Channel
 from kagome.errors import CheckpointError
-from kagome.report.meters import read_records
-from kagome.run import checkpoint
+from kagome.records.epoch import read_records
 
 EPOCHS, SAVED = 12, 7
 TRAIN: dict[str, Any] = {"lr": 0.1, "patience": 50}

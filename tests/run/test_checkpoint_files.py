@@ -20,11 +20,12 @@ from torch import nn
 from torch.optim import lr_scheduler
 from training import QUIET, Gcn, graph, settings
 
-from kagome import Trainer, sealed
+from kagome import Trainer
+from kagome.checkpoint import checkpoint
+from kagome.checkpoint.checkpoint import Place
 from kagome.comm.channel import Channel
 from kagome.errors import CheckpointError
-from kagome.run import checkpoint
-from kagome.run.checkpoint import Place
+from kagome.storage import sealed_files
 
 ALONE = Channel(None, "cpu")
 
@@ -135,8 +136,8 @@ def test_an_edited_page_is_refused_and_nothing_is_touched(pair, name, value, res
     page = newest / checkpoint.PAGE
     facts = {**json.loads(page.read_text()), name: value}
     if resealed:
-        facts.pop(sealed.SEAL)
-        sealed.write_page(page, facts)
+        facts.pop(sealed_files.SEAL)
+        sealed_files.write_page(page, facts)
     else:
         page.write_text(json.dumps(facts))
     model = small()
@@ -213,9 +214,9 @@ def test_no_file_of_a_checkpoint_can_run(pair, tmp_path, form, resealed):
             (folder / name).write_bytes(held.getvalue())
         if resealed and name != checkpoint.PAGE:
             facts = json.loads((folder / checkpoint.PAGE).read_text())
-            facts.pop(sealed.SEAL)
-            facts["files"][name] = list(vars(sealed._seal_of(folder / name)).values())
-            sealed.write_page(folder / checkpoint.PAGE, facts)
+            facts.pop(sealed_files.SEAL)
+            facts["files"][name] = list(vars(sealed_files._seal_of(folder / name)).values())
+            sealed_files.write_page(folder / checkpoint.PAGE, facts)
         if name in ("place.json", "rest.json", "rank-00000.safetensors"):
             with pytest.raises(CheckpointError, match="damaged"):
                 read(folder)
@@ -409,9 +410,9 @@ def test_what_epochs_handed_on_and_nobody_can_use_is_an_error_of_ours(tmp_path):
     assert '[["drifted", 0.0]' in rest or '"drifted", 0.0' in rest
     (folder / "rest.json").write_text(rest.replace('"drifted", 0.0', '"drifted", "much"'))
     facts = json.loads((folder / checkpoint.PAGE).read_text())
-    facts.pop(sealed.SEAL)
-    facts["files"]["rest.json"] = list(vars(sealed._seal_of(folder / "rest.json")).values())
-    sealed.write_page(folder / checkpoint.PAGE, facts)
+    facts.pop(sealed_files.SEAL)
+    facts["files"]["rest.json"] = list(vars(sealed_files._seal_of(folder / "rest.json")).values())
+    sealed_files.write_page(folder / checkpoint.PAGE, facts)
     with (
         pytest.raises(CheckpointError, match=r"does not fit: ValueError.*drifted is 'much'"),
         Trainer(Gcn(), graph(), train=settings(), report=QUIET) as trainer,

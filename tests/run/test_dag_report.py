@@ -10,7 +10,7 @@ import pytest
 from dags import plan_of, sgd, task
 
 import kagome
-from kagome.planner.stageplan import StagePlan
+from kagome.planner.stages.plan import StagePlan
 
 ONE, TWO = "towers.0 towers.1 towers.1.0#2 towers.1.1#2", "towers.2 towers.2.0#2 towers.2.1#2"
 PLAN = plan_of(8, (ONE, 1, 2), (TWO, 1, 4), ("join act layers.0 act#2 layers.1 act#3 out", 2, 8))

@@ -21,8 +21,8 @@ from training import QUIET, settings
 import kagome
 from kagome import Parallel, Trainer
 from kagome.errors import CheckpointError, ConfigError, DataError, ModelError, PlanError, ResourceError
-from kagome.graph.attributes import attributes_of
-from kagome.graph.validate import validate
+from kagome.graph.structure.attributes import attributes_of
+from kagome.graph.structure.validate import validate
 
 N = 12
 

@@ -15,8 +15,8 @@ from torch_geometric.data import Data
 from training import CLASSES, FEATURES, graph
 
 from kagome.comm.channel import Channel
-from kagome.graph.partition import partition
-from kagome.run.check import biased
+from kagome.graph.partition.partition import partition
+from kagome.verify.check import biased
 
 
 class Two(nn.Module):

@@ -15,12 +15,12 @@ import torch
 from training import QUIET, graph, losses, model, settings
 
 from kagome import Trainer
+from kagome.checkpoint import checkpoint
 from kagome.comm.channel import Channel
 from kagome.errors import CheckpointError, ConfigError, KagomeError
-from kagome.report.meters import read_records
+from kagome.records.epoch import read_records
 from kagome.report.summary import headline
-from kagome.run import checkpoint
-from kagome.run.claim import LOCK, Claim
+from kagome.run_dir.claim import LOCK, Claim
 
 ALONE = Channel(None, "cpu")
 
@@ -338,9 +338,9 @@ def test_another_graph_of_the_same_shape_is_refused(ranks, tmp_path, what):
 
 def test_the_same_graph_cut_otherwise_goes_on(ranks, tmp_path):
     """By another number of parts, by another partitioner, and as a saved partition."""
-    from kagome.graph.partition import fingerprint, split_all
-    from kagome.graph.store import describe, save
-    from kagome.graph.validate import validate
+    from kagome.graph.partition.partition import fingerprint, split_all
+    from kagome.graph.partition.store import describe, save
+    from kagome.graph.structure.validate import validate
 
     out = str(tmp_path / "run")
     ranks(2, trained, out, 2)

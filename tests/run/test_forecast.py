@@ -19,16 +19,17 @@ from kagome import Parallel, Trainer, config
 from kagome.comm.channel import Channel
 from kagome.config import Train
 from kagome.errors import ModelError
-from kagome.graph.partition import split_all
-from kagome.graph.partitioners import assign
-from kagome.model.steps import LayerGraph
+from kagome.graph.partition.partition import split_all
+from kagome.graph.partition.partitioners import assign
+from kagome.memory.estimate import optimizer_bytes, rates_of
+from kagome.model.trace.graph import LayerGraph
 from kagome.model.zoo import build_model
-from kagome.report.holdings import Holdings
-from kagome.run import accounts, staging
-from kagome.run.counts import UNITS, counts_of, split_counts
-from kagome.run.forecast import optimizer_bytes, rates_of
-from kagome.run.made import made_pieces
-from kagome.run.way import Way
+from kagome.pipeline import staging
+from kagome.profile.part_size import UNITS, counts_of, split_counts
+from kagome.profile.run_mode import Way
+from kagome.profile.synthetic_parts import made_pieces
+from kagome.records.memory import Holdings
+from kagome.train import admission
 
 EXACT = ("weights", "gradients", "optimizer", "features", "edges", "tables")
 ZOO = ("gcn", "sage", "gat", "deepgcn")
@@ -371,7 +372,7 @@ def test_a_model_that_fails_on_a_made_graph_trains_all_the_same() -> None:
 
 
 def warned(monkeypatch: pytest.MonkeyPatch, free: int | None, **given: Any) -> list[str]:
-    monkeypatch.setattr(accounts, "available_bytes", lambda: free)
+    monkeypatch.setattr(admission, "available_bytes", lambda: free)
     train = settings(check=given.pop("check", False))
     with Trainer(Gcn(), graph(), train=train, report=QUIET, **given) as trainer:
         trainer.fit(1)
@@ -405,23 +406,23 @@ def test_far_too_little_memory_ends_a_run_before_its_first_epoch(monkeypatch: py
 
 def wants(monkeypatch: pytest.MonkeyPatch, free: int, **given: Any) -> list[Any]:
     found: list[Any] = []
-    inner = accounts._too_much
+    inner = admission._too_much
 
     def noted(*given: Any) -> list[Any]:
         found[:] = inner(*given)
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(accounts, "_too_much", noted)
+        patch.setattr(admission, "_too_much", noted)
         warned(patch, free, **given)
     return found
 
 
 def test_a_place_s_ranks_are_counted_together() -> None:
     counts = split_counts(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1)[0]
-    offers = [accounts.Account(counts, place, 100, 2000, True, None, 0) for place in ("a", "b", "a")]
+    offers = [admission.Account(counts, place, 100, 2000, True, None, 0) for place in ("a", "b", "a")]
     each = [Holdings(weights=1000, features=1000, activations=size) for size in (60, 90, 60)]
-    (want,) = accounts._too_much(each, offers)
+    (want,) = admission._too_much(each, offers)
     said = want.text(recomputes=False)
     assert said.startswith("memory: 2 ranks on a will want at least 120 B more, and 100 B are left")
 
@@ -468,8 +469,8 @@ def test_an_optimizer_that_looks_at_numbers_is_not_known() -> None:
 def test_check_says_what_the_fullest_of_so_many_ranks_would_hold() -> None:
     part = split_all(graph(), torch.zeros(200, dtype=torch.int64), 1)[0]
     run = config.Run()
-    alone = accounts.foresee_split(Gcn(), part, run, 1)
-    several = accounts.foresee_split(Gcn(), part, run, 3)
+    alone = admission.foresee_split(Gcn(), part, run, 1)
+    several = admission.foresee_split(Gcn(), part, run, 3)
     assert alone.startswith("memory: about ")
     assert alone.endswith("halo 0 B) on one rank")
     assert several.endswith("on the fullest of 3 ranks")

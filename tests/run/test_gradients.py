@@ -14,9 +14,9 @@ from training import QUIET, graph, losses, model, settings
 
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
+from kagome.components import gradients
+from kagome.components.gradients import Gradients, buckets_of
 from kagome.errors import ModelError
-from kagome.run import gradients
-from kagome.run.gradients import Gradients, buckets_of
 
 WORLDS = [1, 2, 3, 4]
 SIZES = [1, 200, None]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kagome.run.guard import FAIR, GOOD, OFTEN, Guard, HistoryProbe
+from kagome.adaptive.history import FAIR, GOOD, OFTEN, Guard, HistoryProbe
 
 
 def course(guard: Guard, cosines, epochs: int, loss=lambda epoch: 1 / epoch, said=None) -> list[str]:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from kagome.checkpoint.epoch_state import Named, checked
+from kagome.checkpoint.epoch_state_checks import fault
 from kagome.comm.codec import Codec
 from kagome.errors import CheckpointError
-from kagome.neighbors.known import Known
-from kagome.neighbors.selection import Skip
-from kagome.run.carried import Named, checked
-from kagome.run.handed import fault
+from kagome.halo.epoch_rows import Known
+from kagome.halo.row_selection import Skip
 
 
 def rows(*shape: int, dtype: str = "float32") -> Any:

@@ -13,8 +13,8 @@ from torch import Tensor
 from training import QUIET, settings
 
 from kagome import Parallel, Trainer
-from kagome.run.heap import FEW, set_aside
-from kagome.run.looks import SAMPLE
+from kagome.launch.gc import FEW, set_aside
+from kagome.profile.step_shapes import SAMPLE
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ import torch
 from history_reference import reference
 from pipelines import MODELS, SEED, data, model, rotated, trained, trained_plainly
 
+from kagome.adaptive import history
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
-from kagome.graph.partition import partition
-from kagome.neighbors.history import Exact
-from kagome.neighbors.turn import Site
-from kagome.run import guard
-from kagome.run.chunking import chunked
+from kagome.graph.partition.partition import partition
+from kagome.halo.forward_pass import Site
+from kagome.historical.provider import Exact
+from kagome.pipeline.chunking import chunked
 
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 HISTORY = {"cross_chunk": "history", "guard": False}
@@ -104,7 +104,7 @@ def test_stale_gradients_are_those_of_the_epoch_before(ranks, pipe, graph, histo
 
 def careful(channel: Any, parallel: dict[str, Any], epochs: int) -> Any:
     """Every probe finds history not quite right."""
-    with mock.patch.object(guard, "GOOD", 2.0), mock.patch.object(guard, "FAIR", -2.0):
+    with mock.patch.object(history, "GOOD", 2.0), mock.patch.object(history, "FAIR", -2.0):
         return trained_plainly(channel, "gcn", parallel, epochs)
 
 

@@ -15,11 +15,11 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, SAGEConv
 
 from kagome.config import Train
-from kagome.graph.partition import Partition, partition
-from kagome.model.layers import trace
-from kagome.run import keeping
-from kagome.run.counts import Counts
-from kagome.run.keeping import Keeping
+from kagome.graph.partition.partition import Partition, partition
+from kagome.memory import saved_tensors
+from kagome.memory.saved_tensors import Keeping
+from kagome.model.trace.shapes import trace
+from kagome.profile.part_size import Counts
 
 WIDTH, HIDDEN = 6, 10
 
@@ -70,7 +70,7 @@ def part() -> Partition:
 def found(model: nn.Module, train: Train | None = None) -> Keeping:
     here = part()
     graph = trace(model, ["edge_index", *here.nodes])
-    return keeping.keeping(model, graph, here, train or Train(), fast=True)
+    return saved_tensors.keeping(model, graph, here, train or Train(), fast=True)
 
 
 def of(rows: int, edges: int = 0) -> Counts:
@@ -193,7 +193,7 @@ def test_asking_changes_nothing() -> None:
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
     expected = draws()
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
-    kept = keeping.keeping(model, graph, here, Train(), fast=True)
+    kept = saved_tensors.keeping(model, graph, here, Train(), fast=True)
     assert draws() == expected
     assert kept.pieces
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch_geometric.nn import GCN, GCNConv
 
-from kagome.cli import _builder
-from kagome.commands import PlanCommand
+from kagome.autoplan import plan
+from kagome.cli.main import _builder
 from kagome.config import Data, Model
-from kagome.model.identity import identity
-from kagome.run import planning
-from kagome.run.kept import FRESH_SECONDS, Kept
+from kagome.config.commands import PlanCommand
+from kagome.model.fingerprint import identity
+from kagome.profile.cache import FRESH_SECONDS, Kept
 
 SBM = "sbm:vertices=300,degree=8,features=10,classes=4,communities=4"
 
@@ -118,18 +118,18 @@ def test_a_class_of_the_users_own_is_known_by_its_file(
 @pytest.mark.slow
 def test_a_second_plan_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAGOME_CACHE", str(tmp_path))
-    monkeypatch.setattr("kagome.run.kept.AGREE", 9.0)  # whatever else this machine does
+    monkeypatch.setattr("kagome.profile.cache.AGREE", 9.0)  # whatever else this machine does
     asked = PlanCommand(data=Data(name=SBM), model=Model(name="gcn", layers=2, hidden=8), allow=("onebit",))
-    first = planning.planned(asked, _builder(asked.model, asked.train))
-    again = planning.planned(asked, _builder(asked.model, asked.train))
+    first = plan.planned(asked, _builder(asked.model, asked.train))
+    again = plan.planned(asked, _builder(asked.model, asked.train))
     assert again.fitting == first.fitting
     assert again.facts["notes"]
     assert not first.facts["notes"]
     files = len(list((tmp_path / "measured").iterdir()))
     other = replace(asked, model=replace(asked.model, hidden=9))
-    planning.planned(other, _builder(other.model, other.train))
+    plan.planned(other, _builder(other.model, other.train))
     files, before = len(list((tmp_path / "measured").iterdir())), files
     assert files > before
     anew = replace(asked, reuse=False)
-    assert not planning.planned(anew, _builder(anew.model, anew.train)).facts["notes"]
+    assert not plan.planned(anew, _builder(anew.model, anew.train)).facts["notes"]
     assert len(list((tmp_path / "measured").iterdir())) == files

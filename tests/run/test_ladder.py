@@ -17,9 +17,19 @@ from test_late import Noted, told
 from training import QUIET, settings
 
 from kagome import Parallel, Trainer
+from kagome.adaptive import precision
+from kagome.adaptive.precision import (
+    EXACT,
+    FAIR,
+    FAIR_CODED,
+    GOOD,
+    LONGEST,
+    Ladder,
+    LateProbe,
+    Rung,
+    rungs_of,
+)
 from kagome.comm.channel import Channel
-from kagome.run import ladder
-from kagome.run.ladder import EXACT, FAIR, FAIR_CODED, GOOD, LONGEST, Ladder, LateProbe, Rung, rungs_of
 
 BITS = ("onebit", "int2", "int4", "int8", "bf16", "none")
 
@@ -258,8 +268,8 @@ class Remembering(Noted):
 def guarded(channel: Channel, fair: float, parallel: dict[str, Any], epochs: int) -> dict[str, Any]:
     """Train where probes are bad below a cosine."""
     with (
-        mock.patch.object(ladder, "FAIR", fair),
-        mock.patch.object(ladder, "FAIR_CODED", fair),
+        mock.patch.object(precision, "FAIR", fair),
+        mock.patch.object(precision, "FAIR_CODED", fair),
         Trainer(
             model("sage"),
             data(),

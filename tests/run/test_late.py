@@ -19,10 +19,10 @@ from training import QUIET, losses, settings
 from kagome import Parallel, Trainer
 from kagome.comm import codec
 from kagome.comm.channel import Channel
-from kagome.comm.wire import Wire
+from kagome.comm.transport.process_group import Wire
 from kagome.errors import ModelError
-from kagome.neighbors.crossing import Crossing
-from kagome.neighbors.known import DRIFTED
+from kagome.halo.compressed_exchange import Crossing
+from kagome.halo.epoch_rows import DRIFTED
 
 RATE = 0.5
 LATE = {"max_age": 1, "guard": False}

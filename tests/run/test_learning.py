@@ -13,8 +13,8 @@ from training import FEATURES, QUIET, VERTICES, Gcn, graph, losses, model, plain
 
 from kagome import Trainer
 from kagome.errors import ConfigError
-from kagome.report.folder import read_folder
-from kagome.run.learning import step_scheduler
+from kagome.objective.optimizers import step_scheduler
+from kagome.report.run_data import read_folder
 
 
 def run(mine: nn.Module, data: Data | None = None, epochs: int = 3, **given) -> Trainer:

@@ -18,10 +18,10 @@ from training import CLASSES, FEATURES, graph
 from kagome.comm.channel import Channel
 from kagome.config import Model, Train
 from kagome.errors import ModelError
-from kagome.graph.partition import partition
-from kagome.model.layers import Survey, chain, trace
+from kagome.graph.partition.partition import partition
+from kagome.model.trace.shapes import Survey, chain, trace
 from kagome.model.zoo import build_model
-from kagome.run.looks import looked_at
+from kagome.profile.step_shapes import looked_at
 from odd_models import ODD_MODELS
 
 ZOO = (

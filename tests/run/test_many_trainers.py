@@ -12,8 +12,8 @@ from training import QUIET, Gcn, graph, settings
 
 import warm
 from kagome import Trainer
-from kagome.comm.leaving import Leaving, close_waiting
 from kagome.errors import ConfigError
+from kagome.launch.finalizer import Leaving, close_waiting
 
 SCRIPT = Path(__file__).parent / "many.py"
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from kagome.comm.channel import Channel
 from kagome.config import Train
 from kagome.errors import ConfigError, ModelError
-from kagome.graph.labels import labels_of
-from kagome.run.losses import objective_of
-from kagome.run.metrics import Metric, metric_of
+from kagome.graph.structure.labels import labels_of
+from kagome.objective.losses import objective_of
+from kagome.objective.metrics import Metric, metric_of
 
 N, C = 101, 5
 CUTS = {1: [N], 2: [90, 11], 3: [0, 1, 100], 4: [40, 0, 60, 1]}

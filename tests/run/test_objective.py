@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from kagome.config import Train
 from kagome.errors import ConfigError, DataError, ModelError
-from kagome.graph.labels import labels_of
-from kagome.run.losses import objective_of
-from kagome.run.objective import Objective, Target
+from kagome.graph.structure.labels import labels_of
+from kagome.objective.losses import objective_of
+from kagome.objective.objective import Objective, Target
 
 N, C = 101, 5
 CUT = 30

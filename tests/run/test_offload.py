@@ -17,9 +17,9 @@ from training import QUIET, graph, losses, model, settings
 
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
+from kagome.components import offload
+from kagome.components.offload import Offload, _InFile
 from kagome.errors import ConfigError
-from kagome.run import offload
-from kagome.run.offload import Offload, _InFile
 
 CPU = torch.device("cpu")
 ROWS = 2_000

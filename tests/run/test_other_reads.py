@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from training import CLASSES, FEATURES, graph
 
 from kagome.comm.channel import Channel
-from kagome.neighbors.rows import all_rows
+from kagome.halo.exchange import all_rows
 
 
 class Stack(nn.Module):

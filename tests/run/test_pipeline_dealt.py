@@ -15,9 +15,9 @@ from training import CLASSES, FEATURES
 from kagome import Parallel
 from kagome.comm.channel import Channel
 from kagome.errors import ConfigError
-from kagome.graph.chunks import order_of
-from kagome.model.stages import stage_bytes
-from kagome.run import staging
+from kagome.graph.partition.chunks import order_of
+from kagome.model.split.stages import stage_bytes
+from kagome.pipeline import staging
 from kagome.schedule.actions import parse
 from kagome.schedule.schedules import Shape, fill_drain
 

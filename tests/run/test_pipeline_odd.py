@@ -18,10 +18,10 @@ from torch_geometric.data import Data
 from training import CLASSES, FEATURES, QUIET, settings
 
 from kagome import Parallel, Trainer
-from kagome.available import available_bytes
 from kagome.comm.channel import Channel
 from kagome.errors import KagomeError
-from kagome.run import accounts
+from kagome.launch.host_memory import available_bytes
+from kagome.train import admission
 
 EXACT = {"cross_chunk": "exact"}
 HISTORY = {"cross_chunk": "history", "guard": False}
@@ -79,7 +79,7 @@ def refused(channel: Channel, how: str) -> Any:
     elif how == "mean":
         rest = {"loss": nn.CrossEntropyLoss()}
     left = 2000 if how == "memory" else available_bytes()
-    with mock.patch.object(accounts, "available_bytes", return_value=left):
+    with mock.patch.object(admission, "available_bytes", return_value=left):
         train = {"timeout": 10.0, "check": how == "memory"}
         return told(mine, data(), 2, parallel, train=train, **rest)
 

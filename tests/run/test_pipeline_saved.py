@@ -12,7 +12,7 @@ from pipelines import data, model, rotated, told
 from safetensors.torch import load_file
 
 from kagome.comm.channel import Channel
-from kagome.report.meters import read_records
+from kagome.records.epoch import read_records
 
 EPOCHS, SAVED = 7, 3
 MESHES: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kagome.run.plateau import BACK, BEGINS, PATIENT, Plateau, Turn
+from kagome.adaptive.plateau import BACK, BEGINS, PATIENT, Plateau, Turn
 
 
 def course(plateau: Plateau, losses: list[float], first: int = 1) -> list[tuple[bool, str]]:

@@ -10,9 +10,9 @@ from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN
 
+from kagome.components.model_setup import asks, refused_input, unlike
 from kagome.errors import ModelError
-from kagome.graph.partition import Partition, split_all
-from kagome.run.ready import asks, refused_input, unlike
+from kagome.graph.partition.partition import Partition, split_all
 
 
 def part_of(x: torch.dtype, weight: torch.dtype) -> Partition:

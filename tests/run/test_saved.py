@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from training import CLASSES, FEATURES, QUIET, graph, settings
 
 from kagome import Trainer
-from kagome.run.holdings import Ledger
+from kagome.memory.tensor_bytes import Ledger
 
 HIDDEN = 12
 

@@ -18,7 +18,7 @@ from kagome import Parallel, Trainer, check
 from kagome.comm.channel import Channel
 from kagome.config import Report, Train
 from kagome.errors import ConfigError, KagomeError
-from kagome.run.outcome import write_scores
+from kagome.run_dir.results import write_scores
 
 EPOCHS, RATE = 3, 0.01
 QUIET = Report(page=False, trace=False, progress=False)

@@ -19,8 +19,8 @@ from training import CLASSES, FEATURES, QUIET, Gcn, graph, losses, model, settin
 from kagome import Parallel, Trainer, config
 from kagome.comm.channel import Channel
 from kagome.errors import KagomeError, ModelError
-from kagome.launch import start_local
-from kagome.run import source
+from kagome.launch.launcher import start_local
+from kagome.train import data as source
 from odd_models import ODD_MODELS
 
 SBM = f"sbm:vertices=90,degree=6,features={FEATURES},classes={CLASSES},communities=4"

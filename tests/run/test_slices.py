@@ -14,7 +14,7 @@ from torch import nn
 from training import CLASSES, FEATURES, QUIET, graph, losses, model, settings
 
 from kagome import Parallel, Trainer, config
-from kagome.cli import _ranks
+from kagome.cli.main import _ranks
 from kagome.comm.channel import Channel
 from kagome.errors import ConfigError, KagomeError
 

@@ -11,10 +11,11 @@ import torch
 from torch_geometric.data import Data
 from training import graph
 
-from kagome import config, sealed
+from kagome import config
 from kagome.comm.channel import Channel
 from kagome.errors import DataError, KagomeError, PartitionError
-from kagome.run import source
+from kagome.storage import sealed_files
+from kagome.train import data as source
 
 SBM = "sbm:vertices=60,degree=4,features=3,classes=2,communities=2"
 
@@ -285,17 +286,18 @@ def test_owners_of_data_in_memory_are_reused(ranks, tmp_path):
 def short_of_memory(channel: Channel, folder: str, amount: int | None) -> tuple:
     import os
 
-    from kagome.run import parts, source
+    from kagome.train import data as source
+    from kagome.train import host_parts
 
     before = dict(os.environ)
     os.environ["KAGOME_CACHE"] = folder
-    kept = parts.available_bytes
-    parts.available_bytes = source.available_bytes = lambda: amount
+    kept = host_parts.available_bytes
+    host_parts.available_bytes = source.available_bytes = lambda: amount
     try:
         named = source.from_settings(config.Data(name=SBM), channel, method="auto", seed=0, reuse=True)[1]
         given = source.from_data(graph(vertices=60), channel, method="auto", seed=0)[1]
     finally:
-        parts.available_bytes = source.available_bytes = kept
+        host_parts.available_bytes = source.available_bytes = kept
         os.environ.clear()
         os.environ.update(before)
     return [(meta.method, sum("GiB are available" in note for note in meta.notes)) for meta in (named, given)]
@@ -339,16 +341,18 @@ def test_parts_that_expect_other_rows_than_are_sent_are_refused(ranks, tmp_path)
     cut = tmp_path / "cut"
     source.prepare(config.Data(name=SBM), method="random", seed=0, parts=3, folder=cut)
     file = cut / "part-00001.safetensors"
-    tensors, text = sealed.read_tensors(file)
+    tensors, text = sealed_files.read_tensors(file)
     halo, own, counts = tensors["halo"].clone(), tensors["own"], json.loads(text)["recv_counts"]
     free = sorted(set(range(int(halo[0]), int(halo[1]))) - set(own.tolist()) - set(halo.tolist()))
     assert counts[0] > 1
     assert free, "another draw of the test's graph"
     halo[0] = free[0]
-    seal = sealed.write_tensors(file, {**{n: t.clone() for n, t in tensors.items()}, "halo": halo}, text)
-    page = sealed.read_page(cut / "partition.json")
+    seal = sealed_files.write_tensors(
+        file, {**{n: t.clone() for n, t in tensors.items()}, "halo": halo}, text
+    )
+    page = sealed_files.read_page(cut / "partition.json")
     page["files"][file.name] = [seal.bytes, seal.crc32]
-    sealed.write_page(cut / "partition.json", page)
+    sealed_files.write_page(cut / "partition.json", page)
     for text in ranks(3, taken_from, str(cut)):
         assert "send each other the rows that they expect, but part 1 expects others" in text
 

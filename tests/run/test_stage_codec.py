@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kagome.adaptive.stage_codec import Coded, StageCodec
 from kagome.comm.codec import Codec
 from kagome.errors import ModelError
-from kagome.model.layers import Value
-from kagome.run.stage_codec import Coded, StageCodec
+from kagome.model.trace.shapes import Value
 
 
 class Come:

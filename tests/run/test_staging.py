@@ -16,8 +16,10 @@ from torch_geometric.nn import SAGEConv
 from kagome.comm.channel import Channel
 from kagome.config import Parallel, Train
 from kagome.errors import DataError
-from kagome.graph.partition import partition, split_all
-from kagome.run import check, looks, staging, timing
+from kagome.graph.partition.partition import partition, split_all
+from kagome.pipeline import staging
+from kagome.profile import step_shapes, step_times
+from kagome.verify import check
 
 WIDTH = 6
 
@@ -52,14 +54,14 @@ def staged(vertices: int, chunks: int) -> staging.Staging:
 
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> None:
     """Steps run as they do; they take what is said of name and rows, a third of it forward."""
-    one = timing._one
+    one = step_times._one
 
     def told(step: Any, model: Any, values: Any, scope: Any, **rest: Any) -> tuple[float, float]:
         one(step, model, values, scope, **rest)
         each = float(seconds(step.name, scope.own))
         return each / 3, each * 2 / 3
 
-    monkeypatch.setattr(timing, "_one", told)
+    monkeypatch.setattr(step_times, "_one", told)
 
 
 def test_a_layer_that_the_machine_held_up_is_no_slower_than_its_like(monkeypatch):
@@ -93,20 +95,20 @@ def test_parts_of_unlike_sizes_are_cut_between_the_same_steps():
 def test_rows_count_once_and_calls_once_a_chunk(monkeypatch, vertices, chunks):
     timed(monkeypatch, lambda _, rows: 3.0 + 0.01 * rows)
     found = staged(vertices, chunks)
-    few = looks.SAMPLE
+    few = step_shapes.SAMPLE
     expected = chunks * (3.0 + 0.01 * few) + 0.01 * vertices
     assert found.seconds["convs_3"] == pytest.approx(expected)
 
 
 def test_timing_holds_what_is_still_to_be_read(monkeypatch):
     """A deep model's rows, all of them on one rank, are what a pipeline is there to avoid."""
-    one, held = timing._one, []
+    one, held = step_times._one, []
 
     def counted(step: Any, model: Any, values: Any, scope: Any, **rest: Any) -> tuple[float, float]:
         held.append(sum(isinstance(value, Tensor) and value.is_floating_point() for value in values.values()))
         return one(step, model, values, scope, **rest)
 
-    monkeypatch.setattr(timing, "_one", counted)
+    monkeypatch.setattr(step_times, "_one", counted)
     staged(200, 4)
     assert len(held) > 16
     assert max(held) <= 2
@@ -115,7 +117,7 @@ def test_timing_holds_what_is_still_to_be_read(monkeypatch):
 FAULTS: dict[str, tuple[Any, str, Exception, str]] = {
     "looking": (staging, "looked_at", ValueError("too odd"), "ModelError"),
     "timing": (staging, "timed", DataError("rows", "there are none"), "DataError"),
-    "a step": (timing, "_one", ZeroDivisionError("by none"), "ModelError"),
+    "a step": (step_times, "_one", ZeroDivisionError("by none"), "ModelError"),
     "what is kept": (staging, "keeping", RuntimeError("out of it"), "ModelError"),
     "the check": (check, "check", RuntimeError("out of it"), "ModelError"),
 }

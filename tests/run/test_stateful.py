@@ -16,7 +16,7 @@ from kagome import Trainer
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
 from kagome.errors import ConfigError, KagomeError, ModelError
-from kagome.run.stateful import unmoved
+from kagome.objective.loss_state import unmoved
 
 Own = Callable[[Tensor, Tensor], Tensor]
 EPOCHS = 3

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kagome.run.kept import Kept
-from kagome.run.steady import AGREE, AT_LEAST, MOST, again, clock, steady
+from kagome.profile.cache import Kept
+from kagome.profile.steady_times import AGREE, AT_LEAST, MOST, again, clock, steady
 
 times = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20)
 

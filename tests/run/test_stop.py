@@ -15,9 +15,9 @@ from training import QUIET, Gcn, graph, settings
 from kagome import Trainer
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
-from kagome.run import stop
-from kagome.run.stop import asked_to_stop
-from kagome.threads import LAUNCHED
+from kagome.launch import signals
+from kagome.launch.signals import asked_to_stop
+from kagome.launch.threads import LAUNCHED
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -50,7 +50,7 @@ def stopped(
             except (KeyboardInterrupt, SystemExit) as error:
                 found = type(error).__name__, getattr(error, "code", None)
             handlers = [signal.getsignal(number) for number in SIGNALS]
-            assert stop.asked_to_stop.__name__ not in str(handlers)
+            assert signals.asked_to_stop.__name__ not in str(handlers)
             return *found, trainer.epoch
     finally:
         signal.signal(signal.SIGINT, before)
@@ -78,7 +78,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(ranks, tmp_path, number, world,
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_epoch(monkeypatch):
-    monkeypatch.setattr(stop, "AT_ONCE", 0.0)
+    monkeypatch.setattr(signals, "AT_ONCE", 0.0)
     with asked_to_stop(True) as asked:
         os.kill(os.getpid(), signal.SIGINT)
         assert asked == [signal.SIGINT]

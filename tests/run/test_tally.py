@@ -11,8 +11,8 @@ import pytest
 from training import QUIET, graph, losses, model, settings
 
 from kagome import Parallel, Trainer
+from kagome.adaptive import precision
 from kagome.comm.channel import Channel
-from kagome.run import ladder
 
 
 def run(channel: Channel, parallel: dict[str, Any], epochs: int = 12, out: str | None = None) -> Any:
@@ -116,7 +116,7 @@ def test_a_rung_that_was_climbed_is_told(ranks):
 
 
 def climbing(channel: Channel) -> Any:
-    with mock.patch.object(ladder, "FAIR_CODED", 2.0):
+    with mock.patch.object(precision, "FAIR_CODED", 2.0):
         return run(channel, {"codec": "onebit"}, 5)
 
 

@@ -11,10 +11,10 @@ import torch
 from pipelines import data, model, told
 from torch import nn
 
+from kagome.adaptive import plateau
+from kagome.adaptive.rollback import KIND, Undo
 from kagome.comm.channel import Channel
-from kagome.neighbors.recall import NOTHING
-from kagome.run import plateau
-from kagome.run.undo import KIND, Undo
+from kagome.halo.resumed_rows import NOTHING
 
 HISTORY = {"cross_chunk": "history", "history_epochs": 4}
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from kagome.errors import ScheduleError
 from kagome.schedule.actions import Kind, from_text, to_text
-from kagome.schedule.dag import DagShape, Turns, dag, windows
+from kagome.schedule.dag_schedules import DagShape, Turns, dag, windows
 from kagome.schedule.schedules import Shape, k_forward_k_backward
-from kagome.schedule.simulate import simulate
+from kagome.schedule.simulator import simulate
 
 UNO = ((0, 4), (1, 4), (2, 4), (3, 4), (4, 5))
 """Four towers, what joins them, the loss: six stages."""

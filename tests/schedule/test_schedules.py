@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kagome.errors import ScheduleError
 from kagome.schedule.actions import Kind, Programs, from_text, to_text
 from kagome.schedule.schedules import Shape, arrivals, exact, fill_drain, k_forward_k_backward
-from kagome.schedule.simulate import simulate
+from kagome.schedule.simulator import simulate
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = {

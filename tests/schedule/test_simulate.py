@@ -7,7 +7,7 @@ import pytest
 from kagome.errors import ScheduleError
 from kagome.schedule.actions import Kind, from_text
 from kagome.schedule.schedules import Shape, fill_drain
-from kagome.schedule.simulate import simulate
+from kagome.schedule.simulator import simulate
 
 
 def test_times_by_hand():

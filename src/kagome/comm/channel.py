@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kagome.comm import letters, objects, summing
-from kagome.comm.end import End
-from kagome.comm.pending import Pending, Sending, Sheets
-from kagome.comm.summing import PendingSum
-from kagome.comm.traffic import KINDS, Kind
-from kagome.comm.trip import Trip
-from kagome.comm.wire import Wire
+from kagome.comm import all_reduce as summing
+from kagome.comm import serialization, streamed_exchange
+from kagome.comm.all_reduce import PendingSum
+from kagome.comm.exchange import Trip
+from kagome.comm.peers import End
+from kagome.comm.stats import KINDS, Kind
+from kagome.comm.transport.process_group import Wire
+from kagome.comm.work import Pending, Sending, Sheets
 from kagome.errors import CommError, KagomeError
 
 __all__ = ["KINDS", "Channel", "Kind", "Op", "Pending", "PendingSum", "Sending"]
@@ -143,13 +144,13 @@ class Channel(End):
             return Pending(rows if pick is None else rows.index_select(0, pick), self, action, kind)
         with self.timed(kind):
             if header is not None:
-                letters.compare(self, header, send_counts, recv_counts, action)
+                streamed_exchange.compare(self, header, send_counts, recv_counts, action)
             rows = rows.detach()
             rows = rows if pick is None else self._picked(rows, pick, send_counts)
             rows = rows.to(self.wire).contiguous()
             return self.start_parts(list(torch.split(rows, list(send_counts))), recv_counts, action, kind)
 
-    start_bytes = letters.start_bytes
+    start_bytes = streamed_exchange.start_bytes
 
     def _picked(self, rows: Tensor, pick: Tensor, send_counts: Sequence[int]) -> Tensor:
         """Rows packed for sending: into memory that peers read, where there is some."""
@@ -334,8 +335,8 @@ class Channel(End):
         """Every rank's object, on every rank. Objects are plain data: what comes cannot run.
 
         Args:
-            obj: What :func:`kagome.comm.objects.pack` takes. It comes back itself on one rank, as a copy on
-                several, with its tensors on the CPU.
+            obj: What :func:`kagome.comm.serialization.pack` takes. It comes back itself on one rank, and as
+                a copy on several, with its tensors on the CPU.
             action: What this is, for errors.
             kinds: The record classes that may come, the same on all ranks.
 
@@ -347,13 +348,13 @@ class Channel(End):
         """
         if self.size == 1:
             return [obj]
-        parts = self.gather_rows(objects.to_bytes(obj, kinds), action=action)
+        parts = self.gather_rows(serialization.to_bytes(obj, kinds), action=action)
         assert parts is not None
         found = []
         for rank, part in enumerate(parts):
             try:
-                found.append(objects.from_bytes(part.cpu(), kinds))
-            except objects.ObjectError as error:
+                found.append(serialization.from_bytes(part.cpu(), kinds))
+            except serialization.ObjectError as error:
                 raise CommError(
                     f"rank {self.names[self.rank]} expects plain data from rank {self.names[rank]}"
                     f" in {action!r}",

@@ -1,7 +1,7 @@
 """Codec: what rows look like on the wire - their own type, a shorter float, or a few bits a number.
 
-Where it sits: ``neighbors.crossing`` codes what goes to all peers with it, ``run.messages`` what goes from
-stage to stage. It knows nothing of peers: a message is bytes.
+Where it sits: ``halo.compressed_exchange`` codes what goes to all peers with it, ``pipeline.p2p`` what goes
+from stage to stage. It knows nothing of peers: a message is bytes.
 
 ::
 
@@ -12,7 +12,7 @@ stage to stage. It knows nothing of peers: a message is bytes.
 rounded up. Codes are drawn against what is stored: restored rows are right on the mean, constant rows
 exactly.
 
-Source: Sylvie's low-bit module; header and draws are ours, see ``kernels.bits``.
+Source: Sylvie's low-bit module; header and draws are ours, see ``kernels.quantize.ops``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kagome.config import CodecName
 from kagome.errors import ModelError
-from kagome.kernels import bits
+from kagome.kernels.quantize import ops
 
 HEADER: Final = 6
 """Bytes a row, of the codecs with few bits."""
@@ -73,7 +73,7 @@ class Codec:
         if rows == 0 or width == 0:
             return 0
         if self.bits is not None:
-            return HEADER * rows + bits.groups(rows, self.bits) * width
+            return HEADER * rows + ops.groups(rows, self.bits) * width
         return rows * width * CASTS.get(self.name, dtype).itemsize
 
     def sheets(self, rows: int, width: int, dtype: torch.dtype) -> list[int]:
@@ -115,7 +115,7 @@ class Codec:
         head, body = message[: HEADER * count], message[HEADER * count :].view(-1, width)
         if rows.dtype != torch.float32 and pick is not None:
             rows, pick = rows.index_select(0, pick), None
-        low, span, bad = bits.encode(rows.float(), pick, stamps, key, self.bits, body)
+        low, span, bad = ops.encode(rows.float(), pick, stamps, key, self.bits, body)
         if bad:
             raise self._refusal(bad, count, where)
         head[: 4 * count].copy_(low.view(torch.uint8))
@@ -138,10 +138,10 @@ class Codec:
         low = aligned(head[: 4 * count], torch.float32)
         span = aligned(head[4 * count :], torch.int16)
         if out.dtype == torch.float32:
-            bits.decode(body, low, span, self.bits, out)
+            ops.decode(body, low, span, self.bits, out)
             return out
         restored = torch.empty(count, width, device=out.device)
-        bits.decode(body, low, span, self.bits, restored)
+        ops.decode(body, low, span, self.bits, restored)
         return out.copy_(restored)
 
     def _refusal(self, bad: int, count: int, where: str) -> ModelError:

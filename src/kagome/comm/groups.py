@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kagome.available import available_bytes
-from kagome.comm.box import Box
 from kagome.comm.channel import Channel
-from kagome.comm.shelf import SHARE, Allowance, Shelf
-from kagome.comm.watch import Watch
+from kagome.comm.transport.mailbox import Box
+from kagome.comm.transport.shared_memory import SHARE, Allowance, Shelf
+from kagome.comm.watchdog import Watch
+from kagome.launch.host_memory import available_bytes
 
 
 class Groups:

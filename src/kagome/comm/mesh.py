@@ -26,16 +26,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from kagome.allocator import keep_freed_memory
 from kagome.comm.channel import Channel
 from kagome.comm.groups import Groups
-from kagome.comm.joined import Joined, current, given_store, join
-from kagome.comm.leaving import close_waiting
-from kagome.comm.watch import Watch
+from kagome.comm.transport.rendezvous import Joined, current, given_store, join
+from kagome.comm.watchdog import Watch
 from kagome.config import Parallel
 from kagome.errors import KagomeError
-from kagome.ranks import Ranks, environment
-from kagome.threads import Seat, seat, threads
+from kagome.launch.allocator import keep_freed_memory
+from kagome.launch.environment import Ranks, environment
+from kagome.launch.finalizer import close_waiting
+from kagome.launch.threads import Seat, seat, threads
 
 TAKEN_WITHIN = 10.0
 """Seconds that a rank stays at the end for its peers to take what lies on its shelf."""
@@ -103,7 +103,7 @@ def open_mesh(
     A process group that the script has made itself is used and left as it is; one that another open mesh has
     made is shared. With one rank there is none, unless ``always_group`` asks for it. Until the end torch has
     the threads that are this rank's share of its host, unless the user chose their number: see
-    :func:`kagome.threads.chosen`.
+    :func:`kagome.launch.threads.chosen`.
 
     Args:
         parallel: How to split; must fit the number of ranks.

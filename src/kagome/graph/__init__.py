@@ -1,1 +1,1 @@
-"""What we train on: data, partitions, and the ways to cut a graph by vertices."""
+"""What we train on: data sets, their structure, and the ways to cut a graph by vertices."""

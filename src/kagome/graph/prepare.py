@@ -1,6 +1,6 @@
 """Prepare: a graph named by settings is loaded, cut, and its parts written, one after another.
 
-Where it sits: what ``kagome partition`` does; ``run.source`` runs it in a process of its own, so that no rank
+Where it sits: what ``kagome partition`` does; ``train.data`` runs it in a process of its own, so that no rank
 ever holds more than its part. That process imports nothing but ``graph``.
 """
 
@@ -15,17 +15,17 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from kagome import config
-from kagome.available import available_bytes
 from kagome.errors import KagomeError, PartitionError
-from kagome.graph import cache, store
-from kagome.graph.attributes import attributes_of, tensors_of
-from kagome.graph.cache import Cache
-from kagome.graph.choice import choose
-from kagome.graph.data import load_data
-from kagome.graph.partition import each_part, fingerprint
-from kagome.graph.partitioners import assign
-from kagome.graph.store import Meta
-from kagome.system import end_with, in_words
+from kagome.graph.datasets.load import load_data
+from kagome.graph.partition import cache, store
+from kagome.graph.partition.cache import Cache
+from kagome.graph.partition.choice import choose
+from kagome.graph.partition.partition import each_part, fingerprint
+from kagome.graph.partition.partitioners import assign
+from kagome.graph.partition.store import Meta
+from kagome.graph.structure.attributes import attributes_of, tensors_of
+from kagome.launch.host_memory import available_bytes
+from kagome.launch.os_errors import end_with, in_words
 
 #: Partitioners whose owners are worth keeping: the others take no longer than reading them would.
 KEPT = ("metis", "streaming")

@@ -27,9 +27,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kagome.kernels import plain
-from kagome.kernels.plain import Span
-from kagome.kernels.structure import Layout, Structure
+from kagome.kernels import reference
+from kagome.kernels.csr import Layout, Structure
+from kagome.kernels.reference import Span
 
 __all__ = [
     "Span",
@@ -67,16 +67,16 @@ def way_of(x: Tensor) -> str:
 @cache  # what there is to import does not change in a process
 def _module(device: str, dtype: torch.dtype) -> ModuleType:
     if device == "cpu" and dtype in LOOPED:
-        return import_module("kagome.kernels.loops")
+        return import_module("kagome.kernels.cpu.dispatch")
     if device == "cuda" and dtype in LAUNCHED and find_spec("triton") is not None:
-        return import_module("kagome.kernels.gpu")
-    return plain
+        return import_module("kagome.kernels.triton.ops")
+    return reference
 
 
 def _way(x: Tensor, *others: Tensor | None) -> ModuleType:
     """The module that does a kernel on these tensors: see [Note: second derivatives]."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
-        return plain
+        return reference
     return _module(x.device.type, x.dtype)
 
 

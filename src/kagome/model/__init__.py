@@ -1,1 +1,1 @@
-"""What we compute: the ready models, and what a split must not change."""
+"""What is computed: ready models, and how a user's forward is called."""

@@ -1,7 +1,8 @@
 """Buffers: those of a model by name, whichever tensors they are by now.
 
-Where it sits: whatever runs a model beside training puts its buffers back by them; under chunks ``run.moved``
-gives each chunk its own. A forward may write to a buffer or put another tensor in its place.
+Where it sits: whatever runs a model beside training puts its buffers back by them; under chunks
+``pipeline.buffer_isolation`` gives each chunk its own. A forward may write to a buffer or put another tensor
+in its place.
 """
 
 from __future__ import annotations

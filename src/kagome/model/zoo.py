@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
-from kagome.available import available_bytes
 from kagome.config import Model
+from kagome.config.named_module import named_module
 from kagome.errors import ModelError
-from kagome.named import named_module
+from kagome.launch.host_memory import available_bytes
 
 MODULE_BYTES = 20_000
 """What the modules of a layer take beside their weights."""

@@ -11,9 +11,9 @@ from math import inf
 from pathlib import Path
 from typing import Final
 
-from kagome import reading
+from kagome.config.fields import fits, hints_of, path_of, shown, takes
 from kagome.errors import PlanError, shortened
-from kagome.kinds import fits, hints_of, path_of, shown, takes
+from kagome.storage import text_files
 
 EXTRA: Final = ("latency", "crowded", "cores")
 """What a cluster's file may leave out."""
@@ -101,8 +101,8 @@ class Cluster:
                 hint=f"{NEEDED}; {', '.join(EXTRA)}",
             )
         try:
-            record = reading.toml(file)
-        except reading.UnreadableError as error:
+            record = text_files.toml(file)
+        except text_files.UnreadableError as error:
             raise PlanError(f"a cluster's file of TOML has {NEEDED}", str(error), where=where) from None
         known = [field.name for field in fields(Cluster)]
         for wrong, found in (("no", [name for name in known if name not in (*record, *EXTRA)]),

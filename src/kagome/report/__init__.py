@@ -1,1 +1,1 @@
-"""Say what happened: meters, timeline, page."""
+"""What is said of a run: summaries, tables and traces."""

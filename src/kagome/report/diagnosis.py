@@ -1,6 +1,6 @@
 """Diagnosis: which part of the run took the time, in one sentence.
 
-Where it sits: reads the summary's seconds by phase and rank; ``page`` puts its sentence on top.
+Where it sits: reads the summary's seconds by phase and rank; ``report.page.page`` puts its sentence on top.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from kagome.report.spans import COMPUTE, MOVE
-from kagome.report.units import bytes_text, seconds_text, share_text
+from kagome.records.spans import COMPUTE, MOVE
+from kagome.records.units import bytes_text, seconds_text, share_text
 
 
 @dataclass(frozen=True)

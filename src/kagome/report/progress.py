@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from kagome.errors import ConfigError
-from kagome.report.meters import EpochRecord, by_kind
-from kagome.report.units import metric_text, seconds_text
+from kagome.records.epoch import EpochRecord, by_kind
+from kagome.records.units import metric_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress

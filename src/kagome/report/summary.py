@@ -1,6 +1,7 @@
 """The summary of a run: ``summary.json`` and the table at the end of ``kagome train``.
 
-Where it sits: rank 0 builds it from the epochs' records and what the ranks gathered; ``page`` reads it back.
+Where it sits: rank 0 builds it from the epochs' records and what the ranks gathered; ``report.page.page``
+reads it back.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from kagome.report import crossing as crossings
-from kagome.report import holdings
-from kagome.report.files import write_json
-from kagome.report.meters import EpochRecord, by_kind, hidden_shares
-from kagome.report.spans import by_phase
-from kagome.report.units import bytes_text, epochs_text, metric_text, seconds_text, share_text
+from kagome.records import memory as holdings
+from kagome.records.epoch import EpochRecord, by_kind, hidden_shares
+from kagome.records.spans import by_phase
+from kagome.records.units import bytes_text, epochs_text, metric_text, seconds_text, share_text
+from kagome.report import exchange_summary as crossings
+from kagome.storage.atomic import write_json
 
 if TYPE_CHECKING:
     from rich.console import Console

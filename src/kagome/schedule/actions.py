@@ -1,6 +1,6 @@
 """Actions: what one stage does at one moment, with a text form; a program is a tuple of them a stage.
 
-Where it sits: ``schedules`` generates programs, ``simulate`` runs them on imaginary devices, ``run`` on real
+Where it sits: ``schedules`` generates programs, ``simulator`` runs them on imaginary devices, ``run`` on real
 ones; the text is what a user reads and what golden files hold.
 
 ::

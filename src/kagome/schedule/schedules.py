@@ -1,6 +1,6 @@
 """Schedules: generators of programs - fill-drain, 1F1B, kFkB, and the exact order layer by layer.
 
-Where it sits: pure functions; ``run`` asks for one by name, ``planner`` tries them all in ``simulate``.
+Where it sits: pure functions; ``run`` asks for one by name, ``planner`` tries them all in ``simulator``.
 
 ::
 

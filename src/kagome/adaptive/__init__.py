@@ -1,0 +1,1 @@
+"""How exactly each epoch runs: compression, history, rollback, and what decides them."""

@@ -1,0 +1,45 @@
+"""Agreement: of two gradients - the angle between them, and how long one is beside the other.
+
+Where it sits: probes of ``train.graph_engine`` and ``pipeline.chunk_engine`` ask it; ``pipeline.ownership``
+sums it over stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def products(pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
+    """Squares of parameters' gradients, of others, and their products, all in all.
+
+    Args:
+        pairs: Parameters and other gradients of them; none counts as zeros. Parameters without a gradient
+            do not count.
+
+    Shapes:
+        ``[3]``, float64, on the CPU.
+    """
+    found = torch.zeros(3, dtype=torch.float64)
+    for parameter, other in pairs:
+        if parameter.grad is None:
+            continue
+        mine = parameter.grad.double().view(-1)
+        its = torch.zeros_like(mine) if other is None else other.double().view(-1)
+        found += torch.stack([mine @ mine, its @ its, mine @ its]).cpu()
+    return found
+
+
+def agreement(exact: float, other: float, both: float) -> tuple[float, float]:
+    """The cosine of a gradient and the exact one, and its length over that one's.
+
+    Args:
+        exact: Square of the exact one.
+        other: Square of the other.
+        both: Their product.
+    """
+    if exact == other == 0:  # two gradients of no length agree
+        return 1.0, 1.0
+    return both / max((exact * other) ** 0.5, 1e-300), (other / max(exact, 1e-300)) ** 0.5

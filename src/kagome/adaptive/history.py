@@ -1,0 +1,249 @@
+"""Guard: which epochs may use history, by what history is measured to cost.
+
+Where it sits: ``pipeline.chunk_engine`` asks it before each epoch. Deep models lose their accuracy where rows
+of other chunks are old while weights move fast; what tells it early is the gradient. So now and then an epoch
+computes its gradient twice, with history and exactly, at the same weights and with the same draws.
+
+::
+
+    exact | h | probe | h h | probe | h h h h | probe | ...      while gradients agree, the span doubles
+    probe: they do not quite | careful: c | probe | c c | ...    rows and gradients of the epoch before,
+                                                                 a probe after four epochs at the latest
+    probe: nor so | exact x 2 | probe | exact x 4 | ...          exact epochs, ever more of them, and from
+                                                                 then on a probe after half as many
+
+Careful epochs differ from others in two ways. No row is older than one epoch: frozen ones have one draw of
+dropout for all that time, and on the mean over draws alone are they right. And what later chunks will add to
+an earlier one's gradient, too late in this epoch's backward, is what they added in the epoch before, in place
+of counting twice what comes in time. Rows that came of old rows are older than they look: in a deep model the
+error grows from one careful epoch to the next, and a probe, which is exact, ends that.
+
+A model that has learned nothing yet has exact epochs too, whatever probes say: see ``plateau``.
+
+Source: none; GNNPipe has no such guard, and plain deep models fail there (papers.md, section 1.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+from kagome.adaptive.plateau import Plateau, Turn
+from kagome.config import Parallel
+
+Epoch = Literal["history", "refresh", "exact", "probe"]
+
+GOOD: Final = 0.95
+"""Cosine of the two gradients from which on the next probe may come later; below it epochs are careful."""
+FAIR: Final = 0.85
+"""Below it careful epochs are not trusted."""
+OFTEN: Final = 4
+"""A probe comes after so many careful epochs at the latest, and where one is bad after half as many from then
+on; while history is good, after one period of it, but no earlier."""
+
+STATE: Final = (
+    *("careful_from", "exact_epochs", "oldest", "epochs"),
+    *("_span", "_rest", "_most", "_exact_left", "_since_probe", "_age"),
+)
+"""What a guard goes by, besides what probes found."""
+
+
+@dataclass(frozen=True)
+class HistoryProbe:
+    """What one probe found.
+
+    Args:
+        epoch: When.
+        cosine: Between the gradient with history and the exact one.
+        ratio: Length of the one over the other's.
+        drift: How far rows had moved from those last known, over their length: the mean over sites.
+        age: Epochs since the last known rows were taken.
+    """
+
+    epoch: int
+    cosine: float
+    ratio: float
+    drift: float
+    age: int
+
+    def text(self) -> str:
+        """One phrase."""
+        return (
+            f"gradient with history {self.ratio:.2f} times as long, cosine {self.cosine:.2f}; rows "
+            f"{self.age} epochs old are {self.drift:.0%} away"
+        )
+
+
+class Guard:
+    """Says of each epoch how it is to run.
+
+    Args:
+        period: Epochs for which history may be frozen.
+        watch: Whether to measure; else rows are taken anew each period, and never computed exactly.
+        state: Of an earlier one: what it measured, and what followed from it.
+    """
+
+    def __init__(self, period: int, *, watch: bool = True, state: Mapping[str, Any] | None = None) -> None:
+        self.period, self.watch = period, watch
+        self.found: list[HistoryProbe] = []
+        self.careful_from: int | None = None
+        """The epoch since which no row is older than one, and gradients of the epoch before pass on."""
+        self.exact_epochs = 0
+        """How many epochs were exact because history was not trusted."""
+        self.plateau = Plateau()
+        self.oldest = self.epochs = 0
+        """Age of the oldest rows that an epoch has read; epochs that have run."""
+        self._span, self._rest, self._most = 1, 1, OFTEN
+        self._exact_left = 1  # the first epoch fills the tables
+        self._since_probe = self._age = 0
+        if state:
+            self._go_on(state)
+
+    def go_on(self, *, rows: bool, kept: bool) -> None:
+        """A run goes on, maybe where other chunks' rows were others.
+
+        Args:
+            rows: Whether they are known.
+            kept: Whether weights are, that may be put back.
+        """
+        if not rows:
+            self._exact_left = max(self._exact_left, 1)
+        self.plateau.go_on(kept=kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured, and what followed from it."""
+        plain = {name: getattr(self, name) for name in STATE}
+        found = [asdict(found) for found in self.found]
+        return {**plain, "plateau": self.plateau.state_dict(), "found": found}
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        for name in STATE:
+            setattr(self, name, state.get(name, getattr(self, name)))  # earlier checkpoints lack some
+        self.plateau = Plateau(state.get("plateau") if self.watch else None)
+        self.found = [HistoryProbe(**found) for found in state["found"]]
+        if not self.watch:
+            self.careful_from, self._exact_left = None, min(self._exact_left, 1)
+
+    @property
+    def careful(self) -> bool:
+        """Whether no row is older than an epoch, and gradients of the epoch before pass on."""
+        return self.careful_from is not None
+
+    def next(self) -> Epoch:
+        """How the coming epoch is to run."""
+        if self._exact_left or self.plateau.held:
+            return "exact"
+        if self.watch and self._since_probe >= self._span:
+            return "probe"
+        return "refresh" if self.careful or self._age + 1 >= self.period else "history"
+
+    @property
+    def age(self) -> int:
+        """Epochs since the last known rows were taken, in the coming epoch."""
+        return self._age + 1
+
+    def done(self, kind: Epoch, loss: float) -> Turn:
+        """An epoch has run so, and its step is still to come.
+
+        Args:
+            kind: How.
+            loss: Of all ranks.
+
+        Returns:
+            What to say, and what becomes of the weights.
+        """
+        self.epochs += 1
+        if kind != "exact":
+            self.oldest = max(self.oldest, self.age)
+        elif self._exact_left:
+            self._exact_left -= 1
+        self._age = self._age + 1 if kind == "history" else 0
+        held, turn = self.plateau.held, self.plateau.heed(self.epochs, loss) if self.watch else Turn()
+        if self.plateau.held and not held:  # what was to be exact for want of trust is so for this now
+            self.exact_epochs -= self._exact_left
+            self._exact_left = 0
+        if kind == "probe":
+            self._since_probe = 0
+        elif turn.released or (kind == "exact" and not self._exact_left):
+            self._since_probe = self._span  # what is there now is to be tried first
+        else:
+            self._since_probe += 1
+        return turn
+
+    def see(self, found: HistoryProbe) -> str:
+        """Take what a probe measured.
+
+        Returns:
+            What to say, or nothing.
+        """
+        before = self._trusted
+        self.found.append(found)
+        if found.cosine < GOOD and not self.careful:
+            self.careful_from, self._span = found.epoch, 1
+            return (
+                f"epoch {found.epoch}: from here on rows of other chunks are one epoch old, and gradients of "
+                f"that epoch pass on ({found.text()})"
+            )
+        self._span = self._spanned(found.cosine)
+        if found.cosine >= FAIR:
+            self._rest = 1
+            if not before:
+                return f"epoch {found.epoch}: history is used again ({found.text()})"
+            return ""
+        self._rest = min(2 * self._rest, self.period)
+        self._exact_left = self._rest
+        self.exact_epochs += self._rest
+        return f"epoch {found.epoch}: {self._rest} exact epochs come next ({found.text()})"
+
+    def facts(self) -> dict[str, Any]:
+        """What the summary is told: every probe, since when epochs are careful, and how many were exact."""
+        known = {"probes": [asdict(found) for found in self.found], "careful_from": self.careful_from}
+        plateau = {"plateau_epochs": self.plateau.held_epochs, "undone": self.plateau.undone}
+        return {"history": {**known, "exact_epochs": self.exact_epochs, **plateau}} if self.found else {}
+
+    def sum_up(self, *, stages: bool) -> tuple[str, ...]:
+        """What there is to say at the end; ``stages``: whether there are some, which exact epochs hold up."""
+        if not self.found:
+            return ()
+        least = min(self.found, key=lambda found: found.cosine)
+        advice = (
+            f"; stages wait for each other in those, and they are most of {self.epochs} epochs: parts of the "
+            "graph (--parallel.graph) need no history"
+        )
+        held, undone = self.plateau.held_epochs, self.plateau.undone
+        plateau = f", {held} before the loss fell" if held else ""
+        if undone:
+            plateau += f", weights of before put back {'once' if undone == 1 else f'{undone} times'}"
+        exact = self.exact_epochs + held
+        return (
+            f"history: {len(self.found)} probes, {self.exact_epochs} exact epochs for want of trust{plateau}"
+            f"; the last, epoch {self.found[-1].epoch}: {self.found[-1].text()}; "
+            f"lowest cosine {least.cosine:.2f} in epoch {least.epoch}"
+            + (advice if stages and 2 * exact > self.epochs else ""),
+        )
+
+    @property
+    def _trusted(self) -> bool:
+        return not self.found or self.found[-1].cosine >= FAIR
+
+    def _spanned(self, cosine: float) -> int:
+        """After how many epochs the next probe comes."""
+        if cosine < FAIR:
+            self._most = max(self._span // 2, 1)
+            return self._most
+        if cosine >= GOOD:
+            return min(2 * self._span, self._most if self.careful else max(self.period, OFTEN))
+        return self._span
+
+
+def guard_of(parallel: Parallel, state: Mapping[str, Any] | None = None) -> Guard | None:
+    """What watches history, where chunks have any.
+
+    Args:
+        parallel: The settings.
+        state: What an earlier run's guard knew.
+    """
+    if parallel.cross_chunk != "history":
+        return None
+    return Guard(parallel.history_epochs, watch=parallel.guard, state=state)

@@ -1,0 +1,150 @@
+"""Plateau: whether a model has learned anything yet, and kept it, by its loss.
+
+Where it sits: ``history`` asks it after each epoch. What a model has to learn first may be too faint for
+history: on the plateau where a deep one begins, gradients are those of a constant, and agree whatever rows
+are read. GCN of 32 layers on Cora left it in epoch 28 on one device, and in two parts with history not at
+all, at cosines of 0.97 to 1.00; other runs fell back in 15 epochs of history, and stayed there.
+
+::
+
+    loss  1  ----------------.
+          0.98 . . . . . . . . `-.                  .----  fell back
+          0.9  . . . . . . . . . . `------------.--'    |
+                  20 epochs | exact |  history           | exact, from the weights kept
+                  of history        |                    | on, until 0.81
+                                    weights are kept
+
+Source: none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+Weights = Literal["step", "keep", "undo"]
+"""What is to become of the weights: a step, as always; the same after a copy; or what was kept, in place of a
+step."""
+
+BEGUN: Final = 0.98
+"""Share of the first epoch's loss below which a model has begun to learn."""
+BEGINS: Final = 20
+"""Epochs that it has for that; then they are exact."""
+LEARNS: Final = 0.9
+"""Share of the first epoch's loss below which history is tried again; a share of that if it fell back."""
+BACK: Final = 5
+"""Epochs in which the loss is half the way back, after which a model has fallen back."""
+PATIENT: Final = 100
+"""Exact epochs at most; then as many have history."""
+
+STATE: Final = (
+    *("held_epochs", "undone", "first", "share", "learned", "above", "below", "back"),
+    *("left", "until", "kept", "last"),
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What follows from an epoch's loss.
+
+    Args:
+        text: What to say, or nothing.
+        weights: What becomes of the weights.
+        released: Whether history is tried again.
+    """
+
+    text: str = ""
+    weights: Weights = "step"
+    released: bool = False
+
+
+class Plateau:
+    """Says whether the coming epochs are exact because the loss has not fallen.
+
+    Args:
+        state: Of an earlier one.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        self.held_epochs = 0
+        """How many epochs were exact for that."""
+        self.undone = 0
+        """How often weights were put back."""
+        self.first: float | None = None
+        """Loss of the first epoch; infinite where nobody saw it."""
+        self.share, self.learned = LEARNS, False
+        self.above = self.below = self.back = 0
+        """Epochs in a row that had not begun, or got no further; below the goal; half the way back."""
+        self.left = self.until = 0
+        """Exact epochs that are still to come at most; the epoch before which there are no more."""
+        self.kept: float | None = None
+        """Loss of the weights that were kept."""
+        self.last: list[float] = []
+        for name in STATE:
+            setattr(self, name, (state or {}).get(name, getattr(self, name)))
+
+    @property
+    def held(self) -> bool:
+        """Whether the coming epoch is exact."""
+        return self.left > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {name: getattr(self, name) for name in STATE}
+
+    def go_on(self, *, kept: bool) -> None:
+        """A run goes on: where its first loss is not known, its model is past the beginning.
+
+        Args:
+            kept: Whether weights are known that may be put back.
+        """
+        self.first = math.inf if self.first is None else self.first
+        if not kept:
+            self.kept = None
+
+    def heed(self, epoch: int, loss: float) -> Turn:
+        """Take an epoch's loss.
+
+        Args:
+            epoch: Counted from 1.
+            loss: Of all ranks.
+        """
+        first = self.first = loss if self.first is None else self.first
+        if first <= 0:  # no share says anything of such a loss
+            return Turn()
+        goal = self.share * first
+        learns, half = loss < goal, goal * (1 + 1 / LEARNS) / 2
+        self.below = self.below + 1 if learns else 0
+        self.learned |= self.below >= (1 if self.held else BACK)  # one epoch may be chance
+        # History that was tried again has to get on; before, a slow beginning is one too.
+        bar = goal if self.learned and self.kept is not None else BEGUN * first
+        self.above = self.above + 1 if loss >= bar else 0
+        self.back = self.back + 1 if self.learned and loss >= half else 0
+        self.last = [*self.last, loss][-BACK:]
+        if self.held:
+            self.held_epochs += 1
+            self.left -= 1
+            return self._released(epoch, loss, learns) if learns or not self.left else Turn()
+        if (self.above >= BEGINS or self.back >= BACK) and epoch >= self.until:
+            return self._holds(epoch, loss, first)
+        return Turn()
+
+    def _released(self, epoch: int, loss: float, learns: bool) -> Turn:
+        self.until = epoch if learns else epoch + PATIENT
+        self.left = self.above = self.back = 0
+        self.kept, self.last = loss, []
+        return Turn(f"epoch {epoch}: history is tried again (the loss is {loss:.4g})", "keep", released=True)
+
+    def _holds(self, epoch: int, loss: float, first: float) -> Turn:
+        self.share *= LEARNS if self.learned else 1.0
+        self.left = PATIENT
+        undo = self.kept is not None and min(self.last) > self.kept
+        self.undone += undo
+        again = f"weights of a loss of {self.kept:.4g} again, and " if undo else ""
+        text = (
+            f"epoch {epoch}: {again}exact epochs until the loss is below {self.share * first:.4g}, {PATIENT} "
+            f"at most (it is {loss:.4g}, in the first epoch it was {first:.4g}; probes say nothing there)"
+        )
+        return Turn(text, "undo" if undo else "step")

@@ -1,0 +1,159 @@
+"""Tally: what crossed in training - before codecs, by epoch; what they lost; what the probes said.
+
+Where it sits: ``train.graph_engine`` and ``pipeline.chunk_engine`` keep one each; ``train.trainer`` takes its
+counts epoch by epoch and its facts at the end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean
+from typing import Any, Final, Protocol
+
+from kagome.adaptive.precision import Ladder
+from kagome.adaptive.stage_codec import StageCodec
+from kagome.comm.channel import Channel
+from kagome.components.gradients import Gradients
+from kagome.config import Parallel
+from kagome.halo.compressed_exchange import Crossing
+
+OTHERS: Final = (
+    *("max_age", "sync_every", "smoothing"),
+    *("error_feedback", "halo_sample", "skip_drift", "adaptive_bits"),
+)
+"""What else the settings say of rows that go to other parts."""
+
+
+class Found(Protocol):
+    """What a probe found: see ``ladder.LateProbe`` and ``guard.HistoryProbe``."""
+
+    @property
+    def epoch(self) -> int:
+        """When."""
+
+    @property
+    def cosine(self) -> float:
+        """Of its gradient and the exact one."""
+
+    def text(self) -> str:
+        """One phrase."""
+
+
+class Tally:
+    """One rank's. It is of use where rows are coded or late; else it gives nothing.
+
+    Args:
+        world: All ranks.
+        crossing: The way to the other parts, as the settings say.
+        gradients: Whose sums it tells of.
+        stages: The way to the other stages, as the settings say; None where there is one stage.
+    """
+
+    def __init__(
+        self, world: Channel, crossing: Crossing, gradients: Gradients, stages: StageCodec | None = None
+    ) -> None:
+        self.world, self.crossing, self.gradients, self.stages = world, crossing, gradients, stages
+        self.codecs: dict[str, str] = {}
+        """By kind of what crosses, also of what crosses as it is."""
+        if crossing.size > 1:
+            # Feature slices read a halo where a layer's columns meet.
+            for kind in ("halo", "transpose") if crossing.settings.tensor > 1 else ("halo",):
+                self.codecs[kind] = crossing.codec.name
+                self.codecs[f"{kind} backward"] = crossing.codec_backward.name
+        if stages is not None:
+            self.codecs["stage"] = stages.codec.name
+        summed = gradients.codec if gradients.channel.size > 1 else "none"
+        if summed != "none":
+            self.codecs["weights"] = summed
+        self._rows = not crossing.exact or (stages is not None and not stages.exact)
+        self.exact = not self._rows and summed == "none"
+        """Whether all crosses as it is, and nothing is late."""
+        self._errors: dict[str, float] = {}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around what a probe sends beside: without codecs nobody would."""
+        crossing, stages = self.crossing, self.stages
+        kept, summed = crossing.take_counts(), self.gradients.take_uncoded()
+        before = None if stages is None else stages.take_counts()
+        try:
+            yield
+        finally:
+            crossing.crossed = kept
+            self.gradients.uncoded = summed
+            if stages is not None and before is not None:
+                stages.crossed = before
+
+    def take(self) -> dict[str, int]:
+        """Bytes that this rank would have sent without codecs since the last call, by kind."""
+        crossed = self.crossing.take_counts()
+        taken, summed = {"halo": crossed}, self.gradients.take_uncoded()
+        if self.stages is not None:
+            taken["stage"] = self.stages.take_counts()
+        for each in taken.values():
+            self._errors.update(each.errors)
+        if self.exact:
+            return {}
+        plain = {kind: each.plain for kind, each in taken.items()} | {"transpose": crossed.sliced}
+        return plain | {"weights": summed} if "weights" in self.codecs else plain
+
+    def facts(self, found: Sequence[Found], ladder: Ladder, *, oldest: int = 0) -> dict[str, Any]:
+        """What the summary is told: ``max_age`` and ``crossing``. All ranks call it.
+
+        Args:
+            found: What probes found.
+            ladder: Of this run.
+            oldest: Age of the oldest row of another chunk that was read.
+
+        Cost:
+            A number a site from each rank.
+        """
+        if self.exact:
+            return {"max_age": oldest, "crossing": None}
+        told: Any = self.world.gather_objects((self.crossing.known.oldest, self._errors), "what crossed")
+        ages, errors = zip(*told, strict=True)
+        by_site: defaultdict[str, list[float]] = defaultdict(list)
+        for of_rank in errors:
+            for site, error in of_rank.items():
+                by_site[site].append(error)
+        probes: dict[str, Any] = {"count": len(found)}
+        if found:
+            least = min(found, key=lambda probe: probe.cosine)
+            probes |= {"last_cosine": found[-1].cosine, "lowest_cosine": least.cosine}
+            probes |= {"lowest_epoch": least.epoch}
+        probes["climbed"] = [{"epoch": probe.epoch, "text": probe.text()} for probe in ladder.climbed]
+        crossing = {
+            "codecs": dict(self.codecs),
+            "errors": {site: fmean(values) for site, values in by_site.items()},
+            "oldest_age": max(ages),
+            "probes": probes,
+        }
+        return {"max_age": max(oldest, *ages), "crossing": crossing}
+
+    def sentence(self, found: Sequence[Found] | None, ladder: Ladder) -> tuple[str, ...]:
+        """What there is to say at the end, if anything was coded or late.
+
+        Args:
+            found: What probes found; None if that is said elsewhere.
+            ladder: Of this run.
+        """
+        if self.exact:
+            return ()
+        said = "crossing: " + ", ".join(f"{kind} {codec}" for kind, codec in self.codecs.items())
+        settings, plain = self.crossing.settings, Parallel()
+        others = [name for name in OTHERS if getattr(settings, name) != getattr(plain, name)]
+        said += "".join(f", {name}={getattr(settings, name)}" for name in others)
+        if found is None or not self._rows:
+            return (said,)
+        if not found:
+            return (f"{said}; no probe compared its gradient with the exact one",)
+        least, last = min(found, key=lambda probe: probe.cosine), found[-1]
+        said += (
+            f"; {len(found)} probes, the last, epoch {last.epoch}: {last.text()}; lowest cosine "
+            f"{least.cosine:.2f} in epoch {least.epoch}"
+        )
+        if ladder.climbed:
+            said += f"; {len(ladder.climbed)} times a rung up, at the end {ladder.rung.text()}"
+        return (said,)

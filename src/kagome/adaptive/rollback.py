@@ -1,0 +1,116 @@
+"""Undo: weights and the optimizer's state of an epoch, kept for a model that history throws back.
+
+Where it sits: ``pipeline.chunk_engine`` keeps them when history is tried again after a plateau (``plateau``),
+and puts them back where the loss rose again. A rank keeps those of its own stages; a checkpoint has them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kagome.adaptive.plateau import Weights
+from kagome.halo.resumed_rows import Entry, Recall
+
+KIND: Final = "kept"
+"""Of what a checkpoint has."""
+
+
+class Undo:
+    """One rank's.
+
+    Args:
+        model: The user's module.
+        parameters: Those that this rank trains.
+        buffers: Those that its stages write.
+
+    Cost:
+        Weights, and what the optimizer keeps of them, once more; nothing before the first :meth:`keep`.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor]
+    ) -> None:
+        mine = {id(tensor) for tensor in (*parameters, *buffers)}
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._model, self._names = model, {name for name, tensor in named if id(tensor) in mine}
+        self._kept: dict[str, tuple[Tensor, dict[str, Any]]] = {}
+
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        """Those of now: a forward may put another buffer in the place of one."""
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        return {name: tensor for name, tensor in named if name in self._names}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is kept."""
+        return [
+            value
+            for kept, state in self._kept.values()
+            for value in (kept, *state.values())
+            if isinstance(value, Tensor)
+        ]
+
+    def heed(self, weights: Weights, optimizer: Optimizer) -> bool:
+        """Do what a plateau asks for.
+
+        Returns:
+            Whether a step is to follow.
+        """
+        if weights == "keep":
+            self.keep(optimizer)
+        elif weights == "undo" and self._kept:
+            self._put_back(optimizer)
+            return False
+        return True
+
+    def keep(self, optimizer: Optimizer) -> None:
+        """Keep what is."""
+        states: Mapping[Any, dict[str, Any]] = optimizer.state
+        self._kept = {
+            name: (tensor.detach().clone(), deepcopy(dict(states.get(tensor, {}))))
+            for name, tensor in self._tensors.items()
+        }
+
+    @torch.no_grad()
+    def _put_back(self, optimizer: Optimizer) -> None:
+        tensors = self._tensors
+        for name, (value, state) in self._kept.items():
+            tensor = tensors[name]
+            tensor.copy_(value)
+            if isinstance(tensor, nn.Parameter):
+                optimizer.state.pop(tensor, None)
+                if state:
+                    optimizer.state[tensor] = deepcopy(state)
+
+    def carried(self) -> Iterator[Entry]:
+        """What a checkpoint is to have."""
+        for name, (value, state) in self._kept.items():
+            yield KIND, name, {"value": value, **{f"state {key}": each for key, each in state.items()}}
+
+    def recall(self, recall: Recall, epoch: int) -> bool:
+        """Take from a checkpoint what it has.
+
+        Args:
+            recall: What there is.
+            epoch: After which it was written.
+
+        Returns:
+            Whether it had all; a rank without weights lacks none.
+        """
+        found = {name: recall.take(KIND, name, epoch) for name in self._tensors}
+        self._kept = {
+            name: (state["value"], {key[6:]: each for key, each in state.items() if key != "value"})
+            for name, state in found.items()
+            if state is not None
+        }
+        whole = len(self._kept) == len(self._tensors)
+        if not whole:
+            self._kept = {}
+        return whole

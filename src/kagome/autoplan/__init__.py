@@ -1,0 +1,1 @@
+"""A model and a graph measured once, and the cuts that follow."""

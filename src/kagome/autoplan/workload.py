@@ -1,0 +1,402 @@
+"""Study: a model and a graph measured once, from which cuts for any cluster are predicted.
+
+Where it sits: ``plan`` makes one; the arithmetic is ``planner.candidates``'.
+
+::
+
+    model ──epochs on small graphs──> seconds a row and edge, bytes a row that crosses     (rates.py)
+    graph ──cut, or its degrees──> rows, edges and halo of each part                       (counts.py)
+    both  ──> bytes held                                                                   (forecast.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import ceil
+from typing import Any
+
+import torch
+from torch import nn
+from torch_geometric.nn import MessagePassing
+
+from kagome.comm.channel import Channel
+from kagome.config import Allowed, Parallel, Train, default_chunks
+from kagome.errors import KagomeError, PlanError
+from kagome.graph.partition.partition import Partition
+from kagome.memory.estimate import Rates as Held
+from kagome.memory.estimate import rates_of
+from kagome.model.fingerprint import identity
+from kagome.model.split.stages import stage_bytes
+from kagome.pipeline.staging import Steps, steps_of
+from kagome.planner.candidates import OFF, Candidate, Plans, parts, ranked, slices
+from kagome.planner.cluster import Cluster
+from kagome.planner.cost_model import Load, Rates, Sliced, Timed
+from kagome.planner.pipe_candidates import Cut, pipes
+from kagome.profile.cache import Kept
+from kagome.profile.epoch_costs import alone, coded, coding, crossing, shares_of, timed, transposes
+from kagome.profile.part_size import Counts, Team
+from kagome.profile.run_mode import Way
+from kagome.profile.synthetic_graphs import Graph, cuts_of, samples_of
+from kagome.records.memory import Holdings
+
+SLICED = 2_000_000
+"""Edges of the largest graph on which feature slices are timed."""
+MOST_SLICES = 64
+"""More are not planned: columns run out, and what they take was told from two and four."""
+DEALT = ((1, 4.0), (1, 2.0), (2, 2.0), (2, 1.5), (3, 1.5), (4, 1.5))
+"""Stages a rank, and chunks for each rank of a pipeline, that are tried where history may be read."""
+WAY = Way(several=True)
+"""How a model is run if nothing else is said."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model, measured.
+
+    Args:
+        model: The model.
+        decoupled: Whether all maps come first.
+        rates: Seconds and bytes that cross, by row and edge.
+        held: Bytes held.
+        transposed: Bytes a vertex of all transposes: of columns that are shared out, of others. None without.
+        sliced: Of a rank in two slices, and of one in four. None without.
+    """
+
+    model: nn.Module
+    decoupled: bool
+    rates: Rates
+    held: Held
+    transposed: tuple[float, float] | None
+    sliced: tuple[Timed, Timed] | None = None
+
+    @property
+    def spread(self) -> float:
+        """By which share two measurements of its seconds differed."""
+        return float(max(each.spread for each in (self.rates, *(self.sliced or ()))))
+
+    def record(self) -> list[Any]:
+        """What was measured, as JSON has it."""
+        return [asdict(self.rates), asdict(self.held), self.transposed, list(map(asdict, self.sliced or ()))]
+
+    @staticmethod
+    def of(model: nn.Module, decoupled: bool, record: list[Any]) -> Measured:
+        """The same from its record."""
+        rates, held, transposed, slices_of = record
+        sent = None if transposed is None else (transposed[0], transposed[1])
+        took = [Timed(**each) for each in slices_of]
+        both = (took[0], took[1]) if took else None
+        return Measured(model, decoupled, _rates(rates), _held(held), sent, both)
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """A graph and the models that may be trained on it.
+
+    Args:
+        part: The whole graph as one part; or a small one that looks like it, where the graph is not there.
+        graph: What is known of the graph.
+        models: Each measured; the user's own first.
+        way: How they will be run; its seed is that of cuts and made graphs too.
+        facts: What decides all that is measured of the models, each.
+        kept: Where what was measured lies.
+    """
+
+    part: Partition
+    graph: Graph
+    models: tuple[Measured, ...]
+    way: Way
+    facts: tuple[Any, ...]
+    kept: Kept
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        part: Partition,
+        graph: Graph,
+        *,
+        decoupled: nn.Module | None = None,
+        way: Way = WAY,
+        most: int = 1,
+        kept: Kept | None = None,
+    ) -> Study:
+        """Measure.
+
+        Args:
+            model: As it would be trained.
+            optimizer: Over its parameters; for the memory of its state.
+            part: See :class:`Study`.
+            graph: What is known of the graph.
+            decoupled: The model with all maps first, if it may be taken.
+            way: How they will be run.
+            most: Threads that a rank would have for itself, where it has fewer now.
+            kept: Where it is looked for what was measured before.
+
+        Raises:
+            PlanError: If the model fails on a small graph.
+
+        Cost:
+            Some twenty epochs of each model on a graph of up to 4 million edges, and METIS cuts of it in two
+            and in four, where nothing is kept.
+        """
+        models = [(model, False)] + ([] if decoupled is None else [(decoupled, True)])
+        same, own = [identity(each) for each, _ in models], kept or Kept()
+        if None in same:  # nobody could tell these models from others
+            own = Kept()
+        step = None if optimizer is None else [type(optimizer).__qualname__, repr(optimizer.defaults)]
+        size = [part.fingerprint, graph.vertices, graph.edges, graph.data is None]
+        facts = tuple([*size, each, place, step, asdict(way), most] for place, each in enumerate(same))
+        found = []
+        for about, (each, first) in zip(facts, models, strict=True):
+
+            def measure(each: nn.Module = each, first: bool = first) -> list[Any]:
+                return _measured(each, first, optimizer, part, graph, way, most).record()
+
+            found.append(Measured.of(each, first, own.value("model", about, measure, _spread)))
+        return Study(part, graph, tuple(found), way, facts, own)
+
+    def parts(self, number: int) -> tuple[tuple[Counts, ...], float]:
+        """The parts of a cut, and by which share their halo may be off."""
+
+        def measure() -> list[Any]:
+            counts, uncertain = self.graph.counts(number, self.way.seed)
+            return [[list(astuple(each)) for each in counts], uncertain]
+
+        facts = [*self.facts[0][:4], self.way.seed, number]
+        counts, uncertain = self.kept.value("parts", facts, measure)
+        return tuple(Counts(*each) for each in counts), uncertain
+
+    def coded(self, place: int) -> Rates:
+        """Of one of the models, with what its rows cost with one bit a number."""
+        one = self.models[place]
+
+        def measure() -> list[Any]:
+            return [list(coded(one.model, self.part, self.way)), *coding()]
+
+        found = self.kept.value("coded", self.facts[place], measure, lambda found: float(found[2]))
+        (there, back), seconds, _ = found
+        return replace(one.rates, coded=(there, back), coding=seconds)
+
+    @cached_property
+    def steps(self) -> Steps | None:
+        """The user's model, for cuts into stages; None where there are none."""
+        return _steps(self.models[0].model, self.part, self.way)
+
+    def stages(self, ranks: int, dealt: int, chunks: int) -> Cut | None:
+        """The user's model over so many ranks with so many stages each; None where it cannot be cut so."""
+
+        def measure() -> list[Any]:
+            parallel = Parallel(pipe=ranks, stages_per_rank=dealt, chunks=chunks)
+            model = self.models[0].model
+            cut = None if self.steps is None else _cut(model, self.steps, self.part, self.graph, parallel)
+            if cut is None:
+                return []
+            widths = None if cut.widths is None else [list(each) for each in cut.widths]
+            return [cut.crossing, cut.chunks, list(cut.shares), list(cut.reads), list(cut.kept), widths]
+
+        found = self.kept.value("cut", [self.facts[0], ranks, dealt, chunks], measure)
+        if not found:
+            return None
+        sent, in_chunks, shares, reads, kept, widths = found
+        each = None if widths is None else tuple((there, back) for there, back in widths)
+        return Cut(tuple(shares), sent, tuple(reads), tuple(kept), each, dealt, in_chunks)
+
+    def plans(self, cluster: Cluster, allow: Collection[Allowed] = ()) -> Plans:
+        """Rank the cuts for a cluster.
+
+        Args:
+            cluster: Where it is to run, on some or all devices.
+            allow: What may be inexact; a decoupled model is there, or is not, from the start.
+
+        Raises:
+            PlanError: If nothing fits.
+
+        Cost:
+            A METIS cut for each number of parts, once a study.
+        """
+        size = cluster.size
+        numbers = [number for number in range(1, size + 1) if size % number == 0]
+        found: list[Candidate] = []
+        for place, each in enumerate(self.models):
+            rates = self.coded(place) if "onebit" in allow and size > 1 else each.rates
+            for number in numbers:
+                counts, uncertain = self.parts(number)
+                loads = [_load(count, each.held.at(count)) for count in counts]
+                for way in _ways(allow if number > 1 else ()):
+                    more = {"decoupled": each.decoupled, **way}
+                    found.append(parts(number, loads, rates, cluster, uncertain, **more))
+            if each.transposed is not None:
+                some = [number for number in numbers[:-1] if size // number <= MOST_SLICES]
+                found += [self._slices(each, number, cluster) for number in some]
+        for ranks in numbers[1:]:
+            cut = self.stages(ranks, 1, default_chunks(ranks, 1))
+            if cut is None:
+                break  # nor into more
+            found += self._pipes(cut, cluster, "history" in allow)
+        facts = {"vertices": self.graph.vertices, "edges": self.graph.edges}
+        off = max(OFF, *(each.spread for each in self.models), *self.kept.doubtful.values())
+        found = [replace(one, seconds_off=off) for one in found]
+        return ranked(found, cluster, {"cluster": cluster.name, "ranks": size, **facts})
+
+    def _pipes(self, cut: Cut, cluster: Cluster, history: bool) -> list[Candidate]:
+        """Stages, each with parts, or with parts in feature slices, of the user's model."""
+        own, found = self.models[0], []
+        size = cluster.size // cut.ranks
+        for tensor in (number for number in range(1, size + 1) if size % number == 0):
+            if tensor > MOST_SLICES or (tensor > 1 and own.transposed is None):
+                continue
+            groups = size // tensor
+            counts, uncertain = self.parts(groups)
+            if tensor > 1:
+                sliced, loads = self._sliced(own, counts, groups, tensor)
+                found.append(
+                    pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=1, sliced=sliced)
+                )
+                continue
+            loads = [_load(count, own.held.at(count)) for count in counts]
+            found += [
+                pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=chunks, exact=chunks > 1)
+                for chunks in ((1, default_chunks(cut.ranks, 1)) if cut.chunks else (1,))
+            ]
+            if history and cut.chunks:
+                dealt = [
+                    pipes(each, groups, loads, own.rates, cluster, uncertain, chunks=chunks)
+                    for each, chunks in self._dealt(cut.ranks)
+                ]
+                # They are alike but for time; that of a stage a rank and the usual chunks stays beside it.
+                best = min(dealt, key=lambda one: one.epoch_seconds)
+                found += dealt[:1] if best is dealt[0] else [dealt[0], best]
+        return found
+
+    def _dealt(self, ranks: int) -> list[tuple[Cut, int]]:
+        """Cuts into a stage a rank and into several, with the chunks that are to pass them."""
+        ways = [(dealt, ceil(chunks * ranks)) for dealt, chunks in DEALT]
+        cuts = [(self.stages(ranks, dealt, chunks), chunks) for dealt, chunks in ways]
+        return [(cut, chunks) for cut, chunks in cuts if cut is not None]
+
+    def _sliced(
+        self, each: Measured, counts: Sequence[Counts], groups: int, size: int
+    ) -> tuple[Sliced, list[Load]]:
+        """Parts of which so many ranks slice the features."""
+        assert each.transposed is not None
+        assert each.sliced is not None
+
+        def measure() -> list[list[Any]]:
+            return [list(astuple(one)) for one in self.graph.shares(groups, size, self.way.seed)]
+
+        facts = [*self.facts[0][:4], self.way.seed, groups, size]
+        ranks = [Counts(*one) for one in self.kept.value("shares", facts, measure)]
+        loads = []
+        for part, count in enumerate(counts):
+            team = Team(count.rows, count.edges, count.halo, size)
+            own = ranks[part * size : (part + 1) * size] if len(ranks) > 1 else ranks
+            fullest = max((each.held.at(one, team=team) for one in own), key=lambda one: one.total)
+            loads.append(_load(count, fullest))
+        shared, common = each.transposed
+        sent = (shared / size + common) * (size - 1) * self.graph.vertices
+        two, four = ((one.seconds, one.row, one.edge) for one in each.sliced)
+        return Sliced(size, two, four, each.sliced[0].meetings, sent), loads
+
+    def _slices(self, each: Measured, groups: int, cluster: Cluster) -> Candidate:
+        """So many parts, of which all the ranks there are slice the features."""
+        counts, uncertain = self.parts(groups)
+        sliced, loads = self._sliced(each, counts, groups, cluster.size // groups)
+        return slices(sliced, loads, each.rates, cluster, uncertain, groups=groups, decoupled=each.decoupled)
+
+
+def _measured(
+    model: nn.Module,
+    decoupled: bool,
+    optimizer: torch.optim.Optimizer | None,
+    part: Partition,
+    graph: Graph,
+    way: Way,
+    most: int,
+) -> Measured:
+    transposed = transposes(model, part, way)
+    held = rates_of(model, optimizer, part, way, slices=() if transposed is None else (2, 4))
+    if held.fault:
+        raise PlanError("a model runs on small graphs, where it is measured", held.fault, hint="kagome check")
+    samples = samples_of(graph, part, way.seed)
+    weights = tuple(map(float, held.gradients))
+    forward, backward = crossing(model, part, way)
+    took = asdict(timed(model, cuts_of(graph, part, way.seed), way))
+    rates = Rates(**took, forward=forward, backward=backward, weights=weights)
+    times, apart = alone(model, samples[0], rates, way, most)
+    rates = replace(rates, alone=times, spread=max(rates.spread, apart))
+    if transposed is None:
+        return Measured(model, decoupled, rates, held, None)
+    small = [sample for sample in samples if sample.edge_index.size(1) <= SLICED]
+    two, four = (
+        timed(model, [shares_of(each, count) for each in small], way, slices=count) for count in (2, 4)
+    )
+    return Measured(model, decoupled, rates, held, transposed, (two, four))
+
+
+def _spread(record: list[Any]) -> float:
+    """By which share two measurements of a model differed."""
+    rates, _, _, slices_of = record
+    return max(float(each["spread"]) for each in (rates, *slices_of))
+
+
+def _rates(record: dict[str, Any]) -> Rates:
+    known: dict[str, Any] = {k: tuple(each) if isinstance(each, list) else each for k, each in record.items()}
+    return Rates(**known)
+
+
+def _held(record: dict[str, Any]) -> Held:
+    known = {
+        name: {kind: tuple(each) for kind, each in record[name].items()}
+        for name in ("by_unit", "by_slice", "by_share")
+    }
+    return Held(**{**record, "gradients": tuple(record["gradients"]), **known})
+
+
+def _steps(model: nn.Module, part: Partition, way: Way) -> Steps | None:
+    """A model's steps; None where they cannot be found, or stages cannot run it so."""
+    if way.recompute:
+        return None
+    device, train = torch.device("cpu"), Train(seed=way.seed, amp="bf16" if way.amp else "none")
+    try:
+        return steps_of(model, part, Channel(None, "cpu"), (), train, device, fast=way.fast)
+    except KagomeError:
+        return None
+
+
+def _cut(model: nn.Module, steps: Steps, part: Partition, graph: Graph, parallel: Parallel) -> Cut | None:
+    """A model's layers over stages; None where it cannot be cut into so many."""
+    try:
+        staging = steps.staging(parallel, part)
+    except KagomeError:
+        return None
+    spent = [sum(staging.seconds.get(step.name, 0.0) for step in stage.steps) for stage in staging.stages]
+    total = sum(spent) or 1.0
+    reads = sum(isinstance(module, MessagePassing) for module in model.modules())
+    whole = Counts(graph.vertices, 0, graph.edges, 0, 0, 0, 0)
+    widths = [staging.read_by(rank) for rank in range(parallel.pipe)]
+    return Cut(
+        tuple(each / total for each in spent),
+        float(stage_bytes(staging.stages, staging.survey, graph.vertices, graph.edges)),
+        tuple(max(1, round(reads * each / total)) for each in spent),
+        tuple(staging.kept_by(rank, whole) for rank in range(parallel.pipe)),
+        None if None in widths else tuple(each for each in widths if each is not None),
+        parallel.stages_per_rank,
+        not steps.survey.beyond,
+    )
+
+
+def _ways(allow: Collection[Allowed]) -> list[dict[str, bool]]:
+    """Rows of other parts as they are, or with one bit, then with gradients in bf16 or not; late or not."""
+    halved = (False, True) if "onebit" in allow else ()
+    few = [{"onebit": True, "halved": each} for each in halved]
+    late = (False, True) if "stale" in allow else (False,)
+    return [{**bits, "late": old} for bits, old in product([{}, *few], late)]
+
+
+def _load(counts: Counts, held: Holdings) -> Load:
+    """What a part asks of a rank that holds so much."""
+    whole = held.features + held.edges + held.tables + held.weights
+    return Load(counts.rows, counts.edges, counts.sent, counts.halo, float(held.total), float(whole))

@@ -1,0 +1,142 @@
+"""Best: the best epoch so far and its weights; copies and marks of a model's weights.
+
+Where it sits: ``train.trainer`` shows it every evaluation; checkpoints carry it; ``train.callbacks`` asks for
+marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from kagome.checkpoint import checkpoint
+from kagome.errors import ModelError
+from kagome.model.sparse_buffers import laid_out
+
+
+class Best:
+    """The best epoch so far and its weights."""
+
+    def __init__(self) -> None:
+        self.epoch, self.waited = 0, 0
+        self.metric: float | None = None
+        self.weights: dict[str, Tensor] | None = None
+
+    @classmethod
+    def at(cls, place: checkpoint.Place, weights: dict[str, Tensor] | None) -> Best:
+        """As a checkpoint has it."""
+        best = cls()
+        best.epoch, best.metric, best.waited = place.best_epoch, place.best_metric, place.waited
+        best.weights = weights
+        return best
+
+    def see(self, epoch: int, metric: float | None, model: nn.Module, *, higher: bool = True) -> None:
+        """Note an evaluation; of equals the first stays. Without a metric the last epoch is the best.
+
+        Args:
+            epoch: Which.
+            metric: Of its weights.
+            model: With its weights.
+            higher: Whether more of the metric is better.
+        """
+        if metric is not None and self.metric is not None and not _better(metric, self.metric, higher):
+            self.waited = epoch - self.epoch
+            return
+        self.epoch, self.metric, self.waited = epoch, metric, 0
+        self.weights = None  # the old copy goes before there is a new one
+        self.weights = None if metric is None else copied(model.state_dict())
+
+    def restore(self, model: nn.Module, epoch: int) -> dict[str, Tensor] | None:
+        """Give the model the best epoch's weights.
+
+        Args:
+            model: With those of the last epoch.
+            epoch: The last epoch.
+
+        Returns:
+            Those that it had, where they are others.
+        """
+        if self.weights is None or self.epoch == epoch:
+            return None
+        last = copied(model.state_dict())
+        model.load_state_dict(self.weights)
+        return last
+
+    def place(self, epoch: int, seed: int, world_size: int, graph: str) -> checkpoint.Place:
+        """What a checkpoint says of the run."""
+        return checkpoint.Place(epoch, seed, self.epoch, self.metric, self.waited, world_size, graph)
+
+
+def _better(metric: float, before: float, higher: bool) -> bool:
+    return metric > before if higher else metric < before
+
+
+Mark = tuple[Any, ...]
+"""How often each tensor of a model was written to, and a sum of its bits; the numbers that modules keep."""
+
+_WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of a state dict that later epochs do not change."""
+    return {name: value.detach().clone() for name, value in weights.items()}
+
+
+def holds(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
+    """Whether a model's state is this one, bit by bit."""
+    state = model.state_dict()
+    return state.keys() == weights.keys() and all(
+        value.shape == weights[name].shape and bits(value) == bits(weights[name])
+        for name, value in state.items()
+    )
+
+
+def mark(model: nn.Module) -> Mark:
+    """A mark of weights, buffers and the numbers of a model's modules: what forward computes by.
+
+    Writing to one of them makes another, also through ``.data``; ``train()`` and ``eval()`` do not.
+
+    Cost:
+        One pass over them.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    numbers = (
+        (name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str) and name != "training"
+    )
+    return (*((tensor._version, bits(tensor)) for tensor in tensors), *numbers)
+
+
+def bits(tensor: Tensor) -> int:
+    """The sum of a tensor's bits, taken as whole numbers: the same on all ranks for the same values."""
+    found = 0
+    for plain in laid_out(tensor.detach()):
+        numbers = torch.view_as_real(plain) if plain.is_complex() else plain
+        found += int(numbers.view(_WHOLE[numbers.element_size()]).sum(dtype=torch.int64))
+    return found
+
+
+def unlike_on_ranks(model: nn.Module, sums: Sequence[Sequence[int]]) -> ModelError:
+    """The error for weights that are not the same on all ranks.
+
+    Args:
+        model: Theirs.
+        sums: Of each rank, :func:`bits` of each parameter; not all alike.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    rank, name = next(
+        (rank, name)
+        for rank, theirs in enumerate(sums)
+        for name, one, other in zip(names, theirs, sums[0], strict=True)
+        if one != other
+    )
+    return ModelError(
+        "all ranks train the same weights",
+        f"rank {rank}'s {name} is not rank 0's",
+        hint="change weights on every rank in the same way",
+    )

@@ -1,0 +1,126 @@
+"""Weights: those of a run, a checkpoint or a file, for a model that scores with them.
+
+Where it sits: ``train.trainer`` loads them; ``kagome predict`` asks how many columns a model gave that had
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from kagome.checkpoint import checkpoint
+from kagome.comm.channel import Channel
+from kagome.config.fields import path_of
+from kagome.errors import CheckpointError
+
+SUFFIX = ".safetensors"
+"""Of a file of weights."""
+PROBES = 7, 11
+"""Columns of two made-up models, of which it is told where the number of columns shows in weights."""
+
+
+def weights_at(where: str | Path) -> dict[str, Tensor]:
+    """Weights by name: of the best epoch, where a run knows it.
+
+    Args:
+        where: The folder of a run, of its ``checkpoints`` or of one of them, or a ``.safetensors`` file.
+
+    Raises:
+        CheckpointError: If there are none, or they are damaged.
+    """
+    path = path_of(where, "the place of weights")
+    if path.is_dir():
+        alone, saved = path / f"model{SUFFIX}", path / "checkpoints"
+        if not alone.exists() or (saved.is_dir() and any(saved.iterdir())):
+            return checkpoint.best_weights(checkpoint.latest(path))
+        path = alone
+    if not path.is_file() or path.suffix != SUFFIX:
+        raise CheckpointError(
+            f"weights are in the folder of a run, a checkpoint, or a {SUFFIX} file",
+            f"{where} is {'another file' if path.is_file() else 'not there'}",
+            hint="ls runs/",
+        )
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"weights were expected in {path}", f"it cannot be read: {error}") from None
+
+
+def give_alike(model: nn.Module, where: str | Path, world: Channel) -> None:
+    """Give a model the weights that are somewhere. All ranks call it.
+
+    Raises:
+        CheckpointError: If there are none for some rank, they are damaged, or of another model.
+    """
+    fault = None
+    try:
+        give(model, weights_at(where), where)
+    except CheckpointError as error:
+        fault = error
+    faults: Any = world.gather_objects(fault and str(fault), "load weights")
+    found = next((each for each in faults if each), None)
+    if fault is not None or found is not None:
+        raise fault or CheckpointError("all ranks load the same weights", f"on one of them: {found}")
+
+
+def give(model: nn.Module, weights: Mapping[str, Tensor], where: str | Path) -> None:
+    """Give a model weights; it is left as it was where they do not fit.
+
+    Raises:
+        CheckpointError: If they are of another model.
+    """
+    own, found = model.state_dict(keep_vars=True), dict(weights)
+    for name, tensor in own.items():  # a file holds a tensor of several names under one of them
+        if name not in found:
+            twins = (found[other] for other, one in own.items() if one is tensor and other in found)
+            twin = next(twins, None)
+            if twin is not None:
+                found[name] = twin
+    if fault := checkpoint.misfit(model, found):
+        raise CheckpointError(
+            "weights of this model were expected",
+            fault,
+            where=str(where),
+            hint="the same --model settings, and data with as many features, as the run that wrote them",
+        )
+    model.load_state_dict(found)
+
+
+def columns_of(weights: Mapping[str, Tensor], make: Callable[[int], nn.Module]) -> int | None:
+    """How many columns a model gives whose weights these are.
+
+    Args:
+        weights: Saved.
+        make: Makes a model of so many columns.
+
+    Returns:
+        The number; None where no weight tells it.
+    """
+    with torch.random.fork_rng(devices=[]):
+        few, more = (_shapes(make(count)) for count in PROBES)
+    for name, shape in few.items():
+        saved = weights.get(name)
+        if saved is None or saved.dim() != len(shape):
+            continue
+        for one, other, size in zip(shape, more.get(name, ()), saved.shape, strict=False):
+            step, rest = divmod(other - one, PROBES[1] - PROBES[0])
+            if step > 0 and rest == 0:
+                count, rest = divmod(size - one, step)
+                return count + PROBES[0] if rest == 0 and count + PROBES[0] > 0 else None
+    return None
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    state = model.state_dict(keep_vars=True)
+    return {
+        name: tuple(value.shape)
+        for name, value in state.items()
+        if not isinstance(value, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer)
+    }

@@ -1,0 +1,1 @@
+"""The command line: train, predict, plan, check, partition, report and doctor."""

@@ -1,0 +1,84 @@
+"""Checking: what ``kagome check`` answers.
+
+Where it sits: ``cli`` calls :func:`checked`; what is compared, and how, is in ``verify.check``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+from torch import nn
+
+from kagome.comm.channel import Channel
+from kagome.components.model_setup import few_rows, materialise
+from kagome.config import Parallel, Run
+from kagome.graph.datasets.load import load_data
+from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.store import Meta
+from kagome.model.decouple.decouple import decouple
+from kagome.train.admission import foresee_split
+from kagome.train.data import for_model, from_data
+from kagome.train.engines import refuse_slices_by_pyg
+from kagome.verify.check import CheckResult, check
+
+PARTS = 3
+"""Of the split, where no flag says how many."""
+LEFT_OUT = {
+    "pipelines of exact chunks change no number": ("pipe", "stages_per_rank", "schedule"),
+    "rows that are old, dropped or drawn differ, and are meant to": ("max_age", "skip_drift", "halo_sample"),
+    "codecs round": ("codec", "codec_backward", "codec_stage", "codec_weights"),
+}
+"""Settings that split and whole are compared without, by the reason."""
+
+
+def checked(
+    settings: Run, build: Callable[[Partition, Meta, Channel], nn.Module], *, vertices: int
+) -> tuple[CheckResult, tuple[str, ...]]:
+    """Compare split with whole as the settings would split.
+
+    Args:
+        settings: Of the run that is to be checked.
+        build: Makes its model.
+        vertices: Of the sample.
+
+    Returns:
+        What was found, and what there is to say: what of the settings was left out, and the memory that a
+        rank would take.
+
+    Raises:
+        ConfigError: If features are to be sliced without the kernels that sum slices.
+        ModelError: If the model fails on the sample, or cannot be decoupled.
+    """
+    cut, seed = settings.parallel, settings.train.seed
+    refuse_slices_by_pyg(settings, torch.device("cuda"))  # where the ranks are, not here
+    alone = Channel(None, "cpu")
+    found = from_data(load_data(settings.data), alone, method="contiguous", seed=0)
+    part, meta = for_model(settings.model.name, *found)
+    torch.manual_seed(seed)
+    model = build(part, meta, alone)
+    if cut.decouple:
+        materialise(model, part, torch.device("cpu"))
+        model = decouple(model, few_rows(part, torch.device("cpu")))
+    parts = (cut.graph or 1) * cut.tensor if cut.tensor > 1 else cut.graph or PARTS
+    result = check(
+        model, part, parts=parts, vertices=vertices, seed=seed, tensor=cut.tensor, fast=settings.model.fast
+    )
+    said = left_out(cut)
+    if cut.tensor == 1 and cut.pipe == 1:
+        said = (*said, foresee_split(model, part, settings, cut.graph or 1))
+    return result, said
+
+
+def left_out(cut: Parallel) -> tuple[str, ...]:
+    """A sentence for each kind of setting that split and whole are compared without."""
+    usual = {field.name: field.default for field in fields(Parallel)}
+    said = []
+    for why, names in LEFT_OUT.items():
+        if "max_age" in names and cut.cross_chunk != "exact":
+            names = ("chunks", *names)
+        found = [f"{name}={getattr(cut, name)!r}" for name in names if getattr(cut, name) != usual[name]]
+        if found:
+            said.append(f"compared without {', '.join(found)}: {why}")
+    return tuple(said)

@@ -1,0 +1,107 @@
+"""Doctor: what this machine offers, and whether two ranks can talk to each other on it.
+
+Where it sits: ``kagome doctor`` prints what is found here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kagome.errors import KagomeError
+from kagome.launch.environment import environment
+from kagome.launch.launcher import start_local
+from kagome.launch.threads import chosen, cores, local, quota
+
+NEEDED: tuple[str, ...] = (
+    "torch",
+    "torch-geometric",
+    "numpy",
+    "scipy",
+    "numba",
+    "pymetis",
+    "tyro",
+    "rich",
+    "matplotlib",
+)
+NEEDED += ("safetensors", "scikit-learn")
+OPTIONAL = {
+    "pandas": "some PyG data sets",
+    "tensorboard": "--report.tensorboard",
+    "ogb": "--data.name ogb:...",
+}
+
+
+def examine() -> int:
+    """Print a line a finding.
+
+    Returns:
+        0 if Kagome can train here, else 1.
+    """
+    import torch
+
+    bad = 0
+    _line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    for name in NEEDED:
+        found = _version(name)
+        bad += found is None
+        _line(name, found or "MISSING: pip install " + name)
+    for name, use in OPTIONAL.items():
+        _line(name, _version(name) or f"not there (only for {use})")
+    limit, _ = quota()
+    _line("cores", f"{len(cores())}" + ("" if limit is None else f", time for {limit:.3g} of them"))
+    asked = chosen(os.environ)
+    share = ", ".join(f"{local(n)} with {n}" for n in (1, 2, 4))
+    _line("threads a rank", f"{share} ranks here" if asked is None else f"{asked}, by OMP_NUM_THREADS")
+    _line("memory", _memory())
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    _line(
+        "CUDA devices",
+        ", ".join(torch.cuda.get_device_name(i) for i in range(count)) or "none: ranks run on the CPU",
+    )
+    _line("started by", environment().source)
+    _line("KAGOME_DATA", os.environ.get("KAGOME_DATA", "not set: data sets are looked up under --data.root"))
+    if environment().source == "single":
+        try:
+            total = start_local(2, talk)
+            fine = total == 1.0
+            _line("two local ranks", "exchange rows and sums" if fine else f"got {total} instead of 1.0")
+            bad += not fine
+        except KagomeError as error:
+            bad += 1
+            _line("two local ranks", f"FAIL: {error}")
+    return 1 if bad else 0
+
+
+def talk() -> float:
+    """What each of two ranks does: say its number, hear the sum."""
+    import torch
+
+    from kagome.comm.mesh import open_mesh
+
+    with open_mesh(timeout=60.0) as mesh:
+        mine = torch.tensor([float(mesh.rank)], device=mesh.device)
+        return float(mesh.graph.all_reduce(mine, action="doctor", kind="other"))
+
+
+def _line(name: str, text: str) -> None:
+    print(f"{name:<18} {text}", flush=True)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "there" if importlib.util.find_spec(name.replace("-", "_")) else None
+
+
+def _memory() -> str:
+    try:
+        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        total, free = (int(facts[key].split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable"))
+        return f"{free:.1f} of {total:.1f} GiB free"
+    except (OSError, KeyError, ValueError):
+        return "unknown"

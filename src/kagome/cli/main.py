@@ -1,0 +1,546 @@
+"""The command line: kagome train | predict | plan | check | partition | report | doctor.
+
+Flags come from the same dataclasses as the API.
+
+Where it sits: reads flags and TOML into ``config.Run``, starts ranks where none are, and hands over to
+``run``. A user's mistake ends in one message and a non-zero code, never in a traceback of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from kagome import config
+from kagome.config import toml_io
+from kagome.config.commands import (
+    COMMANDS,
+    CheckCommand,
+    DoctorCommand,
+    PartitionCommand,
+    PlanCommand,
+    PredictCommand,
+    ReportCommand,
+    TrainCommand,
+)
+from kagome.config.fields import path_of
+from kagome.errors import CheckError, CheckpointError, ConfigError, KagomeError, shortened
+from kagome.launch.environment import environment
+from kagome.launch.os_errors import end_with, in_words
+from kagome.run_dir.claim import goes_on, refuse_taken
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kagome.comm.channel import Channel
+    from kagome.graph.partition.partition import Partition
+    from kagome.graph.partition.store import Meta
+    from kagome.train.trainer import Trainer
+
+DEFAULT_RANKS = 2
+"""Local ranks of ``kagome train`` with no flags at all."""
+MESH_FLAGS = ("--nproc", "--parallel.graph", "--parallel.pipe", "--parallel.tensor", "--parallel.plan")
+"""With one of these a run that goes on is split anew."""
+LOADED = ("kagome.train.preload",)
+"""What every rank of a training imports."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command; leaves with its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(_usage())
+        raise SystemExit(0 if args else 2)
+    if args[0] == "--version":
+        from kagome import __version__
+
+        print(f"kagome {__version__}")
+        return
+    try:
+        code = _run(args[0], args[1:])
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        found = in_words(error)
+        if found is None:
+            raise
+        code = _told(found)
+    raise SystemExit(code)
+
+
+def _told(error: KagomeError) -> int:
+    """Say what went wrong; the exit code."""
+    # A value that was found may hold what no terminal can show.
+    text = str(error).encode(sys.stderr.encoding or "utf-8", "backslashreplace").decode(errors="replace")
+    print(f"kagome: error: {text}", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _usage() -> str:
+    rows = "\n".join(
+        f"  kagome {name:<10}{str(kind.__doc__).splitlines()[0]}" for name, kind in COMMANDS.items()
+    )
+    return (
+        "Kagome trains one graph neural network on one whole large graph across many ranks.\n\n"
+        f"{rows}\n\nkagome COMMAND --help lists a command's flags."
+    )
+
+
+def _run(name: str, args: list[str]) -> int:
+    if name not in COMMANDS:
+        raise ConfigError(f"a command of {', '.join(COMMANDS)}", f"it is {name!r}", hint="kagome --help")
+    actions: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "predict": _predict,
+        "plan": _plan,
+        "check": _check,
+        "partition": _partition,
+        "report": _report,
+        "doctor": _doctor,
+    }
+    return actions[name](args)
+
+
+LONGEST_WORD = 4_096
+"""Characters of one word of a command; a path has no more."""
+
+
+def _parse(kind: Any, args: list[str], name: str, default: Any = None) -> Any:
+    for word in args:
+        if len(word) > LONGEST_WORD:
+            raise ConfigError(
+                f"a flag or its value has up to {LONGEST_WORD:,} characters",
+                f"one has {len(word):,}: {word[:60]}...",
+            )
+    extra = {} if default is None else {"default": default}
+    found = tyro.cli(kind, args=args, prog=f"kagome {name}", description=str(kind.__doc__), **extra)
+    for flag, value in vars(found).items():  # sections have looked at their own
+        if isinstance(value, str):
+            path_of(value, f"--{flag.replace('_', '-')}")
+    return found
+
+
+# train -------------------------------------------------------------------------------------------
+
+
+def _train(args: list[str]) -> int:
+    command = parse_train(args)
+    settings = config.Run(
+        **{name: getattr(command, name) for name in ("data", "model", "parallel", "train", "report")}
+    )
+    for name, low in (("nproc", 1), ("max_restarts", 0)):
+        value = getattr(command, name)
+        if value is not None and value < low:
+            raise ConfigError(f"--{name.replace('_', '-')} takes a number from {low} up", f"it is {value}")
+    resume = command.resume
+    if resume is not None and not Path(resume).is_dir() and settings == config.Run():
+        raise CheckpointError(
+            "--resume takes the folder of a run, or one for a run that begins",
+            f"there is no folder {resume}, and nothing says what to train",
+            hint="ls runs/",
+        )
+    if command.out is not None and environment().restarts == 0:
+        refuse_taken(command.out, resume=resume, overwrite=command.overwrite)
+    out = command.out or (None if resume is None else str(_run_folder(resume)))
+    if environment().source != "single":
+        return train_rank(settings, out, resume, command.overwrite)
+    nproc = command.nproc or _saved_ranks(settings, resume, args) or _ranks(settings)
+    nproc = nproc or (1 if args else DEFAULT_RANKS)
+    if settings.parallel.plan == "auto":
+        from kagome.autoplan.plan import chosen
+        from kagome.report.page.plan_page import write_plans
+
+        settings, plans = chosen(settings, nproc, _builder(settings.model, settings.train))
+        nproc = plans.fitting[0].ranks
+        out = out or _new_folder(settings)
+        Path(out).mkdir(parents=True, exist_ok=True)
+        (Path(out) / "plan.json").write_text(plans.to_json())
+        write_plans(Path(out) / "plan.html", plans)
+    settings.parallel.fit(nproc)
+    if nproc == 1 and command.max_restarts == 0:
+        return train_rank(settings, out, resume, command.overwrite)
+    from kagome.launch.launcher import start_local
+
+    start_local(
+        nproc,
+        train_rank,
+        settings,
+        out or _new_folder(settings),
+        resume,
+        command.overwrite,
+        loaded=LOADED,
+        restarts=command.max_restarts,
+    )
+    return 0
+
+
+def _checkpoint(folder: str | None) -> Path | None:
+    """The newest checkpoint of a run, if it has any.
+
+    Raises:
+        CheckpointError: If it has some, and the newest cannot be told.
+    """
+    if folder is None or not Path(folder).is_dir():
+        return None
+    inside = Path(folder) / "checkpoints"
+    place = inside if inside.is_dir() else Path(folder)
+    names = ("latest", "epoch-*", "place.json")
+    if not any(found for name in names for found in place.glob(name)):
+        return None
+    from kagome.checkpoint.checkpoint import latest
+
+    return latest(folder)
+
+
+def _saved_ranks(settings: config.Run, resume: str | None, args: list[str]) -> int | None:
+    """How many ranks a run had that goes on as it was split; None where something else says how many."""
+    import json
+
+    resumed = _resumed(args)
+    if resume is None or resumed is None or any(word.startswith(MESH_FLAGS) for word in args):
+        return None
+    if settings.parallel != toml_io.from_toml(resumed).parallel:
+        return None
+    try:
+        found = _checkpoint(resume)
+        return None if found is None else int(json.loads((found / "place.json").read_text())["world_size"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # loading it says what is wrong
+
+
+def _ranks(settings: config.Run) -> int | None:
+    """The product of the mesh, as far as it is said."""
+    parallel = settings.parallel
+    if parallel.tensor > 1:
+        return (parallel.graph or 1) * parallel.pipe * parallel.tensor
+    parts = parallel.graph or _parts(settings.data.partition)
+    return parts if parts is None and parallel.pipe == 1 else (parts or 1) * parallel.pipe
+
+
+def _parts(folder: str | None) -> int | None:
+    """How many parts a saved partition has; what is wrong with it is said where it is loaded."""
+    import json
+
+    try:
+        return int(json.loads((Path(folder or "") / "partition.json").read_text())["num_parts"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _run_folder(resume: str) -> Path:
+    """The run that a run's folder, its checkpoints or one of them belong to."""
+    folder = Path(resume)
+    above = list(folder.resolve().parents)[:2]
+    names = [folder.resolve().name, *(found.name for found in above)]
+    inside = names.index("checkpoints") if "checkpoints" in names[:2] else None
+    return folder if inside is None else above[inside]
+
+
+def parse_train(args: list[str]) -> TrainCommand:
+    """Flags over a TOML file, over a resumed run's own settings, over the defaults.
+
+    Raises:
+        ConfigError: If the file is missing or wrong.
+    """
+    run = config.Run()
+    resumed = _resumed(args)
+    if resumed is not None:
+        run = toml_io.from_toml(resumed)
+        if environment().source != "single" or any(word.startswith(MESH_FLAGS) for word in args):
+            # How it was split is no part of what it learns: the ranks there are now decide.
+            run = replace(run, parallel=replace(run.parallel, graph=None))
+    if args and not args[0].startswith("-"):
+        run = toml_io.from_toml(args[0], over=run)
+        args = args[1:]
+    command: TrainCommand = _parse(TrainCommand, args, "train", _over(TrainCommand(), run))
+    return command
+
+
+def _resumed(args: list[str], flag: str = "--resume") -> Path | None:
+    """The settings of the run that a flag names, if it names one that has any."""
+    for place, word in enumerate(args):
+        follows = word == flag and place + 1 < len(args)
+        folder = args[place + 1] if follows else word.partition(f"{flag}=")[2]
+        folder = str(Path(folder).parent) if folder and Path(folder).is_file() else folder
+        if folder and (_run_folder(folder) / "config.toml").exists():
+            return _run_folder(folder) / "config.toml"
+    return None
+
+
+def _over(default: TrainCommand, run: config.Run) -> TrainCommand:
+    return replace(
+        default, data=run.data, model=run.model, parallel=run.parallel, train=run.train, report=run.report
+    )
+
+
+def _new_folder(settings: config.Run) -> str:
+    """A folder of its own for this run, named by what is trained."""
+    name = "".join(c if c.isalnum() else "-" for c in f"{settings.data.name}-{settings.model.name}")[:60]
+    for number in range(1, 10_000):
+        folder = Path("runs") / f"{name}-{number:03d}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return str(folder)
+    raise ConfigError("a new folder under runs/", "there are 9999 of this name already", hint="--out DIR")
+
+
+def train_rank(settings: config.Run, out: str | None, resume: str | None, overwrite: bool = False) -> int:
+    """What each rank of ``kagome train`` does.
+
+    Args:
+        settings: The run.
+        out: Its folder; None lets rank 0 choose one.
+        resume: A run to go on with.
+        overwrite: Whether a run that is in the folder may be removed.
+
+    Returns:
+        The exit code.
+    """
+    from kagome.train.trainer import Trainer
+
+    ranks = environment()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid(), signal.SIGTERM)  # it tells its ranks nothing when it is killed
+    folder = resume or (out if ranks.restarts else None)
+    with Trainer.from_settings(
+        settings,
+        _builder(settings.model, settings.train),
+        out=out or (lambda: _new_folder(settings)),
+        overwrite=overwrite or _begins_again(folder, out),
+    ) as trainer:
+        values = trainer.fit(resume=_goes_on(trainer, folder))
+        if trainer.mesh.rank == 0 and trainer.writer is not None:
+            from kagome.report.summary import print_summary
+
+            page = trainer.writer.folder / "report.html"
+            print_summary(values, page if settings.report.page else None)
+    return 0
+
+
+def _begins_again(folder: str | None, out: str | None) -> bool:
+    """Whether epochs of a run that was ended before its first checkpoint may be written over."""
+    if folder is None or out is None or not goes_on(Path(out), folder):
+        return False
+    return not (Path(out) / "summary.json").exists()
+
+
+def _goes_on(trainer: Trainer, folder: str | None) -> str | None:
+    """The folder to go on from: one without a checkpoint is where a new run begins."""
+    if folder is None:
+        return None
+    from kagome.components.rank_zero import by_first
+
+    if by_first(trainer.world, lambda: _checkpoint(folder) is not None, "look for a checkpoint"):
+        return folder
+    if trainer.mesh.rank == 0:
+        print(f"kagome: {folder} has no checkpoint yet: a new run begins", file=sys.stderr)
+    return None
+
+
+# predict -----------------------------------------------------------------------------------------
+
+
+def _predict(args: list[str]) -> int:
+    command = _parse_predict(args)
+    sections = ("data", "model", "parallel", "train", "report")
+    settings = config.Run(**{name: getattr(command, name) for name in sections})
+    if command.nproc is not None and command.nproc < 1:
+        raise ConfigError("--nproc takes a number from 1 up", f"it is {command.nproc}")
+    out = Path(command.out)
+    if out.suffix not in (".npz", ".npy") or out.is_dir() or not out.resolve().parent.is_dir():
+        raise ConfigError(
+            "--out takes a .npz or .npy file in a folder that is there", f"it is {command.out!r}"
+        )
+    if not Path(command.checkpoint).exists():
+        raise CheckpointError(
+            "--checkpoint takes the folder of a run, a checkpoint, or a .safetensors file",
+            f"there is no {command.checkpoint}",
+            hint="ls runs/",
+        )
+    nproc = command.nproc or _ranks(settings) or 1
+    if environment().source == "single" and nproc > 1:
+        settings.parallel.fit(nproc)
+        from kagome.launch.launcher import start_local
+
+        start_local(nproc, predict_rank, settings, command.checkpoint, command.out, loaded=LOADED)
+        return 0
+    return predict_rank(settings, command.checkpoint, command.out)
+
+
+def _parse_predict(args: list[str]) -> PredictCommand:
+    """Flags over the settings of the run whose weights are asked for, over the defaults."""
+    run, found = config.Run(), _resumed(args, "--checkpoint")
+    if found is not None:
+        run = toml_io.from_toml(found, trains=False)
+        free = replace(run.parallel, plan="manual", graph=None)
+        words = any(word.startswith(MESH_FLAGS) for word in args) or environment().source != "single"
+        run = replace(run, parallel=free if words else run.parallel)
+    default = PredictCommand(
+        checkpoint=tyro.MISSING,
+        out=tyro.MISSING,
+        data=run.data,
+        model=run.model,
+        parallel=run.parallel,
+        train=run.train,
+        report=run.report,
+    )
+    command: PredictCommand = _parse(PredictCommand, args, "predict", default)
+    return command
+
+
+def predict_rank(settings: config.Run, checkpoint: str, out: str) -> int:
+    """What each rank of ``kagome predict`` does.
+
+    Args:
+        settings: Of the run, and of the graph.
+        checkpoint: Where the weights are.
+        out: The file for scores.
+
+    Returns:
+        The exit code.
+    """
+    from kagome.checkpoint.saved_weights import columns_of, weights_at
+    from kagome.run_dir.results import write_scores
+    from kagome.train.trainer import Trainer
+
+    def build(part: Partition, meta: Meta, channel: Channel) -> nn.Module:
+        def make(columns: int) -> nn.Module:
+            return _builder(settings.model, settings.train, columns)(part, meta, channel)
+
+        return make(columns_of(weights_at(checkpoint), make) or meta.num_classes)
+
+    with Trainer.from_settings(settings, build) as trainer:
+        trainer.load(checkpoint)
+        scores = trainer.predict()
+        if trainer.mesh.rank == 0:
+            shape = write_scores(Path(out), scores)
+            print(f"Scores: {out}   ({shape}, in the original order of vertices)")
+    return 0
+
+
+def _builder(
+    settings: config.Model, train: config.Train, columns: int | None = None
+) -> Callable[[Partition, Meta, Channel], nn.Module]:
+    """Makes the model that settings name; of so many columns, or as many as the labels ask for."""
+
+    def build(part: Partition, meta: Meta, channel: Channel) -> nn.Module:
+        from kagome.model.zoo import build_model
+        from kagome.objective.losses import objective_of
+        from kagome.objective.optimizers import labels_that_count
+        from kagome.train.data import degree_histogram
+
+        wide, labels, names = columns or 0, meta.labels, (tuple(part.nodes), tuple(part.shared))
+        if columns is None and labels is not None:  # what is no label is refused before a model is as wide
+            labels = labels_that_count(labels, part, train, channel)
+            aim = objective_of(None, labels, train, meta.num_nodes, nodes=names[0], shared=names[1])
+            wide = aim.outputs
+        return build_model(
+            settings,
+            in_channels=meta.features,
+            out_channels=wide,
+            num_nodes=meta.num_nodes,
+            degree_histogram=degree_histogram(part, channel) if settings.name == "pna" else None,
+        )
+
+    return build
+
+
+# The others --------------------------------------------------------------------------------------
+
+
+def _plan(args: list[str]) -> int:
+    command: PlanCommand = _parse(PlanCommand, args, "plan")
+    from kagome.autoplan.plan import planned
+
+    found = planned(command, _builder(command.model, command.train))
+    if command.json:
+        print(found.to_json())
+    else:
+        from kagome.records.plan import print_plans
+        from kagome.report.page.plan_page import write_plans
+
+        print_plans(found)
+        if command.page:
+            print(f"page: {write_plans(command.page, found)}")
+    return 0
+
+
+def _check(args: list[str]) -> int:
+    command: CheckCommand = _parse(CheckCommand, args, "check")
+    from kagome.cli.check import checked
+
+    run = config.Run(data=command.data, model=command.model, parallel=command.parallel, train=command.train)
+    result, said = checked(run, _builder(run.model, run.train), vertices=command.vertices)
+    for row in result.rows:
+        if command.all or row is result.first:
+            print(f"{row.error:9.1e}  {row.kind:<9} {row.name}")
+    for sentence in (result.text(), *said):
+        print(f"kagome check: {sentence}")
+    try:
+        result.raise_if_different()
+    except CheckError as error:
+        print(f"kagome: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _partition(args: list[str]) -> int:
+    command: PartitionCommand = _parse(PartitionCommand, args, "partition")
+    from kagome.train.data import prepare
+
+    meta = prepare(
+        command.data, method=command.partitioner, seed=command.seed, parts=command.parts, folder=command.out
+    )
+    for note in meta.notes:
+        print(f"kagome: {note}", file=sys.stderr)
+    quality = meta.quality
+    print(f"{'part':>4} {'vertices':>12} {'in-edges':>12} {'halo':>12} {'halo share':>10}")
+    for part, vertices, edges, halo, share in quality.table():
+        print(f"{part:>4} {vertices:>12,} {edges:>12,} {halo:>12,} {share:>10.0%}")
+    print(
+        f"{quality.cut:.1%} of edges are cut; halo rows over vertices {quality.replication:.2f}; "
+        f"fullest part over the mean: vertices {quality.vertex_balance:.2f}, "
+        f"in-edges {quality.edge_balance:.2f}"
+    )
+    for sentence in quality.advice:
+        print(sentence)
+    print(f"Parts: {command.out}   (kagome train --data.partition {command.out} --nproc {command.parts})")
+    return 0
+
+
+def _report(args: list[str]) -> int:
+    command: ReportCommand = _parse(ReportCommand, args, "report")
+    from kagome.report.page.page import report
+    from kagome.report.summary import print_summary
+
+    run, page = report(command.run)
+    for fault in run.faults:
+        print(f"kagome: {fault}", file=sys.stderr)
+    try:
+        print_summary(run.summary if run.finished else {}, page)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        print(
+            f"kagome: summary.json holds what no run writes ({shortened(str(error), 200)})", file=sys.stderr
+        )
+        print(f"Report: {page}")
+    return 0
+
+
+def _doctor(args: list[str]) -> int:
+    _parse(DoctorCommand, args, "doctor")
+    from kagome.cli.doctor import examine
+
+    return examine()
+
+
+if __name__ == "__main__":
+    main()

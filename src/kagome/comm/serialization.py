@@ -1,0 +1,334 @@
+"""Objects: plain data and our own records as JSON and raw tensors, and back; nothing that is read can run.
+
+Where it sits: ``channel`` sends objects to other ranks with it; ``checkpoint.checkpoint`` writes with it what
+is no tensor. Only what stands in a closed list is written or made: plain values, containers, tensors, arrays,
+errors of Kagome, and the record classes that the caller names.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import json
+import math
+import typing
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kagome import errors
+from kagome.errors import KagomeError
+
+ALIGNED: Final = 16
+"""Tensors begin at a multiple of so many bytes."""
+_CONTAINERS: Final[Mapping[str, type]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
+_MAPPINGS: Final[Mapping[str, type]] = {
+    "dict": dict,
+    "Counter": Counter,
+    "OrderedDict": OrderedDict,
+}
+
+
+class ObjectError(ValueError):
+    """A value that is none of those that may be written, or bytes that hold none."""
+
+
+def pack(value: object, kinds: Sequence[type] = ()) -> tuple[Any, list[Tensor]]:
+    """A value as JSON has it, and the tensors that it holds, on the CPU.
+
+    Args:
+        value: None, bool, int, float, str, bytes, a path, a type or a device of torch; lists, tuples, sets
+            and mappings of such; tensors, NumPy arrays and numbers; errors of Kagome; records.
+        kinds: The record classes that may come: dataclasses and named tuples. Those that their fields name
+            are among them.
+
+    Raises:
+        ObjectError: If it holds anything else.
+    """
+    packing = _Packing({kind.__name__: kind for kind in _reached(tuple(kinds))})
+    try:
+        return packing.tree(value), packing.tensors
+    except RecursionError:
+        raise ObjectError("a value is nested too deep") from None
+
+
+def unpack(tree: Any, tensors: Sequence[Tensor], kinds: Sequence[type] = ()) -> Any:
+    """What :func:`pack` was given.
+
+    Raises:
+        ObjectError: If it is not what :func:`pack` gives for these kinds.
+    """
+    known = {kind.__name__: kind for kind in _reached(tuple(kinds))}
+    try:
+        return _Unpacking(known, tensors).value(tree)
+    except ObjectError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, RuntimeError) as err:
+        raise ObjectError(f"{type(err).__name__}: {err}") from None
+
+
+def to_bytes(value: object, kinds: Sequence[type] = ()) -> Tensor:
+    """A value as bytes; see :func:`pack`.
+
+    Shapes:
+        ``[bytes]``, uint8.
+
+    Cost: one copy of its tensors.
+    """
+    tree, tensors = pack(value, kinds)
+    head = json.dumps([tree, [[str(t.dtype), list(t.shape)] for t in tensors]], allow_nan=False).encode()
+    head += b" " * (-(len(head) + 8) % ALIGNED)
+    pieces = [torch.frombuffer(bytearray(len(head).to_bytes(8, "little") + head), dtype=torch.uint8)]
+    for tensor in tensors:
+        pieces += [raw(tensor), torch.zeros(-tensor.nbytes % ALIGNED, dtype=torch.uint8)]
+    return torch.cat(pieces)
+
+
+def from_bytes(packed: Tensor, kinds: Sequence[type] = ()) -> Any:
+    """The value that :func:`to_bytes` was given; its tensors have memory of their own.
+
+    Raises:
+        ObjectError: If these are other bytes.
+
+    Shapes:
+        packed ``[bytes]``, uint8, on the CPU.
+    """
+    try:
+        size = int.from_bytes(packed[:8].numpy().tobytes(), "little")
+        if packed.numel() < 8 or size > packed.numel() - 8:
+            raise ObjectError(f"a head of {size:,} bytes in {packed.numel():,}")
+        head = json.loads(packed[8 : 8 + size].numpy().tobytes(), parse_constant=_no_constant)
+        tree, facts = head
+        tensors, place = [], 8 + size
+        for name, shape in facts:
+            tensor = torch.empty(0, dtype=dtype_of(name)).new_empty(_sizes(shape, packed.numel()))
+            if place + tensor.nbytes > packed.numel():
+                raise ObjectError(f"a tensor of {tensor.nbytes:,} bytes in {packed.numel():,}")
+            raw(tensor).copy_(packed[place : place + tensor.nbytes])
+            tensors.append(tensor)
+            place += tensor.nbytes + -tensor.nbytes % ALIGNED
+    except ObjectError:
+        raise
+    except (ValueError, TypeError, RecursionError, RuntimeError) as err:
+        raise ObjectError(f"{type(err).__name__}: {err}") from None
+    return unpack(tree, tensors, kinds)
+
+
+def dtype_of(name: object) -> torch.dtype:
+    """A type of torch by its name, ``torch.float32``.
+
+    Raises:
+        ObjectError: If it is no type's name.
+    """
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ObjectError(f"no type of torch is called {str(name)[:40]!r}")
+    return found
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes.
+
+    Shapes:
+        any -> ``[bytes]``, uint8.
+    """
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _sizes(shape: object, limit: int) -> list[int]:
+    """A shape that bytes can hold: before memory is asked for."""
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ObjectError(f"a shape was expected, not {str(shape)[:40]}")
+    if math.prod(shape) > limit:
+        raise ObjectError(f"a tensor of {math.prod(shape):,} elements in {limit:,} bytes")
+    return shape
+
+
+def _no_constant(text: str) -> Any:
+    raise ObjectError(f"{text} is no number here")
+
+
+@functools.cache
+def _reached(kinds: tuple[type, ...]) -> tuple[type, ...]:
+    """Record classes, and those that their fields name."""
+    found: dict[type, None] = {}
+    ahead = list(kinds)
+    while ahead:
+        kind = ahead.pop()
+        if kind in found or not _is_record(kind):
+            continue
+        found[kind] = None
+        ahead += [each for hint in typing.get_type_hints(kind).values() for each in _named_in(hint)]
+    names = Counter(kind.__name__ for kind in found)
+    assert all(count == 1 for count in names.values()), names
+    return tuple(found)
+
+
+def _named_in(hint: Any) -> Iterator[type]:
+    if isinstance(hint, type):
+        yield hint
+    for part in typing.get_args(hint):
+        yield from _named_in(part)
+
+
+def _is_record(kind: Any) -> bool:
+    plain = isinstance(kind, type) and not issubclass(kind, KagomeError)
+    return plain and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
+
+
+def _fields(kind: Any) -> tuple[str, ...]:
+    return kind._fields if hasattr(kind, "_fields") else tuple(f.name for f in dataclasses.fields(kind))
+
+
+@dataclasses.dataclass
+class _Packing:
+    """One value on its way to JSON; its tensors are set aside."""
+
+    kinds: Mapping[str, type]
+    tensors: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def tree(self, value: Any) -> Any:
+        """The value as JSON has it: all that JSON does not know is an object of one key, its kind."""
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if kind is list:
+            return [self.tree(each) for each in value]
+        if self.kinds.get(kind.__name__) is kind:
+            return {"record": [kind.__name__, *(self.tree(getattr(value, name)) for name in _fields(kind))]}
+        for name, container in _CONTAINERS.items():
+            if kind is container:
+                return {name: [self.tree(each) for each in value]}
+        for name, mapping in _MAPPINGS.items():
+            if kind is mapping:
+                return {name: [[self.tree(key), self.tree(each)] for key, each in value.items()]}
+        return self._other(value)
+
+    def _other(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return {"tensor": self._aside(value)}
+        if isinstance(value, torch.Size):
+            return {"tuple": list(value)}
+        if isinstance(value, torch.dtype | torch.device):
+            return {type(value).__name__: str(value)}
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+            form = "array" if isinstance(value, np.ndarray) else "number"
+            held = np.ascontiguousarray(value).reshape(value.shape)
+            memory = torch.frombuffer(bytearray(held.tobytes()) or bytearray(1), dtype=torch.uint8)
+            return {form: [value.dtype.str, list(value.shape), self._aside(memory[: held.nbytes])]}
+        if isinstance(value, bytes | bytearray):
+            return {"bytes": base64.b64encode(value).decode("ascii")}
+        if isinstance(value, Path):
+            return {"path": str(value)}
+        if isinstance(value, KagomeError):
+            leaf = next(k for k in type(value).__mro__ if getattr(errors, k.__name__, None) is k)
+            return {"error": [leaf.__name__, value.asked, value.found, value.where, value.hint]}
+        raise ObjectError(f"a {type(value).__module__}.{type(value).__qualname__} is no plain data")
+
+    def _aside(self, tensor: Tensor) -> int:
+        if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor).__name__ == "FakeTensor":
+            raise ObjectError(f"a tensor of layout {tensor.layout} is no plain data")
+        self.tensors.append(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
+        return len(self.tensors) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unpacking:
+    """JSON on its way back to a value."""
+
+    kinds: Mapping[str, type]
+    tensors: Sequence[Tensor]
+
+    def value(self, tree: Any) -> Any:
+        """The value of a tree of :class:`_Packing`."""
+        if tree is None or isinstance(tree, bool | int | float | str):
+            return tree
+        if isinstance(tree, list):
+            return [self.value(each) for each in tree]
+        if not isinstance(tree, dict) or len(tree) != 1:
+            raise ObjectError("an object of one key was expected")
+        ((kind, held),) = tree.items()
+        if kind in _CONTAINERS:
+            return _CONTAINERS[kind](self.value(each) for each in _listed(held))
+        if kind in _MAPPINGS:
+            pairs = [_listed(pair, 2) for pair in _listed(held)]
+            return _MAPPINGS[kind]({self.value(key): self.value(each) for key, each in pairs})
+        made: dict[str, Callable[[Any], Any]] = {
+            "float": _float,
+            "tensor": self._tensor,
+            "dtype": dtype_of,
+            "device": lambda name: torch.device(_text(name)),
+            "array": self._array,
+            "number": lambda facts: self._array(facts)[()],
+            "bytes": lambda text: base64.b64decode(_text(text), validate=True),
+            "path": lambda text: Path(_text(text)),
+            "error": _error,
+            "record": self._record,
+        }
+        if kind not in made:
+            raise ObjectError(f"no kind of value is called {kind[:40]!r}")
+        return made[kind](held)
+
+    def _tensor(self, number: Any) -> Tensor:
+        if type(number) is not int or not 0 <= number < len(self.tensors):
+            raise ObjectError(f"there is no tensor {str(number)[:40]}")
+        return self.tensors[number]
+
+    def _array(self, facts: Any) -> Any:
+        name, shape, number = _listed(facts, 3)
+        kind, memory = np.dtype(_text(name)), self._tensor(number)
+        if kind.kind not in "biufc" or memory.dtype != torch.uint8:
+            raise ObjectError(f"no array is of type {kind}")
+        return np.frombuffer(memory.numpy().tobytes(), kind).reshape(_sizes(shape, memory.numel())).copy()
+
+    def _record(self, facts: Any) -> Any:
+        name, *values = _listed(facts)
+        kind = self.kinds.get(_text(name))
+        if kind is None:
+            raise ObjectError(f"no record {name[:40]!r} was expected")
+        given = dict(zip(_fields(kind), map(self.value, values), strict=True))
+        if hasattr(kind, "_fields"):
+            return kind(**given)
+        of_init = {field.name for field in dataclasses.fields(kind) if field.init}
+        made = kind(**{name: value for name, value in given.items() if name in of_init})
+        for name in given.keys() - of_init:
+            object.__setattr__(made, name, given[name])
+        return made
+
+
+def _listed(held: Any, size: int | None = None) -> list[Any]:
+    if not isinstance(held, list) or size not in (None, len(held)):
+        raise ObjectError("a list was expected" + (f" of {size}" if size else ""))
+    return held
+
+
+def _text(held: Any) -> str:
+    if not isinstance(held, str):
+        raise ObjectError("a text was expected")
+    return held
+
+
+def _float(text: Any) -> float:
+    if text not in ("inf", "-inf", "nan"):
+        raise ObjectError(f"no number is called {str(text)[:40]!r}")
+    return float(text)
+
+
+def _error(facts: Any) -> KagomeError:
+    leaf, asked, found, where, hint = map(_text, _listed(facts, 5))
+    kind = getattr(errors, leaf, None)
+    if not (isinstance(kind, type) and issubclass(kind, KagomeError)):
+        raise ObjectError(f"no error is called {leaf[:40]!r}")
+    return kind(asked, found, where=where, hint=hint)

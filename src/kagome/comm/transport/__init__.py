@@ -1,0 +1,1 @@
+"""How bytes go over and come in: process groups, shared memory, deadlines, failures."""

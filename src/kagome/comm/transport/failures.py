@@ -1,0 +1,76 @@
+"""Faults between ranks, put in words: who waited for whom, or who disagrees with whom about what.
+
+Where it sits: pure functions from numbers to ``CommError``; ``comm.channel`` raises what they make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kagome.errors import CommError
+
+HEADER_NUMBERS = 5
+HEADER_FIELDS = ("direction", "epoch", "site", "width", "gradient", "rows to the peer", "rows from the peer")
+
+
+def header(fields: Sequence[int], sent: int, received: int) -> list[int]:
+    """The numbers that go to one peer ahead of its rows: always 8, so that they always fit.
+
+    Raises:
+        ValueError: If there are more than 5 fields.
+    """
+    if len(fields) > HEADER_NUMBERS:
+        raise ValueError(f"a header has up to {HEADER_NUMBERS} numbers, this one has {len(fields)}")
+    return [*fields, *[0] * (HEADER_NUMBERS - len(fields)), sent, received, len(fields)]
+
+
+def disagreements(
+    ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], names: Sequence[int]
+) -> list[str]:
+    """What differs between the header sent to each peer and the one that came from it, a text a peer."""
+    texts: list[str] = []
+    for our, their, name in zip(ours, theirs, names, strict=True):
+        # What one side sends is what the other expects.
+        mirrored = [*their[:HEADER_NUMBERS], their[6], their[5], their[7]]
+        if list(our) == mirrored:
+            continue
+        pairs = [
+            f"{field} is {own} here, {other} there"
+            for field, own, other in zip(HEADER_FIELDS, our, mirrored, strict=False)
+            if own != other
+        ]
+        texts.append(f"with rank {name}: {'; '.join(pairs) or 'the headers differ in length'}")
+    return texts
+
+
+def disagree(rank: int, action: str, texts: Sequence[str]) -> CommError:
+    """The error of a rank whose header differs from those of its peers."""
+    return CommError(
+        f"rank {rank} and its peers must agree before '{action}'",
+        f"they differ {', and '.join(texts)}",
+        where=f"rank {rank}",
+        hint="every rank must run the same model, in the same order, on parts of one partition",
+    )
+
+
+def broken_wait(rank: int, action: str, peers: Sequence[str], *, late: float | None) -> CommError:
+    """The error of a rank whose wait failed.
+
+    Args:
+        rank: The rank that waited.
+        action: What it waited in.
+        peers: The peers to blame, described.
+        late: The seconds that were too many; None if a connection was closed instead.
+    """
+    named = " and for ".join(peers[:4]) + (f" and for {len(peers) - 4} others" if len(peers) > 4 else "")
+    found, hint = "the connection was closed: that process died or gave up", "see what that rank said last"
+    if late is not None:
+        found = f"nothing came within {late:g} s"
+        hint = "see what that rank does; raise train.timeout if it is only slow"
+    return CommError(f"rank {rank} waited in '{action}' for {named}", found, where=f"rank {rank}", hint=hint)
+
+
+def is_late(error: RuntimeError) -> bool:
+    """Whether gloo or nccl gave up waiting; otherwise a connection was lost."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text

@@ -1,0 +1,272 @@
+"""Wire: how a message to each peer, or to one, goes over and comes in: by gloo, by a shelf, or by nccl.
+
+Where it sits: ``comm.channel`` says what is sent to whom, counts it and waits; this file knows tags and
+order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kagome.comm.transport import failures
+from kagome.comm.transport.mailbox import BACKWARD, FORWARD, Box
+from kagome.comm.transport.shared_memory import NOWHERE, Shelf
+
+Begin = Callable[[], "Work | None"]
+NO_LIMIT = timedelta(days=1)
+
+
+class Work(Protocol):
+    """Something under way."""
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> object:
+        """Return when it is done; a RuntimeError if it was late or its peer is gone."""
+
+
+class Mark(NamedTuple):
+    """The numbers of a message, the same at both its ends.
+
+    Args:
+        lane: Messages of one lane never meet those of another.
+        message: How many were begun on this lane of the wire, for a message between two ranks between those
+            two in this direction; both ends count alike, shelf or not.
+        token: How many in the box, which outlives a wire; ranks without a shelf have none.
+        sheet: Of a message on several.
+    """
+
+    lane: int
+    message: int
+    token: int
+    sheet: int = 0
+
+
+class Wire:
+    """The messages of one lane of one group, in their order, and those between two of its ranks.
+
+    Args:
+        group: The process group.
+        lane: Messages of one lane never meet those of another.
+        shelf: Memory that peers on this host read; None if there is none.
+        back: With nccl a group of the same ranks for what goes back from one rank to one: on one stream what
+            comes late would hold up what goes the other way, and both ranks would wait.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        lane: Literal[0, 1],
+        shelf: Shelf | None,
+        back: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.group, self.lane, self.shelf, self.back = group, lane, shelf, back
+        self.rank, self.size = group.rank(), group.size()
+        self.gloo = dist.get_backend(group) == "gloo"
+        self._count = 0
+        self._points: dict[tuple[int, int, bool], int] = {}
+
+    def post(
+        self,
+        sent: Sequence[Sequence[Tensor]],
+        come: Sequence[Sequence[Tensor]],
+        fill: Callable[[int, int], None] | None = None,
+    ) -> Iterator[tuple[int | None, Begin]]:
+        """What begins each message, receives first, with its peer (None: all at once); not the own message.
+
+        Args:
+            sent: Bytes for each peer, in sheets: as many on all ranks. With nccl, and for a peer that is
+                ``near``, all are in the first.
+            come: Room for each peer's bytes, likewise.
+            fill: Writes a peer's sheet, if it is not there yet; called as late as can be.
+        """
+        write = fill or _nothing
+        if not self.gloo:
+            mine = self.rank
+            for peer in self._ring(1):
+                write(peer, 0)
+            give, take = [each[0] for each in sent], [each[0] for each in come]
+            give[mine], take[mine] = give[mine][:0], take[mine][:0]
+            yield None, lambda: self.group.alltoall(take, give)
+            return
+        sheets, token = range(len(sent[0])), 0 if self.shelf is None else self.shelf.box.count(self.lane)
+        self._count += 1
+        marks = [Mark(self.lane, self._count, token, sheet) for sheet in sheets]
+        # Receives first, so that what arrives finds its place; each rank begins at another peer.
+        for sheet in sheets:
+            for peer in self._ring(-1):
+                if come[peer][sheet].numel():
+                    yield peer, partial(self._receive, peer, come[peer][sheet], marks[sheet])
+        near = [peer for peer in self._ring(1) if self.near(peer)]
+        for peer in near:
+            write(peer, 0)
+        laid = self._laid({peer: each[0] for peer, each in enumerate(sent)})
+        for sheet in sheets:
+            for peer in self._ring(1):
+                if sent[peer][sheet].numel():
+                    if peer not in near:
+                        write(peer, sheet)  # while the ones before travel
+                    yield peer, partial(self._send, peer, sent[peer][sheet], marks[sheet], laid.get(peer))
+
+    def send(self, peer: int, message: Tensor, *, backward: bool) -> Work | None:
+        """Begin a message to one peer, in the order of those that go there in the same pass.
+
+        Returns:
+            What is under way; None if it has gone.
+        """
+        mark = self._mark(peer, backward, sent=True)
+        if not message.numel():
+            return None
+        if not self.gloo:
+            work: Work = self._one_way(backward).send([message], peer, 0)
+            return work
+        return self._send(peer, message, mark, self._laid({peer: message}).get(peer))
+
+    def receive(self, peer: int, place: Tensor, *, backward: bool) -> Work | None:
+        """Begin to receive what a peer's :meth:`send` of the same pass and number sends."""
+        mark = self._mark(peer, backward, sent=False)
+        if not place.numel():
+            return None
+        if not self.gloo:
+            work: Work = self._one_way(backward).recv([place], peer, 0)
+            return work
+        return self._receive(peer, place, mark)
+
+    def near(self, peer: int) -> bool:
+        """Whether a peer reads this rank's shelf, and this rank its."""
+        return self.shelf is not None and peer in self.shelf.peers
+
+    def room(self, count: int, counts: Sequence[int]) -> Tensor | None:
+        """So many bytes on the shelf for a message to all, if a peer that gets rows reads them there."""
+        reads = any(rows and peer != self.rank and self.near(peer) for peer, rows in enumerate(counts))
+        return self.shelf.room(count) if self.shelf is not None and reads else None
+
+    def dead(self, peers: Sequence[int]) -> list[int]:
+        """Those whose connection is closed: a collective's error does not say whose."""
+        if not self.gloo:
+            return []
+        closed: list[int] = []
+        for peer in peers:
+            try:
+                probe = self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1)
+                probe.wait(timedelta(seconds=0.05))
+            except RuntimeError as error:
+                if not failures.is_late(error):
+                    closed.append(peer)
+        return closed
+
+    def by_gloo(self, peer: int, message: Tensor, mark: Mark, *, send: bool) -> Work:
+        """Begin a message through a socket."""
+        # Order (7 bits), lane (2), size and sheet (22, hashed): messages that do not belong together never
+        # meet, and the wait for the right one ends in an error that can be caught, not in gloo's abort.
+        size = (8 * message.numel() + mark.sheet) * 2654435761 % 2**32
+        tag = (mark.message % 128) << 24 | mark.lane << 22 | size >> 10
+        begin = self.group.send if send else self.group.recv
+        work: Work = begin([message], peer, tag)
+        return work
+
+    def _one_way(self, backward: bool) -> dist.ProcessGroup:
+        return self.back if backward and self.back is not None else self.group
+
+    def _mark(self, peer: int, backward: bool, *, sent: bool) -> Mark:
+        """Number a message between two ranks, an empty one too."""
+        key = (peer, BACKWARD if backward else FORWARD, sent)
+        self._points[key] = self._points.get(key, 0) + 1
+        token = 0
+        if self.shelf is not None and self.near(peer):
+            token = self.shelf.box.count_point(*key[:2], sent=sent)
+        return Mark(key[1], self._points[key], token)
+
+    def _receive(self, peer: int, place: Tensor, mark: Mark) -> Work:
+        if self.near(peer):
+            return Coming(self, peer, place, mark)
+        return self.by_gloo(peer, place, mark, send=False)
+
+    def _send(self, peer: int, message: Tensor, mark: Mark, token: tuple[int, ...] | None) -> Work | None:
+        if token is None or self.shelf is None:
+            return self.by_gloo(peer, message, mark, send=True)
+        sent = self.by_gloo(peer, message, mark, send=True) if token == NOWHERE else None
+        lies = self.shelf.box.put(peer, mark.lane, mark.token, message.numel(), token)
+        return sent if lies else _Leaving(self.shelf.box, peer, mark, sent)
+
+    def _laid(self, sent: Mapping[int, Tensor]) -> dict[int, tuple[int, ...]]:
+        """The token for each peer that reads this rank's shelf."""
+        near = {
+            peer: part
+            for peer, part in sent.items()
+            if peer != self.rank and part.numel() and self.near(peer)
+        }
+        return self.shelf.lay(near) if near and self.shelf is not None else {}
+
+    def _ring(self, step: int) -> list[int]:
+        return [(self.rank + step * hop) % self.size for hop in range(1, self.size)]
+
+
+def _nothing(peer: int, sheet: int) -> None:
+    """The bytes are there."""
+
+
+class Coming:
+    """A message whose token comes first: its bytes lie on the peer's shelf, or come by the wire.
+
+    Args:
+        wire: The wire.
+        peer: Who sends it.
+        place: Where its bytes are to go.
+        mark: Its numbers.
+    """
+
+    def __init__(self, wire: Wire, peer: int, place: Tensor, mark: Mark) -> None:
+        self.wire, self.peer, self.place, self.mark = wire, peer, place, mark
+        self.lends = False
+        """Whether bytes on the shelf are to be left there, to be read in place."""
+        self.lying: Tensor | None = None
+        self._token: tuple[int, ...] = NOWHERE
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> None:
+        """Wait for the token, then take the bytes."""
+        begun = time.monotonic()
+        shelf, peer, lane, number = self.wire.shelf, self.peer, self.mark.lane, self.mark.token
+        assert shelf is not None
+        self._token = shelf.box.wait(peer, lane, number, self.place.numel(), timeout)
+        self.lying = shelf.find(peer, self._token, self.place.numel())
+        if self.lying is None:
+            left = timeout - timedelta(seconds=time.monotonic() - begun)
+            work = self.wire.by_gloo(self.peer, self.place, self.mark, send=False)
+            work.wait(max(left, timedelta(seconds=0.01)))
+        elif not self.lends:
+            self.place.copy_(self.lying)
+        shelf.box.read(peer, lane, number)
+        if not self.lends:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Let the peer use its memory again."""
+        if self.lying is not None and self.wire.shelf is not None:
+            self.wire.shelf.taken(self.peer, self._token)
+        self.lying = None
+
+
+class _Leaving:
+    """A message whose token was put off: it is far ahead of what its peer has read."""
+
+    def __init__(self, box: Box, peer: int, mark: Mark, sent: Work | None) -> None:
+        self.box, self.peer, self.mark, self.sent = box, peer, mark, sent
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> None:
+        """Return when the token lies there, and its bytes have gone."""
+        limit = time.monotonic() + timeout.total_seconds()
+        while not self.box.lies(self.peer, self.mark.lane, self.mark.token):
+            if time.monotonic() > limit:
+                raise RuntimeError(f"timed out: rank {self.peer} of the group reads no token")
+            if not self.box.alive(self.peer):
+                raise RuntimeError(f"connection closed: rank {self.peer} of the group is gone")
+            time.sleep(1e-3)
+        if self.sent is not None:
+            self.sent.wait(max(timedelta(seconds=limit - time.monotonic()), timedelta(seconds=0.01)))

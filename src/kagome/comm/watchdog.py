@@ -1,0 +1,236 @@
+"""Watch: what every rank is doing now, told to the others, so that a wait can say for whom and for what.
+
+Where it sits: ``Channel`` reports its waits here and asks it whom to blame; ``open_mesh`` makes it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kagome.comm import serialization
+from kagome.comm.transport.timeout import Answer, SilentError, within
+from kagome.errors import CommError, KagomeError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+NAMED_PEERS = 4
+"""So many late peers are named in full; the rest are counted."""
+ANSWERS_WITHIN = 5.0
+"""Seconds that the store has for an answer; one that took longer is not asked again."""
+
+
+@dataclass(frozen=True)
+class _Doing:
+    """What this rank does now; replaced whole, so that the thread never reads half of it."""
+
+    number: int
+    action: str
+    since: float
+    peers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank last published.
+
+    Args:
+        number: How many actions it had begun.
+        action: The action's text.
+        begun: When it began that action, in the wall clock's seconds.
+        alive: When it published this, in the wall clock's seconds.
+        waits: Whether it was waiting for others itself.
+    """
+
+    number: int
+    action: str
+    begun: float
+    alive: float
+    waits: bool
+
+
+class Watch:
+    """Publishes this rank's action to a store and reads the others' when a wait grows long.
+
+    One daemon thread publishes every ``every`` seconds, and at no other time, so that an action costs its
+    rank one small object. The store is cloned: a client of torch's TCPStore serves one call at a time, and a
+    blocking call of the process group on the same client would keep the news back for as long as it blocks.
+
+    Args:
+        store: A store that all ranks share.
+        rank: This rank in the world.
+        size: Ranks in the world; with one there is no thread and nothing is published.
+        say: Called with one line for each wait that passes ``warn_after``.
+        every: Seconds between two publications.
+        warn_after: Seconds of one wait after which it is told.
+
+    Cost: about 100 bytes to the store's host every ``every`` seconds; in a long wait, 100 bytes a peer back.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        say: Callable[[str], None],
+        every: float = 2.0,
+        warn_after: float = 10.0,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._say, self._every, self._warn_after = say, every, warn_after
+        self._frame = "its start"
+        self._now = _Doing(0, self._frame, time.monotonic(), ())
+        self._warned = -1
+        self._closed, self._silent = threading.Event(), False
+        self._thread: threading.Thread | None = None
+        if size > 1:
+            self._store = _own_client(store)
+            self._publish()
+            self._thread = threading.Thread(target=self._run, name="kagome-watch", daemon=True)
+            self._thread.start()
+
+    def doing(self, action: str) -> None:
+        """Say what this rank computes from now on, such as ``epoch 2: optimizer``."""
+        self._frame = action
+        self._now = _Doing(self._now.number + 1, action, time.monotonic(), ())
+
+    @contextmanager
+    def waiting(self, action: str, peers: Sequence[int]) -> Iterator[None]:
+        """Say that this rank waits in ``action`` for ``peers`` (ranks of the world) inside this block."""
+        before = self._now
+        self._now = _Doing(before.number + 1, action, time.monotonic(), tuple(peers))
+        try:
+            yield
+        finally:
+            # Back to what was computed before, with its own start: the wait was a part of it.
+            self._now = _Doing(self._now.number + 1, self._frame, before.since, ())
+
+    def seen(self, rank: int) -> Seen | None:
+        """What a rank last published; None if it never did or the store does not answer."""
+        if self._thread is None:
+            return None
+        key = f"watch/{rank}"
+        try:
+            found = self._asked(lambda: self._word(key))
+            if found is None:
+                return None
+            number, action, begun, alive, waits = json.loads(found)
+        except (RuntimeError, ValueError):
+            return None
+        return Seen(number, action, begun, alive, waits)
+
+    def tell(self, error: BaseException) -> None:
+        """Leave word of what ends this rank, so that those who wait for it say the same."""
+        if self._thread is None or not isinstance(error, KagomeError) or isinstance(error, CommError):
+            return
+        if error.told_by is not None:
+            return
+        word = json.dumps(serialization.pack(error)[0])
+        with suppress(RuntimeError):  # the store's host is gone
+            self._asked(lambda: self._store.set(f"told/{self.rank}", word))
+
+    def told(self) -> KagomeError | None:
+        """What ended another rank, where it has left word of it."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        with suppress(RuntimeError, ValueError):
+            for rank in others if self._thread is not None else ():
+                if (found := self._asked(partial(self._word, f"told/{rank}"))) is not None:
+                    error = serialization.unpack(json.loads(found), [])
+                    if isinstance(error, KagomeError):
+                        error.told_by = rank
+                        return error
+        return None
+
+    def _word(self, key: str) -> bytes | None:
+        return self._store.get(key) if self._store.check([key]) else None
+
+    def describe(self, rank: int) -> str:
+        """``rank 1, which was last seen in 'epoch 2: optimizer' 12 s ago``."""
+        seen = self.seen(rank)
+        if seen is None:
+            gone = "; the host where ranks meet is silent" if self._silent else ""
+            return f"rank {rank}, of which nothing was seen{gone}"
+        now = time.time()
+        text = f"rank {rank}, which was last seen in '{seen.action}' {max(0.0, now - seen.begun):.0f} s ago"
+        if now - seen.alive > 3 * self._every:
+            text += f" and has given no sign of life for {now - seen.alive:.0f} s"
+        return text
+
+    def late(self, action: str, peers: Sequence[int]) -> list[int]:
+        """Those of ``peers`` that were not seen waiting in ``action`` too."""
+        return [peer for peer in peers if not self._waits_in(action, peer)]
+
+    def close(self) -> None:
+        """End the thread, leave word of where this rank stopped, and let go of the store; works twice."""
+        self._closed.set()
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        if thread is not threading.current_thread():  # the garbage collector may run in it
+            thread.join(timeout=5.0)
+        if not thread.is_alive():
+            with suppress(RuntimeError):  # the store's host is gone
+                self._asked(self._publish)
+            del self._store
+
+    def _asked(self, call: Callable[[], Answer]) -> Answer:
+        """What the store answers.
+
+        Raises:
+            RuntimeError: If it does not, or did not before: nobody waits for it twice.
+        """
+        if self._silent:
+            raise SilentError("the store is silent")
+        try:
+            return within(ANSWERS_WITHIN, call, "store")
+        except SilentError:
+            self._silent = True
+            raise
+
+    def _waits_in(self, action: str, peer: int) -> bool:
+        seen = self.seen(peer)
+        return seen is not None and seen.waits and seen.action == action
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._every):
+            try:
+                self._publish()
+            except RuntimeError:
+                return  # the store's host is gone: the run ends, and this thread is not the one to say so
+            self._warn()
+
+    def _publish(self) -> None:
+        doing, age = self._now, time.monotonic() - self._now.since
+        wall = time.time()
+        # Wall clocks, since monotonic clocks of two hosts have nothing in common.
+        record = [doing.number, doing.action, wall - age, wall, bool(doing.peers)]
+        self._store.set(f"watch/{self.rank}", json.dumps(record))
+
+    def _warn(self) -> None:
+        doing = self._now
+        waited = time.monotonic() - doing.since
+        if not doing.peers or waited < self._warn_after or self._warned == doing.number:
+            return
+        self._warned = doing.number
+        late = self.late(doing.action, doing.peers) or list(doing.peers)
+        names = " and for ".join(self.describe(peer) for peer in late[:NAMED_PEERS])
+        more = f" and for {len(late) - NAMED_PEERS} others" if len(late) > NAMED_PEERS else ""
+        self._say(f"rank {self.rank} has waited {waited:.0f} s in '{doing.action}' for {names}{more}")
+
+
+def _own_client(store: Store) -> Store:
+    try:
+        client: Store = store.clone()  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store  # a HashStore or FileStore has no connection that could block
+    client.set_timeout(timedelta(seconds=10))
+    return client

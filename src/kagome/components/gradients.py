@@ -1,0 +1,249 @@
+"""Gradients: their sum over the ranks, begun bucket by bucket while backward still runs.
+
+Where it sits: ``train.graph_engine`` puts it around each backward; sums travel on the mesh's lane for
+weights, where they meet no halo.
+
+::
+
+    parameters, last one first     [ w3 b3 | w2 b2 | w1 b1 + loss, stop, ... ]
+    backward ----------------------->      ^       ^       ^  a bucket sets off when it is complete
+                                                              and all buckets before it have set off
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from kagome.comm.all_reduce import PendingSum
+from kagome.comm.channel import Channel
+from kagome.comm.codec import CASTS
+from kagome.components.gradient_hooks import OwnHooks
+from kagome.config import SumCodec
+from kagome.errors import ModelError
+
+BUCKET_BYTES: Final = 128 * 1024
+"""What a bucket holds at least, if there is so much: below it a message costs its latency, not its bytes."""
+MOST_BUCKETS: Final = 32
+"""Larger models have larger buckets, not more of them."""
+
+
+def buckets_of(
+    parameters: Sequence[nn.Parameter], size: int, late: frozenset[int] = frozenset()
+) -> list[tuple[int, ...]]:
+    """Cut the parameters into buckets, in the order in which backward is likely to reach them.
+
+    Args:
+        parameters: In the order of registration.
+        size: Bytes that close a bucket.
+        late: Places of parameters that some rank has no gradient for: they come last and hold up no other.
+
+    Returns:
+        The places of each bucket's parameters, which are of one number type.
+    """
+    backwards = range(len(parameters) - 1, -1, -1)
+    order = [p for p in backwards if p not in late] + [p for p in backwards if p in late]
+    done: list[tuple[int, ...]] = []
+    open_: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for place in order:
+        key = (parameters[place].dtype, place in late)
+        held = open_.setdefault(key, [])
+        held.append(place)
+        if sum(parameters[p].nbytes for p in held) >= size:
+            done.append(tuple(open_.pop(key)))
+    at = {place: number for number, place in enumerate(order)}
+    return sorted([*done, *map(tuple, open_.values())], key=lambda bucket: at[bucket[-1]])
+
+
+def message_bytes(parameters: Sequence[nn.Parameter], notes: int) -> tuple[int, ...]:
+    """Bytes of each bucket's message: its gradients, a number for each, and notes in one of them.
+
+    Args:
+        parameters: In the order of registration.
+        notes: Numbers that are summed along.
+    """
+    size = _suited(parameters)
+    sums = [
+        sum(parameters[place].nbytes + parameters[0].element_size() for place in bucket)
+        for bucket in buckets_of(parameters, size)
+    ]
+    return (*sums[:-1], sums[-1] + (notes + 1) * parameters[0].element_size()) if sums else ()
+
+
+def _suited(parameters: Sequence[nn.Parameter]) -> int:
+    return max(BUCKET_BYTES, sum(p.nbytes for p in parameters) // MOST_BUCKETS)
+
+
+class Gradients:
+    """Sums parameters' gradients over the ranks: the same bits on all of them, whatever the buckets.
+
+    A parameter without a gradient on every rank keeps None; on some ranks, it counts as zeros there. The
+    first sum begins after backward and learns which parameters every rank has a gradient for, and whether
+    backward visits one twice (reentrant checkpoints do), which leaves all later sums after backward too.
+
+    Args:
+        parameters: Those that need a gradient, the same on all ranks; they may be frozen later.
+        channel: The mesh's lane for weights. With one rank nothing is done to a gradient.
+        size: Bytes of a bucket; by default what suits the parameters.
+        codec: What gradients look like on the wire; counts and notes go as they are.
+        pieces: Whether a backward comes in pieces, chunk by chunk: then a gradient is whole after the last.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        channel: Channel,
+        *,
+        size: int | None = None,
+        codec: SumCodec = "none",
+        pieces: bool = False,
+    ) -> None:
+        self.parameters, self.channel, self.codec = list(parameters), channel, codec
+        self.uncoded = 0
+        """Bytes that this rank would have sent without a codec, not taken yet."""
+        self.size = _suited(self.parameters) if size is None else size
+        # On nccl all collectives are in one order on all ranks, and gradients come in different orders where
+        # a rank has no training vertex: two communicators would only make a deadlock of it.
+        self.overlaps: bool | None = None if channel.lanes and not pieces else False
+        self._own_hooks = OwnHooks(self.parameters if channel.size > 1 or pieces else ())
+        self._cut(frozenset())
+        self._begin((), "")
+
+    def _cut(self, late: frozenset[int]) -> None:
+        self.buckets = buckets_of(self.parameters, self.size, late)
+        self._home = {place: number for number, b in enumerate(self.buckets) for place in b}
+        # The notes' type is that of the first parameter, whatever the buckets.
+        self._bearer = self._home.get(0, 0)
+
+    def _begin(self, notes: Sequence[Tensor | float], action: str) -> None:
+        self._notes, self._action = notes, action
+        self._missing = [len(bucket) for bucket in self.buckets]
+        self._under_way: list[PendingSum] = []
+        self._seen: set[int] = set()
+        self._again = False
+
+    @contextmanager
+    def during(self, notes: Sequence[Tensor | float], action: str) -> Iterator[None]:
+        """Around one backward: drops old gradients, and begins to sum new ones as they come.
+
+        Args:
+            notes: Numbers to be summed along, known before backward.
+            action: What this is, for errors.
+        """
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._begin(notes, action)
+        self._own_hooks.take_off()
+        hooked = enumerate(self.parameters) if self.channel.size > 1 and self.overlaps is not False else ()
+        hooks = [
+            p.register_post_accumulate_grad_hook(self._hook(place))
+            for place, p in hooked
+            if p.requires_grad  # it may have been frozen since, which leaves its sum after backward
+        ]
+        try:
+            yield
+        except BaseException:
+            self._under_way.clear()  # a work holds its connections open
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._own_hooks.put_back()
+
+    def finish(self) -> list[float]:
+        """Wait for the sums and give each parameter its own.
+
+        Returns:
+            The notes, summed over the ranks.
+
+        Raises:
+            CommError: If a peer was late or lost.
+
+        Cost:
+            The gradients' bytes, a number a parameter and the notes: see :meth:`Channel.start_all_reduce`.
+        """
+        if self.channel.size == 1:
+            return [float(note) for note in self._notes]
+        try:
+            while len(self._under_way) < len(self.buckets):
+                self._set_off()
+            for pending in self._under_way:
+                pending.advance()
+            sums = [pending.wait() for pending in self._under_way]
+        finally:
+            self._under_way = []
+        notes: list[float] = []
+        late: set[int] = set()
+        for number, (bucket, summed) in enumerate(zip(self.buckets, sums, strict=True)):
+            heads = len(bucket) + (len(self._notes) + 1 if number == self._bearer else 0)
+            head = (summed[:heads].real if summed.is_complex() else summed[:heads]).tolist()
+            notes = head[len(bucket) :] or notes
+            offset = heads
+            for place, owners in zip(bucket, head, strict=False):
+                parameter = self.parameters[place]
+                piece = summed[offset : offset + parameter.numel()].view(parameter.shape)
+                parameter.grad = piece if owners else None
+                offset += parameter.numel()
+                if owners != self.channel.size:
+                    late.add(place)
+        if self.overlaps is None:
+            self.overlaps = not notes[-1]
+            self._cut(frozenset(late))
+        return notes[:-1]
+
+    def tell_hooks(self) -> None:
+        """Run a user's hooks of gradients, once these are sums over all ranks and chunks."""
+        self._own_hooks.run()
+
+    def take_uncoded(self) -> int:
+        """Bytes that this rank would have sent without a codec since the last call."""
+        taken, self.uncoded = self.uncoded, 0
+        return taken
+
+    def _hook(self, place: int) -> object:
+        def arrived(_: Tensor) -> None:
+            number = self._home[place]
+            if place in self._seen:
+                self._again = True
+                if number < len(self._under_way):
+                    raise ModelError(
+                        "backward comes to each parameter once, as it did in the first epoch",
+                        f"it came twice to one of shape {list(self.parameters[place].shape)}",
+                        hint="no torch.utils.checkpoint in the model; --model.recompute does it by layer",
+                    )
+                return
+            self._seen.add(place)
+            self._missing[number] -= 1
+            # In one order on all ranks, whatever the order of gradients: who is early waits for its turn.
+            while self.overlaps and len(self._under_way) < len(self.buckets):
+                if self._missing[len(self._under_way)]:
+                    break
+                self._set_off()
+
+        return arrived
+
+    def _set_off(self) -> None:
+        """Begin the sum of the next bucket: who has a gradient, notes in one bucket, the gradients."""
+        number = len(self._under_way)
+        held = [self.parameters[place] for place in self.buckets[number]]
+        dtype, device = held[0].dtype, held[0].device
+        head: list[Tensor | float] = [float(p.grad is not None) for p in held]
+        if number == self._bearer:
+            head += [*self._notes, float(self._again)]
+        row = torch.tensor([0.0 if isinstance(h, Tensor) else h for h in head], dtype=dtype, device=device)
+        for at, value in enumerate(head):
+            if isinstance(value, Tensor):
+                row[at] = value.detach()
+        flat = [
+            (p.new_zeros(p.numel()) if p.grad is None else p.grad.to_dense().reshape(-1)).detach()
+            for p in held
+        ]
+        values = torch.cat([row, *flat])
+        cast = CASTS.get(self.codec)
+        begun = self.channel.start_all_reduce(values, action=self._action, cast=cast, exact=row.numel())
+        self.uncoded += begun.uncast
+        self._under_way.append(begun)

@@ -1,0 +1,201 @@
+"""Ready: a user's model before it is trained - lazy layers in shape, decoupled if asked, rank 0's weights.
+
+Where it sits: ``train.trainer`` calls :func:`ready` once it has its part; ``train.admission`` gives twins
+their shapes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kagome.comm.channel import Channel
+from kagome.comm.mesh import Mesh
+from kagome.config import Parallel
+from kagome.errors import ModelError
+from kagome.graph.partition.partition import Partition
+from kagome.graph.structure import splits
+from kagome.graph.structure.attributes import tensors_of
+from kagome.intercept.hooks import forget
+from kagome.model.copies import copied
+from kagome.model.decouple.decouple import decouple
+from kagome.model.forward_call import Calling, told
+from kagome.model.sparse_buffers import laid_out
+
+
+def ready(
+    model: nn.Module, part: Partition, mesh: Mesh, settings: Parallel
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model that will be trained, on this rank's device, with rank 0's weights; and what to say of it.
+
+    Raises:
+        ModelError: If it is to be decoupled and cannot be.
+    """
+    model = model.to(mesh.device)
+    materialise(model, part, mesh.device)
+    said: tuple[str, ...] = ()
+    if settings.decouple:
+        model = decouple(model, few_rows(part, mesh.device))
+        said = (*said, f"decoupled: {model.text()}")
+    broadcast_weights(model, mesh.world)
+    return model, said
+
+
+def unlike(model: nn.Module, part: Partition, names: Collection[str]) -> str:
+    """What to do about inputs of a number type that no weight has: PyTorch multiplies no two types.
+
+    Args:
+        model: The user's module.
+        part: Of the graph.
+        names: Inputs that forward gets.
+
+    Returns:
+        Nothing where all types are those of weights.
+    """
+    types = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    given = {**tensors_of(part.shared), **part.nodes, **part.edges}
+    found = [name for name in names if name in given and given[name].dtype not in types and name != "y"]
+    found = [name for name in found if given[name].dtype != torch.bool]
+    if not types or not found:
+        return ""
+    to = _short(min(types, key=str))
+    kinds = ", ".join(f"data.{name} is {_short(given[name].dtype)}" for name in found)
+    floats = [name for name in found if given[name].is_floating_point()] or found
+    cure = ", ".join(f"data.{name} = data.{name}.to(torch.{to})" for name in floats)
+    return f"{kinds} and the weights are {to}: {cure}"
+
+
+def refused_input(model: nn.Module, part: Partition, names: Collection[str], error: Exception) -> Exception:
+    """The error for a forward that fails, where inputs and weights differ in type; else the one it raised."""
+    cure = unlike(model, part, names)
+    words = ("dtype", "Long", "Double", "Half", "Int", "expected scalar type", "not implemented for")
+    if not cure or not any(word in str(error) for word in words):
+        return error
+    kinds, _, change = cure.partition(": ")
+    return ModelError(
+        "forward runs on the data as it is given",
+        f"it raised {type(error).__name__}: {str(error).splitlines()[0]}; {kinds}",
+        hint=change,
+    )
+
+
+def asks(model: nn.Module, part: Partition, uses: Collection[str]) -> tuple[str, ...]:
+    """What forward gets of the data, and what nobody uses, as a sentence.
+
+    Args:
+        model: The user's module.
+        part: Of the graph.
+        uses: Attributes that the loss reads.
+
+    Raises:
+        ModelError: If forward asks for an attribute that cannot be given to it.
+    """
+    names = part.names
+    refuse_asked(model, part)
+    calling = Calling.of(model, names)
+    wanted = calling.wants(names)
+    kinds = {**dict.fromkeys(part.nodes, "a row a vertex"), **dict.fromkeys(part.edges, "a row an edge")}
+    kinds |= dict.fromkeys(part.shared, "the same on all ranks")
+    shown = ", ".join(f"{name} ({kinds[name]})" if name in kinds else name for name in wanted)
+    known = {"num_nodes", "edge_index", *wanted, *uses, *splits.NAMES}
+    left = [name for name in names if name not in known]
+    said = f"forward gets {shown}"
+    if left:
+        said += f"; not used of the data: {', '.join(left)}"
+    if part.refused:
+        said += f"; not given to any model: {'; '.join(part.refused.values())}"
+    return (said,)
+
+
+def refuse_asked(model: nn.Module, part: Partition) -> None:
+    """Refuse a forward that asks by name for an attribute that cannot be given to it.
+
+    Raises:
+        ModelError: With the reason.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    for name, why in part.refused.items():
+        if name in parameters:
+            raise ModelError(
+                f"forward({', '.join(parameters)}) is given attributes of the data by name",
+                why,
+                where=f"data.{name}",
+            )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def unlabelled(part: Partition) -> Partition:
+    """A part without labels as engines take it: for scores alone, which read none."""
+    count = part.own.numel()
+    none = {name: torch.zeros(count, dtype=torch.bool) for name in ("val_mask", "test_mask")}
+    whole = {"train_mask": torch.ones(count, dtype=torch.bool), "y": torch.zeros(count, dtype=torch.int64)}
+    return replace(part, nodes={**part.nodes, **none, **whole})
+
+
+def broadcast_weights(model: nn.Module, channel: Channel) -> None:
+    """Give all ranks rank 0's parameters and buffers.
+
+    Raises:
+        ModelError: On all ranks, if a sparse tensor has more entries on one than on another.
+    """
+    if channel.size == 1:
+        return
+    held = (*model.named_parameters(), *model.named_buffers())
+    with torch.no_grad():
+        counts = {name: t._nnz() for name, t in held if t.layout != torch.strided}
+        each = channel.gather_objects(counts, "entries of sparse tensors")
+        if any(found != each[0] for found in each):
+            raise ModelError("all ranks build the same model", f"its sparse tensors have {each} entries")
+        for name, tensor in held:
+            for piece in laid_out(tensor.detach()):
+                piece.copy_(channel.broadcast(piece, 0, action=f"broadcast of {name}"))
+
+
+def materialise(model: nn.Module, part: Partition, device: torch.device) -> None:
+    """Let lazy layers (``in_channels=-1``) take their shapes from a few rows of the data."""
+    if not any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        return
+    inputs = few_rows(part, device)
+    training = model.training
+    model.eval()
+    with torch.no_grad(), told():
+        Calling.of(model, set(inputs)).call(model, inputs)
+    model.train(training)
+
+
+def few_rows(part: Partition, device: torch.device) -> dict[str, Any]:
+    """Two vertices and two edges with attributes like a part's, and what all parts share."""
+    like: dict[str, Any] = {
+        name: torch.ones(2, *value.shape[1:], dtype=value.dtype, device=device)
+        for name, value in (*part.nodes.items(), *part.edges.items())
+    }
+    shared = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.shared.items()}
+    edge_index = torch.tensor([[0, 1], [1, 0]], device=device)
+    return {"num_nodes": 2, **shared, **like, "edge_index": edge_index}
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A copy of a model on the CPU, without what its layers have cached.
+
+    Raises:
+        ModelError: If it cannot be copied.
+    """
+    try:
+        twin = copied(model).cpu()
+    except Exception as error:
+        raise ModelError(
+            "the check runs a copy of the model",
+            f"it cannot be copied: {type(error).__name__}: {error}",
+            hint="let copy.deepcopy(model) work",
+        ) from error
+    for module in twin.modules():
+        forget(module)
+    return twin

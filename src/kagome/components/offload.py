@@ -1,0 +1,137 @@
+"""Offload: what autograd keeps of a forward waits for backward in host memory or in files.
+
+Where it sits: ``train.graph_engine`` and ``pipeline.chunk_engine`` run each forward of training inside one.
+What a rank holds anyhow (weights, features, edges) stays where it is, and so do small tensors.
+
+::
+
+    forward     tensor ──pack──> host memory, or a file that is unlinked at once and dropped from memory
+    backward    ──unpack──> the device, once for each node that asks; gone when autograd lets go
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from kagome.comm.channel import Channel
+from kagome.config import Activations, Parallel
+from kagome.errors import ConfigError
+
+LEAST: Final = 64 * 1024
+"""Bytes of a tensor from which on it is moved."""
+
+
+class _InHost:
+    """A tensor in host memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device = tensor.device
+        self.copy = tensor.detach().to("cpu", copy=True)
+
+    def back(self) -> Tensor:
+        """The tensor on its device."""
+        return self.copy.to(self.device)
+
+
+class _InFile:
+    """A tensor in a file without a name: gone with the last that maps it."""
+
+    def __init__(self, tensor: Tensor, folder: str) -> None:
+        self.device, self.dtype, self.shape = tensor.device, tensor.dtype, tensor.shape
+        size = tensor.numel() * tensor.itemsize
+        with tempfile.TemporaryFile(dir=folder, prefix="kagome-") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk says so here, not in a signal
+            except OSError as error:
+                free = os.statvfs(folder)
+                raise ConfigError(
+                    f"parallel.activations='disk' wrote {size:,} bytes of activations to {folder}",
+                    f"there are {free.f_bavail * free.f_frsize:,} free ({error.strerror})",
+                    hint="a folder with more room in TMPDIR",
+                ) from None
+            self._map = mmap.mmap(file.fileno(), size)
+        self._whole().copy_(tensor.detach())
+        self._map.madvise(mmap.MADV_DONTNEED)  # no longer this process's memory; the file has it
+
+    def _whole(self) -> Tensor:
+        return torch.frombuffer(self._map, dtype=self.dtype).view(self.shape)
+
+    def back(self) -> Tensor:
+        """The tensor on its device; on a CPU the file itself."""
+        return self._whole().to(self.device)
+
+
+class Offload:
+    """One rank's.
+
+    Args:
+        parallel: Where to; ``device`` moves nothing, and so does ``host`` where the device is the host.
+        device: Where the model runs.
+        stays: Whether a tensor is kept anyhow.
+    """
+
+    def __init__(self, parallel: Parallel, device: torch.device, stays: Callable[[Tensor], bool]) -> None:
+        where: Activations = parallel.activations
+        if where == "auto":
+            where = "device" if parallel.memory_gib is None else "host"
+        self.where, self.stays = where, stays
+        self.moves = where == "disk" or (where == "host" and device.type != "cpu")
+        self.folder = tempfile.gettempdir()
+        self.most = 0
+        """Bytes moved in a forward, at most."""
+        self._moved = 0
+        self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_InHost | _InFile]]] = {}
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Around a forward of training."""
+        return self._saving() if self.moves else nullcontext()
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        self._known.clear()
+        self._moved = 0
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            yield
+        self.most = max(self.most, self._moved)
+
+    def facts(self, channel: Channel) -> dict[str, int]:
+        """The most that any rank moved in one forward, for the summary. All ranks call it."""
+        if not self.moves:
+            return {}
+        most = channel.all_reduce(torch.tensor(self.most), "max", action="activations moved", kind="other")
+        return {"activations_moved_bytes": int(most)}
+
+    def _pack(self, tensor: Tensor) -> Tensor | _InHost | _InFile:
+        with torch._C.DisableTorchFunction():  # it is not the user's computation
+            if tensor.numel() * tensor.itemsize < LEAST or tensor.layout != torch.strided:
+                return tensor
+            whole = tensor if tensor._base is None else tensor._base
+            if (whole.is_leaf and whole.requires_grad) or self.stays(tensor):
+                return tensor
+            storage = tensor.untyped_storage()
+            key = (
+                *(storage.data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()),
+                *(tensor.dtype, tensor._version),
+            )
+            # One that several nodes save goes once; another may lie at its place when it is gone.
+            storage_then, found = self._known.get(key, (None, None))
+            kept = None if found is None or storage_then is None or storage_then.expired() else found()
+            if kept is None:
+                kept = _InHost(tensor) if self.where == "host" else _InFile(tensor, self.folder)
+                self._moved += tensor.numel() * tensor.itemsize
+                self._known[key] = StorageWeakRef(storage), weakref.ref(kept)
+            return kept
+
+
+def _unpack(kept: Tensor | _InHost | _InFile) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.back()

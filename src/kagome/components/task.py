@@ -1,0 +1,117 @@
+"""Task: what an epoch is done in - draws that repeat, buffers that stay, outputs with a row a vertex.
+
+Where it sits: ``train.graph_engine``, ``pipeline.chunk_engine`` and what measures them use it; losses are in
+``objective.objective``, scores in ``objective.metrics``.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from kagome.errors import ModelError
+
+
+def check_finite(loss: float, epoch: int) -> None:
+    """Refuse to go on from a loss that is no number, or none that can be gone on from.
+
+    Raises:
+        ModelError: If it is not finite.
+    """
+    if not math.isfinite(loss):
+        raise ModelError(
+            "training goes on with a finite loss",
+            f"the loss is {loss}",
+            where=f"epoch {epoch}",
+            hint="a lower --train.lr, --train.clip 1.0, or a look at the features' scale",
+        )
+
+
+def has_rows(leaf: Any, count: int) -> bool:
+    """Whether a part of a model's output has a row for each of so many vertices."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.size(0) == count
+
+
+def rows_of(out: Any, rows: Tensor | slice, count: int) -> Any:
+    """Some rows of a model's output for so many vertices; what has none stays as it is."""
+    return tree_map(lambda leaf: leaf[rows] if has_rows(leaf, count) else leaf, out)
+
+
+def check_rows(out: Any, own: int, rank: int, *, beside: Literal["none", "numbers", "any"] = "none") -> Any:
+    """A model's output, which has a row for each of so many vertices; of several tensors one at least.
+
+    Args:
+        out: What forward returned.
+        own: Vertices.
+        rank: For the error.
+        beside: What there may be besides: numbers of the whole graph, such as a further loss, or anything.
+
+    Raises:
+        ModelError: If it has not.
+    """
+    leaves = tree_leaves(out)
+    fits = [has_rows(leaf, own) for leaf in leaves]
+    rowless = [
+        isinstance(leaf, Tensor) and leaf.dim() > 0 and not fit
+        for leaf, fit in zip(leaves, fits, strict=True)
+    ]
+    kept = any(fits) and (beside == "any" or (beside == "numbers" and not any(rowless)))
+    if not kept and not (leaves and all(fits)):
+        place = rowless.index(True) if any(rowless) else fits.index(False) if leaves else 0
+        odd = out if isinstance(out, Tensor) or not leaves else leaves[place]
+        found = f"shape {tuple(odd.shape)}" if isinstance(odd, Tensor) else type(odd).__name__
+        raise ModelError(
+            f"the model gives a row of scores for each of the part's {own} vertices",
+            f"it gave {found}",
+            where=f"rank {rank}",
+            hint="return a tensor with a row a vertex, or a tuple or dict of such",
+        )
+    return out
+
+
+@contextmanager
+def draws_of(seed: int, epoch: int) -> Iterator[None]:
+    """What a layer still draws from torch's own generator repeats with the epoch, on any ranks."""
+    # Seeding devices that are not there formats the whole stack for each of their kinds: half a millisecond.
+    seeds = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    with torch.random.fork_rng(devices=[]):
+        # Far from the small numbers that people choose: a seed of forward's own is told from this one.
+        seeds((seed * 1_000_003 + epoch + 0x5851F42D4C957F2D) % 2**63)
+        yield
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Whatever draws inside, all generators go on as if it had not."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def unmoved(buffers: Iterable[Tensor]) -> Iterator[None]:
+    """Buffers are afterwards as they were: what is computed twice moves them once."""
+    before = [(buffer, buffer.clone()) for buffer in buffers]
+    yield
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
+
+
+def in_float32(out: Any) -> Any:
+    """A model's output in bf16 as float32."""
+    return tree_map(
+        lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, out
+    )

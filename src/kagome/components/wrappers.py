@@ -1,0 +1,100 @@
+"""Wrappers: what stands around a model or its layers for another way of running them, and is taken off.
+
+Where it sits: ``train.trainer``, ``verify.check``, ``autoplan.plan`` and ``dag`` take a user's model through
+here first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Final, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from kagome.errors import ModelError
+
+AROUND: Final = {
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+}
+"""Classes around a whole model that compute nothing of their own, and the attribute that holds the model.
+
+``DistributedDataParallel`` adds sums of gradients over ranks, which Kagome makes itself; its hooks are silent
+where its own forward has not run."""
+WITHIN: Final = {
+    "DistributedDataParallel": "it sums gradients over ranks by itself",
+    "DataParallel": "it cuts its inputs into rows for several devices",
+    "FullyShardedDataParallel": "its weights lie in pieces on the ranks",
+    "FSDPModule": "its weights lie in pieces on the ranks",
+}
+"""Classes around a layer, or a whole model, that cannot be taken off, and why."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that a user wrote, without what stands around it. Compiled layers inside stay.
+
+    Raises:
+        ModelError: For what is no module, a layer in a wrapper that cannot be taken off, or weights that hold
+            no numbers.
+    """
+    refuse_no_module(model, "this")
+    while (held := _attribute(model)) is not None:
+        model = getattr(model, held)
+    for name, module in model.named_modules():
+        for kind in _classes(module) & WITHIN.keys():
+            raise ModelError(
+                "a model of plain layers was expected",
+                WITHIN[kind],
+                where=f"{name or 'the model'}: {kind}",
+                hint=f"leave {kind} out: Kagome divides the work among the ranks, and sums gradients",
+            )
+    for name, held_tensor in (*model.named_parameters(), *model.named_buffers()):
+        if held_tensor.is_meta:
+            raise ModelError(
+                "a model with numbers in its weights was expected",
+                f"{name} is a meta tensor, which holds none",
+                hint='model.to_empty(device="cpu"), then give all weights their first values',
+            )
+    return model
+
+
+def refuse_no_module(model: object, what: str) -> None:
+    """Refuse a model that is none.
+
+    Raises:
+        ModelError: If it is none.
+    """
+    if not isinstance(model, nn.Module):
+        hint = "an object of the class: Model(...)" if isinstance(model, type) else ""
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise ModelError(f"{what} takes a torch.nn.Module", f"it was given {kind}", hint=hint)
+
+
+def as_written(function: Callable[P, T]) -> Callable[P, T]:
+    """A function in which compiled models, layers and functions run as they were written.
+
+    Compiled code would hide from the interception what a model reads and sums.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        # A pipeline follows forward through them, too: dynamo would refuse to be followed.
+        followed = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+        with followed, torch.compiler.set_stance("force_eager"):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _attribute(model: nn.Module) -> str | None:
+    return next((AROUND[kind] for kind in _classes(model) if kind in AROUND), None)
+
+
+def _classes(module: nn.Module) -> set[str]:
+    return {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch")}

@@ -1,0 +1,41 @@
+"""What a user may set: dataclasses that are flags, TOML and arguments at once."""
+
+from kagome.config.settings import (
+    Activations,
+    Allowed,
+    CodecName,
+    CrossChunk,
+    Data,
+    Loss,
+    Metric,
+    Model,
+    Parallel,
+    Partitioner,
+    Report,
+    Run,
+    Schedule,
+    SumCodec,
+    Train,
+    at_least,
+    default_chunks,
+)
+
+__all__ = [
+    "Activations",
+    "Allowed",
+    "CodecName",
+    "CrossChunk",
+    "Data",
+    "Loss",
+    "Metric",
+    "Model",
+    "Parallel",
+    "Partitioner",
+    "Report",
+    "Run",
+    "Schedule",
+    "SumCodec",
+    "Train",
+    "at_least",
+    "default_chunks",
+]

@@ -1,0 +1,61 @@
+"""Planfile: the settings of the first plan in a file that ``kagome plan --json`` wrote, or a user edited.
+
+Where it sits: ``config.Parallel`` asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kagome.config.fields import WORDS, path_of, shown
+from kagome.errors import ConfigError, shortened
+from kagome.storage import text_files
+
+KINDS: Mapping[str, type] = {
+    "graph": int, "pipe": int, "stages_per_rank": int, "tensor": int, "chunks": int, "decouple": bool,
+    "cross_chunk": str, "codec": str, "codec_weights": str, "max_age": int,
+}  # fmt: skip
+"""Settings that a plan may have."""
+
+
+def load(file: str) -> dict[str, int | bool | str]:
+    """The first plan's settings.
+
+    Raises:
+        ConfigError: If there is no such file, or it holds no plan.
+    """
+    path = path_of(file, "parallel.plan")
+    where = shortened(str(path), 200)
+    try:
+        plans = text_files.json_file(path)
+    except text_files.UnreadableError as error:
+        raise ConfigError(
+            "plan=... takes manual, auto, or the file of a plan",
+            f"{where} cannot be read: {error}",
+            hint="kagome plan --json > plan.json",
+        ) from None
+    settings = _first(plans)
+    if settings is None:
+        raise ConfigError(
+            "a plan's file is what kagome plan --json writes: plans, each with settings",
+            "it has no first plan with settings",
+            where=where,
+        )
+    unknown = [name for name in settings if name not in KINDS]
+    if unknown:
+        raise ConfigError(f"a plan sets {', '.join(KINDS)}", f"it sets {unknown[0]!r}", where=where)
+    for name, value in settings.items():
+        if type(value) is not KINDS[name]:
+            raise ConfigError(
+                f"a plan's {name} takes {WORDS[KINDS[name]]}", f"it is {shown(value)}", where=where
+            )
+    return dict(settings)
+
+
+def _first(plans: Any) -> dict[str, Any] | None:
+    """The first plan's settings, if there are any."""
+    found = plans.get("plans") if isinstance(plans, dict) else None
+    first = found[0] if isinstance(found, list) and found else None
+    settings = first.get("settings") if isinstance(first, dict) else None
+    return settings if isinstance(settings, dict) else None

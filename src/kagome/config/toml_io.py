@@ -1,0 +1,128 @@
+"""Written: a run's settings as plain values and as TOML, there and back.
+
+Where it sits: ``cli.main`` reads settings files with it, ``run_dir.run_dir`` writes a run's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, get_args, get_origin
+
+from kagome.config import Run
+from kagome.config.fields import fits, hints_of, shown, takes
+from kagome.errors import ConfigError
+from kagome.storage import text_files
+
+
+def as_dict(run: Run) -> dict[str, dict[str, Any]]:
+    """The run as nested plain values; fields that are None are left out, as TOML knows no null."""
+    return {
+        section: {key: value for key, value in values.items() if value is not None}
+        for section, values in dataclasses.asdict(run).items()
+    }
+
+
+OWN: Final = "python:"
+"""Begins the name of a loss or metric that was given as a function, in a run's settings."""
+
+
+def own_name(given: object) -> str:
+    """What settings say of a function of the user's: where it is defined."""
+    code = getattr(given, "func", given)  # what a partial calls
+    code = code if hasattr(code, "__qualname__") else type(code)
+    return f"{OWN}{getattr(code, '__module__', None) or 'builtins'}:{code.__qualname__}"
+
+
+def to_toml(run: Run, own: Mapping[str, str] | None = None) -> str:
+    """The run as TOML text that :func:`from_toml` reads back.
+
+    Args:
+        run: The settings.
+        own: What is written of the losses and metrics of ``train`` that are functions: :func:`own_name`.
+    """
+    lines: list[str] = []
+    for section, values in as_dict(run).items():
+        values |= (own or {}) if section == "train" else {}
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for one character that only TOML forbids.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    return repr(list(value) if isinstance(value, tuple) else value)
+
+
+def from_toml(path: str | Path, *, over: Run | None = None, trains: bool = True) -> Run:
+    """Read a run from a TOML file; what it leaves out is as in another run, or by default.
+
+    Args:
+        path: The file.
+        over: The other run.
+        trains: Whether a loss or metric that was a function in Python is needed; else it is left out.
+
+    Raises:
+        ConfigError: If the file is missing, is no TOML, names an unknown section or setting, or a function
+            that is needed.
+    """
+    try:
+        table = text_files.toml(path)
+    except text_files.UnreadableError as error:
+        raise ConfigError(
+            f"a settings file of TOML was asked for: {path}", f"it cannot be read: {error}"
+        ) from None
+    train = table.get("train")
+    train = train if isinstance(train, dict) else {}
+    for key in [key for key in ("loss", "metric") if _is_own(train.get(key))]:
+        if trains:
+            raise ConfigError(
+                f"train.{key} takes a name",
+                f"this run's was the function {train[key].removeprefix(OWN)}, which Python gave",
+                where=str(path),
+                hint=f"Trainer(..., {key}=...).fit(resume=...) goes on with it",
+            )
+        del train[key]
+    return from_dict(table, where=str(path), over=over)
+
+
+def _is_own(value: object) -> bool:
+    return isinstance(value, str) and value.startswith(OWN)
+
+
+def from_dict(table: dict[str, Any], *, where: str = "", over: Run | None = None) -> Run:
+    """Build a run from nested plain values; what is left out is as in another run, or by default."""
+    over = over or Run()
+    sections = {f.name: f.default_factory for f in dataclasses.fields(Run)}
+    parts: dict[str, Any] = {}
+    for section, values in table.items():
+        if section not in sections:
+            raise ConfigError(f"a section of {', '.join(sections)}", f"found [{section}]", where=where)
+        kind: Any = sections[section]
+        if not isinstance(values, dict):
+            raise ConfigError(f"[{section}] is a section of settings", f"it is {values!r}", where=where)
+        hints, given = hints_of(kind), {}
+        for key, value in values.items():
+            name = key.replace("-", "_")  # as the flags are written
+            if name not in hints:
+                known = ", ".join(hints)
+                raise ConfigError(f"a setting of [{section}]: {known}", f"found {key!r}", where=where)
+            given[name] = _typed(f"{section}.{name}", value, hints[name], where)
+        parts[section] = dataclasses.replace(getattr(over, section), **given)
+    return dataclasses.replace(over, **parts)
+
+
+def _typed(name: str, value: Any, hint: Any, where: str) -> Any:
+    """The value as the field has it."""
+    if not fits(value, hint):
+        raise ConfigError(f"{name} takes {takes(hint)}", f"it is {shown(value)}", where=where)
+    if get_origin(hint) is tuple:
+        return tuple(value)
+    return float(value) if float in (hint, *get_args(hint)) and type(value) is int else value

@@ -1,0 +1,1 @@
+"""Messages along edges that are kept as expressions until a kernel reduces them."""

@@ -1,0 +1,80 @@
+"""Ends: what is done to the rows at a message's ends instead of to a row an edge.
+
+Where it sits: ``rewrite_rules`` and ``arithmetic`` build their rules of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from kagome.deferred.lazy_tensor import Lazy, now
+from kagome.deferred.message import Message, Source
+
+
+def message_of(value: Any) -> Message | None:
+    """The message that a tensor stands for; None for any other."""
+    return value.expr if isinstance(value, Lazy) and isinstance(value.expr, Message) else None
+
+
+def put_off(message: Message) -> Tensor:
+    """A tensor that stands for a message."""
+    return message.edges.pairs(Lazy(message))
+
+
+def widened(message: Message) -> Message:
+    """The message with all rows at hand, for what is done row by row and sends no less.
+
+    In feature slices it is done to own rows: what is sent goes later.
+    """
+    source = message.source
+    if source is None or source.whole or message.edges.scope.slices:
+        return message
+    whole = message.whole()
+    return replace(message, source=Source(whole, True, source.site))
+
+
+def each(message: Message, do: Callable[[Tensor], Tensor], *, narrows: bool = False) -> Message:
+    """Do to the rows at each end what was to be done to a row an edge."""
+    message.check()
+    if message.source is not None and not (narrows and not message.edges.scope.lasting(message.source.rows)):
+        message = widened(message)
+    target = None if message.target is None else do(message.target)
+    source = None if message.source is None else do(now(message.source.rows))
+    return with_rows(message, target, source)
+
+
+def with_rows(message: Message, target: Tensor | None, source: Tensor | None) -> Message:
+    """The message with other rows at its ends."""
+    place = message.source
+    if target is not None:
+        message.edges.rows(target)
+    if place is not None and source is not None and not place.whole:
+        message.edges.rows(source)
+    ends = None if place is None or source is None else replace(place, rows=source)
+    return replace(message, target=target, source=ends, roots=())
+
+
+def source_rows(m: Message) -> Tensor | None:
+    """The rows that are read at the source, own ones or all."""
+    return None if m.source is None else now(m.source.rows)
+
+
+def joined(one: Message, two: Message, sign: int = 1) -> Message:
+    """``one + sign * two``, both plain sums of ends."""
+
+    def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        if b is None:
+            return a
+        b = b if sign == 1 else -b
+        return b if a is None else a + b
+
+    one.check()
+    two.check()
+    if one.source is not None and two.source is not None and one.source.whole is not two.source.whole:
+        one, two = widened(one), widened(two)
+    place = replace(one, source=one.source or two.source)
+    return with_rows(place, added(one.target, two.target), added(source_rows(one), source_rows(two)))

@@ -1,0 +1,264 @@
+"""Reduce: messages, lazy or not, over each row's in-edges.
+
+Where it sits: ``intercept.deferral`` calls it for an aggregation or a softmax by the graph's targets; what a
+message is made of decides which of ``sparse_ops.edge_sum`` and ``sparse_ops.edge_softmax`` does it; what need
+not be done again is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kagome.deferred import sliced_attention, sliced_reduce
+from kagome.deferred.lazy_tensor import Lazy, now
+from kagome.deferred.message import EdgeSet, Linear, Message, Shared, SoftmaxShare, flat
+from kagome.kernels.address import address
+from kagome.sparse_ops import edge_softmax, edge_sum
+from kagome.sparse_ops import linear as dense
+from kagome.sparse_ops.sparse_features import Thin, is_thin, thin_of
+
+Reduce = Literal["sum", "mean", "max", "min"]
+NAMES: dict[str, Reduce] = {
+    "sum": "sum", "add": "sum", "mean": "mean", "max": "max", "amax": "max", "min": "min", "amin": "min",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Total:
+    """A sum or mean of messages over in-edges, not computed: a linear map that narrows may come first."""
+
+    message: Message
+    how: Reduce
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape of the sum: a row for each own vertex."""
+        return (self.message.edges.structure.own, *self.message.trailing)
+
+    @property
+    def parts(self) -> Sequence[Tensor]:
+        """What it is made from."""
+        return self.message.parts
+
+    def compute(self) -> Tensor:
+        """Compute the sum, with the exchange of rows that it takes."""
+        return self.message.edges.rows(now(_linear_sum(self.message, self.how)))
+
+    def kept(self) -> Tensor | Thin | None:
+        """The sum to multiply by a weight, if it is the same in every forward; else None."""
+        source, scope = self.message.source, self.message.edges.scope
+        assert source is not None
+        self.message.check()
+        if isinstance(source.rows, Lazy) or not (
+            scope.lasting(source.rows) and scope.lasting(self.message.weight)
+        ):
+            return None
+        return _kept_sum(self.message, source.rows, self.how, multiplied=True)
+
+
+def settled(value: Any) -> Any:
+    """A sum that was put off, computed as far as feature slices where it is one of those."""
+    if not isinstance(value, Lazy) or value.value is not None or not isinstance(value.expr, Total):
+        return value
+    if sliced_reduce.slicing_for(value.expr.message) is None:
+        return value
+    with torch._C.DisableTorchFunction():  # it is not the user's computation
+        found = _linear_sum(value.expr.message, value.expr.how)
+    inside = sliced_reduce.in_slices(found)
+    if inside is None:
+        value.value = value.expr.message.edges.rows(now(found))
+    else:
+        value.expr = inside
+    return value
+
+
+def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
+    """Reduce a row an edge, lazy or not, over each row's in-edges; a row without any gives zeros.
+
+    Shapes:
+        ``[E, ...]`` -> ``[n, ...]``.
+    """
+    expr = value.expr if isinstance(value, Lazy) and value.value is None else None
+    s = edges.structure
+    if isinstance(expr, Shared) and how == "sum" and expr.message.one_ended and len(expr.shape) == 2:
+        slicing = sliced_reduce.slicing_for(expr.message)
+        if slicing is not None:
+            return sliced_reduce.column_softmax(expr.share.logits, expr.message, slicing)
+        z, m = expr.share.logits.whole(), expr.message.whole()
+        return edges.rows(edge_softmax.column_softmax(z, m, s))
+    if isinstance(expr, Message) and expr.source is not None and expr.form == "sum":
+        if how in ("sum", "mean"):
+            return _total(expr, how)
+        if expr.weight is None:
+            best = _extreme(expr, 1 if how == "max" else -1)
+            if expr.target is not None:
+                some = _column(s.degree > 0, best)
+                best = torch.where(some, best + expr.target, best)
+            return edges.rows(best)
+    values = now(value)
+    if how in ("max", "min"):
+        best = edge_sum.edge_extreme(flat(values), s, 1 if how == "max" else -1)
+        return edges.rows(best.view(s.own, *values.shape[1:]))
+    out = edge_sum.edge_sum(values, s)
+    return edges.rows(out if how == "sum" else out / _column(s.degree.clamp(min=1), out))
+
+
+def _extreme(message: Message, sign: int) -> Tensor:
+    slicing = sliced_reduce.slicing_for(message)
+    if slicing is not None:
+        return now(sliced_reduce.extreme(message, sign, slicing))
+    s = message.edges.structure
+    return edge_sum.neighbor_extreme(flat(message.whole()), s, sign).view(s.own, *message.trailing)
+
+
+def _total(message: Message, how: Reduce) -> Tensor:
+    message.check()
+    edges, target = message.edges, message.target
+    alone = replace(message, target=None)
+    if target is None:
+        assert message.source is not None
+        rows = message.source.rows
+        if rows.dim() == 2 and not isinstance(rows, Lazy):
+            return edges.rows(Lazy(Total(alone, how)))
+        return edges.rows(_linear_sum(alone, how))
+    degree = edges.structure.degree
+    degree = degree if how == "sum" else degree.clamp(max=1)
+    return edges.rows(now(_linear_sum(alone, how)) + target * _column(degree, target).to(target.dtype))
+
+
+def _linear_sum(message: Message, how: Reduce) -> Tensor:
+    """Sum or mean of a source's rows, with what need not be computed again left out.
+
+    Where columns are reduced apart, it stays in feature slices.
+    """
+    source, scope = message.source, message.edges.scope
+    assert source is not None
+    message.check()
+    rows = source.rows
+    if isinstance(rows, Lazy) and rows.value is None and isinstance(rows.expr, Linear):
+        linear: Linear = rows.expr
+        narrow = linear.weight.size(1) < linear.weight.size(0)
+        if narrow or (scope.lasting(linear.x) and scope.lasting(message.weight)):
+            first = Total(replace(message, source=replace(source, rows=linear.x), roots=()), how)
+            kept = first.kept()
+            return dense.linear(now(_linear_sum(first.message, how)) if kept is None else kept, linear.weight)
+    rows = rows if sliced_reduce.in_slices(rows) is not None else now(rows)
+    if not (scope.lasting(rows) and scope.lasting(message.weight)):
+        return _sum(message, rows, how)
+    found = _kept_sum(message, rows, how, multiplied=False)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | Thin:
+    """A sum of rows that last, computed once; where it is multiplied by a weight, by what in it is not zero.
+
+    All ranks come here in the same order, and each exchanges rows the first time: what each keeps is its own
+    affair, and gives both without another exchange.
+    """
+    scope = message.edges.scope
+    key = ("sum", how, id(message.edges), _place(rows), _place(message.weight))
+    found: Tensor | Thin | None = scope.kept(key)
+    if found is None:
+        with scope.once():
+            found = scope.keep(key, _first_sum(message, rows, how, multiplied=multiplied))
+    if isinstance(found, Tensor):
+        return scope.thinned(found) if multiplied else found
+    if multiplied:
+        return found
+    whole: Tensor | None = scope.kept(("whole", key))
+    return scope.keep(("whole", key), found.whole()) if whole is None else whole
+
+
+def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | Thin:
+    """The sum of rows that last, with the exchange that it takes."""
+    source, weight, edges = message.source, message.weight, message.edges
+    assert source is not None
+    if not multiplied or sliced_reduce.slicing_for(message) is not None or not is_thin(rows):
+        return now(_sum(message, rows, how))
+    if not source.whole and edges.scope.size > 1:
+        whole = edges.scope.held(rows, edges.mark)
+        if whole is None:
+            halo = edges.plan.road(rows, edges.scope.turn, source.site).fetch(rows).wait()
+            whole = torch.cat([rows, halo])
+        rows = whole
+    scale = edges.structure.degree.clamp(min=1).to(rows.dtype).reciprocal() if how == "mean" else None
+    thin = thin_of(rows, edges.structure, weight, scale)
+    if thin is not None:
+        return thin
+    known = replace(message, source=replace(source, rows=rows, whole=True), roots=())
+    return now(_sum(known, rows, how))
+
+
+def _place(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (address(tensor), tuple(tensor.shape))
+
+
+def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
+    edges, s, weight = message.edges, message.edges.structure, message.weight
+    assert message.source is not None
+    slicing = sliced_reduce.slicing_for(message)
+    if slicing is not None:
+        return sliced_reduce.summed(message, rows, how, slicing)
+    rows = now(rows)
+    share = None if weight is None else sliced_attention.share_of(weight)
+    if share is not None and share.slicing is None:
+        weight, s = sliced_attention.flattened(share.walked(), rows), s.walked
+    elif weight is not None:
+        weight = sliced_attention.computed(weight, rows)
+    trailing = rows.shape[1:]
+    headed = weight is not None and weight.dim() == 2
+    shaped = rows.reshape(rows.size(0), trailing[0], -1) if headed and rows.numel() else rows
+    shaped = shaped if headed else flat(rows)
+    scale = s.degree.clamp(min=1).to(rows.dtype).reciprocal() if how == "mean" else None
+    factor = edges.scope.roots(weight, edges)
+    if factor is not None:
+        weight, root = None, factor[: s.own]
+        scale = root if scale is None else root * scale
+    road = None
+    if not message.source.whole and edges.scope.size > 1:
+        whole = edges.scope.held(rows, edges.mark)
+        if whole is None:
+            road = edges.plan.road(rows, edges.scope.turn, message.source.site)
+        else:
+            shaped = whole.reshape(whole.size(0), *shaped.shape[1:])
+    out = edge_sum.neighbor_sum(
+        shaped.contiguous(), s, weight=weight, scale=scale, factor=factor, road=road, turn=edges.scope.turn
+    )
+    return out.reshape(s.own, *trailing)
+
+
+def _column(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def softmax(value: Tensor, edges: EdgeSet) -> Tensor:
+    """Softmax over each row's in-edges, lazy or not.
+
+    Shapes:
+        ``[E, ...]`` -> the same.
+    """
+    expr = value.expr if isinstance(value, Lazy) and value.value is None else None
+    s = edges.structure
+    if isinstance(expr, Message) and expr.target is not None and expr.source is not None:
+        joint = expr.form == "leaky" or (expr.form == "sum" and expr.weight is None)
+        if joint and expr.att is None:
+            slope = expr.slope if expr.form == "leaky" else 1.0
+            shape, slicing = expr.shape, sliced_reduce.slicing_for(expr)
+            if slicing is not None:
+                return sliced_attention.put_off(expr, slope, slicing)
+            read = sliced_attention.ends(expr)
+            if s.walked is not s:
+                return sliced_attention.put_off(expr, slope, None, read)
+            out: Tensor = edge_softmax.joint_softmax(*read, slope, s)
+            return edges.pairs(out.view(*shape))
+    if isinstance(expr, Message) and expr.one_ended and expr.source is not None and len(expr.shape) == 2:
+        return edges.pairs(Lazy(SoftmaxShare(expr)))
+    logits = now(value)
+    out = edge_softmax.edge_softmax(flat(logits), s)
+    return edges.pairs(out.view(logits.shape))

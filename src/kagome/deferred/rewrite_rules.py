@@ -1,0 +1,367 @@
+"""Algebra: which torch calls on messages give messages again.
+
+Where it sits: ``intercept.interceptor`` asks :func:`answer` for each torch call that was given a lazy tensor.
+A call that is not known here gets the computed tensor, as if nothing had been put off.
+
+To keep another call lazy: write a rule ``(marks, name, func, args, kwargs)`` -> result or NotImplemented,
+and add it to ``RULES``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kagome.deferred import sliced_attention, sliced_reduce
+from kagome.deferred.arithmetic import binary
+from kagome.deferred.endpoint_ops import each, joined, message_of, put_off, source_rows, with_rows
+from kagome.deferred.lazy_tensor import Lazy, now
+from kagome.deferred.message import Beside, EdgeSet, Linear, Message, Source, Thins
+from kagome.deferred.reduce import Total, settled
+from kagome.placement.axis_rules import attribute
+from kagome.placement.placement import Kind, Marks
+from kagome.sparse_ops import edge_softmax
+from kagome.sparse_ops import linear as dense
+
+Rule = Callable[[Marks, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+#: What a stand-in knows by itself.
+_ASK = (
+    "size dim ndimension numel nelement __len__ is_floating_point is_complex stride element_size get_device "
+    "is_same_size __hash__ is_contiguous"
+)
+_ATTRIBUTES = (
+    "shape dtype device ndim requires_grad is_leaf layout is_sparse is_cuda is_nested is_quantized is_mps "
+    "is_meta names _version"
+)
+ASK, ATTRIBUTES = frozenset(_ASK.split()), frozenset(_ATTRIBUTES.split())
+
+#: What a part, and a tensor that is put off, know as the whole graph would: most of a layer's torch calls.
+KNOWN = frozenset(
+    [
+        Tensor.dim,
+        Tensor.is_floating_point,
+        *(
+            getattr(Tensor, name).__get__
+            for name in [
+                "layout",
+                "dtype",
+                "device",
+                "requires_grad",
+                "is_leaf",
+                "is_cuda",
+                "ndim",
+                "_version",
+            ]
+        ),
+    ]
+)
+
+
+#: Calls whose handler takes messages as they are.
+WRITES = frozenset(
+    ["scatter_add_", "scatter_add", "index_add_", "index_add", "scatter_reduce_", "scatter_reduce", "grad"]
+)
+
+
+def asks(name: str, func: Any) -> bool:
+    """Whether a call asks only for what a lazy tensor knows by itself."""
+    return name in ASK or (name == "__get__" and attribute(func) in ATTRIBUTES)
+
+
+def answer(
+    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The result of a call that was given a lazy tensor, or NotImplemented where it needs the numbers."""
+    if any(isinstance(value, Lazy) and value.value is not None for value in args):
+        return NotImplemented  # computed already: it costs nothing to use it
+    if any(sliced_attention.share_of(value) is not None for value in args):
+        found = sliced_attention.answer(name, args, kwargs)
+        if found is not NotImplemented:
+            return found
+    if name in sliced_reduce.NAMES:
+        args = tuple(map(settled, args))
+        if any(sliced_reduce.in_slices(value) is not None for value in args):
+            with torch._C.DisableTorchFunction():
+                return sliced_reduce.answer(name, func, args, kwargs)
+    rule = RULES.get(name)
+    return NotImplemented if rule is None else rule(marks, name, func, args, kwargs)
+
+
+def computed_for(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with what the call needs computed."""
+    if name == "dropout" and args and sliced_attention.share_of(args[0]) is not None:
+        return args  # its handler draws by head
+    if name in WRITES:
+        return args  # that of writes reduces messages without computing them
+    first, *rest = args or (None,)
+    if isinstance(first, Lazy) and name.startswith("new_"):
+        while isinstance(first, Lazy):  # a type and a place are asked for: any tensor of both will do
+            first = first.expr.parts[0]
+    elif name not in ("index_select", "__getitem__") or not _gathers_lazily(settled(first)):
+        first = computed(first)
+    return (first, *(computed(value) for value in rest)) if args else ()
+
+
+def _gathers_lazily(value: Any) -> bool:
+    """Whether rows stay put off when they are gathered: to be mapped after they are summed, or in slices."""
+    linear = isinstance(value, Lazy) and isinstance(value.expr, Linear)
+    return linear or sliced_reduce.in_slices(value) is not None
+
+
+def spread(value: Tensor) -> Tensor:
+    """A message without what is the same for all in-edges of a row."""
+    m = message_of(value)
+    if m is None or m.form != "sum" or m.target is None or m.source is None:
+        return value
+    return put_off(replace(m, target=None))
+
+
+def computed(values: Any) -> Any:
+    """Arguments with every lazy tensor computed, one list deep."""
+    if isinstance(values, Lazy):
+        return values.now()
+    if isinstance(values, (tuple, list)) and any(isinstance(v, Lazy) for v in values):
+        return type(values)(now(v) for v in values)
+    return values
+
+
+def all_computed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with every lazy tensor computed."""
+    return tuple(computed(v) for v in args), {key: computed(v) for key, v in kwargs.items()}
+
+
+def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call was given a lazy tensor."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Lazy):
+            return True
+        if isinstance(value, (tuple, list)) and any(isinstance(v, Lazy) for v in value):
+            return True
+    return False
+
+
+def gathered(edges: EdgeSet, rows: Tensor, kind: Kind, site: str) -> Tensor:
+    """``rows[source]`` or ``rows[target]``, put off."""
+    roots = ((rows, rows._version),)
+    if kind is Kind.TARGET:
+        rows = now(rows)
+        return put_off(Message(edges, rows, None, roots=((rows, rows._version),)))
+    return put_off(Message(edges, None, Source(rows, edges.plan.closed, site), roots=roots))
+
+
+# One message -------------------------------------------------------------------------------------
+
+
+def _pointwise(
+    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``relu`` and the like: row by row where the message is one end's row."""
+    m = message_of(args[0]) if args else None
+    if m is None or kwargs.get("inplace"):
+        return NotImplemented
+    if name in ("relu", "leaky_relu") and m.form == "sum" and m.target is not None and m.source is not None:
+        slope = (
+            kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01) if name == "leaky_relu" else 0.0
+        )
+        if m.weight is None and isinstance(slope, (int, float)) and slope >= 0.0:
+            return put_off(replace(m, form="leaky", slope=float(slope)))
+        return NotImplemented
+    if not m.one_ended or any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
+        return NotImplemented
+    return put_off(each(m, lambda rows: func(rows, *args[1:], **kwargs)))
+
+
+def _linear(
+    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``F.linear`` of a message, of messages side by side, or of a sum that it narrows."""
+    weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+    bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
+    value = args[0] if args else None
+    if not isinstance(value, Lazy) or not isinstance(weight, Tensor) or isinstance(weight, Lazy):
+        return NotImplemented
+    if torch.is_autocast_enabled(value.device.type):
+        return NotImplemented
+    expr = value.expr
+    if isinstance(expr, Total):
+        kept = expr.kept() if weight.dtype == value.dtype else None
+        if kept is None:
+            return _narrowed(expr, weight, bias)
+        return expr.message.edges.rows(dense.linear(kept, weight, bias))
+    pieces = expr.messages if isinstance(expr, Beside) else (expr,)
+    if not all(isinstance(m, Message) and m.form == "sum" and m.weight is None for m in pieces):
+        return NotImplemented
+    total: Message | None = None
+    for m, part in zip(pieces, weight.split([m.shape[-1] for m in pieces], dim=1), strict=True):
+        mapped = each(m, partial(_mapped, m.edges.scope, part), narrows=part.size(0) < part.size(1))
+        total = mapped if total is None else joined(total, mapped)
+    assert total is not None
+    if bias is not None and total.target is not None:
+        total = with_rows(total, total.target + bias, source_rows(total))
+    elif bias is not None and total.source is not None:
+        total = with_rows(total, None, now(total.source.rows) + bias)
+    return put_off(total)
+
+
+def _mapped(scope: Thins, weight: Tensor, rows: Tensor) -> Tensor:
+    return dense.linear(scope.thinned(rows), weight)
+
+
+def _narrowed(total: Total, weight: Tensor, bias: Tensor | None) -> Any:
+    """A linear map of a sum that has fewer columns than it: the map first."""
+    m = total.message
+    if weight.size(0) >= weight.size(1) or m.source is None:
+        return NotImplemented
+    m.check()
+    rows = dense.linear(now(m.source.rows), weight)
+    out = Total(with_rows(m, None, rows), total.how).compute()
+    return m.edges.rows(out if bias is None else out + bias)
+
+
+def _shape(
+    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``view``, ``unsqueeze``, ``x[:, i]``, ...: another shape of each row."""
+    value = args[0]
+    expr = value.expr if isinstance(value, Lazy) else None
+    if isinstance(expr, Beside) and name == "__getitem__" and _inner(args[1], len(expr.shape)):
+        parts = [message_of(_shape(marks, name, func, (Lazy(m), args[1]), {})) for m in expr.messages]
+        known = tuple(m for m in parts if m is not None)
+        side = Lazy(Beside(known))
+        return expr.messages[0].edges.pairs(side) if len(known) == len(parts) else NotImplemented
+    m = message_of(value)
+    if m is None or m.form != "sum" or m.weight is not None:
+        return NotImplemented
+    if m.target is not None and m.source is not None and m.target.dim() != m.source.rows.dim():
+        return NotImplemented
+    edges = m.edges.structure.edges
+    if name == "__getitem__":
+        index = args[1]
+        if not isinstance(index, tuple) or index[0] != slice(None):
+            return NotImplemented
+        if not all(i is None or isinstance(i, (int, slice)) for i in index[1:]):
+            return NotImplemented
+        return put_off(each(m, lambda rows: rows[index], narrows=True))
+    if name in ("unsqueeze", "squeeze"):
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if not isinstance(dim, int):
+            return NotImplemented
+        dim = dim % (value.dim() + (1 if name == "unsqueeze" else 0))
+        return NotImplemented if dim == 0 else put_off(each(m, lambda rows: func(rows, dim), narrows=True))
+    shape: Any = args[1:] if len(args) > 2 or not isinstance(args[1], (tuple, list)) else args[1]
+    if kwargs or not all(isinstance(s, int) for s in shape) or not shape:
+        return NotImplemented
+    # By the width alone, never by how many edges there are: all ranks must put off the same calls.
+    width, inner = math.prod(m.trailing), [int(size) for size in shape[1:]]
+    given = math.prod(size for size in inner if size != -1)
+    if -1 in inner and given and shape[0] != -1:
+        inner = [width // given if size == -1 else size for size in inner]
+    if shape[0] not in (-1, edges) or math.prod(inner) != width:
+        return NotImplemented
+    return put_off(each(m, lambda rows: rows.reshape(rows.size(0), *inner), narrows=True))
+
+
+def _inner(index: Any, dims: int) -> bool:
+    """Whether an index leaves the first and the last axis as they are."""
+    if not isinstance(index, tuple) or index[0] != slice(None) or len(index) >= dims:
+        return False
+    return all(isinstance(i, (int, slice)) for i in index)
+
+
+def _side_by_side(
+    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``cat`` along the last axis; ``stack`` of sums along an inner one."""
+    values = args[0] if args else kwargs.get("tensors")
+    found = [message_of(v) for v in values] if isinstance(values, (tuple, list)) else [None]
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+    kept = [m for m in found if m is not None and m.form == "sum" and m.weight is None]
+    if len(kept) != len(found) or any(m.edges is not kept[0].edges for m in kept) or not isinstance(dim, int):
+        return NotImplemented
+    first = kept[0]
+    if name != "stack":
+        same = {m.shape[:-1] for m in kept if isinstance(m.shape, tuple)}
+        if dim % len(first.shape) != len(first.shape) - 1 or len(first.shape) < 2 or len(same) != 1:
+            return NotImplemented
+        return first.edges.pairs(Lazy(Beside(tuple(kept))))
+    dim %= len(first.shape) + 1
+    ends = {(m.target is None, m.source is None, m.source is not None and m.source.whole) for m in kept}
+    if dim == 0 or len(ends) != 1:
+        return NotImplemented
+    for one in kept:
+        one.check()
+    targets = [m.target for m in kept if m.target is not None]
+    sources = [rows for m in kept if (rows := source_rows(m)) is not None]
+    target = torch.stack(targets, dim) if targets else None
+    return put_off(with_rows(first, target, torch.stack(sources, dim) if sources else None))
+
+
+def _dotted(
+    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``(a_i * b_j).sum(-1)`` and ``(leaky(a_i + b_j) * att).sum(-1)``: a number an edge and head."""
+    m = message_of(args[0]) if args else None
+    if m is None:
+        return NotImplemented
+    m.check()
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    dims, keep = len(m.shape), kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    if not isinstance(dim, int) or dim % dims != dims - 1 or dims < 2 or kwargs.get("dtype") is not None:
+        return NotImplemented
+    if m.one_ended:
+        return put_off(each(m, lambda rows: func(rows, rows.dim() - 1, keep), narrows=True))
+    if name != "sum" or m.target is None or m.source is None or dims > 3 or m.form == "sum":
+        return NotImplemented
+    if m.form == "leaky" and m.att is None:
+        return NotImplemented
+    s = m.edges.structure
+    own, whole = _three(m.target), _three(m.whole())
+    if m.form == "product":
+        out = edge_softmax.dots(own, whole, s)
+    else:
+        assert m.att is not None
+        att = m.att.expand(m.trailing).reshape(own.shape[1:])
+        out = edge_softmax.leaky_dots(own, whole, att, m.slope, s)
+    out = out if dims == 3 else out.squeeze(-1)
+    return m.edges.pairs(out.unsqueeze(-1) if keep else out)
+
+
+def _three(rows: Tensor) -> Tensor:
+    return rows if rows.dim() == 3 else rows.unsqueeze(1)
+
+
+# Reads and writes --------------------------------------------------------------------------------
+
+
+def _as_shape(
+    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``index.expand_as(x_j)``."""
+    base, like = args[0], args[1] if len(args) > 1 else kwargs.get("other")
+    if isinstance(base, Lazy) or not isinstance(like, Lazy):
+        return NotImplemented
+    out = base.expand(like.shape)
+    mark = marks.get(base)
+    return out if mark is None else marks.put(out, mark)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        ("relu", "leaky_relu", "elu", "gelu", "silu", "sigmoid", "tanh", "exp", "neg"), _pointwise
+    ),
+    **dict.fromkeys(("abs", "sqrt", "square", "softplus", "log", "log1p", "selu", "celu", "pow"), _pointwise),
+    "linear": _linear,
+    **dict.fromkeys(("view", "reshape", "unsqueeze", "squeeze", "__getitem__"), _shape),
+    **dict.fromkeys(("cat", "concat", "stack"), _side_by_side),
+    **dict.fromkeys(("sum", "mean"), _dotted),
+    **dict.fromkeys(("mul", "add", "sub", "div", "true_divide", "__rsub__", "__rmul__", "__radd__"), binary),
+    "expand_as": _as_shape,
+}

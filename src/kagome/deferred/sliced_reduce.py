@@ -1,0 +1,330 @@
+"""Sliced: reductions over the whole graph of some columns of all rows, by every rank of a tensor group.
+
+Where it sits: ``reduce`` comes here instead of to the halo where columns of a message do not meet: sums and
+means (with a weight an edge, or one a head), extremes, softmax by column. What comes out stays in feature
+slices until something needs whole rows, so that the next hop of a propagation sends nothing.
+
+::
+
+    own rows [n, D] ──apart──> [V, d] ──reduce over all edges──> [V, d] ──together──> [n, D]
+                                 ^____________ next hop ____________│
+
+Source: NeutronTP, PVLDB 18(2), section 3; exact here for layers that are not decoupled too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from kagome.deferred.lazy_tensor import Lazy, changed_in_place, supports
+from kagome.deferred.message import EdgeSet, Message, flat, width
+from kagome.deferred.sliced_attention import share_of
+from kagome.feature_parallel.all_to_all import Cut
+from kagome.feature_parallel.edge_layout import Slicing
+from kagome.feature_parallel.tiled_columns import ColumnSoftmax, Extreme, Reduction, by_chunk
+from kagome.feature_parallel.tiled_reduce import Hop
+from kagome.halo.forward_pass import Turn
+from kagome.placement.placement import Kind, Mark, Marks
+from kagome.sparse_ops import edge_softmax, edge_sum
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A sum that waits until it is known whether whole rows are wanted of it.
+
+    Args:
+        hop: The sum, chunk by chunk.
+        rows: Its rows: own whole ones for the first hop, else in slices.
+        weight: Of all ranks' edges.
+        version: Of the rows when they were read.
+    """
+
+    hop: Hop
+    rows: Tensor
+    weight: Tensor | None
+    version: int
+
+    def run(self, turn: Turn, site: str, *, last: bool) -> Tensor:
+        """The sum, in slices or whole."""
+        if self.rows._version != self.version:
+            raise changed_in_place()
+        return replace(self.hop, last=last).run(self.rows, self.weight, turn, site)
+
+
+class InSlices:
+    """Rows of vertices of which this rank has some columns of all.
+
+    Args:
+        part: This rank's columns; or a sum of which these are not computed yet.
+        cut: Which those are.
+        trailing: The shape of a whole row.
+        edges: The edges it was reduced over.
+        slicing: The way back.
+        site: What the read was called.
+
+    Shapes:
+        part ``[V, d]``.
+    """
+
+    def __init__(
+        self,
+        part: Tensor | Pending,
+        cut: Cut,
+        trailing: tuple[int, ...],
+        edges: EdgeSet,
+        slicing: Slicing,
+        site: str,
+    ) -> None:
+        self._part, self.cut, self.trailing = part, cut, trailing
+        self.edges, self.slicing, self.site = edges, slicing, site
+
+    @property
+    def part(self) -> Tensor:
+        """All rows in this rank's columns."""
+        if isinstance(self._part, Pending):
+            self._part = self._part.run(self.edges.scope.turn, self.site, last=False)
+        return self._part
+
+    def of(self, part: Tensor) -> InSlices:
+        """Other numbers in the same place."""
+        return InSlices(part, self.cut, self.trailing, self.edges, self.slicing, self.site)
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape."""
+        return (self.edges.structure.own, *self.trailing)
+
+    @property
+    def parts(self) -> Sequence[Tensor]:
+        """What it is made from."""
+        if isinstance(self._part, Tensor):
+            return (self._part,)
+        found = (self._part.rows, self._part.weight)
+        return [part for part in found if part is not None]
+
+    def compute(self) -> Tensor:
+        """Own rows, whole."""
+        turn = self.edges.scope.turn
+        if isinstance(self._part, Pending):
+            own = self._part.run(turn, self.site, last=True)
+        else:
+            own = self.slicing.rows.together(self._part, self.cut, turn, self.site)
+        return self.edges.rows(own.view(*self.shape))
+
+    def lazy(self) -> Tensor:
+        """A tensor that stands for it."""
+        return self.edges.rows(Lazy(self))
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """A multiple of own rows, not computed: added to rows in feature slices, the rows themselves cross once.
+
+    Args:
+        rows: Own rows.
+        factor: The number.
+        version: Of the rows when they were multiplied.
+    """
+
+    rows: Tensor
+    factor: float
+    version: int
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape."""
+        return tuple(self.rows.shape)
+
+    @property
+    def parts(self) -> Sequence[Tensor]:
+        """What it is made from."""
+        return (self.rows,)
+
+    def check(self) -> None:
+        """Refuse rows that were written to since: those of then are gone."""
+        if self.rows._version != self.version:
+            raise changed_in_place()
+
+    def compute(self) -> Tensor:
+        """The tensor."""
+        self.check()
+        return self.rows * self.factor
+
+
+def in_slices(value: Any) -> InSlices | None:
+    """What a tensor stands for, if its rows lie in feature slices."""
+    found = isinstance(value, Lazy) and value.value is None and isinstance(value.expr, InSlices)
+    return value.expr if found else None
+
+
+def slicing_for(message: Message) -> Slicing | None:
+    """The edges of all ranks, if a message's columns are to be reduced apart; None for vertices and a halo.
+
+    Rows that this layer has read with their halo already stay so.
+    """
+    source, scope = message.source, message.edges.scope
+    if source is None or source.whole or not scope.slices:
+        return None
+    if not isinstance(source.rows, Lazy) and scope.held(source.rows, message.edges.mark) is not None:
+        return None
+    return scope.slicing(message.edges)
+
+
+def summed(message: Message, rows: Tensor, how: str, slicing: Slicing) -> Tensor:
+    """The sum or mean over in-edges, in feature slices."""
+    source, weight = message.source, message.weight
+    assert source is not None
+    inside, edges = in_slices(rows), message.edges
+    trailing = tuple(rows.shape[1:])
+    if weight is not None and weight.dim() == 2:
+        heads = weight.size(1)
+        each = width(trailing) // max(heads, 1)
+        cut, of_weight = slicing.by_head(heads, each)
+    else:
+        cut, of_weight = slicing.even(width(trailing)), slicing.everything(1)
+    if inside is not None and inside.cut != cut:
+        rows, inside = rows.now() if isinstance(rows, Lazy) else rows, None
+    scope, site = edges.scope, source.site
+    root = scope.roots_of_all(weight, edges, slicing)
+    weight = weight if root is None else None
+    if weight is not None:
+        share = share_of(weight)
+        if share is not None:
+            weight = share.heads(of_weight)
+        else:
+            taken = scope.apart(weight, of_weight, slicing, f"{site} (weights)", of_edges=True)
+            weight = taken.view(-1) if weight.dim() == 1 else taken
+    scale = None
+    if how == "mean":
+        scale = slicing.structure.degree.clamp(min=1).to(rows.dtype).reciprocal()
+    if root is not None:
+        own_root = root[: slicing.rows.total]
+        scale = own_root if scale is None else own_root * scale
+    if scope.bound is not None:
+        first = inside is None and not scope.lasting(rows)
+        own = flat(rows) if first else None
+        part = own if own is not None else inside.part if inside else scope.apart(rows, cut, slicing, site)
+        hop = scope.bound.hop(slicing, cut, weight, part.itemsize, scale=scale, factor=root, first=first)
+        return InSlices(Pending(hop, part, weight, part._version), cut, trailing, edges, slicing, site).lazy()
+    part = inside.part if inside is not None else scope.apart(rows, cut, slicing, site)
+    part = scope.beyond(part, slicing, site)
+    if weight is not None and weight.dim() == 2:
+        part = part.view(part.size(0), weight.size(1), part.size(1) // max(weight.size(1), 1))
+    out = edge_sum.neighbor_sum(part.contiguous(), slicing.structure, weight=weight, scale=scale, factor=root)
+    return InSlices(flat(out), cut, trailing, edges, slicing, source.site).lazy()
+
+
+def extreme(message: Message, sign: int, slicing: Slicing) -> Tensor:
+    """The largest (sign 1) or smallest (-1) of the neighbours' rows, column by column."""
+    return _by_column(
+        (message,),
+        slicing,
+        Extreme(sign),
+        lambda part: edge_sum.neighbor_extreme(part, slicing.structure, sign),
+    )
+
+
+def column_softmax(logits: Message, message: Message, slicing: Slicing) -> Tensor:
+    """Sums by a softmax that each column has of its own."""
+    return _by_column(
+        (logits, message),
+        slicing,
+        ColumnSoftmax(),
+        lambda z, m: edge_softmax.column_softmax(z, m, slicing.structure),
+    )
+
+
+def _by_column(
+    messages: tuple[Message, ...], slicing: Slicing, how: Reduction, do: Callable[..., Tensor]
+) -> Tensor:
+    """A reduction of rows of some columns, at once or within the bound; its result stays in slices."""
+    parts, cut, last = [], None, messages[-1]
+    for message in messages:
+        message.check()
+        assert message.source is not None
+        rows = message.source.rows
+        cut = slicing.even(width(tuple(rows.shape[1:])))
+        inside = in_slices(rows)
+        scope, site = message.edges.scope, message.source.site
+        if inside is not None and inside.cut == cut:
+            part = inside.part
+        else:
+            rows = rows.now() if isinstance(rows, Lazy) else rows
+            part = scope.apart(rows, cut, slicing, site)
+        parts.append(scope.beyond(part, slicing, site))
+    assert cut is not None
+    assert last.source is not None
+    found, bound = tuple(part.contiguous() for part in parts), last.edges.scope.bound
+    out = do(*found) if bound is None else by_chunk(bound, slicing, cut, how, found)
+    return InSlices(out, cut, last.trailing, last.edges, slicing, last.source.site).lazy()
+
+
+# What keeps rows in feature slices ---------------------------------------------------------------
+
+NAMES = frozenset(("mul", "div", "true_divide", "add", "sub", "__rmul__", "__radd__", "__rsub__"))
+
+
+def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A multiple, a sum or a difference of rows in feature slices; NotImplemented for all else."""
+    if name not in NAMES or len(args) != 2 or kwargs:
+        return NotImplemented
+    one, two = (in_slices(value) for value in args)
+    if one is not None and two is not None:
+        if one.cut != two.cut or one.trailing != two.trailing:
+            return NotImplemented
+        return one.of(func(one.part, two.part)).lazy()
+    inside, other = (one, args[1]) if one is not None else (two, args[0])
+    assert inside is not None
+    if isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.dim() == 0):
+        found = func(inside.part, other) if one is not None else func(other, inside.part)
+        return inside.of(found).lazy()
+    if name.strip("_") not in ("add", "radd", "sub", "rsub") or tuple(other.shape) != tuple(inside.shape):
+        return NotImplemented
+    scope, factor = inside.edges.scope, 1.0
+    if isinstance(other, Lazy):
+        multiple = other.expr
+        if not isinstance(multiple, Scaled):
+            return NotImplemented
+        multiple.check()
+        other, factor = multiple.rows, multiple.factor
+    if type(other) is not Tensor or other.dtype != inside.part.dtype or not scope.of_each_vertex(other):
+        return NotImplemented
+    part = scope.apart(other, inside.cut, inside.slicing, inside.site)
+    part = part if factor == 1.0 else part * factor
+    found = func(inside.part, part) if one is not None else func(part, inside.part)
+    return inside.of(found).lazy()
+
+
+class Layer(Protocol):
+    """What :func:`scaled` asks of the running interception."""
+
+    slices: bool
+    layers: int
+    marks: Marks
+
+    def axis(self, tensor: Any) -> int | None:
+        """The axis along which a tensor has a row a vertex or an edge."""
+
+    def of_each_vertex(self, tensor: Any) -> bool:
+        """Whether a tensor has one row for each own vertex."""
+
+
+def scaled(
+    scope: Layer, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A handler: own rows times a number inside a layer are put off."""
+    if not scope.slices or scope.layers == 0 or kwargs or len(args) != 2:
+        return NotImplemented
+    rows, factor = args if isinstance(args[0], Tensor) else reversed(args)
+    if type(rows) is not Tensor or not isinstance(factor, (int, float)) or not supports(rows):
+        return NotImplemented
+    if not scope.of_each_vertex(rows) or scope.axis(rows) != 0:
+        return NotImplemented
+    return scope.marks.put(Lazy(Scaled(rows, float(factor), rows._version)), Mark(Kind.ROWS))
+
+
+HANDLERS = {"mul": scaled, "__rmul__": scaled}

@@ -1,0 +1,268 @@
+"""Transpose: vertex slices of rows to feature slices of them, and back.
+
+Where it sits: ``edge_layout`` has one for the rows and one for the edges of a tensor group;
+``deferred.sliced_reduce`` asks it at a site. All columns of own rows in, some columns of all rows out;
+nothing is padded.
+
+::
+
+      vertex slices                       feature slices, all V rows
+    rank 0  [n_0, D] ┐                 ┌ rank 0  [V, d_0]
+    rank 1  [n_1, D] ┼── apart ──>     ┤ rank 1  [V, d_1]      rank t sends n_t (D - d_t) numbers,
+    rank 2  [n_2, D] ┘   <── together  └ rank 2  [V, d_2]      all ranks V D - sum of n_t d_t
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kagome.halo.exchange import Carrier, UnderWay, through
+from kagome.halo.forward_pass import Site, Turn
+
+APART, BACK, TOGETHER, BACK_TOGETHER = 4, 5, 6, 7
+"""Directions, for headers that ranks compare and for codecs: gradients have the odd ones."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which columns each rank takes; some may be taken by several.
+
+    Args:
+        begins: The first column of each rank.
+        ends: One past its last.
+        width: Columns in all.
+    """
+
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
+    width: int
+
+    def taken(self, rank: int) -> int:
+        """How many columns a rank takes."""
+        return self.ends[rank] - self.begins[rank]
+
+    def of(self, rank: int) -> slice:
+        """The columns of a rank."""
+        return slice(self.begins[rank], self.ends[rank])
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether some column is taken twice."""
+        return sum(self.ends) - sum(self.begins) > self.width
+
+
+def even(width: int, ranks: int) -> Cut:
+    """Columns shared out as evenly as they can be, the first ranks one more."""
+    bounds = [(width * rank + ranks - 1) // ranks for rank in range(ranks + 1)]
+    return Cut(tuple(bounds[:-1]), tuple(bounds[1:]), width)
+
+
+def everything(width: int, ranks: int) -> Cut:
+    """All columns for every rank."""
+    return Cut((0,) * ranks, (width,) * ranks, width)
+
+
+def by_head(heads: int, each: int, ranks: int) -> tuple[Cut, Cut]:
+    """Whole heads for each rank; where there are fewer heads than ranks, columns of one head.
+
+    Args:
+        heads: Heads.
+        each: Columns of a head.
+        ranks: Ranks.
+
+    Returns:
+        The cut of ``heads * each`` columns, and of the heads that each rank touches.
+    """
+    if heads >= ranks or not heads:
+        cut = even(heads, ranks)
+        columns = Cut(tuple(b * each for b in cut.begins), tuple(e * each for e in cut.ends), heads * each)
+        return columns, cut
+    begins, ends, touched = [], [], []
+    for head in range(heads):
+        members = [rank for rank in range(ranks) if rank * heads // ranks == head]
+        inside = even(each, len(members))
+        begins += [head * each + begin for begin in inside.begins]
+        ends += [head * each + end for end in inside.ends]
+        touched += [head] * len(members)
+    columns = Cut(tuple(begins), tuple(ends), heads * each)
+    return columns, Cut(tuple(touched), tuple(head + 1 for head in touched), heads)
+
+
+@dataclass(frozen=True, eq=False)
+class Lot:
+    """Rows that cross together.
+
+    Args:
+        all: Their places among all ranks' rows, ascending.
+        own: The own ones, by place among own rows.
+        counts: How many each rank owns.
+    """
+
+    all: Tensor
+    own: Tensor
+    counts: tuple[int, ...]
+
+
+class Transposer:
+    """The two ways between vertex slices and feature slices, each the other's gradient.
+
+    Args:
+        counts: Rows of each rank of the tensor group.
+        channel: The way to them.
+        device: Where rows lie.
+    """
+
+    def __init__(self, counts: Sequence[int], channel: Carrier, device: torch.device | str = "cpu") -> None:
+        self.counts, self.channel, self.device = tuple(counts), channel, device
+        self.total = sum(self.counts)
+
+    def apart(self, rows: Tensor, cut: Cut, turn: Turn, name: str) -> Tensor:
+        """All columns of own rows -> this rank's columns of all rows, by rank; with gradient.
+
+        Shapes:
+            ``[n, D]`` -> ``[V, d]``.
+
+        Cost:
+            Sends ``n (D - d)`` numbers where no column is taken twice, and gets ``(V - n) d``.
+        """
+        site = turn.begin(name, grad=rows.requires_grad)
+        return through(
+            rows,
+            turn,
+            lambda r: self.start_apart(r, cut, site, APART).wait(),
+            lambda g: self.start_together(g, cut, site, BACK).wait(),
+        )
+
+    def together(self, part: Tensor, cut: Cut, turn: Turn, name: str) -> Tensor:
+        """From this rank's columns of all rows to all columns of own rows; with gradient.
+
+        Shapes:
+            ``[V, d]`` -> ``[n, D]``.
+
+        Cost:
+            Sends ``(V - n) d`` numbers, and gets ``n (D - d)``.
+        """
+        site = turn.begin(name, grad=part.requires_grad)
+        return through(
+            part,
+            turn,
+            lambda p: self.start_together(p, cut, site, TOGETHER).wait(),
+            lambda g: self.start_apart(g, cut, site, BACK_TOGETHER).wait(),
+        )
+
+    def lot(self, places: Tensor) -> Lot:
+        """Some rows, by place among all ranks' rows, ascending."""
+        ends = torch.tensor(self.counts, device=places.device).cumsum(0)
+        until = torch.searchsorted(places, ends).tolist()
+        counts = tuple(end - begin for begin, end in zip([0, *until], until, strict=False))
+        rank = self.channel.rank
+        mine = places[until[rank] - counts[rank] : until[rank]]
+        return Lot(places, mine - sum(self.counts[:rank]), counts)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Of all rows: what codecs draw by."""
+        return torch.arange(self.total, device=self.device)
+
+    @cached_property
+    def _own_places(self) -> Tensor:
+        """Of own rows, once for each peer."""
+        return self._repeated(self._places, self.counts)
+
+    def _repeated(self, places: Tensor, counts: Sequence[int]) -> Tensor:
+        """The own ones of some places by rank, once for each peer."""
+        mine: Tensor = places.split(tuple(counts))[self.channel.rank]
+        return mine.repeat(self.channel.size)
+
+    def start_apart(
+        self, rows: Tensor, cut: Cut, site: Site, direction: int, lot: Lot | None = None
+    ) -> UnderWay:
+        """Begin: all columns of own rows go, this rank's columns of all ranks' rows come; no gradient.
+
+        Shapes:
+            rows ``[n, D]``; what comes ``[V, d]``, or of a lot ``[its rows, d]``.
+        """
+        rank, ranks = self.channel.rank, range(self.channel.size)
+        counts = self.counts if lot is None else lot.counts
+        rows = rows if lot is None else rows.index_select(0, lot.own)
+        mine, own = cut.taken(rank), counts[rank]
+        begun = self.channel.start_exchange(
+            torch.cat([rows[:, cut.of(peer)].reshape(-1) for peer in ranks]),
+            [own * cut.taken(peer) for peer in ranks],
+            [count * mine for count in counts],
+            action=site.action(_words(direction)),
+            kind="transpose",
+            header=site.header(direction, cut.width),
+            trip=site.trip(
+                direction,
+                self._own_places if lot is None else self._repeated(lot.all, lot.counts),
+                blocks=([(own, cut.taken(peer)) for peer in ranks], [(count, mine) for count in counts]),
+            ),
+        )
+        return _Shaped(begun, lambda come: come.view(sum(counts), mine))
+
+    def start_together(
+        self, part: Tensor, cut: Cut, site: Site, direction: int, lot: Lot | None = None
+    ) -> UnderWay:
+        """Begin: this rank's columns of all rows go, all columns of own rows come; no gradient.
+
+        Shapes:
+            part ``[V, d]``, or of a lot ``[its rows, d]``; what comes ``[n, D]``, or the lot's own rows.
+        """
+        rank, ranks = self.channel.rank, range(self.channel.size)
+        counts = self.counts if lot is None else lot.counts
+        mine, own = cut.taken(rank), counts[rank]
+        comes = [own * cut.taken(peer) for peer in ranks]
+        begun = self.channel.start_exchange(
+            part.reshape(-1),
+            [count * mine for count in counts],
+            comes,
+            action=site.action(_words(direction)),
+            kind="transpose",
+            header=site.header(direction, cut.width),
+            trip=site.trip(
+                direction,
+                self._places if lot is None else lot.all,
+                blocks=([(count, mine) for count in counts], [(own, cut.taken(peer)) for peer in ranks]),
+            ),
+        )
+
+        def side_by_side(come: Tensor) -> Tensor:
+            out = part.new_zeros(own, cut.width) if cut.overlaps else part.new_empty(own, cut.width)
+            for peer, piece in enumerate(come.split(comes)):
+                place, piece = out[:, cut.of(peer)], piece.view(own, cut.taken(peer))
+                if cut.overlaps:
+                    place += piece  # the gradient of what several ranks read
+                else:
+                    place.copy_(piece)
+            return out
+
+        return _Shaped(begun, side_by_side)
+
+
+class _Shaped:
+    """An exchange under way, and what is made of what comes."""
+
+    def __init__(self, begun: UnderWay, do: Callable[[Tensor], Tensor]) -> None:
+        self._begun, self._do = begun, do
+
+    def wait(self) -> Tensor:
+        """The rows."""
+        return self._do(self._begun.wait())
+
+    @contextmanager
+    def lent(self) -> Iterator[Tensor]:
+        """The same for a block."""
+        with self._begun.lent() as come:
+            yield self._do(come)
+
+
+def _words(direction: int) -> str:
+    way = "feature slices" if direction in (APART, BACK_TOGETHER) else "vertex slices"
+    return f"{way} {'forward' if direction in (APART, TOGETHER) else 'backward'}"

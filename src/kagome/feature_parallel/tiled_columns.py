@@ -1,0 +1,154 @@
+"""Bounded, column by column: extremes and softmaxes over feature slices, chunk of destinations by chunk.
+
+Where it sits: ``deferred.sliced_reduce`` reduces so where settings give ``memory_gib`` and a layer takes the
+largest of its neighbours or a softmax a column, as ``tiled_reduce`` sums. The rows are in slices before and
+stay in slices after, so nothing travels meanwhile; what backward needs of a chunk's result rests where the
+rows do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kagome.feature_parallel.all_to_all import Cut
+from kagome.feature_parallel.edge_layout import Slicing
+from kagome.feature_parallel.tiled_reduce import Bound, DestinationChunk, Room, refuse_again, walked
+from kagome.kernels import ops
+from kagome.kernels.csr import Layout
+
+
+class Reduction(Protocol):
+    """A reduction of neighbours' rows in which columns do not meet."""
+
+    @property
+    def room(self) -> Room:
+        """What it has on the device at a time."""
+
+    def reduce(self, layout: Layout, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The result, and what backward needs besides, of the result's shape."""
+
+    def back(
+        self, layout: Layout, rows: tuple[Tensor, ...], found: tuple[Tensor, ...], g: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The gradients of the rows; the layout is by source."""
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """The largest (sign 1) or smallest (-1); equals share a gradient."""
+
+    sign: int
+
+    @property
+    def room(self) -> Room:
+        """Backward's: rows and their gradient; the result, how many equal it, and its gradient."""
+        return Room(reads=2, writes=3)
+
+    def reduce(self, layout: Layout, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The result and how many equal it."""
+        return ops.extreme_rows(layout, rows[0], self.sign)
+
+    def back(
+        self, layout: Layout, rows: tuple[Tensor, ...], found: tuple[Tensor, ...], g: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The gradient."""
+        best, ties = found
+        return (ops.extreme_back(layout, rows[0], best, ties, g),)
+
+
+@dataclass(frozen=True)
+class ColumnSoftmax:
+    """Sums of the second rows by a softmax of the first."""
+
+    @property
+    def room(self) -> Room:
+        """Backward's: both rows and their gradients; the result, its largest, its total, its gradient."""
+        return Room(reads=4, writes=4)
+
+    def reduce(self, layout: Layout, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The sums, the largest and the total."""
+        z, m = rows
+        return ops.column_softmax(layout, z, m)
+
+    def back(
+        self, layout: Layout, rows: tuple[Tensor, ...], found: tuple[Tensor, ...], g: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The gradients of both."""
+        (z, m), (out, top, total) = rows, found
+        return ops.column_softmax_back(layout, z, m, out, top, total, g)
+
+
+def by_chunk(bound: Bound, slicing: Slicing, cut: Cut, how: Reduction, parts: tuple[Tensor, ...]) -> Tensor:
+    """A reduction over all edges in this rank's columns, within the bound.
+
+    Args:
+        bound: The working memory.
+        slicing: The edges of all ranks.
+        cut: Which columns each takes: chunks are those of the widest, so that all ranks refuse or none does.
+        how: The reduction.
+        parts: The rows that it reads.
+
+    Shapes:
+        each of parts ``[V, d]``; result ``[V, d]``.
+
+    Raises:
+        ConfigError: If no chunks are small enough.
+
+    Cost:
+        Keeps what ``how`` keeps, where the rows are.
+    """
+    width = max(cut.taken(rank) for rank in range(len(slicing.rows.counts)))
+    chunks = bound.chunks(slicing, width, parts[0].itemsize, how.room)
+    out: Tensor = _ByChunk.apply(bound, chunks, how, *parts)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _read(bound: Bound, chunk: DestinationChunk, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A chunk's rows on the device, as many as its structure names; those past its reads have no edge."""
+    more = chunk.structure.whole - chunk.reads.numel()
+    rows = (part.index_select(0, chunk.reads).to(bound.device, non_blocking=True) for part in parts)
+    return tuple(torch.cat([each, each.new_zeros(more, each.size(1))]) if more else each for each in rows)
+
+
+class _ByChunk(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, bound: Bound, chunks: tuple[DestinationChunk, ...], how: Reduction, *parts: Tensor
+    ) -> Tensor:
+        kept: tuple[Tensor, ...] = ()
+        rows = parts[0].size(0)
+        bound.gauge.moving = 0
+        for chunk in chunks:
+            read, layout = _read(bound, chunk, parts), chunk.structure.by_target
+            found = how.reduce(layout, read)
+            bound.gauge.note(*read, *found, *walked(layout))
+            kept = kept or tuple(parts[0].new_empty(rows, *each.shape[1:]) for each in found)
+            for place, each in zip(kept, found, strict=True):
+                place[chunk.begin : chunk.end] = each.to(place.device)
+        if not kept:
+            kept = (torch.zeros_like(parts[0]),)
+        ctx.bound, ctx.chunks, ctx.how = bound, chunks, how
+        ctx.count = len(parts)
+        ctx.save_for_backward(*parts, *kept)
+        return kept[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_again()
+        bound: Bound = ctx.bound
+        parts, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        lies = [torch.zeros_like(part) for part in parts]
+        for chunk in reversed(ctx.chunks):
+            span = slice(chunk.begin, chunk.end)
+            read, layout = _read(bound, chunk, parts), chunk.structure.by_source
+            found = tuple(each[span].to(bound.device) for each in kept)
+            g = grads[0][span].to(bound.device).contiguous()
+            back = ctx.how.back(layout, read, found, g)
+            bound.gauge.note(*read, *found, g, *back, *walked(layout))
+            for place, each in zip(lies, back, strict=True):
+                place.index_add_(0, chunk.reads, each[: chunk.reads.numel()].to(place.device))
+        return (None, None, None, *lies)

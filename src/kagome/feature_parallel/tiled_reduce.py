@@ -1,0 +1,409 @@
+"""Bounded: a sum over feature slices, chunk of destinations by chunk, in working memory with a bound.
+
+Where it sits: ``deferred.sliced_reduce`` sums so where settings give ``memory_gib``. All ranks have the same
+chunks, in one order. Rows rest in the host's memory; what a chunk needs goes to the device and comes back.
+
+::
+
+    peers    ─ rows that chunk j + 1 reads first ─┐        ┌─ rows of chunk j - 1 ─> their owners
+    host     rows [V, d] ──reads of chunk j──>    │        │            result [V, d]
+    device                                sum over the in-edges of chunk j
+
+Backward takes the chunks in reverse: what lies on rows that chunk j read first is whole once chunk j is done,
+and goes to its owners while chunk j - 1 is summed.
+
+Source: NeutronTP, PVLDB 18(2), section 4.2 and algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kagome.errors import ConfigError, ModelError
+from kagome.feature_parallel.all_to_all import APART, BACK, BACK_TOGETHER, TOGETHER, Cut, Lot, Transposer
+from kagome.feature_parallel.edge_layout import Slicing
+from kagome.halo.exchange import Carrier, UnderWay
+from kagome.halo.forward_pass import Site, Turn
+from kagome.kernels import ops
+from kagome.kernels.csr import Layout, Structure
+from kagome.placement.weak_map import ByIdentity
+
+MOST = 1 << 16
+"""Chunks; a bound that wants more is refused."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a reduction has on the device: tensors of the rows read and of those written, weights an edge."""
+
+    reads: int = 1
+    writes: int = 1
+    heads: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class DestinationChunk:
+    """Destinations next to each other, with all their in-edges.
+
+    Args:
+        begin: The first row written.
+        end: One past the last.
+        reads: Rows read, ascending.
+        brings: Those of them that no earlier chunk reads.
+        writes: The rows written.
+        edges: Its edges among those of all ranks.
+        structure: Its edges, by place among ``reads`` and from ``begin``.
+
+    Shapes:
+        reads ``[R]``, edges ``[E of the chunk]``.
+    """
+
+    begin: int
+    end: int
+    reads: Tensor
+    brings: Lot
+    writes: Lot
+    edges: Tensor
+    structure: Structure
+
+    def working(self, width: int, itemsize: int, room: Room) -> int:
+        """Bytes of what is on the device meanwhile: rows read and written, weights, their gradient, edges."""
+        writes = self.end - self.begin
+        rows = room.reads * max(self.reads.numel(), writes) + room.writes * writes
+        return rows * width * itemsize + self.edges.numel() * (8 + 2 * room.heads * itemsize) + 16 * writes
+
+
+def travelling(coming: Lot | None, going: Lot | None, width: int, itemsize: int) -> int:
+    """Bytes of what comes for one chunk and goes from another: what this rank sends, and what it receives."""
+    return 2 * sum(0 if lot is None else lot.all.numel() for lot in (coming, going)) * width * itemsize
+
+
+def chunks_of(
+    slicing: Slicing, width: int, itemsize: int, room: Room, bound: int
+) -> tuple[DestinationChunk, ...]:
+    """Few chunks of about as many edges each, that keep the working memory within a bound.
+
+    Their number is doubled until they do, then halved between what does and what does not, so that it is at
+    most an eighth larger than need be.
+
+    Args:
+        slicing: The edges of all ranks.
+        width: Columns of the widest slice.
+        itemsize: Bytes a number.
+        room: What the reduction has at a time.
+        bound: Bytes.
+
+    Raises:
+        ConfigError: If the rows that one destination reads do not fit.
+
+    Cost:
+        A sort of the edges for each number that is tried. Keeps 16 bytes an edge.
+    """
+    rows, count, fewer = slicing.rows.total, 1, 0
+    while True:
+        chunks = cut_in(slicing, min(count, max(rows, 1)))
+        need = largest(chunks, width, itemsize, room)
+        if need <= bound:
+            break
+        if count >= min(rows, MOST):
+            raise ConfigError(
+                f"parallel.memory_gib bounds the working memory of a reduction at {bound / 2**30:.3g} GiB",
+                f"the in-edges of one vertex, with {width} columns, need {need / 2**30:.3g} GiB",
+                hint="a larger --parallel.memory-gib, or more slices (--parallel.tensor)",
+            )
+        count, fewer = 2 * count, count
+    while count - fewer > max(fewer // 8, 1):
+        middle = (count + fewer) // 2
+        tried = cut_in(slicing, min(middle, max(rows, 1)))
+        if largest(tried, width, itemsize, room) <= bound:
+            count, chunks = middle, tried
+        else:
+            fewer = middle
+    return chunks
+
+
+def largest(chunks: Sequence[DestinationChunk], width: int, itemsize: int, room: Room) -> int:
+    """The most working memory of any chunk, with what travels meanwhile for the next and the one before."""
+    found = 0
+    for place, chunk in enumerate(chunks):
+        coming = chunks[place + 1].brings if place + 1 < len(chunks) else None
+        going = chunks[place - 1].writes if place else None
+        beside = travelling(coming, going, width, itemsize)
+        found = max(found, chunk.working(width, itemsize, room) + beside)
+    return found
+
+
+def cut_in(slicing: Slicing, count: int) -> tuple[DestinationChunk, ...]:
+    """So many chunks, or fewer, of about as many edges each."""
+    layout, way = slicing.structure.by_target, slicing.rows
+    cost = layout.pointer + torch.arange(layout.rows + 1, device=layout.pointer.device)
+    goals = torch.arange(1, count, device=cost.device) * int(cost[-1]) // count
+    inner = torch.searchsorted(cost, goals).tolist()
+    bounds = sorted({0, *inner, layout.rows})
+    known = torch.zeros(way.total, dtype=torch.bool, device=cost.device)
+    chunks = []
+    for begin, end in pairwise(bounds):
+        first, last = int(layout.pointer[begin]), int(layout.pointer[end])
+        columns, edges = layout.column[first:last].long(), layout.edge[first:last].long()
+        reads, source = torch.unique(columns, return_inverse=True)
+        new = reads[~known[reads]]
+        known[reads] = True
+        target = torch.repeat_interleave(layout.pointer[begin : end + 1].diff())
+        structure = Structure(source, target, end - begin, max(reads.numel(), end - begin))
+        writes = way.lot(torch.arange(begin, end, device=cost.device))
+        chunks.append(DestinationChunk(begin, end, reads, way.lot(new), writes, edges, structure))
+    return tuple(chunks)
+
+
+@dataclass(eq=False)
+class Gauge:
+    """The most that sums held at a time, in bytes: a chunk's rows, weights and edges, and what travels."""
+
+    peak: int = 0
+    moving: int = 0
+    """Of what travels now."""
+
+    def note(self, *tensors: Tensor | None) -> None:
+        """These are there at a time."""
+        self.peak = max(self.peak, self.moving + sum(t.nbytes for t in tensors if t is not None))
+
+
+@dataclass(frozen=True, eq=False)
+class Hop:
+    """One sum over the chunks.
+
+    Args:
+        slicing: The edges of all ranks.
+        chunks: The chunks.
+        cut: This rank's columns and the others'.
+        scale: A factor a row of the result (a mean's).
+        factor: A factor a row that edges read.
+        device: Where sums are computed.
+        gauge: Told of the working memory.
+        first: Whether own whole rows go in, which come to their columns' ranks chunk by chunk.
+        last: Whether own whole rows come out, which go to their owners chunk by chunk.
+        site: Of the exchanges.
+    """
+
+    slicing: Slicing
+    chunks: tuple[DestinationChunk, ...]
+    cut: Cut
+    scale: Tensor | None
+    factor: Tensor | None
+    device: torch.device
+    gauge: Gauge = field(default_factory=Gauge)
+    first: bool = False
+    last: bool = False
+    site: Site | None = None
+
+    def run(self, rows: Tensor, weight: Tensor | None, turn: Turn, name: str) -> Tensor:
+        """The sum, with gradient.
+
+        Shapes:
+            rows ``[n, D]`` where it is the first, else ``[V, d]``; weight ``[E]`` or ``[E, h]`` of all ranks;
+            result ``[n, D]`` where it is the last, else ``[V, d]``.
+        """
+        grad = rows.requires_grad or (weight is not None and weight.requires_grad)
+        hop = replace(self, site=turn.begin(name, grad=grad))
+        follows = grad and turn.follows()
+        with nullcontext() if follows else torch.no_grad():
+            out, token = _Hop.apply(rows, weight, turn.token, hop)  # type: ignore[no-untyped-call]
+        if follows:
+            turn.token = token
+        return out  # type: ignore[no-any-return]
+
+    @property
+    def way(self) -> Transposer:
+        """Between slices."""
+        return self.slicing.rows
+
+    @property
+    def mine(self) -> int:
+        """Columns of this rank."""
+        return self.cut.taken(self.way.channel.rank)
+
+    def apart(self, rows: Tensor, lot: Lot, direction: int) -> UnderWay:
+        """Begin: own whole rows of these places go, this rank's columns of all of them come."""
+        assert self.site is not None
+        return self.way.start_apart(rows, self.cut, self.site, direction, lot)
+
+    def together(self, part: Tensor, lot: Lot, direction: int) -> UnderWay:
+        """Begin: this rank's columns of these places go to their owners."""
+        assert self.site is not None
+        return self.way.start_together(part, self.cut, self.site, direction, lot)
+
+    def shaped(self, rows: Tensor, weight: Tensor | None) -> Tensor:
+        """Rows by head, where a weight has heads."""
+        if weight is None or weight.dim() == 1:
+            return rows
+        heads = weight.size(1)
+        return rows.view(rows.size(0), heads, rows.size(1) // max(heads, 1))
+
+    def moved(self, tensor: Tensor, ids: Tensor) -> Tensor:
+        """Some rows, on the device."""
+        return tensor.index_select(0, ids).to(self.device, non_blocking=True)
+
+
+class Bound:
+    """The working memory that reductions may take.
+
+    Args:
+        bytes: How much.
+        device: Where sums are computed.
+    """
+
+    def __init__(self, bytes: int, device: torch.device) -> None:
+        self.bytes, self.device, self.gauge = bytes, device, Gauge()
+        self._chunks: ByIdentity[Any] = ByIdentity()
+
+    def used(self, channel: Carrier) -> dict[str, int]:
+        """The most that any rank's reductions took, for the summary. All ranks call it."""
+        peak = torch.tensor(self.gauge.peak, device=self.device)
+        most = channel.all_reduce(peak, "max", action="working memory", kind="other")
+        return {"working_memory_bytes": int(most)}
+
+    def chunks(self, slicing: Slicing, width: int, itemsize: int, room: Room) -> tuple[DestinationChunk, ...]:
+        """Chunks of these edges within the bound, made once; see :func:`chunks_of`."""
+        known = self._chunks.setdefault(slicing, {})
+        key = width, itemsize, room
+        if key not in known:
+            known[key] = chunks_of(slicing, width, itemsize, room, self.bytes)
+        found: tuple[DestinationChunk, ...] = known[key]
+        return found
+
+    def hop(
+        self,
+        slicing: Slicing,
+        cut: Cut,
+        weight: Tensor | None,
+        itemsize: int,
+        *,
+        scale: Tensor | None,
+        factor: Tensor | None,
+        first: bool,
+    ) -> Hop:
+        """A sum over the chunks that these columns and weights need.
+
+        Raises:
+            ConfigError: If no chunks are small enough.
+        """
+        width = max(cut.taken(rank) for rank in range(len(slicing.rows.counts)))
+        room = Room(heads=0 if weight is None else weight[:1].numel())
+        chunks = self.chunks(slicing, width, itemsize, room)
+        return Hop(slicing, chunks, cut, scale, factor, self.device, self.gauge, first=first)
+
+
+class _Hop(torch.autograd.Function):
+    """See :class:`Hop`; the token goes along, see [Note: token] in ``rows``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor | None, token: Tensor, hop: Hop
+    ) -> tuple[Tensor, Tensor]:
+        total, chunks = hop.way.total, hop.chunks
+        part = rows.new_empty(total, hop.mine) if hop.first else rows
+        own = hop.way.counts[hop.way.channel.rank]
+        out = rows.new_empty((own, hop.cut.width) if hop.last else (total, hop.mine))
+        coming = hop.apart(rows, chunks[0].brings, APART) if hop.first and chunks else None
+        going: tuple[Lot, UnderWay] | None = None
+        for place, chunk in enumerate(chunks):
+            if coming is not None:
+                part[chunk.brings.all] = coming.wait()
+                more = place + 1 < len(chunks)
+                coming = hop.apart(rows, chunks[place + 1].brings, APART) if more else None
+            comes = chunks[place + 1].brings if coming is not None else None
+            hop.gauge.moving = travelling(comes, going and going[0], hop.mine, rows.itemsize)
+            x = hop.moved(part, chunk.reads)
+            if hop.factor is not None:
+                x.mul_(hop.moved(hop.factor, chunk.reads).view(-1, 1))
+            w = None if weight is None else hop.moved(weight, chunk.edges)
+            s = None if hop.scale is None else hop.scale[chunk.begin : chunk.end].to(hop.device)
+            found = ops.sum_rows(chunk.structure.by_target, hop.shaped(x, w), w, s).flatten(1)
+            hop.gauge.note(x, w, found, *walked(chunk.structure.by_target))
+            found = found.to(out.device)
+            if not hop.last:
+                out[chunk.begin : chunk.end] = found
+                continue
+            _laid(out, going)
+            going = chunk.writes, hop.together(found, chunk.writes, TOGETHER)
+        _laid(out, going)
+        ctx.hop, ctx.weight_grad = hop, ctx.needs_input_grad[1]
+        ctx.save_for_backward(weight, part if ctx.weight_grad else None)
+        return out, torch.zeros_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_again()
+        hop: Hop = ctx.hop
+        weight, part = ctx.saved_tensors
+        chunks, g = hop.chunks, grads[0].contiguous()
+        to_rows = ctx.needs_input_grad[0]
+        lies = g.new_zeros(hop.way.total, hop.mine) if to_rows else None
+        own = hop.way.counts[hop.way.channel.rank]
+        g_rows = g.new_zeros(own, hop.cut.width) if hop.first and to_rows else lies
+        g_weight = torch.zeros_like(weight) if ctx.weight_grad else None
+        coming = hop.apart(g, chunks[-1].writes, BACK_TOGETHER) if hop.last and chunks else None
+        going: tuple[Lot, UnderWay] | None = None
+        for place in reversed(range(len(chunks))):
+            chunk = chunks[place]
+            if coming is not None:
+                mine = coming.wait()
+                coming = hop.apart(g, chunks[place - 1].writes, BACK_TOGETHER) if place else None
+            else:
+                mine = g[chunk.begin : chunk.end]
+            comes = chunks[place - 1].writes if coming is not None else None
+            hop.gauge.moving = travelling(comes, going and going[0], hop.mine, g.itemsize)
+            mine = mine.to(hop.device)
+            if hop.scale is not None:
+                mine = mine * hop.scale[chunk.begin : chunk.end].to(mine).view(-1, 1)
+            mine = mine.contiguous()
+            w = None if weight is None else hop.moved(weight, chunk.edges)
+            shaped = hop.shaped(mine, w)
+            if lies is not None:
+                back = ops.sum_rows(chunk.structure.by_source, shaped, w)
+                back = back.flatten(1)[: chunk.reads.numel()]
+                if hop.factor is not None:
+                    back.mul_(hop.moved(hop.factor, chunk.reads).view(-1, 1))
+                hop.gauge.note(mine, w, back, *walked(chunk.structure.by_source))
+                lies.index_add_(0, chunk.reads, back.to(lies.device))
+            if g_weight is not None:
+                x = hop.shaped(hop.moved(part, chunk.reads), w)
+                x3, g3 = (t if t.dim() == 3 else t.unsqueeze(1) for t in (x, shaped))
+                dots = ops.dot_edges(chunk.structure.by_target, g3.contiguous(), x3.contiguous())
+                hop.gauge.note(mine, w, x, dots, *walked(chunk.structure.by_target))
+                g_weight[chunk.edges] = dots.view(-1, *weight.shape[1:]).to(g_weight.device)
+            if hop.first and lies is not None:
+                assert g_rows is not None
+                _laid(g_rows, going)
+                going = chunk.brings, hop.together(lies[chunk.brings.all], chunk.brings, BACK)
+        if hop.first and g_rows is not None:
+            _laid(g_rows, going)
+        return g_rows, g_weight, torch.zeros_like(grads[1]), None
+
+
+def refuse_again() -> None:
+    """Refuse a backward that is to be differentiated again: its chunks keep no graph."""
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "sums within memory_gib are differentiated once",
+            "a derivative of the model is differentiated again (create_graph=True)",
+            hint="leave parallel.memory_gib out, or train on one rank",
+        )
+
+
+def walked(layout: Layout) -> tuple[Tensor, Tensor]:
+    """What a sum reads an edge: its other end, and its number."""
+    return layout.column, layout.edge
+
+
+def _laid(out: Tensor, going: tuple[Lot, UnderWay] | None) -> None:
+    """Put own rows that have come to their places."""
+    if going is not None:
+        out[going[0].own] = going[1].wait()

@@ -1,0 +1,168 @@
+"""Catalog: short names of data sets, the PyG classes behind them, and the folders their raw files lie in.
+
+Where it sits: ``load`` looks names up here; ``raw_files`` looks for the files.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kagome.errors import DataError
+
+
+class Entry(NamedTuple):
+    """A class of ``torch_geometric.datasets``, its ``name`` argument, the usual folder of its files."""
+
+    kind: str
+    name: str | None
+    folder: str
+
+
+_SHORT = {
+    "Cora": ("Planetoid", "Cora"),
+    "CiteSeer": ("Planetoid", "CiteSeer"),
+    "PubMed": ("Planetoid", "PubMed"),
+    "Reddit": ("Reddit", None),
+    "Flickr": ("Flickr", None),
+    "Tolokers": ("HeterophilousGraphDataset", "Tolokers"),
+    "Minesweeper": ("HeterophilousGraphDataset", "Minesweeper"),
+    "squirrel": ("WikipediaNetwork", "squirrel"),
+    "chameleon": ("WikipediaNetwork", "chameleon"),
+    "actor": ("Actor", None),
+    "cornell5": ("LINKXDataset", "cornell5"),
+    "johnshopkins55": ("LINKXDataset", "johnshopkins55"),
+    "flickr-attributed": ("AttributedGraphDataset", "Flickr"),
+    "blogcatalog-attributed": ("AttributedGraphDataset", "BlogCatalog"),
+}
+_FOLDERS = {
+    "Planetoid": "planetoid",
+    "HeterophilousGraphDataset": "heterophilous",
+    "WikipediaNetwork": "wikipedia_network",
+    "Actor": "actor",
+    "AttributedGraphDataset": "attributed",
+    "LINKXDataset": "linkx",
+    "Reddit": "reddit",
+    "Flickr": "flickr",
+}
+
+
+def names() -> tuple[str, ...]:
+    """The short names."""
+    return tuple(_SHORT)
+
+
+def find(name: str) -> Entry:
+    """What a short name or ``pyg:Class[:name]`` stands for; short names may be written in any case.
+
+    Raises:
+        DataError: If it is no name that Kagome knows; the ways to name a data set are listed.
+    """
+    if name.startswith("pyg:"):
+        kind, _, inner = name.removeprefix("pyg:").partition(":")
+        return Entry(kind, inner or None, _FOLDERS.get(kind, kind))
+    for short, (kind, inner_name) in _SHORT.items():
+        if short.casefold() == name.casefold():
+            return Entry(kind, inner_name, _FOLDERS[kind])
+    raise DataError(
+        f"a data set of digits, sbm:vertices=..., {', '.join(names())}, pyg:Class[:name], ogb:NAME, "
+        "npz:FILE, python:package.module:function was asked for",
+        f"found {name!r}",
+        where="data.name",
+    )
+
+
+def class_of(entry: Entry) -> type:
+    """The class that an entry names, if it can be made from a root and a name alone.
+
+    Raises:
+        DataError: If there is no such class, or it needs more, or a name is missing or too many.
+    """
+    import torch_geometric.datasets  # a third of a second, and most graphs need none of them
+
+    kind = getattr(torch_geometric.datasets, entry.kind, None)
+    if not inspect.isclass(kind):
+        raise DataError(
+            "a class of torch_geometric.datasets was asked for",
+            f"it has no {entry.kind!r}",
+            where="data.name",
+        )
+    if takes(kind, "name") and _required(kind, "name") and entry.name is None:
+        raise DataError(
+            f"pyg:{entry.kind} needs a name",
+            "none is given",
+            hint=f"pyg:{entry.kind}:NAME",
+            where="data.name",
+        )
+    if entry.name is not None and not takes(kind, "name"):
+        raise DataError(f"pyg:{entry.kind} takes no name", f"found {entry.name!r}", where="data.name")
+    more = [
+        name
+        for name in inspect.signature(kind).parameters
+        if name not in ("root", "name") and _required(kind, name)
+    ]
+    if more:
+        raise DataError(
+            f"pyg:{entry.kind} must need no more than root and name",
+            f"it needs {', '.join(more)}",
+            hint="write a function that returns its Data: --data.name python:package.module:function",
+        )
+    return kind
+
+
+def takes(kind: type, argument: str) -> bool:
+    """Whether the class's constructor has such an argument."""
+    return argument in inspect.signature(kind).parameters
+
+
+def _required(kind: type, argument: str) -> bool:
+    parameter = inspect.signature(kind).parameters[argument]
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_KEYWORD,
+        parameter.VAR_POSITIONAL,
+    )
+
+
+def arguments(entry: Entry, root: Path | None) -> dict[str, str]:
+    """What the class is constructed with."""
+    given = {} if root is None else {"root": str(root)}
+    return given if entry.name is None else {**given, "name": entry.name}
+
+
+class Stopped(Exception):  # noqa: N818 - no fault, an answer
+    """Thrown through a class's constructor to stop it where its raw files are known."""
+
+    def __init__(self, raw_paths: list[str]) -> None:
+        self.raw_paths = raw_paths
+
+
+def raw_files(kind: type, entry: Entry) -> list[Path] | None:
+    """Paths of the raw files under the class's root, found by starting it and stopping it at its first look.
+
+    Raises:
+        DataError: If the class does not take this name.
+    """
+
+    def stop(self: Any) -> None:
+        raise Stopped(self.raw_paths)
+
+    def stop_later(self: Any) -> None:
+        raise Stopped([])  # a class that downloads nothing goes on to process
+
+    if not takes(kind, "root"):
+        return None
+    nowhere = "/nowhere"
+    try:
+        type(kind.__name__, (kind,), {"_download": stop, "_process": stop_later})(
+            **arguments(entry, Path(nowhere))
+        )
+    except Stopped as found:
+        return [Path(path).relative_to(nowhere) for path in found.raw_paths]
+    except (AssertionError, KeyError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"{entry.kind} was asked for {entry.name!r}",
+            f"it knows no such name ({type(error).__name__} {error})".replace(" )", ")"),
+            where=f"pyg:{entry.kind}:{entry.name}",
+        ) from None
+    return None

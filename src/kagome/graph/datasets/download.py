@@ -1,0 +1,100 @@
+"""Download: raw files that are nowhere, fetched by PyG in a process of its own.
+
+Where it sits: ``raw_files`` calls :func:`download` last of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from kagome.errors import DataError
+from kagome.graph.datasets.catalog import Entry, Stopped, arguments, class_of
+
+#: A download that brings nothing for so long is given up.
+SILENCE_SECONDS: Final = 60
+
+
+def download(entry: Entry, work: Path, wanted: list[Path]) -> None:
+    """Let PyG download in a process of its own, where a limit on silence harms nobody.
+
+    Args:
+        entry: The data set.
+        work: Folder that gets the files, once all have come.
+        wanted: Paths of the raw files in it.
+
+    Raises:
+        DataError: If they cannot be had; it says which files to put where.
+    """
+    fresh = work / f".download.{os.getpid()}"
+    call = f"from {__name__} import fetch; fetch({entry.kind!r}, {entry.name!r}, {str(fresh)!r})"
+    try:
+        code, said = _watched([sys.executable, "-c", call], fresh)
+        if code != 0 or not all((fresh / file).exists() for file in wanted):
+            shown = ", ".join(str(file) for file in wanted[:12]) + (", ..." if len(wanted) > 12 else "")
+            raise DataError(
+                f"the data set {entry.kind} {entry.name or ''}".rstrip() + " was asked for",
+                f"its raw files are not there and cannot be downloaded: {said}",
+                where="data.root",
+                hint=f"put {shown} into {work}, or set KAGOME_DATA to a folder with them in {entry.folder}/",
+            )
+        for file in wanted:
+            (work / file).parent.mkdir(parents=True, exist_ok=True)
+            (fresh / file).replace(work / file)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _bytes_in(folder: Path) -> int:
+    """Bytes of a folder's files, while another process unpacks, renames and deletes some."""
+    found = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            found += file.stat().st_size if file.is_file() else 0
+    return found
+
+
+def _watched(command: list[str], folder: Path) -> tuple[int, str]:
+    """Run a download; end it when its folder has not grown for a while. Its exit code and its last words."""
+    with tempfile.TemporaryFile("w+") as words:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=words)
+        size, since = -1, time.monotonic()
+        try:
+            while child.poll() is None:
+                time.sleep(0.1)
+                now = _bytes_in(folder)
+                if now != size:
+                    size, since = now, time.monotonic()
+                elif time.monotonic() - since > SILENCE_SECONDS:
+                    return 1, f"nothing arrived for {SILENCE_SECONDS} s"
+        finally:
+            child.kill()
+            code = child.wait()
+        words.seek(0)
+        lines = words.read().strip().splitlines()
+    return code, lines[-1] if lines else "the download did not bring all files"
+
+
+def fetch(kind_name: str, name: str | None, root: str) -> None:
+    """Download a data set's raw files and no more; the whole of a process that :func:`download` starts.
+
+    Args:
+        kind_name: Class of ``torch_geometric.datasets``.
+        name: Its ``name`` argument.
+        root: Folder to download into.
+    """
+    entry = Entry(kind_name, name, "")
+    kind = class_of(entry)
+
+    def stop(self: Any) -> None:
+        raise Stopped([])
+
+    with contextlib.suppress(Stopped):
+        type(kind.__name__, (kind,), {"_process": stop})(**arguments(entry, Path(root)))

@@ -1,0 +1,167 @@
+"""Edits: what the data flags change in a graph (edges, self-loops, features), and what is made up.
+
+Where it sits: ``load`` applies these between reading and the last validation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from kagome.errors import DataError, ResourceError
+from kagome.graph.structure.attributes import attributes_of, is_sparse, plain
+from kagome.graph.structure.sparse_adjacency import with_loops
+from kagome.launch.host_memory import available_bytes
+
+MADE_FEATURES: Final = 128
+MADE_CLASSES: Final = 16
+
+
+def add_reverse(data: Data) -> Data:
+    """Add the reverse of every edge that has none; it takes over its edge's attributes.
+
+    Edges that are there already in both directions keep their own attributes. Added edges come last.
+
+    Args:
+        data: A graph; not changed.
+
+    Returns:
+        The graph with every edge in both directions.
+
+    Shapes:
+        edge_index ``[2, E]`` to ``[2, E']``, E' from E to 2 E.
+    """
+    source, target = data.edge_index.numpy()
+    count = int(data.num_nodes)
+    missing = ~np.isin(target * count + source, source * count + target)
+    chosen = torch.from_numpy(missing.nonzero()[0])
+    return _append(
+        data, data.edge_index[:, chosen].flip(0), {k: v[chosen] for k, v in _of_edges(data).items()}
+    )
+
+
+def add_self_loops(data: Data) -> Data:
+    """Add a self-loop to every vertex that has none; its attributes are 1, as in PyG.
+
+    Args:
+        data: A graph; not changed.
+
+    Returns:
+        The graph with a self-loop at every vertex.
+
+    Shapes:
+        edge_index ``[2, E]`` to ``[2, E']``, E' from E to E + N.
+    """
+    source, target = data.edge_index
+    bare = torch.ones(int(data.num_nodes), dtype=torch.bool)
+    bare[source[source == target]] = False
+    at = bare.nonzero().view(-1)
+    ones = {k: v.new_ones((at.numel(), *v.shape[1:])) for k, v in _of_edges(data).items()}
+    looped = _append(data, torch.stack([at, at]), ones)
+    edges = _of_edges(looped)
+    kept = {name: value for name, value in looped.to_dict().items() if name not in edges}
+    return Data(**kept, **with_loops(edges))
+
+
+def _of_edges(data: Data) -> dict[str, Tensor]:
+    """Attributes that grow with the edges; one that may or may not be such is a fault."""
+    found = attributes_of(data)
+    for name, why in found.refused.items():
+        value = data[name]
+        if isinstance(value, Tensor) and value.dim() and value.size(0) == data.edge_index.size(1):
+            raise DataError("an attribute has a row a vertex or a row an edge", why, where=f"data.{name}")
+    return found.edges
+
+
+def _append(data: Data, edge_index: Tensor, attributes: dict[str, Tensor]) -> Data:
+    changed = Data(**data.to_dict())
+    for name, value in attributes.items():
+        changed[name] = torch.cat([data[name], value])
+    changed.edge_index = torch.cat([data.edge_index, edge_index], dim=1)
+    return changed
+
+
+def project(x: Any, columns: int, *, seed: int = 0) -> tuple[Tensor, str]:
+    """Map features to fewer columns by a seeded normal matrix over the root of the columns.
+
+    Lengths and angles are kept up to about 1 / sqrt(columns) (Johnson and Lindenstrauss).
+
+    Args:
+        x: Features, dense or sparse.
+        columns: Columns of the result.
+        seed: Seed of the matrix.
+
+    Returns:
+        The projected features, and a sentence that says so.
+
+    Raises:
+        DataError: If ``columns`` is not at least 1.
+        ResourceError: If the result does not fit into memory.
+
+    Shapes:
+        x ``[N, F]``; result ``[N, columns]``, dense.
+    """
+    if columns < 1:
+        raise DataError("data.project takes a number of columns from 1 up", f"it is {columns}")
+    if is_sparse(x):
+        whole: Tensor = x if isinstance(x, Tensor) else x.to_torch_sparse_coo_tensor()
+        matrix = whole.detach().cpu().to_sparse_coo()
+    else:
+        matrix = plain(x)
+        matrix = matrix[:, None] if matrix.dim() == 1 else matrix
+    before = matrix.size(-1)
+    kind = matrix.dtype if matrix.is_floating_point() else torch.float32
+    size, left = (matrix.size(0) + before) * columns * kind.itemsize, available_bytes()
+    if left is not None and size > left:
+        raise ResourceError(
+            f"features projected to {columns:,} columns take {size / 2**30:.1f} GiB",
+            f"{left / 2**30:.1f} GiB are left",
+            where="data.project",
+            hint="fewer columns: 256",
+        )
+    made: Tensor = matrix.to(kind) @ _normal(before, columns, seed, kind)
+    return made, f"Features are projected from {before:,} to {columns:,} columns by a matrix of seed {seed}."
+
+
+def _normal(rows: int, columns: int, seed: int, kind: torch.dtype) -> Tensor:
+    # Drawn in one type: a float64 run projects by the numbers of a float32 run.
+    draw = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    return (draw / math.sqrt(columns)).to(kind)
+
+
+def make_up(data: Data, *, labels: bool, seed: int = 0) -> list[str]:
+    """Give features, and where asked for labels, to a graph that has none, in place.
+
+    Args:
+        data: The graph.
+        labels: Whether labels are made too; a real data set without labels is a fault, a bare graph is not.
+        seed: Seed of both.
+
+    Returns:
+        Sentences on what was made.
+    """
+    notes = []
+    num_nodes = int(data.num_nodes)
+    draw = torch.Generator().manual_seed(seed)
+    if data.x is None:
+        size, room = num_nodes * MADE_FEATURES * 4, available_bytes()
+        if room is not None and size > room:
+            raise DataError(
+                f"features are made for {num_nodes:,} vertices that have none",
+                f"they would take {size / 2**30:,.1f} GiB, and {room / 2**30:,.1f} GiB are left",
+                where="data.num_nodes",
+            )
+        data.x = torch.randn(num_nodes, MADE_FEATURES, generator=draw)
+        notes.append(f"No features given: {MADE_FEATURES} normal columns are made with seed {seed}.")
+    if labels and data.y is None:
+        data.y = torch.randint(MADE_CLASSES, (num_nodes,), generator=draw)
+        notes.append(
+            f"No labels given: {MADE_CLASSES} classes are drawn with seed {seed}. They measure speed; "
+            "accuracy on them means nothing."
+        )
+    return notes

@@ -1,0 +1,93 @@
+"""Data: a name and a few flags in, a validated PyG Data out.
+
+Where it sits: the first step of every command; ``run`` and ``cli`` call :func:`load_data`, unless each rank
+loads its part of a saved partition (``graph.partition.store``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch_geometric.data import Data
+
+from kagome import config
+from kagome.graph.datasets import builtin, catalog, edits, sources
+from kagome.graph.datasets import raw_files as rawfiles
+from kagome.graph.structure.attributes import Notes
+from kagome.graph.structure.validate import validate, validate_edges
+
+__all__ = ["load_data", "validate"]
+
+
+def load_data(settings: config.Data) -> Data:
+    """Load a graph by name and apply the data flags.
+
+    Args:
+        settings: The name, the folder of raw files, and the flags.
+
+    Returns:
+        A clean graph with ``x``, ``edge_index``, ``y`` and one mask of one dimension each for training,
+        validation and test, and what else it has. ``data.notes`` holds the sentences to say at the start of
+        the run; a later :func:`~kagome.graph.structure.validate.validate` returns them again. The split is
+        chosen already: validate what this returns with ``split=0``.
+
+    Raises:
+        DataError: If the data set is unknown, cannot be had, or has a fault.
+
+    Cost: raw files of a known data set are processed once; a download happens only if they are nowhere.
+    """
+    found, left = _named(settings.name, Path(settings.root).expanduser())
+    graph, said = validate_edges(found)
+    said += left
+    said += edits.make_up(graph, labels=settings.name.startswith("npz:"))
+    if settings.project is not None:
+        graph.x, note = edits.project(graph.x, settings.project)
+        said.append(note)
+    if settings.undirected:
+        graph = edits.add_reverse(graph)
+    if settings.self_loops:
+        graph = edits.add_self_loops(graph)
+    clean, notes = validate(graph, split=settings.split)
+    clean.notes = Notes(dict.fromkeys(said + notes))
+    return clean
+
+
+def _named(name: str, root: Path) -> tuple[Any, list[str]]:
+    """A data set, and what there is to say of reading it."""
+    kind, _, rest = name.partition(":")
+    if name == "digits":
+        return builtin.digits(), []
+    if kind == "sbm":
+        return builtin.sbm(name), []
+    if kind == "npz":
+        return sources.load_npz(rest, root)
+    if kind == "python":
+        return sources.load_function(rest), []
+    if kind == "ogb":
+        return sources.load_ogb(rest, root), []
+    return rawfiles.load_pyg(catalog.find(name), root), []
+
+
+def raw_files(settings: config.Data) -> list[Path] | None:
+    """The files that decide what :func:`load_data` gives.
+
+    Returns:
+        The files; none for a data set that settings alone decide. None where nobody can tell: a user's
+        function, or files that are yet to be downloaded.
+
+    Raises:
+        DataError: If there is no such data set.
+    """
+    name, root = settings.name, Path(settings.root).expanduser()
+    kind, _, rest = name.partition(":")
+    if name == "digits" or kind == "sbm":
+        return []
+    if kind == "python":
+        return None
+    if kind == "npz":
+        file = sources.npz_file(rest, root)
+        return None if file is None else [file]
+    if kind == "ogb":
+        return sources.ogb_files(rest, root) or None
+    return rawfiles.pyg_files(catalog.find(name), root) or None

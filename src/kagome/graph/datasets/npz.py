@@ -1,0 +1,157 @@
+"""Npz: arrays of a file that anyone may have written, each looked at before it is unpacked.
+
+Where it sits: ``sources`` reads ``npz:`` data sets with it. A header says how many bytes an array has before
+one of them is read, so neither a broken header nor a packed archive asks for memory that is not there.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch_geometric.data import Data
+
+from kagome.errors import DataError
+from kagome.launch.host_memory import available_bytes
+
+KNOWN: Final = frozenset(
+    {"x", "y", "edge_index", "indptr", "indices", "edge_weight", "edge_attr", "num_nodes"}
+    | {"train_mask", "val_mask", "test_mask"}
+)
+"""Arrays that mean something by their name: one that cannot be read is a fault."""
+_OWN_NAMES: Final = frozenset(
+    name for name in dir(Data) if name not in KNOWN and name not in ("pos", "batch", "time")
+)
+
+
+def read_npz(path: Path) -> tuple[dict[str, Tensor | str], list[str]]:
+    """The arrays of a file as tensors, and sentences on those that are none.
+
+    Args:
+        path: The file.
+
+    Raises:
+        DataError: If it is no whole npz file, an array with a known name holds no numbers, or there is no
+            memory for what it unpacks to.
+
+    Cost: the arrays, once.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members, others = _members(archive, path)
+            total = sum(info.file_size for info in members.values())
+            room = available_bytes()
+            if room is not None and total > room:
+                raise DataError(
+                    f"{path} must fit into memory",
+                    f"it unpacks to {total / 2**30:,.1f} GiB, and {room / 2**30:,.1f} GiB are left",
+                )
+            arrays = {name: _array(archive, info, name, path) for name, info in members.items()}
+    except DataError:
+        raise
+    except MemoryError:
+        raise DataError(f"{path} must fit into memory", "there is not enough to unpack it") from None
+    except Exception as error:  # zipfile, zlib, tokenize and NumPy each have their own for broken bytes
+        raise DataError(
+            f"{path} must be a whole .npz file (numpy.savez)",
+            f"it cannot be read: {type(error).__name__} {str(error)[:200].rstrip('.')}",
+            hint="it may be truncated; write it again",
+        ) from None
+    found: dict[str, Tensor | str] = {}
+    left = [f"the file {name!r} in {path.name} is not read: it is no array (.npy)." for name in others]
+    for name, value in arrays.items():
+        why = _unfit(name)
+        if isinstance(value, str):
+            why = why or value
+        elif not why and value.dtype.kind == "U" and value.ndim == 0:
+            found[name] = str(value)
+        elif not why:
+            made = tensor_of(value)
+            why = made if isinstance(made, str) else ""
+            if not isinstance(made, str):
+                found[name] = made
+        if why and name in KNOWN:
+            raise DataError(f"{name} must hold numbers", why, where=str(path))
+        if why:
+            left.append(f"the array {name!r} of {path.name} is not read: {why}.")
+    return found, left
+
+
+def tensor_of(array: NDArray[Any]) -> Tensor | str:
+    """An array as a tensor of the same values; or why there is none.
+
+    Whole numbers without sign that torch computes nothing of become wider ones.
+    """
+    kind = array.dtype
+    if kind.kind not in "biufc":
+        return f"it holds {kind.name if kind.names is None else 'records'}"
+    if kind.itemsize > (16 if kind.kind == "c" else 8):
+        return f"it holds {kind.name}, which torch has no type for: save it as float64"
+    plain = array.astype(kind.newbyteorder("="), copy=False)
+    if kind.kind == "u" and kind.itemsize > 1:
+        if kind.itemsize == 8 and plain.size and int(plain.max()) >= 2**63:
+            return f"it holds {int(plain.max())}, and whole numbers end at 2^63 - 1"
+        plain = plain.astype(np.int32 if kind.itemsize == 2 else np.int64)
+    return torch.from_numpy(np.ascontiguousarray(plain).reshape(plain.shape))
+
+
+def _members(archive: zipfile.ZipFile, path: Path) -> tuple[dict[str, zipfile.ZipInfo], list[str]]:
+    """The arrays of an archive by name, and the names of what else is in it."""
+    found: dict[str, zipfile.ZipInfo] = {}
+    others = []
+    for info in archive.infolist():
+        name = info.filename.removesuffix(".npy")
+        if info.is_dir():
+            continue
+        if name == info.filename:
+            archive.open(info).close()  # an array whose name was altered in one of its two places is a fault
+            others.append(name)
+            continue
+        if name in found:
+            raise DataError(f"{path} holds each array once", f"{name!r} is there twice")
+        found[name] = info
+    return found, others
+
+
+def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, path: Path) -> NDArray[Any] | str:
+    with archive.open(info) as stream:
+        shape, turned, dtype = _header(stream)
+        if dtype.hasobject:
+            return "it holds Python objects"
+        count = 1
+        for size in shape:
+            count *= size
+        there = info.file_size - stream.tell()
+        if any(size < 0 for size in shape) or count * dtype.itemsize != there:
+            raise DataError(
+                f"{path} must be a whole .npz file (numpy.savez)",
+                f"{name!r} says that it has the shape {list(shape)} of {dtype}, {count * dtype.itemsize:,} "
+                f"bytes, and there are {there:,}",
+                hint="write it again",
+            )
+        data = bytearray(stream.read())
+    if len(data) != there:
+        raise EOFError(f"{name} ends after {len(data):,} of {there:,} bytes")
+    flat: NDArray[Any] = np.frombuffer(data, dtype=dtype, count=count) if count else np.empty(0, dtype)
+    return flat.reshape(shape[::-1]).transpose() if turned else flat.reshape(shape)
+
+
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        return np.lib.format.read_array_header_1_0(stream)  # type: ignore[no-any-return, unused-ignore]
+    if version == (2, 0):
+        return np.lib.format.read_array_header_2_0(stream)  # type: ignore[no-any-return, unused-ignore]
+    raise ValueError(f"an array of format {version}")
+
+
+def _unfit(name: str) -> str:
+    """Why a name cannot be an attribute's; empty if it can."""
+    if not name.isidentifier() or name.startswith("_"):
+        return "its name is none that an attribute may have"
+    return "PyG's Data has something else of that name" if name in _OWN_NAMES else ""

@@ -1,0 +1,169 @@
+"""Raw files: where a PyG data set's files lie, so that it is loaded without asking the network.
+
+Where it sits: ``load`` calls :func:`load_pyg` for short names and ``pyg:Class[:name]``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from kagome.errors import DataError
+from kagome.graph.datasets.catalog import Entry, arguments, class_of, raw_files, takes
+from kagome.graph.datasets.download import download
+from kagome.graph.partition.cache import cache_folder
+
+#: As long as a rank waits for another one that downloads or processes the same data set.
+LOCK_SECONDS: Final = 1800
+
+
+def load_pyg(entry: Entry, root: Path) -> Any:
+    """Load a single-graph data set of PyG.
+
+    Raw files are looked for in ``root``, in ``root/<folder>`` and in the same places of ``$KAGOME_DATA``,
+    which is never written to: files from there, or from any folder that cannot be written, are linked into
+    ``root/<folder>`` or the user's cache. Only what is nowhere is downloaded, in a process of its own.
+
+    Args:
+        entry: The class, its ``name``, its usual folder.
+        root: The user's data folder.
+
+    Returns:
+        What the class holds as its only graph.
+
+    Raises:
+        DataError: If there is no such class or name, it holds several graphs, or its files are nowhere.
+    """
+    kind = class_of(entry)
+    wanted = raw_files(kind, entry)
+    if wanted is None:
+        return _only(_build(kind, entry, None, "it cannot be made"), entry)
+    found = _place(entry, root, wanted)
+    work = found if found is not None and _writable(found) else _work_folder(entry, root)
+    place = found or work
+    with _locked(work):
+        if place != work:
+            _link(place, work, wanted)
+        elif not all((work / file).exists() for file in wanted):
+            download(entry, work, wanted)
+        return _only(_build(kind, entry, work, f"the files in {work} cannot be read"), entry)
+
+
+def pyg_files(entry: Entry, root: Path) -> list[Path]:
+    """The raw files that :func:`load_pyg` would read; none if they are not all there, or it needs none.
+
+    Raises:
+        DataError: If there is no such class or name.
+    """
+    wanted = raw_files(class_of(entry), entry)
+    place = _place(entry, root, wanted) if wanted else None
+    return [] if place is None else [place / file for file in wanted or ()]
+
+
+def _place(entry: Entry, root: Path, wanted: list[Path]) -> Path | None:
+    """The first place that holds all raw files."""
+    return next(
+        (place for place in _places(entry, root) if all((place / file).exists() for file in wanted)), None
+    )
+
+
+def _build(kind: type, entry: Entry, root: Path | None, fault: str) -> Any:
+    """Construct the class silently, without its download; again from the raw files if a cache is broken."""
+    # PyG asks the instance's ``log`` before it prints; a property keeps its constructor from setting it.
+    still = {"_download": lambda self: None, "log": property(lambda self: False, lambda self, value: None)}
+    quiet = type(kind.__name__, (kind,), still)
+    given: dict[str, Any] = arguments(entry, root)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return quiet(**given)
+            except ImportError:
+                raise
+            except Exception:
+                # A process that died while it wrote leaves half a file in processed/.
+                if root is None or not takes(kind, "force_reload"):
+                    raise
+                return quiet(**given, force_reload=True)
+    except ImportError as error:
+        raise DataError(
+            f"{entry.kind} needs a package", f"{error}", hint=f"pip install {error.name or 'kagome[data]'}"
+        ) from None
+    except Exception as error:
+        raise DataError(
+            f"the data set {entry.kind} {entry.name or ''}".rstrip() + " was asked for",
+            f"{fault}: {type(error).__name__} {error}",
+            hint="replace the raw files; one of them may be truncated",
+        ) from None
+
+
+def _only(dataset: Any, entry: Entry) -> Any:
+    if len(dataset) != 1:
+        raise DataError("a data set of one graph was expected", f"{entry.kind} holds {len(dataset)} graphs")
+    return dataset[0]
+
+
+def _places(entry: Entry, root: Path) -> Iterator[Path]:
+    shared = os.environ.get("KAGOME_DATA")
+    for base in (root, Path(shared).expanduser() if shared else None):
+        if base is not None:
+            yield from (base / entry.folder, base / entry.kind, base)
+
+
+def _writable(place: Path) -> bool:
+    shared = os.environ.get("KAGOME_DATA")
+    if shared and place.resolve().is_relative_to(Path(shared).expanduser().resolve()):
+        return False
+    # The superuser may write anywhere; a folder marked read-only is meant to stay as it is all the same.
+    return os.access(place, os.W_OK) and bool(place.stat().st_mode & stat.S_IWUSR)
+
+
+def _work_folder(entry: Entry, root: Path) -> Path:
+    cache = cache_folder()
+    for base in (root, cache):
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            if _writable(base):
+                (base / entry.folder).mkdir(exist_ok=True)
+                return base / entry.folder
+        except OSError:
+            continue
+    raise DataError(
+        f"a folder to process {entry.kind} in was needed",
+        f"neither {root} nor {cache} can be written",
+        hint="--data.root DIR with a folder of your own",
+    )
+
+
+def _link(place: Path, work: Path, wanted: list[Path]) -> None:
+    for file in wanted:
+        link = work / file
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            link.unlink(missing_ok=True)  # a link to a file that has gone
+            link.symlink_to((place / file).resolve())
+
+
+@contextlib.contextmanager
+def _locked(work: Path) -> Iterator[None]:
+    """One process at a time in this folder; the system frees the lock of a process that dies."""
+    with open(work / ".kagome.lock", "w") as file:
+        limit = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > limit:
+                    raise DataError(
+                        f"{work} was to be free within {LOCK_SECONDS} s", "another process still works in it"
+                    ) from None
+                time.sleep(0.05)
+        yield

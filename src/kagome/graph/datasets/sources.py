@@ -1,0 +1,187 @@
+"""Sources: graphs from a user's file, from a user's function, and from OGB.
+
+Where it sits: ``load`` calls these for ``npz:``, ``python:`` and ``ogb:``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch_geometric.data import Data
+
+from kagome.config.named_module import named_module
+from kagome.errors import DataError
+from kagome.graph.datasets.npz import read_npz
+
+
+def load_npz(text: str, root: Path) -> tuple[Data, list[str]]:
+    """Read a graph from an ``.npz`` file.
+
+    Args:
+        text: The file; looked for as it stands, in ``root``, and in ``$KAGOME_DATA``.
+        root: The user's data folder.
+
+    Returns:
+        What the file holds: edges from ``edge_index`` (2 x E), or from ``indptr`` and ``indices`` (row v
+        lists the vertices that v has an edge to); and its other arrays of numbers. And sentences on arrays
+        that are not read.
+
+    Raises:
+        DataError: If it is missing, truncated, no npz file, has no edges in either form, or an array that has
+            a meaning holds no numbers.
+    """
+    bases = _bases(root)
+    path = npz_file(text, root)
+    if path is None:
+        raise DataError(
+            f"the file {text} was asked for",
+            f"it is neither in {' nor in '.join(str(base.absolute()) for base in bases)}",
+            where="data.name",
+        )
+    found, left = read_npz(path)
+    given: dict[str, Any] = dict(found)
+    if "edge_index" not in given:
+        if "indptr" not in given or "indices" not in given:
+            raise DataError(
+                f"{path} must hold edge_index, or indptr and indices",
+                f"it holds {', '.join(given) or 'nothing'}",
+            )
+        given["edge_index"] = _from_csr(given.pop("indptr"), given.pop("indices"), given, str(path))
+    weight = given.get("edge_weight")
+    if isinstance(weight, torch.Tensor) and (weight.dim() != 1 or weight.dtype == torch.bool):
+        raise DataError(
+            "edge_weight must be one number an edge",
+            f"it has the shape {list(weight.shape)} and holds {str(weight.dtype).removeprefix('torch.')}",
+            where=str(path),
+            hint="several numbers an edge are edge_attr",
+        )
+    return Data(**given), left
+
+
+def npz_file(text: str, root: Path) -> Path | None:
+    """Where :func:`load_npz` finds its file; None if nowhere."""
+    return next((base / text for base in _bases(root) if (base / text).is_file()), None)
+
+
+def _bases(root: Path) -> list[Path]:
+    return [Path(), root, *(Path(shared) for shared in [os.environ.get("KAGOME_DATA")] if shared)]
+
+
+def _from_csr(indptr: torch.Tensor, indices: torch.Tensor, given: dict[str, Any], where: str) -> torch.Tensor:
+    for name, value in (("indptr", indptr), ("indices", indices)):
+        whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        if value.dim() != 1 or not whole:
+            raise DataError(
+                f"{name} must be a list of whole numbers",
+                f"it has the shape {list(value.shape)} and holds {str(value.dtype).removeprefix('torch.')}",
+                where=where,
+            )
+    indptr, indices = indptr.long(), indices.long()
+    degree = indptr.diff()
+    if (
+        indptr.numel() < 1
+        or int(indptr[0]) != 0
+        or bool((degree < 0).any())
+        or int(indptr[-1]) != indices.numel()
+    ):
+        ends = f"it runs from {int(indptr[0])} to {int(indptr[-1])}" if indptr.numel() else "it is empty"
+        raise DataError(
+            f"indptr must rise from 0 to the number of indices ({indices.numel():,})", ends, where=where
+        )
+    given.setdefault("num_nodes", torch.tensor(degree.numel()))
+    return torch.stack([torch.arange(degree.numel()).repeat_interleave(degree), indices])
+
+
+def load_function(text: str) -> Any:
+    """Call a user's function without arguments; what it raises itself is raised as it is.
+
+    Args:
+        text: ``package.module:function``; the current folder is looked in too.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        DataError: If there is no such module or function.
+    """
+    module_name, _, name = text.partition(":")
+    if not module_name or not name:
+        raise DataError(
+            "python:package.module:function was expected", f"found python:{text}", where="data.name"
+        )
+    try:
+        module = named_module(module_name)
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"the module {module_name} was asked for",
+            f"there is no module {error.name}",
+            where=f"python:{text}",
+            hint=f"start in the folder that holds it ({os.getcwd()} is looked in), or install it",
+        ) from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise DataError(
+            f"{module_name} must have a function {name}",
+            f"{name} is {'missing' if function is None else 'a ' + type(function).__name__}",
+            where=f"python:{text}",
+        )
+    return function()
+
+
+def load_ogb(name: str, root: Path) -> Data:
+    """Load a node property prediction data set of the Open Graph Benchmark.
+
+    Args:
+        name: Such as ``ogbn-arxiv``.
+        root: The user's data folder; OGB makes its own folder in it.
+
+    Returns:
+        The graph, with OGB's split as masks.
+
+    Raises:
+        DataError: If the package is missing, or the data set cannot be had.
+    """
+    try:
+        from ogb.nodeproppred import PygNodePropPredDataset  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise DataError(
+            f"ogb:{name} was asked for", "the package ogb is not installed", hint="pip install ogb"
+        ) from None
+    from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+    from torch_geometric.data.storage import GlobalStorage
+
+    folder = _ogb_folder(name, root)
+    try:
+        # OGB prints, asks before large downloads, and reads its own files with torch's safe loader.
+        with (
+            contextlib.redirect_stdout(sys.stderr),
+            torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage]),
+        ):
+            dataset = PygNodePropPredDataset(name=name, root=str(root))
+        data, ids = dataset[0], dataset.get_idx_split()
+    except Exception as error:
+        raise DataError(
+            f"ogb:{name} was asked for",
+            f"it is not in {folder} and cannot be had: {type(error).__name__} {error}",
+            hint=f"put OGB's raw/ and split/ folders of {name} into {folder}",
+        ) from None
+    for ours, theirs in (("train_mask", "train"), ("val_mask", "valid"), ("test_mask", "test")):
+        mask = torch.zeros(int(data.num_nodes), dtype=torch.bool)
+        mask[ids[theirs]] = True
+        data[ours] = mask
+    return data
+
+
+def ogb_files(name: str, root: Path) -> list[Path]:
+    """The raw files of a data set that OGB has downloaded before; none if it has not."""
+    folder = _ogb_folder(name, root)
+    return sorted(file for kind in ("raw", "split") for file in (folder / kind).rglob("*") if file.is_file())
+
+
+def _ogb_folder(name: str, root: Path) -> Path:
+    return root / name.replace("-", "_")

@@ -1,0 +1,280 @@
+"""Chunks: ordered pieces of a part, who reads whom, and what each step of an epoch finds fresh.
+
+Where it sits: made from a ``Partition`` by each rank of its part; ``historical.provider`` keeps a table of a
+part's rows by it, ``run`` takes the chunks in an epoch's order.
+
+::
+
+    table of a part      [ chunk 0 | chunk 1 | ... | chunk K-1 | halo ]     rows of a chunk lie together
+    a chunk              own rows = its piece of the table; it reads rows of other chunks and of the halo
+
+*Fresh* is static: of the own part what an earlier step wrote, of the halo what came in this step too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.partitioners import assign
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One piece of a part.
+
+    Args:
+        number: Which one.
+        part: The piece as a part of its own: its halo is all that its edges read elsewhere.
+        first: Place of its first row in the part's table.
+        reads: Places of its halo rows in the table.
+
+    Shapes:
+        ``reads [h]``.
+    """
+
+    number: int
+    part: Partition
+    first: int
+    reads: Tensor
+
+    @property
+    def own(self) -> int:
+        """Own rows."""
+        return self.part.own.numel()
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """All pieces of a part.
+
+    Args:
+        pieces: The chunks, by number.
+        rows: The part's own row at each of the table's first places.
+        own: Own rows of the part.
+        halo: Halo rows of the part.
+        send: Places of the rows that peers read, by peer, then as the part has them.
+        send_counts: How many each peer reads.
+        recv_counts: How many halo rows come from each.
+        read_by: Which of this part's chunks read each halo row.
+        ids: Original ids of the table's places.
+
+    Shapes:
+        ``rows [own]``, ``send [sum(send_counts)]``, ``read_by [halo, K]``, ``ids [own + halo]``.
+    """
+
+    pieces: tuple[Chunk, ...]
+    rows: Tensor
+    own: int
+    halo: int
+    send: Tensor
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    read_by: Tensor
+    ids: Tensor
+
+    @property
+    def table(self) -> int:
+        """Rows of the part's table."""
+        return self.own + self.halo
+
+    @property
+    def chunk_of(self) -> Tensor:
+        """The chunk of each own place. Shapes: ``[own]``."""
+        sizes = torch.tensor([piece.own for piece in self.pieces])
+        return torch.repeat_interleave(torch.arange(len(self.pieces)), sizes)
+
+
+def cut_part(part: Partition, count: int, *, method: str = "metis", seed: int = 0) -> Chunks:
+    """Cut a part into chunks by its inner edges.
+
+    Args:
+        part: The part.
+        count: Chunks; more than there are vertices leave some empty.
+        method: A partitioner's name.
+        seed: Its seed.
+
+    Cost:
+        The partitioner's, and a copy of the part.
+    """
+    own, halo = part.own.numel(), part.halo.numel()
+    source, target = part.edge_index
+    inner = source < own
+    if count == 1:
+        chunk_of = torch.zeros(own, dtype=torch.int64)
+    else:
+        chunk_of = assign(method, part.edge_index[:, inner].contiguous(), own, count, seed)
+    rows = torch.argsort(chunk_of, stable=True)
+    place = torch.empty(own + halo, dtype=torch.int64)
+    place[rows] = torch.arange(own)
+    place[own:] = torch.arange(own, own + halo)
+    sizes = torch.bincount(chunk_of, minlength=count).tolist()
+    firsts = [sum(sizes[:number]) for number in range(count)]
+    edge_chunk = chunk_of[target]
+    by_chunk = torch.argsort(edge_chunk, stable=True).split(
+        torch.bincount(edge_chunk, minlength=count).tolist()
+    )
+    pieces = tuple(
+        _piece(
+            part, number, rows[firsts[number] : firsts[number] + sizes[number]], firsts[number], ids, place
+        )
+        for number, ids in enumerate(by_chunk)
+    )
+    read_by = torch.zeros(halo, count, dtype=torch.bool)
+    for piece in pieces:
+        read_by[piece.reads[piece.reads >= own] - own, piece.number] = True
+    ids = torch.cat([part.own[rows], part.halo])
+    sends, comes = part.send_counts, part.recv_counts
+    return Chunks(pieces, rows, own, halo, place[part.send], sends, comes, read_by, ids)
+
+
+def _piece(part: Partition, number: int, mine: Tensor, first: int, edge_ids: Tensor, place: Tensor) -> Chunk:
+    """The part's rows ``mine``, with the edges ``edge_ids`` that end in them."""
+    source, target = place[part.edge_index[0, edge_ids]], place[part.edge_index[1, edge_ids]] - first
+    inside = (source >= first) & (source < first + mine.numel())
+    reads, local = torch.unique(source[~inside], return_inverse=True)
+    source = source - first
+    source[~inside] = local + mine.numel()
+    back = torch.empty_like(place)
+    back[place] = torch.arange(place.numel())
+    ids = torch.cat([part.own, part.halo])
+    chunk = replace(
+        part,
+        own=part.own[mine],
+        halo=ids[back[reads]],
+        edge_index=torch.stack([source, target]),
+        edge_ids=part.edge_ids[edge_ids],
+        send=torch.empty(0, dtype=torch.int64),
+        send_counts=(),
+        recv_counts=(),
+        nodes={name: value[mine] for name, value in part.nodes.items()},
+        edges={name: value[edge_ids] for name, value in part.edges.items()},
+    )
+    return Chunk(number, chunk, first, reads)
+
+
+def alone(chunk: Chunk) -> Partition:
+    """A chunk without the edges that come from elsewhere: a small graph of its own."""
+    part, own = chunk.part, chunk.own
+    inner = part.edge_index[0] < own
+    return replace(
+        part,
+        halo=part.halo[:0],
+        edge_index=part.edge_index[:, inner].contiguous(),
+        edge_ids=part.edge_ids[inner],
+        send_counts=(0,),
+        recv_counts=(0,),
+        edges={name: value[inner] for name, value in part.edges.items()},
+    )
+
+
+def order_of(count: int, *, seed: int, epoch: int, part: int, shuffle: bool = True) -> tuple[int, ...]:
+    """In which order a part's chunks are taken in an epoch: every rank knows every part's."""
+    if not shuffle:
+        return tuple(range(count))
+    # Spread like this, neighbouring epochs and parts share no beginning.
+    generator = torch.Generator().manual_seed(((seed * 1_000_003 + epoch) * 8_191 + part) % 2**63)
+    return tuple(torch.randperm(count, generator=generator).tolist())
+
+
+@dataclass(frozen=True)
+class ChunkStep:
+    """What one step of an epoch takes from where.
+
+    Args:
+        chunk: Which chunk it is about.
+        source: For each row that the chunk reads, its place in the table, or that plus the table's length
+            where the row is historical.
+        fresh: Which of them are fresh.
+        scale: Factor of each fresh one's gradient.
+        send: Places of the rows that leave in this step, by peer.
+        send_counts: How many go to each peer.
+        recv: Places of the halo rows that come.
+        recv_counts: How many come from each.
+
+    Shapes:
+        ``source [h]``, ``fresh [f]``, ``scale [f]``, ``send [..]``, ``recv [..]``.
+    """
+
+    chunk: int
+    source: Tensor
+    fresh: Tensor
+    scale: Tensor
+    send: Tensor
+    send_counts: tuple[int, ...]
+    recv: Tensor
+    recv_counts: tuple[int, ...]
+
+
+def plan_steps(
+    chunks: Chunks,
+    own_order: Sequence[int],
+    orders: Sequence[Sequence[int]],
+    halo_chunk: Tensor,
+    sent_read_by: Tensor,
+    *,
+    scale: float,
+    refresh: bool,
+) -> tuple[ChunkStep, ...]:
+    """What each step of an epoch takes from where.
+
+    A halo row travels in its owner's step if the reader reads it then or later; on epochs that refresh
+    history, always.
+
+    Args:
+        chunks: Of this part.
+        own_order: This part's order.
+        orders: Every part's.
+        halo_chunk: Each halo row's chunk at its owner.
+        sent_read_by: Which of its reader's chunks read each sent row.
+        scale: Factor of a gradient that passes to an earlier step.
+        refresh: Whether history is taken anew after this epoch.
+
+    Shapes:
+        ``halo_chunk [H]``, ``sent_read_by [sum(send_counts), K]``.
+    """
+    steps = torch.tensor([_places(order) for order in orders])
+    own_step = torch.tensor(_places(own_order))
+    owner = torch.repeat_interleave(torch.arange(len(orders)), torch.tensor(chunks.recv_counts))
+    reader = torch.repeat_interleave(torch.arange(len(orders)), torch.tensor(chunks.send_counts))
+    of_own = own_step[chunks.chunk_of]
+    of_halo = steps[owner, halo_chunk] if halo_chunk.numel() else halo_chunk
+    of_sent = of_own[chunks.send]
+    last_here = torch.where(chunks.read_by, own_step, -1).amax(1) if of_halo.numel() else of_halo
+    last_there = torch.where(sent_read_by, steps[reader], -1).amax(1) if of_sent.numel() else of_sent
+    goes, comes = (last_there >= of_sent) | refresh, (last_here >= of_halo) | refresh
+    found = []
+    of_place = torch.cat([of_own, of_halo])
+    for number, chunk in enumerate(own_order):
+        reads = chunks.pieces[chunk].reads
+        at = of_place[reads]
+        fresh = torch.where(reads < chunks.own, at < number, at <= number)
+        kept = fresh.nonzero().view(-1)
+        cross = at[kept] < number
+        sent = (goes & (of_sent == number)).nonzero().view(-1)
+        come = (comes & (of_halo == number)).nonzero().view(-1)
+        found.append(
+            ChunkStep(
+                chunk,
+                torch.where(fresh, reads, reads + chunks.table),
+                kept,
+                torch.where(cross, scale, 1.0),
+                chunks.send[sent],
+                tuple(torch.bincount(reader[sent], minlength=len(orders)).tolist()),
+                come + chunks.own,
+                tuple(torch.bincount(owner[come], minlength=len(orders)).tolist()),
+            )
+        )
+    return tuple(found)
+
+
+def _places(order: Sequence[int]) -> list[int]:
+    """The step of each chunk."""
+    found = [0] * len(order)
+    for step, chunk in enumerate(order):
+        found[chunk] = step
+    return found

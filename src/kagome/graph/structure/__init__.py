@@ -1,0 +1,1 @@
+"""Edges, attributes, labels and splits of one graph."""

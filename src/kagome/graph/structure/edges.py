@@ -1,0 +1,255 @@
+"""Compiled passes over edge lists: who reads whom, one part's edges in order, what two sorted lists share.
+
+Where it sits: ``graph.partition.partition``, ``graph.partition.quality``, ``topology`` and
+``graph.datasets.builtin`` call these; numpy arrays in and out. Each is a pass or two over the edges with a
+few numbers a vertex beside, where sorting would copy all edges.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kagome.graph.structure.kernels import Floats, Ints, Longs
+from kagome.kernels.jit import compiled
+
+
+@compiled
+def read_by(source: Longs, target: Longs, owner: Ints, parts: int) -> tuple[Longs, Longs, int]:
+    """Which parts read each vertex without owning it, a bit a part.
+
+    Args:
+        source: Sources of the edges.
+        target: Their targets.
+        owner: Part of each vertex.
+        parts: Parts.
+
+    Returns:
+        Words of 64 bits, ``[N, words]``; in-edges of each part; edges whose ends have different owners.
+
+    Cost: one pass over the edges; 8 bytes a vertex for each 64 parts.
+    """
+    readers = np.zeros((owner.size, (parts + 63) // 64), np.int64)
+    in_edges = np.zeros(parts, np.int64)
+    cut = 0
+    for e in range(source.size):
+        s = source[e]
+        q = owner[target[e]]
+        in_edges[q] += 1
+        if owner[s] != q:
+            cut += 1
+            readers[s, q >> 6] |= np.int64(1) << np.int64(q & 63)
+    return readers, in_edges, cut
+
+
+@compiled
+def halo_counts(readers: Longs, parts: int) -> Longs:
+    """Rows that each part reads and others own.
+
+    Cost: one pass over the table.
+    """
+    count = np.zeros(parts, np.int64)
+    for v in range(readers.shape[0]):
+        for w in range(readers.shape[1]):
+            if readers[v, w] != 0:
+                for q in range(w * 64, min(parts, w * 64 + 64)):
+                    count[q] += (readers[v, w] >> np.int64(q & 63)) & 1
+    return count
+
+
+@compiled
+def halo_of(readers: Longs, owner: Ints, part: int, parts: int) -> tuple[Longs, Longs]:
+    """Vertices that a part reads and others own, by owner, then ascending; and how many each owner has.
+
+    Cost: two passes over the table.
+    """
+    word, bit = part >> 6, np.int64(part & 63)
+    counts = np.zeros(parts, np.int64)
+    for v in range(owner.size):
+        counts[owner[v]] += (readers[v, word] >> bit) & 1
+    fill = np.zeros(parts, np.int64)
+    for q in range(1, parts):
+        fill[q] = fill[q - 1] + counts[q - 1]
+    halo = np.empty(counts.sum(), np.int64)
+    for v in range(owner.size):
+        if (readers[v, word] >> bit) & 1:
+            halo[fill[owner[v]]] = v
+            fill[owner[v]] += 1
+    return halo, counts
+
+
+@compiled
+def sent_by(readers: Longs, own: Longs, parts: int) -> tuple[Longs, Longs]:
+    """Places in ``own`` of the rows that each peer reads, by peer, then ascending; and how many each reads.
+
+    Cost: one pass over the own rows for each peer.
+    """
+    counts = np.zeros(parts, np.int64)
+    for v in own:
+        for q in range(parts):
+            counts[q] += (readers[v, q >> 6] >> np.int64(q & 63)) & 1
+    send = np.empty(counts.sum(), np.int64)
+    k = 0
+    for q in range(parts):
+        if counts[q] > 0:
+            for i in range(own.size):
+                if (readers[own[i], q >> 6] >> np.int64(q & 63)) & 1:
+                    send[k] = i
+                    k += 1
+    return send, counts
+
+
+@compiled
+def edges_of(source: Longs, target: Longs, owner: Ints, part: int, local: Longs) -> tuple[Longs, Longs]:
+    """In-edges of a part in local ids, in the order of the whole list.
+
+    Args:
+        source: Sources of all edges.
+        target: Their targets.
+        owner: Part of each vertex.
+        part: The part.
+        local: Local id of each vertex that the part owns or reads.
+
+    Returns:
+        The edges ``[2, E]``, and the place of each in the whole list, ascending.
+
+    Cost: two passes over all edges.
+    """
+    count = 0
+    for e in range(target.size):
+        count += owner[target[e]] == part
+    edge_index = np.empty((2, count), np.int64)
+    edge_ids = np.empty(count, np.int64)
+    k = 0
+    for e in range(target.size):
+        if owner[target[e]] == part:
+            edge_index[0, k] = local[source[e]]
+            edge_index[1, k] = local[target[e]]
+            edge_ids[k] = e
+            k += 1
+    return edge_index, edge_ids
+
+
+@compiled
+def shared(one: Longs, other: Longs) -> tuple[int, int]:
+    """How many different values a sorted list holds, and how many of them another sorted list holds too."""
+    count = both = k = 0
+    for i in range(one.size):
+        if i > 0 and one[i] == one[i - 1]:
+            continue
+        count += 1
+        while k < other.size and other[k] < one[i]:
+            k += 1
+        if k < other.size and other[k] == one[i]:
+            both += 1
+    return count, both
+
+
+@compiled
+def squeeze(ordered: Longs) -> int:
+    """Move the different values of a sorted list to its front; how many there are."""
+    count = 0
+    for i in range(ordered.size):
+        if i == 0 or ordered[i] != ordered[i - 1]:
+            ordered[count] = ordered[i]
+            count += 1
+    return count
+
+
+@compiled
+def sort_rows(indptr: Longs, indices: Ints) -> None:
+    """Sort each vertex's neighbours in place."""
+    for v in range(indptr.size - 1):
+        indices[indptr[v] : indptr[v + 1]].sort()
+
+
+@compiled
+def simple(indptr: Longs, indices: Ints) -> tuple[Longs, Longs]:
+    """Sorted neighbour lists without their duplicates, in the 64 bits that METIS reads.
+
+    Cost: two passes over the lists, 8 bytes a neighbour that is left.
+    """
+    start = np.zeros_like(indptr)
+    for v in range(indptr.size - 1):
+        count = 0
+        for k in range(indptr[v], indptr[v + 1]):
+            if k == indptr[v] or indices[k] != indices[k - 1]:
+                count += 1
+        start[v + 1] = start[v] + count
+    short = np.empty(start[-1], np.int64)
+    place = 0
+    for v in range(indptr.size - 1):
+        for k in range(indptr[v], indptr[v + 1]):
+            if k == indptr[v] or indices[k] != indices[k - 1]:
+                short[place] = indices[k]
+                place += 1
+    return start, short
+
+
+@compiled
+def both_ways(keys: Longs, n: int) -> Longs:
+    """Every edge in both directions, sorted by source, then target.
+
+    Args:
+        keys: ``low * n + high`` of each edge, low < high, ascending, each once.
+        n: Vertices.
+
+    Returns:
+        The edges, ``[2, 2 len(keys)]``.
+
+    Cost: two passes over the edges.
+    """
+    start = np.zeros(n + 1, np.int64)
+    for key in keys:
+        start[key // n + 1] += 1
+        start[key % n + 1] += 1
+    for v in range(n):
+        start[v + 1] += start[v]
+    edges = np.empty((2, 2 * keys.size), np.int64)
+    # In this order a vertex meets its smaller neighbours first, ascending, then its larger ones.
+    for key in keys:
+        low, high = key // n, key % n
+        edges[0, start[high]] = high
+        edges[1, start[high]] = low
+        start[high] += 1
+        edges[0, start[low]] = low
+        edges[1, start[low]] = high
+        start[low] += 1
+    return edges
+
+
+@compiled
+def guide(reach: Floats) -> Longs:
+    """For each of as many equal steps as there are intervals, the interval in which it begins."""
+    size = reach.size - 1
+    step = reach[size] / size
+    found = np.empty(size, np.int64)
+    at = 0
+    for k in range(size):
+        while at + 1 < size and reach[at + 1] <= k * step:
+            at += 1
+        found[k] = at
+    return found
+
+
+@compiled
+def interval(reach: Floats, steps: Longs, at: Floats) -> Longs:
+    """The interval of ``reach`` that each number lies in: ``searchsorted(reach, at, "right") - 1``, guided.
+
+    Args:
+        reach: Ends of the intervals, ascending from 0.
+        steps: From :func:`guide`.
+        at: Numbers from 0 to ``reach[-1]``; one on the very end lies in the last interval.
+
+    Cost: about one comparison a number, where a search would take the logarithm of the intervals.
+    """
+    size = steps.size
+    scale = size / reach[size]
+    found = np.empty(at.size, np.int64)
+    for i in range(at.size):
+        k = steps[min(size - 1, int(at[i] * scale))]
+        while k > 0 and reach[k] > at[i]:
+            k -= 1
+        while k + 1 < size and reach[k + 1] <= at[i]:
+            k += 1
+        found[i] = k
+    return found

@@ -1,0 +1,207 @@
+"""Compiled loops over adjacency lists: making them, one streaming pass, mending a balance.
+
+Where it sits: the inner loops of ``graph.partition.partitioners``; numpy arrays in, numpy arrays out, no
+torch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kagome.kernels.jit import compiled
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@compiled
+def adjacency(source: Longs, target: Longs, num_nodes: int) -> tuple[Longs, Ints]:
+    """Neighbours in both directions of every vertex, self-loops left out, duplicates kept.
+
+    Cost: two passes over the edges, 8 bytes an edge.
+    """
+    indptr = np.zeros(num_nodes + 1, np.int64)
+    for e in range(source.size):
+        if source[e] != target[e]:
+            indptr[source[e] + 1] += 1
+            indptr[target[e] + 1] += 1
+    for v in range(num_nodes):
+        indptr[v + 1] += indptr[v]
+    fill = indptr[:-1].copy()
+    indices = np.empty(indptr[num_nodes], np.int32)
+    for e in range(source.size):
+        s, t = source[e], target[e]
+        if s != t:
+            indices[fill[s]] = t
+            fill[s] += 1
+            indices[fill[t]] = s
+            fill[t] += 1
+    return indptr, indices
+
+
+@compiled
+def stream(indptr: Longs, indices: Ints, order: Longs, weight: Floats, owner: Longs, bounds: Floats) -> None:
+    """Give vertices to parts one after another: most neighbours there, weighed by the room that is left.
+
+    The rule is linear deterministic greedy (Stanton and Kliot, KDD 2012) with two loads a part, vertices and
+    in-edges; the fuller of the two counts. ``owner`` is written in place; a vertex that has an owner already
+    is taken out of it first, so a second call improves on the first.
+
+    Args:
+        indptr: Start of each vertex's neighbours.
+        indices: The neighbours, both directions.
+        order: Order of visit.
+        weight: In-edges of each vertex.
+        owner: Part of each vertex, -1 where it has none yet.
+        bounds: Largest vertices and largest in-edges of a part, then the number of parts.
+
+    Cost: one pass over the adjacency.
+    """
+    parts = int(bounds[2])
+    vertices = np.zeros(parts)
+    edges = np.zeros(parts)
+    for v in range(owner.size):
+        if owner[v] >= 0:
+            vertices[owner[v]] += 1
+            edges[owner[v]] += weight[v]
+    near = np.zeros(parts)
+    for v in order:
+        if owner[v] >= 0:
+            vertices[owner[v]] -= 1
+            edges[owner[v]] -= weight[v]
+        near[:] = 0
+        for k in range(indptr[v], indptr[v + 1]):
+            q = owner[indices[k]]
+            if q >= 0 and indices[k] != v:
+                near[q] += 1
+        best, best_score, best_load = -1, -1.0, np.inf
+        for q in range(parts):
+            load = max((vertices[q] + 1) / bounds[0], (edges[q] + weight[v]) / bounds[1])
+            score = near[q] * max(0.0, 1.0 - max(vertices[q] / bounds[0], edges[q] / bounds[1]))
+            # A full part is no candidate; where all are full the least full one takes the vertex.
+            if load > 1:
+                score = -load
+            if best < 0 or score > best_score or (score == best_score and load < best_load):
+                best, best_score, best_load = q, score, load
+        owner[v] = best
+        vertices[best] += 1
+        edges[best] += weight[v]
+
+
+@compiled
+def _count(near: Floats, indptr: Longs, indices: Ints, owner: Longs, v: int) -> None:
+    near[:] = 0
+    for k in range(indptr[v], indptr[v + 1]):
+        near[owner[indices[k]]] += 1
+
+
+@compiled
+def _over(load: Floats, bounds: Floats, q: int, vertices: float, edges: float) -> float:
+    """By how much part q would be over its bounds, in shares of them, with so much more."""
+    full = float((load[0, q] + vertices) / bounds[0]), float((load[1, q] + edges) / bounds[1])
+    return max(0.0, full[0] - 1) + max(0.0, full[1] - 1)
+
+
+@compiled
+def _target(near: Floats, load: Floats, bounds: Floats, p: int, weight: float, repair: bool) -> int:
+    """The part with most neighbours that can take a vertex of p; -1 where none can.
+
+    A repair may overfill the target by half of what it relieves: two parts that are full in different
+    measures can be mended only by such an exchange.
+    """
+    relief = _over(load, bounds, p, 0.0, 0.0) - _over(load, bounds, p, -1.0, -weight)
+    best, most = -1, -1.0
+    for q in range(load.shape[1]):
+        if q == p or near[q] <= most:
+            continue
+        burden = _over(load, bounds, q, 1.0, weight) - _over(load, bounds, q, 0.0, 0.0)
+        if (burden < 0.5 * relief) if repair else (burden <= 0.0):
+            best, most = q, near[q]
+    if not repair and most <= near[p]:
+        return -1
+    return best
+
+
+@compiled
+def _move(load: Floats, owner: Longs, v: int, to: int, weight: float) -> None:
+    load[0, owner[v]] -= 1
+    load[1, owner[v]] -= weight
+    load[0, to] += 1
+    load[1, to] += weight
+    owner[v] = to
+
+
+@compiled
+def _repair(
+    indptr: Longs, indices: Ints, weight: Floats, owner: Longs, load: Floats, bounds: Floats, p: int, m: int
+) -> int:
+    """Move vertices out of part p, cheapest first, until its load in measure m is within the bound."""
+    near = np.zeros(load.shape[1])
+    cost = np.full(owner.size, np.inf)
+    for v in range(owner.size):
+        if owner[v] != p or (m == 1 and weight[v] == 0):
+            continue
+        _count(near, indptr, indices, owner, v)
+        to = _target(near, load, bounds, p, weight[v], True)
+        if to >= 0:
+            loss = near[p] - near[to] + 0.5
+            unit = weight[v] if m == 1 else 1.0
+            cost[v] = loss / unit if loss > 0 else loss * unit
+    moved = 0
+    for v in np.argsort(cost):
+        if load[m, p] <= bounds[m] or cost[v] == np.inf:
+            break
+        _count(near, indptr, indices, owner, v)
+        to = _target(near, load, bounds, p, weight[v], True)
+        if to >= 0:
+            _move(load, owner, v, to, weight[v])
+            moved += 1
+    return moved
+
+
+@compiled
+def mend(indptr: Longs, indices: Ints, weight: Floats, owner: Longs, bounds: Floats, rounds: int) -> None:
+    """Move vertices until no part is over a bound, then wherever it cuts fewer edges within the bounds.
+
+    Greedy in the manner of Fiduccia and Mattheyses: moves out of a part that is too full are taken by edges
+    newly cut for each unit of the load they carry away.
+
+    Args:
+        indptr: Start of each vertex's neighbours.
+        indices: The neighbours, both directions.
+        weight: In-edges of each vertex.
+        owner: Part of each vertex; changed in place.
+        bounds: Largest vertices and largest in-edges of a part, then the number of parts.
+        rounds: How often to repair and improve.
+
+    Cost: a few passes over the adjacency a round.
+    """
+    parts = int(bounds[2])
+    load = np.zeros((2, parts))
+    for v in range(owner.size):
+        load[0, owner[v]] += 1
+        load[1, owner[v]] += weight[v]
+    near = np.zeros(parts)
+    for _ in range(rounds):
+        stuck = np.zeros((2, parts))
+        for _step in range(6 * parts):
+            worst, p, m = 1.0, -1, 0
+            for q in range(parts):
+                for k in range(2):
+                    if stuck[k, q] == 0 and load[k, q] / bounds[k] > worst:
+                        worst, p, m = load[k, q] / bounds[k], q, k
+            if p < 0:
+                break
+            if _repair(indptr, indices, weight, owner, load, bounds, p, m) == 0:
+                stuck[m, p] = 1
+        gained = 0
+        for v in range(owner.size):
+            _count(near, indptr, indices, owner, v)
+            to = _target(near, load, bounds, owner[v], weight[v], False)
+            if to >= 0:
+                _move(load, owner, v, to, weight[v])
+                gained += 1
+        if gained == 0:
+            break

@@ -1,0 +1,200 @@
+"""Labels: what y holds, in a few facts that every rank knows; losses and metrics are chosen by them.
+
+Where it sits: ``validate`` makes them of the whole graph, ``graph.partition.store`` keeps them with a
+partition, ``objective.objective`` decides by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from kagome.errors import DataError
+
+Task = Literal["multiclass", "multilabel", "regression"]
+_SERVED: Final = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+"""Types of labels; PyTorch computes nothing with its others."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What y holds. Entries that are NaN count for nothing here but ``missing``.
+
+    Args:
+        dtype: Its type, as ``int64``.
+        shape: Its shape without the rows: empty for ``[N]``.
+        least: Smallest entry; 0 where there is none.
+        most: Largest entry; -1 where there is none.
+        whole: Whether all entries are whole numbers.
+        both: Whether the entries are -1 and 1, both of them and no other.
+        missing: Entries that are NaN.
+        odd: The first row with an entry that is no whole number, or -1.
+        least_row: The first row with the smallest entry.
+        most_row: The first row with the largest entry.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    least: float
+    most: float
+    whole: bool
+    both: bool
+    missing: int
+    odd: int
+    least_row: int
+    most_row: int
+
+    @property
+    def columns(self) -> int:
+        """The number of labels of each vertex."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def single(self) -> bool:
+        """Whether a row has one entry: ``[N]`` or ``[N, 1]``."""
+        return self.columns == 1
+
+    @property
+    def floating(self) -> bool:
+        """Whether the entries are floating point numbers."""
+        return self.dtype.startswith(("float", "bfloat"))
+
+    @property
+    def classes(self) -> int:
+        """Classes, if the entries are class ids."""
+        return max(int(self.most) + 1, 1) if self.whole else 1
+
+    @property
+    def task(self) -> Task:
+        """What they look like: one class a vertex, several labels of 0 and 1 at once, or numbers."""
+        if not self.single:
+            return "multilabel" if self.whole and self.least >= 0 and self.most <= 1 else "regression"
+        return "multiclass" if self.whole and self.least >= -1 else "regression"
+
+    @property
+    def outputs(self) -> int:
+        """Columns that a model must give where the loss is left open."""
+        return self.classes if self.task == "multiclass" else self.columns
+
+    def outputs_for(self, loss: str) -> int:
+        """Columns that a model must give for a built-in loss by its name."""
+        if loss == "cross_entropy" and self.single:
+            return self.classes
+        return self.columns if loss in ("cross_entropy", "bce", "mse", "mae", "huber") else self.outputs
+
+    def text(self) -> str:
+        """Shape and type, for messages."""
+        return f"[{', '.join(['N', *map(str, self.shape)])}] {self.dtype}"
+
+
+def labels_of(y: Tensor, ignore: int | None = None) -> Labels:
+    """The facts of y.
+
+    Args:
+        y: Labels.
+        ignore: The label that stands for none; such entries count for nothing, as those that are NaN.
+
+    Raises:
+        DataError: If an entry is infinite, or complex, or of a type that PyTorch only stores.
+
+    Shapes:
+        y ``[N, ...]``.
+
+    Cost: a few passes over y.
+    """
+    if y.dtype not in _SERVED and not y.is_complex():
+        to = "float" if y.is_floating_point() else "long"
+        raise DataError(
+            "labels must be of a type that losses take",
+            f"y holds {y.dtype}",
+            where="data.y",
+            hint=f"data.y = data.y.{to}()",
+        )
+    flat = y.reshape(y.size(0), -1)
+    if y.is_complex():
+        raise DataError("labels must be real numbers", f"y holds {_name(y)}", where="data.y")
+    there = ~flat.isnan() if y.is_floating_point() else torch.ones_like(flat, dtype=torch.bool)
+    base: dict[str, Any] = {"dtype": _name(y), "shape": tuple(y.shape[1:]), "missing": int((~there).sum())}
+    if ignore is not None:
+        there &= flat != ignore
+    values = flat[there]
+    if not values.numel():
+        rest: dict[str, Any] = {"least": 0, "most": -1, "whole": True, "both": False}
+        return Labels(**base, **rest, odd=-1, least_row=-1, most_row=-1)
+    if y.is_floating_point() and not bool(values.isfinite().all()):
+        row = int(flat.isinf().any(1).nonzero()[0])
+        raise DataError(
+            "labels must be finite numbers, or NaN where there is none",
+            f"row {row} of y holds {flat[row][flat[row].isinf()][0].item()}",
+            where="data.y",
+        )
+    numbers = values.to(torch.int8) if y.dtype == torch.bool else values
+    least, most = (end.item() for end in numbers.aminmax())
+    fractional = (flat != flat.round()) & there if y.is_floating_point() else torch.zeros_like(there)
+    halves = fractional.any(1).nonzero()
+    both = (least, most) == (-1, 1) and not bool((values.abs() != 1).any())
+
+    def first(value: float) -> int:
+        return int((flat == value).any(1).nonzero()[0])
+
+    return Labels(
+        **base,
+        least=least,
+        most=most,
+        whole=not halves.numel(),
+        both=both,
+        odd=int(halves[0]) if halves.numel() else -1,
+        least_row=first(least),
+        most_row=first(most),
+    )
+
+
+def joined(parts: Sequence[Labels]) -> Labels:
+    """The facts of a whole graph from those of its parts, whose rows are ids of the whole graph."""
+    first = replace(parts[0], missing=sum(each.missing for each in parts))
+    some = [each for each in parts if each.least_row >= 0]
+    if not some:
+        return first
+    least = min((each.least, each.least_row) for each in some)
+    most = min((-each.most, each.most_row) for each in some)
+    odd = [each.odd for each in some if each.odd >= 0]
+    ends = {end for each in some for end in (each.least, each.most)}
+    plain = all(each.both or each.least == each.most for each in some)
+    return replace(
+        first,
+        least=least[0],
+        most=-most[0],
+        whole=not odd,
+        both=plain and ends == {-1, 1},
+        odd=min(odd, default=-1),
+        least_row=least[1],
+        most_row=most[1],
+    )
+
+
+def labelled(y: Tensor, facts: Labels) -> Tensor:
+    """Which vertices may have a label, before a loss says what stands for none.
+
+    A row that is NaN has none. So has -1 of whole numbers, unless -1 and 1 are the two labels.
+
+    Shapes:
+        y ``[N, ...]``; result ``[N]``, bool.
+    """
+    flat = y.reshape(y.size(0), -1)
+    there = torch.ones(y.size(0), dtype=torch.bool)
+    if y.is_floating_point():
+        there = ~flat.isnan().all(1)
+    if facts.task == "multiclass" and not facts.both:
+        there &= flat[:, 0] != -1
+    return there
+
+
+def _name(y: Tensor) -> str:
+    return str(y.dtype).removeprefix("torch.")

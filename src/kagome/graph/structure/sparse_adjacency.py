@@ -1,0 +1,164 @@
+"""Adjacency: a graph that is given as a sparse matrix (``adj_t``), kept as edges whose values make it again.
+
+Where it sits: ``validate`` takes the matrix apart; ``intercept.sparse_adjacency`` gives a model what stands
+for it. The values go along with the edges as an attribute whose name says what the matrix was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kagome.errors import DataError
+from kagome.graph.structure.attributes import edges_of, plain
+
+_PREFIX: Final = "edge_adj_t_"
+_LAYOUTS: Final = {"csr": torch.sparse_csr, "csc": torch.sparse_csc, "coo": torch.sparse_coo}
+
+
+_KNOWN: Final = tuple(_LAYOUTS.values())
+
+
+@dataclass(frozen=True)
+class Adjacency:
+    """What a matrix was.
+
+    Args:
+        layout: ``csr``, ``csc`` or ``coo``.
+        kind: ``loops`` with self-loops; without, ``ones`` if all values are 1, or ``simple``.
+        values: One an edge.
+    """
+
+    layout: str
+    kind: str
+    values: Tensor
+
+    @property
+    def name(self) -> str:
+        """The attribute that carries it."""
+        return f"{_PREFIX}{self.layout}_{self.kind}"
+
+    def matrix(self, edge_index: Tensor, count: int) -> Tensor:
+        """The matrix, from its edges in any order.
+
+        Shapes:
+            edge_index ``[2, E]`` -> ``[count, count]``.
+        """
+        columns = self.layout == "csc"
+        major, minor = edge_index[0 if columns else 1], edge_index[1 if columns else 0]
+        order = torch.argsort(major * count + minor, stable=True)
+        major, minor, values = major[order], minor[order], self.values[order]
+        if self.layout == "coo":
+            made = torch.sparse_coo_tensor(
+                torch.stack([major, minor]), values, (count, count), check_invariants=False
+            )
+            return made._coalesced_(True)
+        pointer = torch.zeros(count + 1, dtype=torch.int64, device=edge_index.device)
+        torch.cumsum(torch.bincount(major, minlength=count), 0, out=pointer[1:])
+        make = torch.sparse_csc_tensor if columns else torch.sparse_csr_tensor
+        return make(pointer, minor, values, (count, count), check_invariants=False)
+
+
+def adjacency_of(edges: Mapping[str, Tensor]) -> Adjacency | None:
+    """The matrix that attributes of edges speak of; None if there was none."""
+    name = next((name for name in edges if name.startswith(_PREFIX)), None)
+    if name is None:
+        return None
+    layout, kind = name.removeprefix(_PREFIX).split("_")
+    return Adjacency(layout, kind, edges[name])
+
+
+def inputs_of(edges: Mapping[str, Tensor], edge_index: Tensor, count: int) -> dict[str, Tensor]:
+    """What a model may be given of attributes of edges, where the whole graph is at hand."""
+    found = adjacency_of(edges)
+    rest = {name: value for name, value in edges.items() if not name.startswith(_PREFIX)}
+    return rest if found is None else {**rest, "adj_t": found.matrix(edge_index, count)}
+
+
+def with_loops(edges: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Attributes of edges to which self-loops were added."""
+    told = adjacency_of(edges)
+    rest = {name: value for name, value in edges.items() if not name.startswith(_PREFIX)}
+    return rest if told is None else {**rest, Adjacency(told.layout, "loops", told.values).name: told.values}
+
+
+def taken_apart(matrix: Any, given: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The edges of a matrix whose rows are targets, and what goes along with them.
+
+    Args:
+        matrix: Of torch, or of torch_sparse.
+        given: The data's other attributes.
+
+    Returns:
+        The edges, and attributes of them.
+
+    Raises:
+        DataError: If its values would be lost, or it is no matrix.
+
+    Shapes:
+        matrix ``[N, N]``; edges ``[2, E]``.
+    """
+    odd = isinstance(matrix, Tensor) and (
+        matrix.layout not in _KNOWN or matrix.is_meta or matrix.dim() - matrix.dense_dim() != 2
+    )
+    if odd:
+        layout = str(matrix.layout).removeprefix("torch.")
+        raise DataError(
+            "an adjacency is a sparse matrix with numbers in one of the layouts csr, csc and coo",
+            f"it is {layout} of shape {list(matrix.shape)} on {matrix.device}",
+            where="data.adj_t",
+        )
+    edge_index, values = edges_of(matrix)
+    if not isinstance(matrix, Tensor):
+        if values is not None:
+            raise DataError(
+                "a weighted adjacency is a sparse tensor of torch",
+                f"adj_t is a {type(matrix).__name__} with values",
+                where="data.adj_t",
+                hint="data.adj_t = data.adj_t.to_torch_sparse_csr_tensor()",
+            )
+        return edge_index, {}
+    layout = next(name for name, each in _LAYOUTS.items() if each == matrix.layout)
+    whole = matrix.coalesce() if layout == "coo" else matrix
+    if whole.values().dim() > 1:
+        raise DataError(
+            "an adjacency has one value an edge",
+            f"adj_t has values of shape {list(whole.values().shape)}",
+            where="data.adj_t",
+            hint="data.edge_index, data.edge_attr = torch_geometric.utils.to_edge_index(data.adj_t)",
+        )
+    loops = bool((edge_index[0] == edge_index[1]).any())
+    kind = "loops" if loops else "ones" if values is None else "simple"
+    kept = plain(whole.values()) if values is None else values
+    found = {Adjacency(layout, kind, kept).name: kept}
+    if kind != "ones" and "edge_weight" not in given:
+        found["edge_weight"] = kept
+    return edge_index, found
+
+
+def beside(matrix: Any, edge_index: Tensor) -> None:
+    """Let a matrix go that is given beside the edges and says the same.
+
+    Raises:
+        DataError: If it says more, or other edges.
+    """
+    ends, values = edges_of(matrix)
+    same = ends.shape == edge_index.shape and torch.equal(_sorted(ends), _sorted(edge_index))
+    if values is None and same:
+        return
+    raise DataError(
+        "a graph is given once, as edge_index or as adj_t",
+        f"both are there, and adj_t has {'values' if same else 'other edges'}",
+        where="data.adj_t",
+        hint="del data.edge_index, or del data.adj_t",
+    )
+
+
+def _sorted(edge_index: Tensor) -> Tensor:
+    """Edges by target, then source."""
+    by_source = edge_index[:, edge_index[0].argsort(stable=True)]
+    return by_source[:, by_source[1].argsort(stable=True)]

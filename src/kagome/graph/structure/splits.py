@@ -1,0 +1,195 @@
+"""Masks: which vertices train, validate and test.
+
+Where it sits: ``graph.datasets.builtin`` draws its masks here; ``validate`` checks a user's masks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kagome.errors import DataError
+from kagome.graph.structure.attributes import numbers_of
+
+NAMES: Final = ("train_mask", "val_mask", "test_mask")
+_HOLDS: Final = "hold true and false, or numbers"
+
+
+def draw(num_nodes: int, seed: int, labelled: Tensor | None = None) -> dict[str, Tensor]:
+    """Draw a 60/20/20 split.
+
+    Args:
+        num_nodes: Vertices.
+        seed: Seed of the draw.
+        labelled: Vertices that have a label; by default all have.
+
+    Returns:
+        The masks, by name.
+
+    Shapes:
+        labelled and each mask ``[N]``, bool.
+    """
+    among = torch.arange(num_nodes) if labelled is None else labelled.nonzero().view(-1)
+    count = among.numel()
+    among = among[torch.randperm(count, generator=torch.Generator().manual_seed(seed))]
+    first, second = round(0.6 * count), round(0.6 * count) + round(0.2 * count)
+    masks = {name: torch.zeros(num_nodes, dtype=torch.bool) for name in NAMES}
+    for name, chosen in zip(NAMES, (among[:first], among[first:second], among[second:]), strict=True):
+        masks[name][chosen] = True
+    return masks
+
+
+def settle(
+    given: Mapping[str, object], num_nodes: int, labelled: Tensor, split: int, notes: list[str]
+) -> dict[str, Tensor]:
+    """Check given masks and choose one split of several; draw what is not given. The loss may leave out more.
+
+    Args:
+        given: The user's masks by name; those that are None or absent are not given.
+        num_nodes: Vertices.
+        labelled: Vertices that a split is drawn from.
+        split: Which of several splits; the seed of the draw where no mask is given.
+        notes: Sentences for the start of the run; this function adds its own.
+
+    Returns:
+        The three masks, by name.
+
+    Raises:
+        DataError: If a mask is no mask, two overlap, or the split does not exist.
+
+    Shapes:
+        given ``[N]`` or ``[N, splits]``; labelled and each mask ``[N]``, bool.
+    """
+    if split < 0:
+        raise DataError("data.split takes a number from 0 up", f"it is {split}")
+    if all(given.get(name) is None for name in NAMES):
+        notes.append(f"No masks given: a 60/20/20 split of the labelled vertices is drawn with seed {split}.")
+        if not bool(labelled.any()):
+            raise nobody(0, num_nodes, num_nodes)
+        return draw(num_nodes, split, labelled)
+    masks = _choose({name: _mask(name, given.get(name), num_nodes) for name in NAMES}, split, notes)
+    _apart(masks)
+    return masks
+
+
+def of_ids(ids: object, given: Mapping[str, object], num_nodes: int) -> dict[str, object]:
+    """Masks of OGB's ``split_idx``: ids (or a mask) by ``train``, ``valid`` (or ``val``) and ``test``.
+
+    Args:
+        ids: The user's.
+        given: Masks that the data has as well.
+        num_nodes: Vertices.
+
+    Raises:
+        DataError: If there are masks too, it has no names, or an entry is no list of ids.
+    """
+    if not isinstance(ids, Mapping):
+        raise DataError(
+            "split_idx has the ids of vertices by the names train, valid and test",
+            f"it is a {type(ids).__name__}",
+            where="data.split_idx",
+            hint='data.split_idx = {"train": ..., "valid": ..., "test": ...}, or masks',
+        )
+    if given:
+        raise DataError(
+            "a split is given once",
+            f"the data has split_idx and {', '.join(given)}",
+            where="data.split_idx",
+            hint="leave one of them out",
+        )
+    made: dict[str, object] = {}
+    for name, words in zip(NAMES, (("train",), ("valid", "val"), ("test",)), strict=True):
+        found = next((ids[word] for word in words if ids.get(word) is not None), None)
+        if found is not None:
+            made[name] = _mask_of(f"split_idx[{words[0]!r}]", found, num_nodes)
+    if not made:
+        raise DataError(
+            "split_idx has train, valid and test", f"it has {', '.join(map(str, ids)) or 'nothing'}"
+        )
+    return made
+
+
+def _mask_of(name: str, found: object, num_nodes: int) -> Tensor:
+    chosen = numbers_of(name, found, _HOLDS)
+    if chosen.dtype == torch.bool:
+        return _mask(name, chosen, num_nodes)
+    if chosen.dim() != 1 or chosen.is_floating_point() or chosen.is_complex():
+        raise DataError(
+            f"{name} is a list of vertex ids",
+            f"it is {list(chosen.shape)} {chosen.dtype}",
+            where=f"data.{name}",
+        )
+    odd = (chosen < 0) | (chosen >= num_nodes)
+    if bool(odd.any()):
+        raise DataError(
+            f"vertex ids run from 0 to {num_nodes - 1}",
+            f"{name} holds {int(chosen[odd][0])}",
+            where=f"data.{name}",
+        )
+    mask = torch.zeros(num_nodes, dtype=torch.bool)
+    mask[chosen.long()] = True
+    return mask
+
+
+def nobody(training: int, unlabelled: int, num_nodes: int) -> DataError:
+    """The error where no vertex trains."""
+    return DataError(
+        "at least one vertex must train",
+        f"train_mask holds {training} of {num_nodes:,} vertices; {unlabelled:,} have no label",
+        where="data.train_mask",
+        hint="set data.train_mask, or leave all three masks out and a seeded split is drawn",
+    )
+
+
+def _mask(name: str, value: object, num_nodes: int) -> Tensor:
+    if value is None:
+        return torch.zeros(num_nodes, dtype=torch.bool)
+    mask = numbers_of(name, value, _HOLDS)
+    if mask.dim() not in (1, 2) or mask.size(0) != num_nodes:
+        raise DataError(
+            f"{name} must have a row for each of {num_nodes:,} vertices",
+            f"its shape is {list(mask.shape)}",
+            where=f"data.{name}",
+            hint="a mask is a bool a vertex, not a list of vertex ids",
+        )
+    if mask.is_complex():
+        raise DataError(f"{name} must hold true and false, or 0 and 1", f"it holds {mask.dtype}")
+    if mask.dtype != torch.bool:
+        odd = (mask != 0) & (mask != 1)
+        if odd.any():
+            raise DataError(
+                f"{name} must hold true and false, or 0 and 1",
+                f"row {int(odd.nonzero()[0, 0])} holds {mask[odd][0].item()}",
+                where=f"data.{name}",
+            )
+    return mask.bool()
+
+
+def _choose(masks: dict[str, Tensor], split: int, notes: list[str]) -> dict[str, Tensor]:
+    """One column of masks of several splits; a mask of one dimension serves every split (WikiCS's test)."""
+    widths = {name: mask.size(1) for name, mask in masks.items() if mask.dim() == 2}
+    count = min(widths.values(), default=1)
+    if split >= count:
+        raise DataError(
+            f"split {split} was asked for",
+            f"there {'is 1 split' if count == 1 else f'are {count} splits'}, counted from 0",
+            where="data.split",
+        )
+    if count > 1:
+        notes.append(f"Split {split} of {count} is used.")
+    return {name: mask[:, split] if mask.dim() == 2 else mask for name, mask in masks.items()}
+
+
+def _apart(masks: dict[str, Tensor]) -> None:
+    for i, first in enumerate(NAMES):
+        for second in NAMES[i + 1 :]:
+            both = (masks[first] & masks[second]).nonzero()
+            if both.numel():
+                raise DataError(
+                    f"{first} and {second} must not share a vertex",
+                    f"they share {both.size(0):,}, the first of them vertex {int(both[0])}",
+                    where=f"data.{first}",
+                )

@@ -1,0 +1,1 @@
+"""Rows of other chunks: those last known, or all chunks in lockstep."""

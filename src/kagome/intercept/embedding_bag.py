@@ -1,0 +1,75 @@
+"""Bags: ``F.embedding_bag``, sums of a table's rows by numbers that each vertex or edge holds.
+
+Where it sits: one of ``interceptor``'s handlers, on a part of the graph::
+
+    ids [N, k], table [V, d]     a row a vertex: each bag is one of its own
+    ids [T], offsets [N]         refused: where a bag ends the next vertex says, which lies elsewhere
+    rows of vertices as table    refused: they are read by numbers, not by edges
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kagome.errors import ModelError
+from kagome.placement.placement import ALIGNED, IDS, VERTICES, Kind
+from kagome.positions.refusals import Args, Func, Kwargs, Places
+from kagome.user_frame import user_line
+
+
+def bag(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``F.embedding_bag(ids, table)`` with a bag for each vertex or edge.
+
+    Shapes:
+        ids ``[n, k]``, table ``[V, d]`` -> ``[n, d]``.
+
+    Raises:
+        ModelError: If a part's bags are not told from its own rows.
+    """
+    if not scope.parted or func is not functional.embedding_bag:
+        return NotImplemented
+    given = dict(zip(("input", "weight", "offsets", "max_norm"), args, strict=False)) | kwargs
+    held = {key: mark for key, value in given.items() if (mark := scope.marks.get(value)) is not None}
+    if not held:
+        return NotImplemented
+    ids, bags = given["input"], held.get("input")
+    if (table := held.get("weight")) is not None and table.kind in (*VERTICES, Kind.LOST):
+        raise _refused(
+            scope,
+            "it reads rows of vertices by numbers",
+            "x[edge_index[0]], and a sum of them by edge_index[1] (index_add, scatter)",
+        )
+    if given.get("offsets") is not None or bags is None or not isinstance(ids, Tensor) or ids.dim() != 2:
+        raise _refused(
+            scope,
+            "each bag ends where that of the next vertex or edge begins, which lies on another part",
+            "a row of k numbers for each vertex, F.embedding_bag(ids [N, k], table)",
+        )
+    if bags.kind not in ALIGNED or bags.kind in IDS or bags.axis or given.get("max_norm") is not None:
+        raise _refused(
+            scope,
+            "it goes by numbers of vertices, or changes its table",
+            "F.embedding, and a sum over axis 1",
+        )
+    with torch._C.DisableTorchFunction():
+        out = func(*args, **kwargs)
+    kind = Kind.ROWS if bags.kind is Kind.NUMBERS else bags.kind
+    return scope.marks.put(out, replace(bags, kind=kind))
+
+
+def _refused(scope: Places, found: str, hint: str) -> ModelError:
+    return ModelError(
+        "F.embedding_bag sums rows of a table for each vertex or edge",
+        found,
+        where="; ".join(filter(None, (scope.where(), user_line()))),
+        hint=f"{hint}; or train on one rank",
+    )
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {"embedding_bag": bag}

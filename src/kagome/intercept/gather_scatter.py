@@ -1,0 +1,571 @@
+"""Handlers: torch calls that read or write rows by the graph's ids, answered for a part.
+
+Where it sits: ``interceptor`` looks a call up here by its name before it runs it. Statistics, draws and
+attention have theirs in ``model.exact.handlers``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from kagome.deferred import sliced_reduce
+from kagome.deferred.lazy_tensor import Lazy, now
+from kagome.deferred.message import Linear
+from kagome.deferred.rewrite_rules import all_computed
+from kagome.errors import ModelError
+from kagome.intercept import embedding_bag, sparse_adjacency
+from kagome.placement.axis_rules import attribute
+from kagome.placement.placement import ALIGNED, IDS, VERTICES, Kind, Mark
+from kagome.placement.symbolic_size import Count, Entries, NoneHere, Shown, behind
+from kagome.positions import (
+    edge_positions,
+    id_values,
+    kept_tensors,
+    row_order,
+    row_positions,
+    unique,
+    vertex_tables,
+)
+from kagome.positions.refusals import Places, lost
+from kagome.sparse_ops import linear
+from kagome.sparse_ops.edge_view import View
+from kagome.sparse_ops.sparse_features import Thin
+from kagome.user_code import host_reads, in_backward
+from kagome.user_code.derivatives import DERIVATIVES
+from kagome.user_frame import by_kagome, from_library
+
+
+class Reader(Places, Protocol):
+    """What a handler asks of the running interception."""
+
+    fast: bool
+    views: list[View]
+    inputs: dict[str, Tensor]
+
+    @property
+    def size(self) -> int:
+        """Ranks that share the graph."""
+
+    def read(self, rows: Tensor, axis: int, mark: Mark) -> Tensor:
+        """Own and halo rows."""
+
+    def knows_number(self, mark: Mark) -> bool:
+        """Whether it is known without asking how many rows of a mark all ranks have."""
+
+    def goes_beyond(self, what: str) -> None:
+        """Say, where all rows are here, that more is asked for than the edges into a vertex bring."""
+
+    def write(self, sums: Tensor, axis: int, mark: Mark) -> Tensor:
+        """Sums on own rows."""
+
+    def greatest(self, part: Tensor) -> Tensor:
+        """Maximum over ranks, without gradient."""
+
+    def out_edges(self) -> View:
+        """The out-edges of own vertices."""
+
+    @property
+    def last_vertex(self) -> int:
+        """The last vertex of the whole graph that has an edge."""
+
+    def last_row(self) -> int:
+        """Own vertices up to the last one with an edge."""
+
+    def number_of(self, mark: Mark, count: int) -> int:
+        """How many rows all ranks have."""
+
+    def refuse(self, what: str) -> ModelError:
+        """The error for ids that are no longer known."""
+
+    def put_off(self, base: Tensor, index: Tensor, mark: Mark) -> Tensor | None:
+        """A gather by an end of the graph's edges, as a message."""
+
+    def thinned(self, rows: Tensor) -> Tensor | Thin:
+        """Rows that last and are nearly all zeros by what is not; others as they are."""
+
+    def axis(self, tensor: Any) -> int | None:
+        """The axis along which a tensor has a row a vertex or an edge."""
+
+    def like(self, out: Tensor, tensor: Tensor) -> Tensor:
+        """Give ``out`` the mark of ``tensor``."""
+
+    def mark(self, tensor: Tensor, mark: Mark) -> Tensor:
+        """Say what a tensor stands for."""
+
+    def sums_late(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether a linear map of rows is put off."""
+
+    def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
+        """A reduction over each row's in-edges."""
+
+
+Handler = Callable[[Any, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""A handler answers a torch call itself, or returns NotImplemented to let it run as it is."""
+
+
+def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[row]`` and ``x.index_select(dim, row)``: by source ids they read halo rows as well."""
+    base: Tensor = args[0]
+    index: Any = args[1] if len(args) > 1 else None
+    axis, rest = 0, ()
+    if name == "__getitem__":
+        if isinstance(index, tuple) and index and isinstance(index[0], Tensor):
+            index, rest = index[0], index[1:]
+    else:
+        axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        index = kwargs.get("index", args[2] if len(args) > 2 else None)
+    mark = scope.marks.get(index)
+    held = scope.marks.get(base)
+    if mark is None or index.dtype == torch.bool or (held is not None and held.kind in IDS):
+        return NotImplemented
+    if held is not None and held.kind is Kind.LOST and mark.kind not in IDS:
+        return NotImplemented  # what was lost stays so
+    axis = axis % max(base.dim(), 1)
+    if mark.kind is Kind.MIXED:
+        raise scope.refuse("indexing")
+    id_values.refuse_rows_by_value(scope, base, axis, index, mark)
+    numbers = vertex_tables.original(scope, base, axis, index, mark) if mark.kind in IDS else None
+    if numbers is None and mark.kind in (Kind.SOURCE, Kind.TARGET) and axis == 0 and not rest:
+        late = scope.put_off(base, index, mark)
+        if late is not None:
+            return late
+    base = now(base)
+    if numbers is not None:
+        out = base[(numbers, *rest)] if name == "__getitem__" else base.index_select(axis, numbers)
+    else:
+        out = _gathered(scope, name, func, base, axis, index, rest, mark, kwargs)
+    if mark.kind in (Kind.SOURCE, Kind.TARGET):
+        scope.marks.put(out, Mark(Kind.PAIRS, mark.view, axis, mark.edges))
+    elif mark.kind is Kind.EDGES:
+        scope.marks.put(out, Mark(Kind.PAIRS, mark.view, 1, index))
+    elif mark.kind in ALIGNED and index.dim() == 1:
+        scope.marks.put(out, Mark(mark.kind, mark.view, axis, mark.edges))
+    return out
+
+
+def _gathered(
+    scope: Reader,
+    name: str,
+    func: Callable[..., Any],
+    base: Tensor,
+    axis: int,
+    index: Tensor,
+    rest: tuple[Any, ...],
+    mark: Mark,
+    kwargs: dict[str, Any],
+) -> Any:
+    if mark.kind in (Kind.SOURCE, Kind.EDGES):
+        base = scope.read(base, axis, mark)
+    if name == "__getitem__":
+        return func(base, (index, *rest) if rest else index, **kwargs)
+    return func(base, axis, index)
+
+
+def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``out.scatter_add_(dim, row, src)``: by source ids the sums of halo rows go to their owners."""
+    base = args[0]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    index = kwargs.get("index", args[2] if len(args) > 2 else None)
+    value = kwargs.get("src", kwargs.get("source", args[3] if len(args) > 3 else None))
+    mark = scope.marks.get(index)
+    if mark is None and isinstance(index, Tensor):
+        vertex_tables.refuse_unknown_write(scope, name, base, dim)
+    if mark is None or not isinstance(value, Tensor) or not isinstance(index, Tensor):
+        return NotImplemented
+    if scope.parted and (gone := scope.marks.get(value)) is not None and gone.kind is Kind.LOST:
+        raise lost(scope, gone)
+    axis = dim % max(base.dim(), 1)
+    if mark.kind is Kind.MIXED:
+        raise scope.refuse(name)
+    id_values.refuse_rows_by_value(scope, base, axis, index, mark)
+    if mark.kind is Kind.NUMBERS:
+        args, kwargs = _by_place(scope, index, args, kwargs)
+        return func(*args, **kwargs)
+    if scope.parted and mark.kind in IDS and not isinstance(base, Lazy):
+        base = vertex_tables.written_to(scope, base, axis, index, name)
+        if base is not args[0]:
+            args, name = (base, *args[1:]), name.removesuffix("_")
+            func = getattr(torch.Tensor, name)
+    late = _reduced(scope, name, base, axis, index, value, args, kwargs) if mark.kind is Kind.TARGET else None
+    if late is not None:
+        return scope.marks.put(late, Mark(Kind.ROWS, mark.view, axis))
+    args, kwargs = all_computed(args, kwargs)
+    base, value = args[0], now(value)
+    if mark.kind is Kind.TARGET:
+        return scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, mark.view, axis))
+    if mark.kind is Kind.SOURCE and scope.size == 1:
+        scope.goes_beyond("sums for neighbours' rows")
+        return scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, 0, axis))
+    if scope.size == 1 or mark.kind is Kind.LOCAL:
+        return NotImplemented
+    reduce = kwargs.get("reduce", args[4] if len(args) > 4 else "sum")
+    adds = not name.startswith("scatter_reduce") or reduce == "sum"
+    if not adds and (mark.kind is Kind.SOURCE or reduce not in ("amax", "amin")):
+        raise ModelError(
+            "what is written by source ids must be a sum, and what is pooled a sum, maximum or minimum",
+            f"{name} asks for {reduce!r}",
+            where=scope.where(),
+            hint="sum or mean, or let messages flow from source to target",
+        )
+    if mark.kind is Kind.SOURCE:
+        plan = scope.views[mark.view].rows
+        shape = list(base.shape)
+        if shape[axis] != plan.own:
+            return NotImplemented
+        shape[axis] = plan.own + plan.halo
+        sums = _plain_sum(value.new_zeros(shape), axis, index, value, name)
+        return scope.marks.put(_add(base, scope.write(sums, axis, mark), name), Mark(Kind.ROWS, 0, axis))
+    if adds:
+        return _add(base, scope.total(_plain_sum(torch.zeros_like(base), axis, index, value, name)), name)
+    best = _pooled_extreme(scope, base, axis, index, value, 1 if reduce == "amax" else -1)
+    return base.copy_(best) if name.endswith("_") else best
+
+
+def _by_place(
+    scope: Reader, index: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A write by ``arange(x.size(0))``: own rows by their places here."""
+    own = scope.marks.put(scope.local_of(index), Mark(Kind.TARGET))
+    args = tuple(own if value is index else value for value in args)
+    return args, {key: own if value is index else value for key, value in kwargs.items()}
+
+
+def _reduced(
+    scope: Reader,
+    name: str,
+    base: Tensor,
+    axis: int,
+    index: Tensor,
+    value: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Tensor | None:
+    """A write by the graph's targets, by kernels; None where they do not apply."""
+    how, takes = "sum", False
+    if name.startswith("scatter_reduce"):
+        how = kwargs.get("reduce", args[4] if len(args) > 4 else "sum")
+        takes = kwargs.get("include_self", args[5] if len(args) > 5 else True)
+    whole = index.dim() == 1 or index.shape == value.shape
+    if (
+        isinstance(base, Lazy)
+        or axis
+        or takes
+        or how not in ("sum", "amax", "amin")
+        or not whole
+        or kwargs.get("alpha", 1) != 1
+    ):
+        return None
+    if base.shape[1:] != value.shape[1:] or base.dtype != value.dtype:
+        return None
+    sums = scope.edge_reduce(value, index, 0, how)
+    if sums is None or sums.size(0) != base.size(0):
+        return None
+    with torch._C.DisableTorchFunction():
+        sums = now(sums)
+        if how != "sum":
+            ids = index if index.dim() == 1 else index.flatten(1)[:, 0]
+            none = torch.bincount(ids, minlength=base.size(0)) == 0
+            sums = torch.where(none.view(-1, *[1] * (base.dim() - 1)), base, sums)
+            out = base.copy_(sums) if name.endswith("_") else sums
+        else:
+            out = _add(base, sums, name)
+    return out
+
+
+def _linear(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.linear`` of rows: put off where neighbours may be summed first, else by the fastest product."""
+    weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+    bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
+    if not args or not isinstance(weight, Tensor) or isinstance(args[0], Lazy):
+        return NotImplemented
+    if scope.parted and (held := scope.marks.get(weight)) is not None and held.kind in ALIGNED:
+        call = scope.__torch_function__  # a product with rows, as any other
+        out = call(Tensor.matmul, (), (args[0], call(Tensor.t, (), (weight,))))
+        return out if bias is None else call(Tensor.add, (), (out, bias))
+    if bias is None and scope.sums_late(args[0], weight):
+        return scope.marks.put(Lazy(Linear(args[0], weight, scope)), Mark(Kind.ROWS))
+    rows = _factor(scope, args[0], weight)
+    if rows is None or not (isinstance(rows, Thin) or linear.suits(rows, weight)):
+        return NotImplemented
+    return scope.like(linear.linear(rows, weight, bias), args[0])
+
+
+def _matmul(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x @ w`` of rows that last and are nearly all zeros."""
+    weight = args[1] if len(args) == 2 and not kwargs else None
+    if not isinstance(args[0], Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return NotImplemented
+    rows = _factor(scope, args[0], weight)
+    if not isinstance(rows, Thin):
+        return NotImplemented
+    return scope.like(linear.linear(rows, weight.t()), args[0])
+
+
+def _factor(scope: Reader, x: Tensor, weight: Tensor) -> Tensor | Thin | None:
+    """Rows of vertices or edges, as a product takes them; None where it is not for :mod:`dense`."""
+    if not scope.fast or torch.is_autocast_enabled("cpu") or isinstance(x, Lazy) or isinstance(weight, Lazy):
+        return None
+    if scope.axis(x) != 0 or scope.marks.get(weight) is not None:
+        return None
+    rows = scope.thinned(x)
+    return x if isinstance(rows, Thin) and rows.dtype != weight.dtype else rows
+
+
+def _pooled_extreme(
+    scope: Reader, base: Tensor, axis: int, index: Tensor, value: Tensor, sign: int
+) -> Tensor:
+    """The largest of each group on all ranks; ``base`` where there is none. Equals share the gradient."""
+    low = -math.inf if value.is_floating_point() else torch.iinfo(value.dtype).min
+    best = torch.full_like(base, low, requires_grad=False)
+    best = best.scatter_reduce(axis, index, value.detach() * sign, "amax", include_self=True)
+    best = scope.greatest(best)
+    none, best = best == low, best * sign
+    if value.requires_grad:
+        same = value.detach() == best.gather(axis, index)
+        ties = torch.zeros_like(best).scatter_add(axis, index, same.to(value.dtype))
+        kept_tensors = torch.where(same & value.detach().isfinite(), value, torch.zeros_like(value))
+        slope = torch.zeros_like(best).scatter_add(axis, index, kept_tensors - kept_tensors.detach())
+        best = best + scope.total(slope) / scope.total(ties).clamp(min=1)
+    return torch.where(none, base, best)
+
+
+def _plain_sum(base: Tensor, axis: int, index: Tensor, value: Tensor, name: str) -> Tensor:
+    return (
+        base.index_add(axis, index, value)
+        if name.startswith("index")
+        else base.scatter_add(axis, index, value)
+    )
+
+
+def _add(base: Tensor, sums: Tensor, name: str) -> Tensor:
+    return base.add_(sums) if name.endswith("_") else base + sums
+
+
+def _flip(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Flipping the graph's own edges gives the out-edges of own vertices."""
+    edges = args[0]
+    dims = kwargs.get("dims", args[1:])
+    dims = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+    if tuple(d % 2 for d in dims) != (0,):
+        return NotImplemented
+    if edges is scope.inputs.get("edge_index"):
+        return scope.out_edges().edge_index
+    if len(scope.views) > 1 and edges is scope.views[1].edge_index:
+        return scope.views[0].edge_index
+    return NotImplemented
+
+
+def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``edge_index.max()`` asks how many vertices there are: the last one that has an edge.
+
+    PyG's own code makes as many rows of it: there it is the last one here.
+    """
+    mark = scope.marks.get(args[0])
+    if mark is None or mark.kind is not Kind.EDGES or len(args) > 1 or kwargs:
+        return NotImplemented
+    if not from_library() and scope.parted:
+        return torch.tensor(scope.last_vertex, device=scope.device)
+    return torch.tensor(scope.last_row() - 1, device=scope.device)
+
+
+def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.size(0)`` and ``x.shape`` of a tensor with a row a vertex or an edge, or of ids."""
+    if name == "__get__" and attribute(func) != "shape":
+        return NotImplemented
+    mark = scope.marks.get(args[0])
+    if mark is None or mark.kind is Kind.MIXED:
+        return NotImplemented
+    size = list(func(args[0]))
+    if mark.kind is Kind.LOCAL and math.prod(size) != size[0]:
+        return NotImplemented  # no list of places
+    axis = len(size) - 1 if mark.kind in IDS else mark.axis
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if dim is not None and dim not in (axis, axis - len(size)):
+        return func(*args, **kwargs)  # torch says which axes there are
+    what = mark if mark.axis == 0 else replace(mark, axis=0)
+    if mark.kind in IDS:
+        what = Mark(Kind.PAIRS, mark.view, 0, args[0] if mark.kind is Kind.EDGES else mark.edges)
+    kind = edge_positions.counts(scope, what)
+    count = kind(size[axis], what, lambda: scope.number_of(what, int(count)))
+    told = scope.parted and scope.knows_number(what) and not from_library() and not by_kagome()
+    size[axis] = Shown.of(count) if told else count
+    return torch.Size(size) if dim is None else size[axis]
+
+
+def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.numel()``, ``index.numel() == 0``: ranks without edges take the branch that their peers take."""
+    tensor = args[0] if args else kwargs["input"]
+    mark = scope.marks.get(tensor)
+    if not scope.parted or mark is None or mark.kind not in (*ALIGNED, *IDS, Kind.LOCAL):
+        return NotImplemented
+    if from_library():
+        return NoneHere(0) if mark.kind in IDS and not func(tensor) else NotImplemented
+    size = behind(_size(scope, "size", Tensor.size, (tensor,), {}))
+    at = next((at for at, each in enumerate(size) if isinstance(each, Count)), None) if size else None
+    if at is None:
+        return NotImplemented
+    each = math.prod(int(other) for place, other in enumerate(size) if place != at)
+    flat = mark.kind in VERTICES and at == 0 and mark.subset is None
+    return Entries.of(size[at], each, mark.merged(each) if flat else Mark(Kind.LOST, origin=name))
+
+
+def _make(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.zeros(x.size(0))`` has a row a vertex, ``x.new_ones(3, row.size(0))`` a row an edge."""
+    place = int(name.startswith("new"))
+    size = args[place] if len(args) > place else kwargs.get("size")
+    sizes = size if isinstance(size, (tuple, list)) else args[place:]
+    axis = next((at for at, each in enumerate(sizes) if isinstance(each, Count)), None)
+    if axis is None:
+        return NotImplemented
+    count = sizes[axis]
+    assert isinstance(count, Count)
+    if count.mark.kind is Kind.LOCAL:
+        return NotImplemented
+    return scope.marks.put(func(*args, **kwargs), replace(count.mark, axis=axis))
+
+
+def _widened(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``bias.expand(x.size(0), -1)``: a row a vertex, all alike."""
+    size = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+    axis = next((at for at, each in enumerate(size) if isinstance(each, Count)), None)
+    base = args[0]
+    if axis is None or not isinstance(base, Tensor) or scope.marks.get(base) is not None:
+        return NotImplemented
+    at, count = base.dim() - len(size) + axis, size[axis]
+    assert isinstance(count, Count)
+    if (at >= 0 and base.size(at) != 1) or count.mark.kind is Kind.LOCAL:
+        return NotImplemented
+    return scope.marks.put(func(*args, **kwargs), replace(count.mark, axis=axis))
+
+
+def _sparse(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sparse matrix of the edges has columns of halo rows: torch would read or write past its end."""
+    known = (*ALIGNED, Kind.TARGET) if name.startswith("_convert") else ALIGNED
+    found = [scope.marks.get(value) for value in (*args, *kwargs.values())]
+    if scope.size == 1 or all(mark is None or mark.kind in known for mark in found):
+        return NotImplemented
+    raise ModelError(
+        "a layer reads neighbours by edge_index",
+        f"it makes a sparse matrix of the edges ({name}) inside forward",
+        where=scope.where(),
+        hint="give the layer edge_index itself, or gather x[edge_index[0]] and scatter by edge_index[1]",
+    )
+
+
+def _scale(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.sum(0) / x.size(0)``: the number of all rows is meant."""
+    if not any(isinstance(value, Count) for value in args):
+        return NotImplemented
+    given = [value.of_all() if isinstance(value, Count) else value for value in args]
+    out = func(*given, **kwargs)
+    scope.marks.spread(name, args, kwargs, out)
+    return out
+
+
+def _number(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x - x.size(0)``, ``torch.tensor(x.size(0))``: where a user reckons with it, that of all rows."""
+    at = range(len(args)) if name not in _FILLS else (_FILLS[name],)
+    named = [key for key in kwargs if key not in ("size", "dim")]
+    found = [args[place] for place in at if place < len(args)] + [kwargs[key] for key in named]
+    if not any(map(_counts, found)) or not scope.parted or from_library() or by_kagome():
+        return NotImplemented
+    given = tuple(_whole(value) if place in at else value for place, value in enumerate(args))
+    return scope.__torch_function__(
+        func, (), given, {**kwargs, **{key: _whole(kwargs[key]) for key in named}}
+    )
+
+
+def _counts(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return any(isinstance(each, Count) for each in value)
+    return isinstance(value, Count)
+
+
+def _whole(value: Any) -> Any:
+    if type(value) in (list, tuple) and _counts(value):
+        return type(value)(map(_whole, value))
+    return value.of_all() if isinstance(value, Count) else value
+
+
+_FILLS: Final = {"full": 1, "full_like": 1, "new_full": 2}
+"""Calls with a size and a number, and where the number stands."""
+_RECKON: Final = (
+    *("add", "add_", "sub", "sub_", "subtract", "rsub", "__radd__", "__rsub__", "pow", "pow_", "__rpow__"),
+    *("gt", "ge", "lt", "le", "eq", "ne", "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__"),
+    *(
+        "clamp",
+        "clamp_",
+        "clamp_min",
+        "clamp_max",
+        "clip",
+        "hardtanh",
+        "masked_fill",
+        "masked_fill_",
+        "fill_",
+    ),
+    *("floor_divide", "__floordiv__", "__rfloordiv__", "remainder", "fmod", "__mod__", "where", "lerp"),
+    *("addcdiv", "addcmul", "mul_", "div_", "tensor", "as_tensor", "new_tensor", "scalar_tensor"),
+)
+"""Calls in which a number is no size."""
+
+
+HANDLERS: dict[str, Handler] = {
+    **DERIVATIVES,
+    "linear": _linear,
+    **dict.fromkeys(("matmul", "mm", "__matmul__"), _matmul),
+    **dict.fromkeys(("div", "true_divide", "__rdiv__", "__rtruediv__", "mul", "__rmul__"), _scale),
+    "size": _size,
+    **dict.fromkeys(("numel", "nelement"), _numel),
+    "__get__": _size,
+    **dict.fromkeys(("zeros", "ones", "full", "empty"), _make),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty", "new"), _make),
+    **dict.fromkeys(("expand", "broadcast_to", "repeat", "tile"), _widened),
+    **dict.fromkeys((f"sparse_{kind}_tensor" for kind in ("coo", "csr", "csc", "compressed")), _sparse),
+    "_convert_indices_from_coo_to_csr": _sparse,
+    "__getitem__": _gather,
+    "index_select": _gather,
+    "scatter_add_": _scatter,
+    "scatter_add": _scatter,
+    "index_add_": _scatter,
+    "index_add": _scatter,
+    "scatter_reduce_": _scatter,
+    "scatter_reduce": _scatter,
+    "flip": _flip,
+    "max": _greatest_id,
+    **host_reads.HANDLERS,
+    **dict.fromkeys(_RECKON, _number),
+}
+"""Asked after those of ``model.exact``."""
+_FIRST: dict[str, Handler] = dict.fromkeys(_FILLS, _number)
+"""Asked before :data:`HANDLERS`."""
+
+
+def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[str, list[Handler]]:
+    """The handlers of each torch call, in the order in which they are asked.
+
+    Args:
+        more: Those of ``model.exact``.
+        parted: Whether rows lie apart.
+        matrix: Whether the model is given the graph as a matrix.
+    """
+    tables: list[Mapping[str, Handler]] = [sparse_adjacency.HANDLERS] if matrix else []
+    tables += [edge_positions.HANDLERS, in_backward.HANDLERS] if parted else []
+    tables += [
+        id_values.HANDLERS,
+        unique.HANDLERS,
+        embedding_bag.HANDLERS,
+        row_positions.HANDLERS,
+        vertex_tables.HANDLERS,
+        kept_tensors.HANDLERS,
+    ]
+    found: dict[str, list[Handler]] = {}
+    for table in (*tables, row_order.HANDLERS, more, _FIRST, HANDLERS, sliced_reduce.HANDLERS):
+        for name, handler in table.items():
+            found.setdefault(name, []).append(handler)
+    return found

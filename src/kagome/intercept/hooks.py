@@ -1,0 +1,214 @@
+"""Install: hooks on a user's modules that tell an interception where the forward is.
+
+Where it sits: ``train.graph_engine`` installs before the first forward and takes everything off at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
+
+from kagome.deferred.lazy_tensor import Lazy, now
+from kagome.halo.forward_pass import transformed
+from kagome.intercept import sparse_adjacency
+from kagome.intercept.interceptor import Interception
+from kagome.positions.vertex_tables import given_rows, refuse_some_rows, refuse_unknown_edges
+from kagome.replay.layer_calls import States
+from kagome.user_code.autograd_functions import refuse_old_hooks, watch
+from kagome.user_code.torch_checkpoint import once
+
+
+def install(model: nn.Module, scope: Interception, *, several: bool = False) -> Callable[[], None]:
+    """Watch a model's modules: where the forward is, and what each ``propagate`` was given.
+
+    Args:
+        model: The user's module.
+        scope: The interception, or what stands for the running one.
+        several: Whether it stands for several: what a layer has cached of one chunk is not another's.
+
+    Returns:
+        A function that takes everything off again and forgets what layers had cached of this part.
+    """
+    for each in scope.scopes:
+        each.keeps(model)
+    removers: list[Callable[[], None]] = [once(), watch()]
+    for path, module in model.named_modules():
+        name = path or type(module).__name__
+        caches = any(key.startswith("_cached_") for key in vars(module))
+
+        def enter(module: nn.Module, _args: Any, name: str = name, caches: bool = caches) -> None:
+            if caches and several:
+                forget(module)
+            if scope.turn.outside:
+                return  # the loss runs it: as torch does
+            scope.turn.refuse_again(name)
+            scope.path.append(name)
+            refuse_old_hooks(scope, module)
+            if isinstance(module, MessagePassing):
+                scope.enter_layer()
+
+        def leave(module: nn.Module, _args: Any, out: Any, name: str = name, caches: bool = caches) -> Any:
+            if scope.turn.outside:
+                return None
+            # Called after an error too, innermost first: that is the layer to name.
+            scope.fault = (scope.fault or name) if out is None else ""
+            if scope.path:
+                scope.path.pop()
+            if caches:
+                (forget if several else _settle)(module)
+            if module is model and out is not None:
+                refuse_some_rows(scope, out, "the model")
+            return scope.leave_layer(out) if isinstance(module, MessagePassing) else None
+
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # takes no hooks; what it does is named after the module that calls it
+        removers.append(module.register_forward_pre_hook(enter).remove)
+        removers.append(module.register_forward_hook(leave, always_call=True).remove)
+        forget(module)
+        if isinstance(module, MessagePassing) or next(module.children(), None) is None:
+            removers.append(_replaced(module, "forward", _Watched(module, name, scope)))
+        if isinstance(module, MessagePassing):
+            removers.append(_wrap(module, "propagate", scope))
+            removers.append(_wrap(module, "edge_updater", scope))
+            if any(each.matrix is not None for each in scope.scopes):
+                removers.append(module.register_forward_pre_hook(_edges(scope), with_kwargs=True).remove)
+            if module.flow == "target_to_source":
+                removers.append(module.register_forward_pre_hook(_turn_round(scope), with_kwargs=True).remove)
+
+    def remove() -> None:
+        for take_off in removers:
+            take_off()
+        for module in model.modules():
+            forget(module)
+
+    return remove
+
+
+def forget(module: nn.Module) -> None:
+    """Drop what a layer has cached of another graph or part (GCNConv(cached=True), SGConv, ...)."""
+    for name, value in vars(module).items():
+        if name.startswith("_cached_") and value is not None:
+            setattr(module, name, None)
+
+
+def _settle(module: nn.Module) -> None:
+    """What a layer has cached outlives this forward: rows that were put off are computed."""
+    for name, value in vars(module).items():
+        if name.startswith("_cached_") and isinstance(value, Lazy):
+            setattr(module, name, now(value))
+
+
+def _wrap(module: MessagePassing, name: str, scope: Interception) -> Callable[[], None]:
+    inner = getattr(module, name)
+
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        if scope.turn.outside or transformed():
+            if scope.size > 1:
+                scope.turn.refuse_outside(type(module).__name__)
+            return inner(*args, **kwargs)
+        again = scope.again if name == "propagate" else None
+        found = None if again is None else again.call(module, args, kwargs)
+        if found is not None:
+            return found
+        refuse_unknown_edges(scope, args[0] if args else kwargs.get("edge_index"))
+        scope.arguments.append(kwargs)
+        noted = None if scope.notes is None else scope.notes.aside()
+        try:
+            out = inner(*args, **kwargs)
+        finally:
+            scope.arguments.pop()
+            if noted is not None:
+                noted()
+        if again is not None:
+            again.learn(module, args, kwargs, out)
+        return out
+
+    return _replaced(module, name, outer)
+
+
+class _Watched:
+    """A layer's forward: what it did the last time is done again; see ``calls``.
+
+    Args:
+        layer: The layer.
+        name: Its path in the model.
+        scope: The interception.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, scope: Interception) -> None:
+        self.layer, self.inner, self.scope = layer, layer.forward, scope
+        self.states = States(layer, name)
+        update_wrapper(self, self.inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        scope, states = self.scope, self.states
+        if scope.turn.outside or transformed():
+            return self.inner(*args, **kwargs)
+        found = scope.calls.call(states, args, kwargs)
+        if found is not None:
+            return found
+        if scope.parted and isinstance(self.layer, MessagePassing):
+            axis = self.layer.node_dim
+            args, kwargs = given_rows(scope, args, axis), given_rows(scope, kwargs, axis)
+        notes = scope.calls.watch(states, args, kwargs)
+        try:
+            out = self.inner(*args, **kwargs)
+        finally:
+            if notes is not None:
+                scope.notes = None
+        if notes is not None:
+            scope.calls.learn(notes, states, args, kwargs, out)
+        return out
+
+    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of the layer itself gives, if it is like the last one; else None."""
+        return None if self.scope.turn.outside else self.scope.calls.whole(self.states, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the layer has its own weights: it runs as its class says, and is not watched."""
+        copied = memo.get(id(self.layer), self.layer)
+        return MethodType(type(copied).forward, copied)
+
+
+def _replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Set a method of one module; the function that is returned takes it off."""
+    own = vars(module).get(name)
+    module.__dict__[name] = method
+
+    def unwrap() -> None:
+        if own is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = own
+
+    return unwrap
+
+
+def _edges(scope: Interception) -> Callable[..., Any]:
+    """A layer that is given the graph's matrix is given its edges, where that is the same."""
+    return lambda module, args, kwargs: sparse_adjacency.swap(scope, module, args, kwargs)
+
+
+def _turn_round(scope: Interception) -> Callable[..., Any]:
+    """A layer whose messages flow from target to source is given out-edges, with their attributes."""
+
+    def swap(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = {id(value): name for name, value in scope.inputs.items() if isinstance(value, Tensor)}
+        edge_names = {"edge_index", *scope.views[0].attributes}
+
+        def turned(value: Any) -> Any:
+            name = names.get(id(value))
+            if name not in edge_names:
+                return value
+            view = scope.out_edges()
+            return view.given if name == "edge_index" else view.attributes[str(name)]
+
+        return tuple(turned(a) for a in args), {k: turned(v) for k, v in kwargs.items()}
+
+    return swap

@@ -1,0 +1,255 @@
+"""Adjacency: what stands for a graph's sparse matrix (``adj_t``) in a model's forward.
+
+Where it sits: ``interceptor`` makes it where the data was given as a matrix, and asks these handlers first.
+With the whole graph at hand it is the matrix itself. On a part it is one of the part's rows, whose columns
+count halo rows too: what torch would do with it is done by the part's edges, and what is not known is refused
+by name.
+
+::
+
+    adj_t @ x, torch.sparse.mm(adj_t, x)      values * x[source], summed at targets
+    adj_t.values(), .col_indices()            the part's edges, marked for what they are
+    GCNConv(x, adj_t)                         GCNConv(x, edge_index, edge_weight), where that is the same
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kagome.deferred.constants import Lasting
+from kagome.deferred.lazy_tensor import now
+from kagome.errors import ModelError
+from kagome.graph.structure.sparse_adjacency import Adjacency, adjacency_of
+from kagome.placement.axis_rules import attribute
+from kagome.placement.placement import Kind, Mark, Marks
+from kagome.placement.symbolic_size import Count
+from kagome.positions.edge_tables import flat
+from kagome.sparse_ops.edge_view import View
+from kagome.user_frame import user_line
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Func = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """The matrix of one interception.
+
+    Args:
+        given: What the model is given.
+        told: What it was.
+        values: One an edge of view 0, in its order.
+        source: Ids that edges read.
+        target: Ids of own rows.
+        ends: Both, targets first, as PyG takes a matrix apart.
+        pointer: Where each row begins.
+    """
+
+    given: Tensor
+    told: Adjacency
+    values: Tensor
+    source: Tensor
+    target: Tensor
+    ends: Tensor
+    pointer: Tensor
+
+
+class Scope(Protocol):
+    """What is asked of the running interception."""
+
+    marks: Marks
+    views: list[View]
+    constants: Lasting
+    parted: bool
+    matrix: Matrix | None
+
+    @property
+    def own(self) -> int:
+        """Own rows."""
+
+    def number_of(self, mark: Mark, count: int) -> int:
+        """How many rows the whole graph has."""
+
+    def where(self) -> str:
+        """The running module."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
+        """Answer a torch call."""
+
+
+def matrix_of(scope: Scope) -> Matrix | None:
+    """What stands for the matrix of an interception's view 0; None if the data was given as edges."""
+    view = scope.views[0]
+    told = adjacency_of(view.attributes)
+    if told is None:
+        return None
+    source, target = view.edge_index
+    pointer = torch.zeros(scope.own + 1, dtype=torch.int64, device=source.device)
+    torch.cumsum(torch.bincount(target, minlength=scope.own), 0, out=pointer[1:])
+    if scope.parted:
+        size = (scope.own, view.ids.numel())
+        order = target.argsort(stable=True)
+        given = torch.sparse_csr_tensor(
+            pointer, source[order], told.values[order], size, check_invariants=False
+        )
+    else:
+        given = told.matrix(view.edge_index, scope.own)
+    scope.marks.put(given, Mark(Kind.MATRIX))
+    scope.marks.put(source, Mark(Kind.SOURCE, edges=view.edge_index))
+    scope.marks.put(target, Mark(Kind.TARGET, edges=view.edge_index))
+    scope.marks.put(pointer, Mark(Kind.MATRIX))
+    ends = scope.marks.put(torch.stack([target, source]), Mark(Kind.EDGES, swapped=True))
+    for value in (source, target, ends):
+        scope.constants.add(value)
+    return Matrix(given, told, told.values, source, target, ends, pointer)
+
+
+def _product(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``adj_t @ x`` and its other names."""
+    matrix = scope.matrix
+    if matrix is None or not any(value is matrix.given for value in args):
+        return NotImplemented
+    first, *rest = args
+    how = kwargs.get("reduce", rest[1] if len(rest) > 1 else "sum")
+    x = now(rest[0])
+    if first is not matrix.given or scope.marks.get(x) is None or x.dim() > 2:
+        if not scope.parted:
+            return NotImplemented
+        raise _refused(scope, f"{name} of it with a tensor of shape {list(x.shape)} that has no row a vertex")
+    if not scope.parted:
+        return scope.marks.put(func(first, x, *rest[1:], **kwargs), Mark(Kind.ROWS))
+    if how not in ("sum", "mean"):
+        raise _refused(
+            scope, f"{name} asks for {how!r}", hint="give the layer edge_index, or take sums or means"
+        )
+    call = scope.__torch_function__
+    read = call(Tensor.index_select, (), (x, 0, matrix.source))
+    values = matrix.values.to(x.dtype)
+    scope.marks.put(values, Mark(Kind.PAIRS, edges=scope.views[0].edge_index))
+    weighted = call(Tensor.mul, (), (read, values if x.dim() == 1 else values.view(-1, 1)))
+    zeros = scope.marks.put(x.new_zeros(x.shape), Mark(Kind.ROWS))
+    out = now(call(Tensor.index_add, (), (zeros, 0, matrix.target, weighted)))
+    if how == "mean":
+        count = matrix.pointer.diff().clamp(min=1).to(out.dtype)
+        out = out / (count if x.dim() == 1 else count.view(-1, 1))
+    return scope.marks.put(out, Mark(Kind.ROWS))
+
+
+def _size(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """As many rows and columns as there are vertices."""
+    matrix = scope.matrix
+    if matrix is None or args[0] is not matrix.given or not scope.parted:
+        return NotImplemented
+    if name == "__get__" and attribute(func) != "shape":
+        return NotImplemented
+    count = Count(scope.own, Mark(Kind.ROWS), lambda: scope.number_of(Mark(Kind.ROWS), scope.own))
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    return torch.Size([count, count]) if dim is None else count
+
+
+def _asked(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """The parts of the matrix: the part's edges, in their order."""
+    matrix, first = scope.matrix, args[0] if args else None
+    if matrix is None or not scope.parted:
+        return NotImplemented
+    if first is matrix.given:
+        parts = {"values": matrix.values, "col_indices": matrix.source, "crow_indices": matrix.pointer}
+        return parts.get(name, matrix.given)
+    if name == "stack":
+        ends = list(first) if isinstance(first, (tuple, list)) else []
+        same = len(ends) == 2 and ends[0] is matrix.target and ends[1] is matrix.source
+        return matrix.ends if same else NotImplemented
+    if name == "repeat_interleave" and len(args) > 1:
+        mark = scope.marks.get(args[1])
+        return matrix.target if mark is not None and mark.kind is Kind.MATRIX else NotImplemented
+    mark = scope.marks.get(first)
+    if mark is not None and mark.kind is Kind.MATRIX:  # the pointer on its way to rows
+        return scope.marks.put(func(*args, **kwargs), mark)
+    return NotImplemented
+
+
+def refuse_unknown(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> None:
+    """Refuse what no handler has answered of a part's matrix.
+
+    Raises:
+        ModelError: If the call was given it, and asks for more than its type and place.
+    """
+    matrix = scope.matrix
+    assert matrix is not None
+    if name in _KNOWN or (name == "__get__" and attribute(func) not in ("T", "mT", "H", "mH")):
+        return
+    if any(value is matrix.given or value is matrix.pointer for value in flat(args, kwargs)):
+        raise _refused(scope, f"{name} is asked of it")
+
+
+_KNOWN: Final = frozenset(
+    [
+        "dim",
+        "ndimension",
+        "is_floating_point",
+        "is_complex",
+        "get_device",
+        "numel",
+        "sparse_dim",
+        "dense_dim",
+        "requires_grad_",
+    ]
+)
+
+
+def swap(scope: Scope, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """What a layer of PyG is given for a matrix where edges give the same, by the fast way; else None.
+
+    Of a matrix of ones without self-loops a layer makes what it makes of its edges. Values are weights of
+    edges to a layer that takes some.
+    """
+    matrix = scope.matrix
+    if matrix is None or not type(module).__module__.startswith("torch_geometric.nn."):
+        return None
+    if not any(value is matrix.given for value in (*args, *kwargs.values())):
+        return None
+    weighted = {}
+    if matrix.told.kind != "ones":
+        names = inspect.signature(type(module).forward).parameters
+        place = list(names).index("edge_weight") - 1 if "edge_weight" in names else -1
+        taken = "edge_weight" in kwargs or len(args) > place
+        if matrix.told.kind == "loops" or not scope.parted or place < 0 or taken:
+            return None
+        weighted = {"edge_weight": matrix.values}
+    edges = scope.views[0].edge_index
+
+    def swapped(value: Any) -> Any:
+        return edges if value is matrix.given else value
+
+    return tuple(map(swapped, args)), {**{key: swapped(value) for key, value in kwargs.items()}, **weighted}
+
+
+def _refused(scope: Scope, what: str, *, hint: str = "") -> ModelError:
+    return ModelError(
+        "a part reads its own rows of the adjacency: products with rows of vertices, its edges, its values",
+        what,
+        where="; ".join(filter(None, (scope.where(), user_line()))),
+        hint=hint or "give the layer data.edge_index and data.edge_weight, or train on one rank",
+    )
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("_sparse_mm", "matmul", "mm", "__matmul__", "mv"), _product),
+    "size": _size,
+    **dict.fromkeys(
+        (
+            *("values", "col_indices", "crow_indices", "repeat_interleave", "detach", "diff", "coalesce"),
+            *("to_sparse_csr", "contiguous", "clone", "to", "is_coalesced", "stack"),
+        ),
+        _asked,
+    ),
+    "__get__": _size,
+}
+"""Asked before all others where there is a matrix."""

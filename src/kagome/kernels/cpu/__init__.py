@@ -1,0 +1,1 @@
+"""The kernels as loops that numba compiles."""

@@ -1,0 +1,174 @@
+"""Loops between rows and edges: gather, its transpose, and the sum of an edge's two ends.
+
+Where it sits: ``dispatch`` gathers these for ``kernels.ops``; ``kernels.thread_pool`` shares their rows among
+threads.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from kagome.kernels.cpu.prefetch import ahead_of, fetch
+from kagome.kernels.cpu.spmm import bounds
+from kagome.kernels.csr import Layout, Structure
+from kagome.kernels.reference import count_of
+from kagome.kernels.thread_pool import array, compiled, flat, share, spread
+
+
+@compiled
+def _gather(low: int, high: int, index: Any, ahead: int, x: Any, out: Any) -> None:
+    for e in range(low, high):
+        fetch(x, index, e, ahead, 0)
+        row, other = out[e], x[index[e]]
+        for f in range(row.size):
+            row[f] = other[f]
+
+
+LINE = 16
+"""Columns that a thread has at least: a cache line of floats."""
+
+
+@compiled
+def _added(
+    low: int, high: int, place: Any, which: Any, scale: Any, ahead: int, rows: Any, table: Any
+) -> None:
+    for e in range(place.size):
+        fetch(table, place, e, ahead, 0)
+        row, other, factor = table[place[e]], rows[which[e]], scale[e]
+        for f in range(low, high):
+            row[f] += factor * other[f]
+
+
+@compiled
+def _gathered(
+    low: int, high: int, begin: Any, end: Any, edge: Any, ahead: int, values: Any, out: Any
+) -> None:
+    for i in range(low, high):
+        row = out[i]
+        row[:] = 0
+        for k in range(begin[i], end[i]):
+            fetch(values, edge, k, ahead, 0)
+            other = values[edge[k]]
+            for f in range(row.size):
+                row[f] += other[f]
+
+
+@compiled
+def _join(low: int, high: int, target: Any, source: Any, a: Any, b: Any, slope: Any, out: Any) -> None:
+    for e in range(low, high):
+        row, one, two = out[e], a[target[e]], b[source[e]]
+        for f in range(row.size):
+            z = one[f] + two[f]
+            row[f] = z if z > 0 else z * slope
+
+
+@compiled
+def _join_back(
+    low: int,
+    high: int,
+    begin: Any,
+    end: Any,
+    column: Any,
+    edge: Any,
+    near: int,
+    ahead: int,
+    mine: Any,
+    its: Any,
+    slope: Any,
+    g: Any,
+    out: Any,
+) -> None:
+    for i in range(low, high):
+        row, one = out[i], mine[i]
+        row[:] = 0
+        for k in range(begin[i], end[i]):
+            fetch(its, column, k, ahead, 0)
+            fetch(g, edge, k, near, 0)
+            two, given = its[column[k]], g[edge[k]]
+            for f in range(row.size):
+                row[f] += given[f] if one[f] + two[f] > 0 else given[f] * slope
+
+
+def gather(index: Tensor, x: Tensor) -> Tensor:
+    """See ``ops.gather``."""
+    out = x.new_empty(index.numel(), *x.shape[1:])
+    ids, values, result = array(index), flat(x), flat(out)
+    ahead = ahead_of(values)
+    spread(lambda low, high: _gather(low, high, ids, ahead, values, result), index.numel(), result.shape[1])
+    return out
+
+
+def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: Tensor) -> None:
+    """See ``ops.add_rows``."""
+    ids, taken, factor, given, held = array(place), array(which), array(scale), flat(rows), flat(table)
+    ahead, width = ahead_of(held), held.shape[1]
+    # Threads share the columns: a place may come twice.
+    spread(
+        lambda low, high: _added(LINE * low, min(LINE * high, width), ids, taken, factor, ahead, given, held),
+        -(-width // LINE),
+        2 * LINE * place.numel(),
+    )
+
+
+def sum_edges(layout: Layout, values: Tensor, rows: slice | None = None) -> Tensor:
+    """See ``ops.sum_edges``."""
+    begin, end = bounds(layout, rows)
+    out = values.new_empty(count_of(layout, rows), *values.shape[1:])
+    edge, given, result = layout.arrays.edge, flat(values), flat(out)
+    ahead = ahead_of(given)
+    share(
+        lambda low, high: _gathered(low, high, begin, end, edge, ahead, given, result),
+        begin,
+        end,
+        result.shape[1],
+    )
+    return out
+
+
+def join_edges(structure: Structure, a: Tensor, b: Tensor, slope: float | None) -> Tensor:
+    """See ``ops.join_edges``."""
+    out = a.new_empty(structure.edges, *a.shape[1:])
+    target, source, one, two, result = (
+        array(structure.target),
+        array(structure.source),
+        flat(a),
+        flat(b),
+        flat(out),
+    )
+    bend = result.dtype.type(1 if slope is None else slope)
+    spread(
+        lambda low, high: _join(low, high, target, source, one, two, bend, result),
+        structure.edges,
+        2 * result.shape[1],
+    )
+    return out
+
+
+def join_edges_back(
+    structure: Structure, a: Tensor, b: Tensor, slope: float | None, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See ``ops.join_edges_back``."""
+    if slope is None:
+        return sum_edges(structure.by_target, g), sum_edges(structure.by_source, g)
+    ga = _bent(structure.by_target, a, b, slope, g)
+    return ga, _bent(structure.by_source, b, a, slope, g)
+
+
+def _bent(layout: Layout, mine: Tensor, its: Tensor, slope: float, g: Tensor) -> Tensor:
+    begin, end = bounds(layout)
+    out = mine.new_empty(mine.shape)
+    column, edge = layout.arrays.column, layout.arrays.edge
+    one, two, given, result = flat(mine), flat(its), flat(g), flat(out)
+    bend, near, ahead = result.dtype.type(slope), ahead_of(given), ahead_of(two)
+    share(
+        lambda low, high: _join_back(
+            low, high, begin, end, column, edge, near, ahead, one, two, bend, given, result
+        ),
+        begin,
+        end,
+        2 * prod(mine.shape[1:]),
+    )
+    return out

@@ -1,0 +1,275 @@
+"""Loops for softmax over each row's edges, a head at a time: of logits, and of GAT's sums of two ends.
+
+Where it sits: ``dispatch`` gathers these for ``kernels.ops``; ``kernels.thread_pool`` shares their rows among
+threads. One row's numbers lie in a small buffer while they are worked on; nothing else is stored a row an
+edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from kagome.kernels.cpu.edges import sum_edges
+from kagome.kernels.cpu.exp import exponential
+from kagome.kernels.cpu.prefetch import ahead_of, fetch
+from kagome.kernels.cpu.spmm import bounds
+from kagome.kernels.csr import Layout, Structure
+from kagome.kernels.reference import TINY
+from kagome.kernels.thread_pool import array, compiled, inlined, share
+
+HEADS = (1, 2, 4, 8, 16)
+"""Numbers of heads that have a loop of their own: a length the compiler knows becomes whole vectors."""
+COST = 8
+"""An entry's exponential, in numbers read."""
+
+
+def known(heads: int) -> int:
+    """The number of heads, if there is a loop for it; else 0."""
+    return heads if heads in HEADS else 0
+
+
+def _room(begin: Any, end: Any, low: int, high: int, like: Any) -> tuple[Any, Any]:
+    """Buffers for the longest of these rows, and for two numbers a head."""
+    heads = like.shape[1]
+    longest = int((end[low:high] - begin[low:high]).max(initial=0))
+    return np.empty(longest * heads, like.dtype), np.empty((2, heads), like.dtype)
+
+
+@inlined
+def _normalised(z: Any, entries: int, heads: int, top: Any, total: Any) -> None:
+    """Turn ``entries`` times ``heads`` logits into shares, given each head's largest."""
+    for k in range(entries):
+        for h in range(heads):
+            z[k * heads + h] -= top[h]
+    for j in range(entries * heads):
+        z[j] = exponential(z[j])
+    total[:] = 0
+    for k in range(entries):
+        for h in range(heads):
+            total[h] += z[k * heads + h]
+    for h in range(heads):
+        total[h] = 1 / (total[h] + z.dtype.type(TINY))
+    for k in range(entries):
+        for h in range(heads):
+            z[k * heads + h] *= total[h]
+
+
+@cache
+def _of_logits(width: int) -> Callable[..., None]:
+    @compiled
+    def loop(
+        low: int,
+        high: int,
+        begin: Any,
+        end: Any,
+        edge: Any,
+        ahead: int,
+        logits: Any,
+        out: Any,
+        z: Any,
+        room: Any,
+    ) -> None:
+        heads = width if width > 0 else out.shape[1]
+        top, total = room[0], room[1]
+        for i in range(low, high):
+            first, entries = begin[i], end[i] - begin[i]
+            top[:] = -np.inf
+            for k in range(entries):
+                fetch(logits, edge, first + k, ahead, 0)
+                given = logits[edge[first + k]]
+                for h in range(heads):
+                    v = given[h]
+                    z[k * heads + h] = v
+                    top[h] = v if (v > top[h]) | (v != v) else top[h]
+            _normalised(z, entries, heads, top, total)
+            for k in range(entries):
+                row = out[edge[first + k]]
+                for h in range(heads):
+                    row[h] = z[k * heads + h]
+
+    return loop
+
+
+@cache
+def _of_sums(width: int) -> Callable[..., None]:
+    @compiled
+    def loop(
+        low: int,
+        high: int,
+        begin: Any,
+        end: Any,
+        column: Any,
+        edge: Any,
+        a: Any,
+        b: Any,
+        slope: Any,
+        out: Any,
+        z: Any,
+        room: Any,
+    ) -> None:
+        heads = width if width > 0 else out.shape[1]
+        top, total = room[0], room[1]
+        for i in range(low, high):
+            first, entries, mine = begin[i], end[i] - begin[i], a[i]
+            top[:] = -np.inf
+            for k in range(entries):
+                its = b[column[first + k]]
+                for h in range(heads):
+                    v = mine[h] + its[h]
+                    v = v if v > 0 else v * slope
+                    z[k * heads + h] = v
+                    top[h] = v if (v > top[h]) | (v != v) else top[h]
+            _normalised(z, entries, heads, top, total)
+            for k in range(entries):
+                row = out[edge[first + k]]
+                for h in range(heads):
+                    row[h] = z[k * heads + h]
+
+    return loop
+
+
+@cache
+def _back(width: int) -> Callable[..., None]:
+    @compiled
+    def loop(
+        low: int,
+        high: int,
+        begin: Any,
+        end: Any,
+        edge: Any,
+        ahead: int,
+        alpha: Any,
+        g: Any,
+        out: Any,
+        total: Any,
+    ) -> None:
+        heads = width if width > 0 else out.shape[1]
+        for i in range(low, high):
+            total[:] = 0
+            for k in range(begin[i], end[i]):
+                fetch(alpha, edge, k, ahead, 0)
+                fetch(g, edge, k, ahead, 0)
+                p, given = alpha[edge[k]], g[edge[k]]
+                for h in range(heads):
+                    total[h] += p[h] * given[h]
+            for k in range(begin[i], end[i]):
+                p, given, row = alpha[edge[k]], g[edge[k]], out[edge[k]]
+                for h in range(heads):
+                    row[h] = p[h] * (given[h] - total[h])
+
+    return loop
+
+
+@cache
+def _sums_back(width: int) -> Callable[..., None]:
+    @compiled
+    def loop(
+        low: int,
+        high: int,
+        begin: Any,
+        end: Any,
+        column: Any,
+        edge: Any,
+        a: Any,
+        b: Any,
+        slope: Any,
+        ahead: int,
+        alpha: Any,
+        g: Any,
+        gz: Any,
+        ga: Any,
+        total: Any,
+    ) -> None:
+        heads = width if width > 0 else gz.shape[1]
+        for i in range(low, high):
+            mine, own = a[i], ga[i]
+            total[:] = 0
+            own[:] = 0
+            for k in range(begin[i], end[i]):
+                fetch(alpha, edge, k, ahead, 0)
+                fetch(g, edge, k, ahead, 0)
+                p, given = alpha[edge[k]], g[edge[k]]
+                for h in range(heads):
+                    total[h] += p[h] * given[h]
+            for k in range(begin[i], end[i]):
+                p, given, row, its = alpha[edge[k]], g[edge[k]], gz[edge[k]], b[column[k]]
+                for h in range(heads):
+                    v = p[h] * (given[h] - total[h])
+                    v = v if mine[h] + its[h] > 0 else v * slope
+                    row[h] = v
+                    own[h] += v
+
+    return loop
+
+
+def softmax_edges(layout: Layout, logits: Tensor) -> Tensor:
+    """See ``ops.softmax_edges``."""
+    begin, end = bounds(layout)
+    out = logits.new_empty(logits.shape)
+    heads = logits.size(1)
+    loop, edge, given, result = _of_logits(known(heads)), layout.arrays.edge, array(logits), array(out)
+    ahead = ahead_of(given)
+
+    def work(low: int, high: int) -> None:
+        loop(low, high, begin, end, edge, ahead, given, result, *_room(begin, end, low, high, result))
+
+    share(work, begin, end, COST * heads)
+    return out
+
+
+def softmax_edges_back(layout: Layout, alpha: Tensor, g: Tensor) -> Tensor:
+    """See ``ops.softmax_edges_back``."""
+    begin, end = bounds(layout)
+    out = alpha.new_empty(alpha.shape)
+    heads = alpha.size(1)
+    loop, edge, result = _back(known(heads)), layout.arrays.edge, array(out)
+    p, given = array(alpha), array(g)
+    ahead = ahead_of(p)
+
+    def work(low: int, high: int) -> None:
+        loop(low, high, begin, end, edge, ahead, p, given, result, np.empty(heads, result.dtype))
+
+    share(work, begin, end, 4 * heads)
+    return out
+
+
+def softmax_sum(layout: Layout, a: Tensor, b: Tensor, slope: float) -> Tensor:
+    """See ``ops.softmax_sum``."""
+    begin, end = bounds(layout)
+    heads = a.size(1)
+    out = a.new_empty(layout.edges, heads)
+    loop, column, edge = _of_sums(known(heads)), layout.arrays.column, layout.arrays.edge
+    mine, its, result = array(a), array(b), array(out)
+    bend = result.dtype.type(slope)
+
+    def work(low: int, high: int) -> None:
+        room = _room(begin, end, low, high, result)
+        loop(low, high, begin, end, column, edge, mine, its, bend, result, *room)
+
+    share(work, begin, end, COST * heads)
+    return out
+
+
+def softmax_sum_back(
+    structure: Structure, a: Tensor, b: Tensor, slope: float, alpha: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See ``ops.softmax_sum_back``."""
+    layout = structure.by_target
+    begin, end = bounds(layout)
+    heads = a.size(1)
+    ga, gz = a.new_empty(a.shape), alpha.new_empty(alpha.shape)
+    loop, column, edge = _sums_back(known(heads)), layout.arrays.column, layout.arrays.edge
+    mine, its, p, given, of_z, of_a = (array(t) for t in (a, b, alpha, g, gz, ga))
+    bend, ahead = of_z.dtype.type(slope), ahead_of(p)
+
+    def work(low: int, high: int) -> None:
+        total = np.empty(heads, of_z.dtype)
+        loop(low, high, begin, end, column, edge, mine, its, bend, ahead, p, given, of_z, of_a, total)
+
+    share(work, begin, end, 4 * heads)
+    return ga, sum_edges(structure.by_source, gz)

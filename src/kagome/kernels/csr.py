@@ -1,0 +1,204 @@
+"""Structure: the edges grouped by the row they write and by the row they read.
+
+Where it sits: ``neighbors`` makes one for each edge list and keeps it as long as the edges live; all of
+``ops`` walks its layouts. It knows numbers of rows, nothing of graphs, parts or layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kagome.errors import DataError
+from kagome.kernels.edge_sort import grouped, turned
+
+LARGEST = 2**31 - 1
+"""Columns and edges are int32: half the bytes of what every kernel reads."""
+
+
+class Arrays(NamedTuple):
+    """A layout's lists as compiled loops take them."""
+
+    pointer: Any
+    column: Any
+    edge: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Edges grouped by one end: a compressed sparse row matrix whose entries know their edge.
+
+    Args:
+        pointer: Where each row's entries begin; one more for the end of the last row.
+        middle: Where each row's entries that read halo rows begin; the end of the row where none does.
+        column: The other end of each entry's edge.
+        edge: Which edge of the given list each entry is.
+
+    Shapes:
+        ``pointer [R + 1]`` and ``middle [R]`` int64, ``column [E]`` and ``edge [E]`` int32.
+    """
+
+    pointer: Tensor
+    middle: Tensor
+    column: Tensor
+    edge: Tensor
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The same as numpy arrays; on a CPU alone."""
+        return Arrays(self.pointer.numpy(), self.column.numpy(), self.edge.numpy())
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return self.middle.numel()
+
+    @property
+    def edges(self) -> int:
+        """How many entries there are."""
+        return self.column.numel()
+
+    @cached_property
+    def own(self) -> Layout:
+        """The entries that read own rows, alone and without gaps; the layout itself where all do."""
+        return self._taken(self.pointer[:-1], self.middle)
+
+    @cached_property
+    def halo(self) -> Layout:
+        """The entries that read halo rows, alone and without gaps."""
+        return self._taken(self.middle, self.pointer[1:])
+
+    def _taken(self, begin: Tensor, end: Tensor) -> Layout:
+        pointer = torch.zeros_like(self.pointer)
+        torch.cumsum(end - begin, 0, out=pointer[1:])
+        if int(pointer[-1]) == self.edges:
+            return self
+        row = torch.repeat_interleave(pointer.diff())
+        place = torch.arange(row.numel(), device=row.device) + (begin - pointer[:-1]).index_select(0, row)
+        return Layout(
+            pointer, pointer[1:], self.column.index_select(0, place), self.edge.index_select(0, place)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the four tensors, and of the spans taken so far."""
+        parts = (self.pointer, self.middle, self.column, self.edge)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
+        spans = {id(part): part for name in ("own", "halo") if (part := self.__dict__.get(name)) is not None}
+        return sum(storages.values()) + sum(int(p.nbytes) for p in spans.values() if p is not self)
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """An edge list with what the kernels ask of it, each part built when first asked for and kept.
+
+    Args:
+        source: Row read by each edge.
+        target: Row written by each edge.
+        own: Rows that may be written; every target is below it.
+        whole: Rows that may be read; every source is below it, and ``own <= whole``.
+
+    Shapes:
+        ``source [E]``, ``target [E]``, int64.
+
+    Cost:
+        8 bytes an edge and 16 a row for each of the two layouts; O(E) time.
+    """
+
+    source: Tensor
+    target: Tensor
+    own: int
+    whole: int
+
+    @cached_property
+    def by_target(self) -> Layout:
+        """In-edges of each own row, sorted by source, equal ones in the order given."""
+        self._fits()
+        if self.source.is_cuda:
+            return _sorted(self.target, self.source, self.own, self.whole, self.own)
+        parts = grouped(_array(self.target), _array(self.source), self.own, self.own)
+        return Layout(*(torch.from_numpy(part) for part in parts))
+
+    @cached_property
+    def by_source(self) -> Layout:
+        """Out-edges of each row that may be read, sorted by target, equal ones in the order given."""
+        self._fits()
+        if self.source.is_cuda:
+            return _sorted(self.source, self.target, self.whole, self.own, self.own)
+        layout = self.by_target
+        pointer, column, edge = (t.numpy() for t in (layout.pointer, layout.column, layout.edge))
+        start, other, which = (torch.from_numpy(t) for t in turned(pointer, column, edge, self.whole))
+        return Layout(start, start[1:], other, which)
+
+    @cached_property
+    def walked(self) -> Structure:
+        """The same edges in the order in which ``by_target`` walks them; itself where most lie so already.
+
+        Numbers an edge that kernels alone make and read are read one after the other in this order, and all
+        over memory in a user's, at a third more time for attention.
+        """
+        layout = self.by_target
+        if 2 * int((layout.edge.diff() == 1).sum()) >= layout.edges - 1:
+            return self
+        order = layout.edge.long()
+        found = Structure(self.source[order], self.target[order], self.own, self.whole)
+        place = torch.arange(layout.edges, dtype=torch.int32, device=order.device)
+        vars(found)["by_target"] = replace(layout, edge=place)
+        vars(found)["walked"] = found
+        return found
+
+    @cached_property
+    def degree(self) -> Tensor:
+        """In-edges of each own row."""
+        return self.by_target.pointer.diff()
+
+    @property
+    def edges(self) -> int:
+        """How many edges there are."""
+        return self.source.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is built so far; the edge list itself is the caller's."""
+        built = [
+            part
+            for name in ("by_target", "by_source", "degree")
+            if (part := vars(self).get(name)) is not None
+        ]
+        walked = vars(self).get("walked", self)
+        if walked is not self:
+            more = vars(walked).get("by_source")
+            built += [walked.source, walked.target, walked.by_target.edge, *([] if more is None else [more])]
+        return sum(int(part.nbytes) for part in built)
+
+    def _fits(self) -> None:
+        if max(self.whole, self.edges) > LARGEST:
+            raise DataError(
+                f"a part may have {LARGEST} rows and as many edges",
+                f"this one has {self.whole} rows and {self.edges} edges",
+                hint="more parts: --parallel.graph",
+            )
+        # Kernels do not look: past the end of rows lies other memory.
+        for ids, rows in ((self.source, self.whole), (self.target, self.own)):
+            least, most = (int(end) for end in torch.aminmax(ids)) if ids.numel() else (0, -1)
+            if least < 0 or most >= rows:
+                wrong = least if least < 0 else most
+                raise IndexError(f"index {wrong} is out of bounds for dimension 0 with size {rows}")
+
+
+def _sorted(major: Tensor, minor: Tensor, rows: int, columns: int, own: int) -> Layout:
+    """The layout by one stable sort of (major, minor): any device."""
+    edge = torch.argsort(major * max(columns, 1) + minor, stable=True)
+    column, row = minor[edge], major[edge]
+    pointer = torch.zeros(rows + 1, dtype=torch.int64, device=major.device)
+    torch.cumsum(torch.bincount(major, minlength=rows), 0, out=pointer[1:])
+    middle = pointer[:-1] + torch.bincount(row[column < own], minlength=rows)
+    return Layout(pointer, middle, column.to(torch.int32), edge.to(torch.int32))
+
+
+def _array(ids: Tensor) -> Any:
+    return ids.contiguous().numpy()

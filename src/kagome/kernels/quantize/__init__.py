@@ -1,0 +1,1 @@
+"""Rows of floats to a few bits a number and back."""

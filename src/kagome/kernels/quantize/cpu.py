@@ -1,0 +1,175 @@
+"""Loops that code rows to a few bits and restore them: see ``ops`` for what they compute.
+
+Where it sits: ``ops`` imports it when the first tensor on a CPU comes; ``kernels.thread_pool`` shares rows
+among threads, ``simd`` does the columns. Rows go by blocks that stay in a core's own cache: what must be
+known of a row before it is coded does not read it from memory a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kagome.kernels.cpu.prefetch import SMALL, fetch
+from kagome.kernels.quantize.ops import FIRST, LEAST_SPAN, SECOND, columns
+from kagome.kernels.quantize.simd import encode_columns, extremes
+from kagome.kernels.thread_pool import array, inlined, spread, strict
+
+BLOCK: Final = 16
+"""Rows of a block: a multiple of the eight that can share a byte."""
+LANES: Final = (16, 4, 1)
+"""Columns at once: as many of these as there are columns."""
+U1: Final = np.uint32(FIRST)
+U2: Final = np.uint32(SECOND)
+LEAST: Final = np.float32(LEAST_SPAN)
+ZERO: Final = np.float32(0)
+
+
+@inlined
+def mixed(h: Any) -> Any:
+    """32 bits, each of which depends on all of the 32 given."""
+    h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(16))) * U1)
+    h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(15))) * U2)
+    return np.uint32(h ^ np.uint32(h >> np.uint32(16)))
+
+
+@inlined
+def word_of(number: Any) -> Any:
+    """A float's bits."""
+    return np.float32(number).view(np.int32)
+
+
+@inlined
+def number_of(word: Any) -> Any:
+    """The float that has these bits."""
+    return np.int32(word).view(np.float32)
+
+
+@cache
+def _encode(bits: int, lanes: int) -> Callable[..., int]:
+    share, levels = 8 // bits, np.float32(2**bits - 1)
+
+    @strict
+    def loop(
+        begin: int,
+        end: int,
+        ahead: int,
+        x: Any,
+        pick: Any,
+        stamps: Any,
+        keys: Any,
+        column: Any,
+        low: Any,
+        span: Any,
+        body: Any,
+        place: Any,
+        state: Any,
+        found: Any,
+    ) -> int:
+        least, most, peak, factor = found[0], found[1], found[2], found[3]
+        width, last, bad = x.shape[1], low.size - 1, 0
+        for first in range(begin * share, end * share, BLOCK):
+            size = min(BLOCK, end * share - first)
+            real = min(size, last + 1 - first)
+            for k in range(2 * BLOCK):
+                i = min(first + k, last)
+                place[k] = pick[i] if pick.size else i
+            for k in range(real):
+                least[k], most[k], peak[k] = extremes(lanes, x, place[k])
+            for k in range(real):  # a loop of its own is made of vectors
+                stamp = stamps[first + k]
+                word = np.uint32(mixed(np.uint32(stamp)) ^ keys[0])
+                word = np.uint32(word + np.uint32(stamp >> 32))
+                state[k] = mixed(np.uint32(mixed(word) ^ keys[1]))
+            for k in range(real):
+                finite = peak[k] < np.inf
+                bottom = np.float32(least[k] + ZERO)
+                raw = np.float32(most[k] - bottom) if finite else ZERO
+                rounded = number_of((word_of(raw) + 0xFFFF) >> 16 << 16)
+                wide = max(rounded, LEAST) if raw > ZERO else ZERO
+                bad += not finite or np.float32(bottom + wide) == np.inf
+                factor[k] = np.float32(levels / wide) if raw > ZERO else ZERO
+                least[k] = low[first + k] = bottom
+                span[first + k] = np.int16(word_of(wide) >> 16)
+            for k in range(real, size):  # beyond the last row a byte holds zeros
+                least[k] = factor[k] = ZERO
+            for k in range(0, size, share):
+                g = (first + k) // share
+                # What the next block reads is asked for bit by bit: only so many requests may wait at once.
+                fetch(x, place, k, ahead, 0)
+                asked = k + 1
+                for c in range(0, width, lanes):
+                    if share > 1 and asked < k + share:
+                        fetch(x, place, asked, ahead, 0)
+                        asked += 1
+                    at = min(c, width - lanes)  # the last columns may be coded twice, to the same end
+                    encode_columns(lanes, bits, x, place, k, least, factor, state, column, body, g, at)
+                for j in range(asked, k + share):
+                    fetch(x, place, j, ahead, 0)
+        return bad
+
+    return loop
+
+
+@cache
+def _decode(bits: int) -> Callable[..., None]:
+    share, levels, mask = 8 // bits, np.float32(2**bits - 1), np.uint8(2**bits - 1)
+
+    @strict
+    def loop(begin: int, end: int, body: Any, low: Any, span: Any, out: Any) -> None:
+        width, count = out.shape[1], low.size
+        for g in range(begin, end):
+            for j in range(min(share, count - g * share)):
+                i = g * share + j
+                wide = number_of(np.int32(span[i]) << 16)
+                bottom, step, shift = low[i], np.float32(wide / levels), np.uint8(j * bits)
+                # A row after another: the machine writes memory faster so than eight rows at once.
+                for c in range(width):
+                    q = np.float32(np.int32(np.uint8(body[g, c] >> shift) & mask))
+                    out[i, c] = np.float32(np.float32(q * step) + bottom)
+
+    return loop
+
+
+def encode(
+    x: Tensor, pick: Tensor | None, stamps: Tensor, key: int, bits: int, body: Tensor
+) -> tuple[Tensor, Tensor, int]:
+    """See ``bits.encode``."""
+    assert body.is_contiguous()
+    rows = array(x)
+    count, width = stamps.numel(), x.size(1)
+    low, span = torch.empty(count), torch.empty(count, dtype=torch.int16)
+    if count == 0 or width == 0:
+        return low.zero_(), span.zero_(), 0
+    picked = np.empty(0, dtype=np.int64) if pick is None else array(pick)
+    keys = np.array([key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF], dtype=np.uint32)
+    ahead = BLOCK if rows.nbytes > SMALL else 0
+    given = ahead, rows, picked, array(stamps), keys, _words(width), low.numpy(), span.numpy(), body.numpy()
+    loop, bad = _encode(bits, _lanes(width)), []
+
+    def work(begin: int, end: int) -> None:
+        place, state = np.empty(2 * BLOCK, np.int64), np.empty(BLOCK, np.uint32)
+        bad.append(loop(begin, end, *given, place, state, np.empty((4, BLOCK), np.float32)))
+
+    spread(work, body.size(0), width * 8 // bits)
+    return low, span, sum(bad)
+
+
+def decode(body: Tensor, low: Tensor, span: Tensor, bits: int, out: Tensor) -> None:
+    """See ``bits.decode``."""
+    given, loop = (array(body), array(low), array(span), out.numpy()), _decode(bits)
+    spread(lambda a, b: loop(a, b, *given), body.size(0), out.size(1) * 8 // bits)
+
+
+@cache  # a model has few widths
+def _words(width: int) -> Any:
+    return columns(width, torch.device("cpu")).numpy().astype(np.uint32)
+
+
+def _lanes(width: int) -> int:
+    return next(lanes for lanes in LANES if lanes <= width)

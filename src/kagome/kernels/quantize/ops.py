@@ -1,0 +1,160 @@
+"""Bits: rows of floats to a few bits a number and back, with stochastic rounding that repeats.
+
+Where it sits: ``comm.codec`` codes messages with it. What is here is plain PyTorch; numba's loops on a CPU
+and Triton on a GPU give the same bits.
+
+::
+
+    row r      low = min x,  span = max x - low rounded up to bf16,  L = 2^bits - 1
+    code       q = floor((x - low) * L / span + u),  u in [0, 1) drawn by a counter: E[q] is the exact value
+    packed     8 / bits rows share a byte a column: byte g holds row 8 / bits * g + j from bit j * bits on
+    restored   low + q * (span / L)
+
+Source: Sylvie's low-bit module, with its edge cases mended: a constant row has span 0 and comes back exactly,
+spans are stored with a float32's exponent and never rounded down, and codes never carry into a neighbour's.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+WIDTHS: Final = (1, 2, 4, 8)
+"""Bits that a number may have: those that fill a byte."""
+LEAST_SPAN: Final = 2.0**-118
+"""Smaller spans count as this, so that ``L / span`` is a float32."""
+GOLDEN: Final = 0x9E3779B9
+FIRST: Final = 0x7FEB352D
+SECOND: Final = 0x846CA68B
+_WORD: Final = 0xFFFFFFFF
+
+
+def groups(rows: int, bits: int) -> int:
+    """Bytes a column takes: ``ceil(rows * bits / 8)``."""
+    return -(-rows * bits // 8)
+
+
+def encode(
+    x: Tensor, pick: Tensor | None, stamps: Tensor, key: int, bits: int, body: Tensor
+) -> tuple[Tensor, Tensor, int]:
+    """Code rows.
+
+    Args:
+        x: The rows.
+        pick: Code these of them, in this order; all if None.
+        stamps: A number a coded row, such as its vertex: rows draw by it.
+        key: What else the draws depend on: seed, epoch, site, direction.
+        bits: Of a number: 1, 2, 4 or 8.
+        body: Where the codes go.
+
+    Returns:
+        Each row's low and span (the upper half of a float32's bits), and how many rows had a number that is
+        not finite, or a span beyond float32: their codes mean nothing.
+
+    Shapes:
+        ``x [*, W]`` float32; ``pick [R]`` and ``stamps [R]`` int64; ``body [ceil(R * bits / 8), W]`` uint8;
+        ``low [R]`` float32, ``span [R]`` int16.
+
+    Cost:
+        One pass over the rows in the loops; in plain PyTorch a dozen, and as many tensors of their size.
+    """
+    found: tuple[Tensor, Tensor, int] = _way(x).encode(x, pick, stamps, key, bits, body)
+    return found
+
+
+def decode(body: Tensor, low: Tensor, span: Tensor, bits: int, out: Tensor) -> None:
+    """Restore rows; see :func:`encode`.
+
+    Shapes:
+        ``body [ceil(R * bits / 8), W]``, ``low [R]``, ``span [R]``; ``out [R, W]`` float32, contiguous.
+    """
+    _way(out).decode(body, low, span, bits, out)
+
+
+def _way(x: Tensor) -> Any:
+    return _module(x.device.type)
+
+
+@cache  # what there is to import does not change in a process
+def _module(device: str) -> Any:
+    if device == "cpu":
+        return import_module("kagome.kernels.quantize.cpu")
+    if device == "cuda" and find_spec("triton") is not None:
+        return import_module("kagome.kernels.quantize.triton")
+    return Plain
+
+
+def drawn(stamps: Tensor, key: int, width: int) -> Tensor:
+    """The draws of rows: uniform in [0, 1), the same wherever and whenever they are made.
+
+    Shapes:
+        ``stamps [R]`` -> ``[R, width]`` float32 with 24 bits.
+    """
+    row = _mixed((_mixed(stamps & _WORD) ^ (key & _WORD)) + (stamps >> 32) & _WORD)
+    row = _mixed(row ^ (key >> 32 & _WORD))
+    # Both words are mixed already: two products are as good as three, and a loop's time is these.
+    h = (row.unsqueeze(1) ^ columns(width, stamps.device)) * FIRST & _WORD
+    h = (h ^ h >> 15) * SECOND & _WORD
+    return (h >> 8).float() * 2.0**-24
+
+
+def columns(width: int, device: torch.device) -> Tensor:
+    """A word for each column.
+
+    Shapes:
+        ``[width]`` int64.
+    """
+    return _mixed(torch.arange(1, width + 1, device=device) * GOLDEN & _WORD)
+
+
+def _mixed(h: Tensor) -> Tensor:
+    """32 bits, each of which depends on all of the 32 given."""
+    h = (h ^ h >> 16) * FIRST & _WORD
+    h = (h ^ h >> 15) * SECOND & _WORD
+    return h ^ h >> 16
+
+
+class Plain:
+    """The same in plain PyTorch."""
+
+    @staticmethod
+    def encode(
+        x: Tensor, pick: Tensor | None, stamps: Tensor, key: int, bits: int, body: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """See the function."""
+        rows = x if pick is None else x.index_select(0, pick)
+        count, width = rows.shape
+        levels = 2**bits - 1
+        if count == 0 or width == 0:
+            return rows.new_zeros(count), rows.new_zeros(count, dtype=torch.int16), 0
+        low, high = rows.aminmax(dim=1)
+        low = low + 0.0  # zero has one sign here, whichever of a row's was met first
+        raw = high - low
+        word = (raw.view(torch.int32) + 0xFFFF) >> 16 << 16
+        span = torch.where(raw > 0, word.view(torch.float32).clamp(min=LEAST_SPAN), torch.zeros_like(raw))
+        bad = int((~(low.isfinite() & high.isfinite() & (low + span < torch.inf))).sum())
+        # Of a number and a tensor torch makes a product with a reciprocal, which is rounded twice.
+        factor = torch.where(raw > 0, torch.full_like(span, levels) / span, torch.zeros_like(raw))
+        scaled = (rows - low.unsqueeze(1)) * factor.unsqueeze(1) + drawn(stamps, key, width)
+        codes = scaled.clamp(max=float(levels)).to(torch.uint8)
+        share = 8 // bits
+        room = codes.new_zeros(body.size(0) * share, width)
+        room[:count] = codes
+        body.zero_()
+        for place in range(share):
+            body |= room[place::share] << bits * place
+        return low, (span.view(torch.int32) >> 16).to(torch.int16), bad
+
+    @staticmethod
+    def decode(body: Tensor, low: Tensor, span: Tensor, bits: int, out: Tensor) -> None:
+        """See the function."""
+        count, levels, share = out.size(0), 2**bits - 1, 8 // bits
+        codes = torch.stack([body >> bits * place & levels for place in range(share)], dim=1)
+        wide = (span.to(torch.int32) << 16).view(torch.float32)
+        step = wide / torch.full_like(wide, levels)
+        out.copy_(codes.flatten(0, 1)[:count]).mul_(step.unsqueeze(1)).add_(low.unsqueeze(1))

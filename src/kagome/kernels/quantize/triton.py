@@ -1,0 +1,177 @@
+"""GPU bits: rows coded to a few bits and restored, in Triton: see ``ops`` for what they compute.
+
+Where it sits: ``ops`` imports it when the first CUDA tensor comes and Triton is there. A program has the
+rows that share a byte, and writes each of their bytes once. No product is fused with a sum and quotients are
+rounded, so that the bits are those of the loops and of plain PyTorch.
+
+What has been run: both kernels in Triton's interpreter on a CPU, to the bit against plain PyTorch; and both
+compile for compute capability 9.0, without a fused product. What has not: nothing here has been run or timed
+on a GPU.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# Triton reads annotations: its kernels' arguments have none but for what is known when it compiles.
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from kagome.kernels.quantize import ops as plain
+
+COLUMNS = 128
+"""Columns that a program takes at once, at most."""
+FIRST = tl.constexpr(plain.FIRST)
+SECOND = tl.constexpr(plain.SECOND)
+LEAST_SPAN = tl.constexpr(plain.LEAST_SPAN)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _mixed(h):
+    """32 bits, each of which depends on all of the 32 given."""
+    h = (h ^ (h >> 16)) * tl.full((1,), FIRST, tl.uint32)
+    h = (h ^ (h >> 15)) * tl.full((1,), SECOND, tl.uint32)
+    return h ^ (h >> 16)
+
+
+@triton.jit(do_not_specialize=["key", "high"])  # type: ignore[untyped-decorator,unused-ignore]
+def encode_kernel(
+    x,
+    pick,
+    stamps,
+    column,
+    low,
+    span,
+    bad,
+    body,
+    key,
+    high,
+    rows,
+    width,
+    PICKED: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One byte of each column: the rows that share it, and what is known of them."""
+    SHARE: tl.constexpr = 8 // BITS
+    LEVELS: tl.constexpr = 2**BITS - 1
+    g = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, SHARE)
+    i = g * SHARE + j
+    real = i < rows
+    place = i
+    if PICKED:
+        place = tl.load(pick + i, mask=real, other=0)
+    least = tl.full((SHARE,), float("inf"), tl.float32)
+    most = tl.full((SHARE,), float("-inf"), tl.float32)
+    peak = tl.zeros((SHARE,), tl.int32)
+    for begin in range(0, width, BLOCK):
+        c = begin + tl.arange(0, BLOCK)
+        inside = real[:, None] & (c < width)[None, :]
+        v = tl.load(x + place[:, None] * width + c[None, :], mask=inside, other=0.0)
+        # Of numbers that are none the magnitude's bits know; the extremes need not.
+        magnitude = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        peak = tl.maximum(peak, tl.max(magnitude, axis=1))
+        least = tl.minimum(least, tl.min(tl.where(inside, v, float("inf")), axis=1))
+        most = tl.maximum(most, tl.max(tl.where(inside, v, float("-inf")), axis=1))
+    finite = real & (peak < 0x7F800000)
+    bottom = tl.where(finite, least, 0.0) + 0.0
+    raw = tl.where(finite, most, 0.0) - bottom
+    word = ((raw.to(tl.int32, bitcast=True) + 0xFFFF) >> 16) << 16
+    wide = tl.maximum(word.to(tl.float32, bitcast=True), LEAST_SPAN)
+    factor = tl.where(raw > 0, tl.div_rn(tl.full((SHARE,), LEVELS, tl.float32), wide), 0.0)
+    wide = tl.where(raw > 0, wide, 0.0)
+    tl.store(low + i, bottom, mask=real)
+    tl.store(span + i, (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16), mask=real)
+    sound = finite & (bottom + wide < float("inf"))
+    tl.store(bad + i, tl.where(sound, 0, 1).to(tl.uint8), mask=real)
+
+    stamp = tl.load(stamps + i, mask=real, other=0)
+    state = _mixed((stamp & 0xFFFFFFFF).to(tl.uint32)) ^ tl.full((1,), key, tl.int32).to(tl.uint32)
+    state = _mixed(state + ((stamp >> 32) & 0xFFFFFFFF).to(tl.uint32))
+    state = _mixed(state ^ tl.full((1,), high, tl.int32).to(tl.uint32))
+    for begin in range(0, width, BLOCK):
+        c = begin + tl.arange(0, BLOCK)
+        inside = real[:, None] & (c < width)[None, :]
+        v = tl.load(x + place[:, None] * width + c[None, :], mask=inside, other=0.0)
+        h = tl.load(column + c, mask=c < width, other=0).to(tl.uint32)[None, :] ^ state[:, None]
+        h = h * tl.full((1,), FIRST, tl.uint32)[:, None]
+        h = (h ^ (h >> 15)) * tl.full((1,), SECOND, tl.uint32)[:, None]
+        drawn = (h >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
+        value = (v - bottom[:, None]) * factor[:, None] + drawn
+        q = tl.minimum(value, LEVELS * 1.0).to(tl.int32)
+        byte = tl.sum(tl.where(inside, q << (j * BITS)[:, None], 0), axis=0)
+        tl.store(body + g * width + c, byte.to(tl.uint8), mask=c < width)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def decode_kernel(body, low, span, out, rows, width, BITS: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """The rows that share a byte a column."""
+    SHARE: tl.constexpr = 8 // BITS
+    LEVELS: tl.constexpr = 2**BITS - 1
+    g = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, SHARE)
+    i = g * SHARE + j
+    real = i < rows
+    bottom = tl.load(low + i, mask=real, other=0.0)
+    wide = (tl.load(span + i, mask=real, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    step = tl.div_rn(wide, tl.full((SHARE,), LEVELS, tl.float32))
+    for begin in range(0, width, BLOCK):
+        c = begin + tl.arange(0, BLOCK)
+        byte = tl.load(body + g * width + c, mask=c < width, other=0).to(tl.int32)
+        q = (byte[None, :] >> (j * BITS)[:, None]) & LEVELS
+        value = q.to(tl.float32) * step[:, None] + bottom[:, None]
+        inside = real[:, None] & (c < width)[None, :]
+        tl.store(out + i[:, None] * width + c[None, :], value, mask=inside)
+
+
+def encode(
+    x: Tensor, pick: Tensor | None, stamps: Tensor, key: int, bits: int, body: Tensor
+) -> tuple[Tensor, Tensor, int]:
+    """See ``bits.encode``."""
+    count, width = stamps.numel(), x.size(1)
+    low, span = x.new_zeros(count), x.new_zeros(count, dtype=torch.int16)
+    if count == 0 or width == 0:
+        return low, span, 0
+    bad = torch.empty(count, dtype=torch.uint8, device=x.device)
+    x, stamps = x.contiguous(), stamps.contiguous()
+    picked = stamps if pick is None else pick.contiguous()
+    column = plain.columns(width, x.device)
+    encode_kernel[(body.size(0),)](
+        x,
+        picked,
+        stamps,
+        column,
+        low,
+        span,
+        bad,
+        body,
+        _signed(key),
+        _signed(key >> 32),
+        count,
+        width,
+        PICKED=pick is not None,
+        BITS=bits,
+        BLOCK=_block(width),
+        enable_fp_fusion=False,
+    )
+    return low, span, int(bad.sum())
+
+
+def decode(body: Tensor, low: Tensor, span: Tensor, bits: int, out: Tensor) -> None:
+    """See ``bits.decode``."""
+    count, width = out.shape
+    if count and width:
+        given = body.contiguous(), low.contiguous(), span.contiguous(), out, count, width
+        decode_kernel[(body.size(0),)](*given, BITS=bits, BLOCK=_block(width), enable_fp_fusion=False)
+
+
+def _block(width: int) -> int:
+    return min(COLUMNS, int(triton.next_power_of_2(width)))
+
+
+def _signed(key: int) -> int:
+    """The lower 32 bits as a number of one type, whatever it is: else a kernel for each."""
+    return ((key & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

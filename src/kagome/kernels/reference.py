@@ -1,0 +1,233 @@
+"""The kernels in plain PyTorch: the reference, and the way on devices and types that have no loops.
+
+Where it sits: ``ops`` comes here where neither the numba loops nor Triton serve; the tests hold the loops to
+it. It makes the tensors of a row an edge that the loops do without. Half types are summed in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kagome.kernels.csr import Layout, Structure
+
+Span = Literal["all", "own", "halo"]
+"""Which entries of each row are walked: all, those that read own rows, or those that read halo rows."""
+
+TINY = 1e-16
+"""Added to a softmax's total, as PyG does."""
+
+
+def entries(layout: Layout, span: Span = "all", rows: slice | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(row of the result, column, edge) of each entry in the span, as int64."""
+    kept = slice(None) if rows is None else rows
+    begin = (layout.middle if span == "halo" else layout.pointer[:-1])[kept]
+    end = (layout.middle if span == "own" else layout.pointer[1:])[kept]
+    count = end - begin
+    row = torch.repeat_interleave(torch.arange(count.numel(), device=count.device), count)
+    first = begin - (count.cumsum(0) - count)
+    place = first.index_select(0, row) + torch.arange(row.numel(), device=row.device)
+    return row, layout.column.index_select(0, place).long(), layout.edge.index_select(0, place).long()
+
+
+def count_of(layout: Layout, rows: slice | None) -> int:
+    """How many rows a result has."""
+    return layout.rows if rows is None else len(range(*rows.indices(layout.rows)))
+
+
+def _aligned(small: Tensor, big: Tensor) -> Tensor:
+    """With trailing axes of size 1 until it has as many as the other."""
+    return small.reshape(*small.shape, *[1] * (big.dim() - small.dim()))
+
+
+def _summed(index: Tensor, values: Tensor, rows: int) -> Tensor:
+    half = values.dtype in (torch.float16, torch.bfloat16)
+    wide = values.float() if half else values
+    return wide.new_zeros(rows, *values.shape[1:]).index_add_(0, index, wide).to(values.dtype)
+
+
+def _greatest(index: Tensor, values: Tensor, rows: int) -> Tensor:
+    """The largest of each row, minus infinity where there is none."""
+    out = values.new_full((rows, *values.shape[1:]), -torch.inf)
+    return out.scatter_reduce_(0, _aligned(index, values).expand_as(values), values, "amax")
+
+
+def sum_rows(
+    layout: Layout,
+    x: Tensor,
+    weight: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    span: Span = "all",
+    offset: int = 0,
+    rows: slice | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """See ``ops.sum_rows``."""
+    row, column, edge = entries(layout, span, rows)
+    messages = x.index_select(0, column - offset)
+    if weight is not None:
+        messages = messages * _aligned(weight.index_select(0, edge), messages)
+    out = _summed(row, messages, count_of(layout, rows))
+    if scale is not None:
+        out = out * _aligned(scale.to(out.dtype), out)
+    return out if into is None else into.add_(out)
+
+
+def dot_edges(
+    layout: Layout, a: Tensor, b: Tensor, *, span: Span = "all", offset: int = 0, into: Tensor | None = None
+) -> Tensor:
+    """See ``ops.dot_edges``."""
+    row, column, edge = entries(layout, span)
+    out = a.new_zeros(layout.edges, a.size(1)) if into is None else into
+    out[edge] = (a.index_select(0, row) * b.index_select(0, column - offset)).sum(-1)
+    return out
+
+
+def extreme_rows(layout: Layout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+    """See ``ops.extreme_rows``."""
+    row, column, _ = entries(layout)
+    return _extreme(layout, row, x.index_select(0, column), sign)
+
+
+def extreme_edges(layout: Layout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+    """See ``ops.extreme_edges``."""
+    row, _, edge = entries(layout)
+    return _extreme(layout, row, values.index_select(0, edge), sign)
+
+
+def _extreme(layout: Layout, row: Tensor, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+    best = _greatest(row, values * sign, layout.rows) * sign
+    best = torch.where(_aligned(layout.pointer.diff() == 0, best), torch.zeros_like(best), best)
+    return best, _summed(row, (values == best.index_select(0, row)).to(values.dtype), layout.rows)
+
+
+def extreme_back(layout: Layout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
+    """See ``ops.extreme_back``."""
+    row, column, _ = entries(layout)
+    share = (g / ties.clamp(min=1)).index_select(0, column)
+    same = x.index_select(0, row) == best.index_select(0, column)
+    return _summed(row, share * same, layout.rows)
+
+
+def extreme_edges_back(layout: Layout, values: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
+    """See ``ops.extreme_edges_back``."""
+    row, _, edge = entries(layout)
+    same = values.index_select(0, edge) == best.index_select(0, row)
+    out = torch.empty_like(values)
+    out[edge] = (g / ties.clamp(min=1)).index_select(0, row) * same
+    return out
+
+
+def softmax_edges(layout: Layout, logits: Tensor) -> Tensor:
+    """See ``ops.softmax_edges``."""
+    row, _, edge = entries(layout)
+    z = logits.index_select(0, edge)
+    p = (z - _greatest(row, z, layout.rows).index_select(0, row)).exp()
+    out = torch.empty_like(logits)
+    out[edge] = p / (_summed(row, p, layout.rows) + TINY).index_select(0, row)
+    return out
+
+
+def softmax_edges_back(layout: Layout, alpha: Tensor, g: Tensor) -> Tensor:
+    """See ``ops.softmax_edges_back``."""
+    row, _, edge = entries(layout)
+    total = _summed(row, (alpha * g).index_select(0, edge), layout.rows)
+    spread = torch.empty_like(alpha)
+    spread[edge] = total.index_select(0, row)
+    return alpha * (g - spread)
+
+
+def softmax_sum(layout: Layout, a: Tensor, b: Tensor, slope: float) -> Tensor:
+    """See ``ops.softmax_sum``."""
+    row, column, edge = entries(layout)
+    logits = a.new_empty(layout.edges, a.size(1))
+    logits[edge] = _leaky(a.index_select(0, row) + b.index_select(0, column), slope)
+    return softmax_edges(layout, logits)
+
+
+def softmax_sum_back(
+    structure: Structure, a: Tensor, b: Tensor, slope: float, alpha: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See ``ops.softmax_sum_back``."""
+    gz = softmax_edges_back(structure.by_target, alpha, g)
+    return join_edges_back(structure, a, b, slope, gz)
+
+
+def leaky_dots(layout: Layout, a: Tensor, b: Tensor, att: Tensor, slope: float) -> Tensor:
+    """See ``ops.leaky_dots``."""
+    row, column, edge = entries(layout)
+    out = a.new_empty(layout.edges, a.size(1))
+    out[edge] = (_leaky(a.index_select(0, row) + b.index_select(0, column), slope) * att).sum(-1)
+    return out
+
+
+def leaky_dots_back(
+    structure: Structure, a: Tensor, b: Tensor, att: Tensor, slope: float, g: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``ops.leaky_dots_back``."""
+    gatt = (join_edges(structure, a, b, slope) * g.unsqueeze(-1)).sum(0)
+    ga, gb = join_edges_back(structure, a, b, slope, g.unsqueeze(-1) * att)
+    return ga, gb, gatt
+
+
+def gather(index: Tensor, x: Tensor) -> Tensor:
+    """See ``ops.gather``."""
+    return x.index_select(0, index)
+
+
+def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: Tensor) -> None:
+    """See ``ops.add_rows``."""
+    table.index_add_(0, place, rows.index_select(0, which) * scale.view(-1, *[1] * (rows.dim() - 1)))
+
+
+def sum_edges(layout: Layout, values: Tensor, rows: slice | None = None) -> Tensor:
+    """See ``ops.sum_edges``."""
+    row, _, edge = entries(layout, "all", rows)
+    return _summed(row, values.index_select(0, edge), count_of(layout, rows))
+
+
+def column_softmax(layout: Layout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``ops.column_softmax``."""
+    row, column, _ = entries(layout)
+    zs = z.index_select(0, column)
+    top = _greatest(row, zs, layout.rows)
+    top = torch.where((layout.pointer.diff() == 0).unsqueeze(-1), torch.zeros_like(top), top)
+    p = (zs - top.index_select(0, row)).exp()
+    total = _summed(row, p, layout.rows)
+    p = p / (total + TINY).index_select(0, row)
+    return _summed(row, p * m.index_select(0, column), layout.rows), top, total
+
+
+def column_softmax_back(
+    layout: Layout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See ``ops.column_softmax_back``."""
+    row, column, _ = entries(layout)
+    p = (z.index_select(0, row) - top.index_select(0, column)).exp()
+    pg = p / (total + TINY).index_select(0, column) * g.index_select(0, column)
+    gm = _summed(row, pg, layout.rows)
+    gz = _summed(row, pg * (m.index_select(0, row) - out.index_select(0, column)), layout.rows)
+    return gz, gm
+
+
+def join_edges(structure: Structure, a: Tensor, b: Tensor, slope: float | None) -> Tensor:
+    """See ``ops.join_edges``."""
+    z = a.index_select(0, structure.target) + b.index_select(0, structure.source)
+    return z if slope is None else _leaky(z, slope)
+
+
+def join_edges_back(
+    structure: Structure, a: Tensor, b: Tensor, slope: float | None, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See ``ops.join_edges_back``."""
+    if slope is not None:
+        z = a.index_select(0, structure.target) + b.index_select(0, structure.source)
+        g = torch.where(z > 0, g, g * slope)
+    return sum_edges(structure.by_target, g), sum_edges(structure.by_source, g)
+
+
+def _leaky(z: Tensor, slope: float) -> Tensor:
+    return torch.nn.functional.leaky_relu(z, slope)

@@ -1,0 +1,151 @@
+"""Which rank this process is: read from the environment that torchrun or Slurm made.
+
+Where it sits: ``comm.mesh`` asks it; ``launcher`` starts processes that find themselves so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from kagome.errors import LaunchError
+
+STORE = "KAGOME_STORE"
+"""The variable that names the file by which local ranks meet."""
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""The variable that tells how often all ranks were started again; torchrun's own."""
+PORTS = 65_535
+"""The highest port."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which rank this process is, and where they meet.
+
+    Args:
+        rank: This process among all.
+        size: All processes.
+        local_rank: This process among those of its host.
+        local_size: Processes on its host.
+        host: Host on which they meet; empty for a single process.
+        port: Port on which they meet.
+        source: Who started them.
+        store: File by which they meet, in place of host and port; empty where there is none.
+        restarts: How often all ranks were started again after one had failed.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    host: str = ""
+    port: int = 0
+    source: Literal["single", "kagome", "torchrun", "slurm"] = "single"
+    store: str = ""
+    restarts: int = 0
+
+
+def environment(env: Mapping[str, str] | None = None) -> Ranks:
+    """The ranks that torchrun (or anyone who sets RANK and WORLD_SIZE) or Slurm has started.
+
+    Args:
+        env: The environment to read; this process's own by default.
+
+    Returns:
+        The ranks; a single one where neither is found.
+
+    Raises:
+        LaunchError: If a variable is missing or no number.
+    """
+    env = os.environ if env is None else env
+    if "RANK" in env and "WORLD_SIZE" in env:
+        size, store = _number(env, "WORLD_SIZE"), env.get(STORE, "")
+        if size > 1 and not store and not env.get("MASTER_ADDR"):
+            raise LaunchError(
+                "RANK and WORLD_SIZE need MASTER_ADDR and MASTER_PORT", "MASTER_ADDR is not set"
+            )
+        return _checked(
+            Ranks(
+                rank=_number(env, "RANK"),
+                size=size,
+                local_rank=_number(env, "LOCAL_RANK", 0),
+                local_size=_number(env, "LOCAL_WORLD_SIZE", size),
+                host=env.get("MASTER_ADDR", "127.0.0.1"),
+                port=_number(env, "MASTER_PORT", 29500),
+                source="kagome" if store else "torchrun",
+                store=store,
+                restarts=_number(env, RESTARTS, 0),
+            )
+        )
+    if "SLURM_PROCID" in env and ("SLURM_STEP_NUM_TASKS" in env or "SLURM_NTASKS" in env):
+        return _checked(_slurm(env))
+    return Ranks()
+
+
+def _slurm(env: Mapping[str, str]) -> Ranks:
+    # The step's own numbers where there are any: one allocation may run several steps.
+    size = _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS")
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size)
+    job = _number(env, "SLURM_JOB_ID", 0)
+    return Ranks(
+        rank=_number(env, "SLURM_PROCID"),
+        size=size,
+        local_rank=_number(env, "SLURM_LOCALID", 0),
+        local_size=_tasks_on_node(tasks, _number(env, "SLURM_NODEID", 0)),
+        host=env.get("MASTER_ADDR") or first_host(nodes),
+        # The same on every host without a word between them; above the well-known ports.
+        port=_number(env, "MASTER_PORT", 20000 + job % 20000),
+        source="slurm",
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: ``gpu[007-009,12],login`` gives ``gpu007``."""
+    match = re.match(r"([^\[,]*)(?:\[([^\]]*)\])?([^,\[]*)", nodes.strip())
+    assert match is not None  # every part may be empty
+    before, numbers, after = match.groups()
+    first = re.split(r"[,-]", numbers)[0] if numbers else ""
+    return f"{before}{first}{after}"
+
+
+def _tasks_on_node(tasks: str, node: int) -> int:
+    """The tasks of one node from Slurm's ``4(x2),3``."""
+    counts: list[int] = []
+    for part in tasks.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            raise LaunchError("SLURM_TASKS_PER_NODE has the form 4(x2),3", f"it is {tasks!r}")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[min(node, len(counts) - 1)]
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise LaunchError(f"{name} must be a number", f"it is {text!r}", where="environment") from None
+
+
+def _checked(ranks: Ranks) -> Ranks:
+    if not 0 <= ranks.port <= PORTS:
+        raise LaunchError(
+            f"MASTER_PORT is a port from 0 to {PORTS}", f"it is {ranks.port}", where=f"set by {ranks.source}"
+        )
+    if ranks.size < 1:
+        raise LaunchError(
+            "the number of ranks is from 1 up", f"it is {ranks.size}", where=f"set by {ranks.source}"
+        )
+    if not 0 <= ranks.rank < ranks.size:
+        raise LaunchError(
+            f"a rank must be from 0 to {ranks.size - 1}",
+            f"it is {ranks.rank}",
+            where=f"set by {ranks.source}",
+        )
+    return ranks

@@ -1,0 +1,85 @@
+"""Available: memory that this process may still take.
+
+Where it sits: the partitioner's choice, the forecast and ``comm.transport.shared_memory`` ask it.
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Final
+
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+
+
+def available_bytes() -> int | None:
+    """Memory that this process may still take: the machine's, or less where a limit is set.
+
+    Limits are those of its control groups, and of its address space (``ulimit -v``).
+
+    Returns:
+        The bytes; None where the system does not say.
+    """
+    found = [_machine(), _group(), _space()]
+    return min((amount for amount in found if amount is not None), default=None)
+
+
+def _machine() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
+def _space() -> int | None:
+    """What a limit of this process's address space leaves."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return soft
+    return max(0, soft - pages * resource.getpagesize())
+
+
+def _group() -> int | None:
+    """What the control groups above this process leave, in either version; file cache counts as free."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    left: list[int] = []
+    for line in lines:
+        _, kinds, name = line.split(":", 2)
+        if kinds == "":
+            base, limit, used, cache = _CGROUPS, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in kinds.split(","):
+            base, limit, used, cache = (
+                _CGROUPS / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
+            continue
+        own = base / name.lstrip("/")
+        # In a container the name is often the host's: then its own limit stands at the top.
+        for folder in (own, *own.parents):
+            if not folder.is_relative_to(base):
+                break
+            left += _left(folder, limit, used, cache)
+    return min(left, default=None)
+
+
+def _left(folder: Path, limit: str, used: str, cache: str) -> list[int]:
+    try:
+        most = int((folder / limit).read_text())  # "max" where there is none
+        free = most - int((folder / used).read_text())
+        for line in (folder / "memory.stat").read_text().splitlines():
+            if line.startswith(f"{cache} "):
+                free += int(line.split()[1])
+    except (OSError, ValueError):
+        return []
+    return [max(free, 0)]

@@ -1,0 +1,542 @@
+"""N local ranks as processes of torch's elastic launcher, watched so that none outlives another for long.
+
+Where it sits: ``cli.main`` starts local ranks here; ``environment`` tells each of them which one it is. They
+meet by a file in a folder that only this user can open: no port is opened for that, so nobody else can take
+part.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from math import inf
+from multiprocessing import forkserver
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from kagome.errors import ADVICE, CommError, KagomeError, LaunchError, ResourceError
+from kagome.launch.environment import RESTARTS, STORE, Ranks, environment
+from kagome.launch.host_memory import available_bytes
+from kagome.launch.os_errors import STARVED, in_words, memory_left
+from kagome.launch.threads import LAUNCHED, chosen, cores, local
+
+__all__ = ["Ranks", "environment", "start_local"]
+
+SAVE_SECONDS = 30
+"""What ranks get to save a checkpoint after Ctrl-C or SIGTERM."""
+FAIL_SECONDS = 8.0
+"""What the other ranks get once one has died: it cannot be waited for, so there is little to do."""
+SIGNALLED = {128 + number: int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+"""What a rank leaves with that has ended itself for a signal, and the signal."""
+LOST = 255
+"""What multiprocessing says of a process when the one that it was forked of is gone."""
+STOPPED_SECONDS = 5.0
+"""A rank that is stopped for so long is told of."""
+ALIKE_SECONDS = 0.5
+"""How long a rank that refuses something waits for the others to do so too."""
+_OF_RANK = re.compile(r"rank (\d+)\b[,;]?\s*(.*)", re.DOTALL)
+"""Where an error was found, as it begins where it names a rank."""
+LOOK_SECONDS = 0.1
+"""Between two looks at the ranks."""
+RANK_BYTES = 150 * 2**20
+"""What a rank takes of memory that it shares with no other, before it holds anything."""
+
+
+def start_local(
+    nproc: int,
+    function: Callable[..., object],
+    *args: object,
+    loaded: Sequence[str] = (),
+    restarts: int = 0,
+) -> object:
+    """Run a function on N ranks of this host and give back what rank 0 returns.
+
+    Ctrl-C, SIGTERM and SIGHUP reach every rank as one SIGTERM (a terminal's Ctrl-C, which reaches the ranks
+    too, is ignored there); they get 30 s to save, then are killed. Ranks share the host's cores, and a
+    cgroup's quota, unless OMP_NUM_THREADS or NUMBA_NUM_THREADS is set.
+
+    Args:
+        nproc: Ranks to start.
+        function: A function that can be imported by its module's name; its rank is in the environment.
+        args: Its arguments, which must pickle.
+        loaded: Modules that are imported once, by a process of which the ranks are then forked: torch and
+            PyG take seconds to load, on as many cores as there are ranks. For a process that starts ranks
+            once, as what the modules made of the environment stays.
+        restarts: How often all ranks are started again after one has failed. A fault that a user must mend
+            is not tried again. :attr:`kagome.launch.environment.Ranks.restarts` tells the function how often
+            it was.
+
+    Returns:
+        What ``function`` returned on rank 0.
+
+    Raises:
+        LaunchError: If a rank failed or died: with the error of the rank that failed first.
+        KeyboardInterrupt: After Ctrl-C, when the ranks have ended; also where one rank alone was told, and
+            all have left for it with 130.
+        SystemExit: After SIGTERM or SIGHUP, with 128 + the signal; to one rank alone, too.
+    """
+    if nproc < 1:
+        raise LaunchError("--nproc takes a number from 1 up", f"it is {nproc}")
+    _refuse_too_many(nproc)
+    with _shared_cores(nproc):
+        method = _begin_loading(loaded)  # goes on while this process loads torch too
+        for count in range(restarts + 1):
+            try:
+                return _launched(nproc, function, args, method, count)
+            except _FailedError as failed:
+                if count == restarts or failed.mistake:
+                    raise failed.error from None
+                text = (
+                    f"kagome: {failed.error.found}. All ranks are started again ({count + 1} of {restarts})."
+                )
+                print(text, file=sys.stderr, flush=True)
+    raise AssertionError("the last start returns or raises")
+
+
+class _FailedError(Exception):
+    """A rank failed: its error, and whether it is one that a user must mend."""
+
+    def __init__(self, error: LaunchError, *, mistake: bool) -> None:
+        super().__init__(str(error))
+        self.error, self.mistake = error, mistake
+
+
+def _refuse_too_many(nproc: int) -> None:
+    """Refuse more ranks than this machine can hold, before any of them takes its memory."""
+    free = available_bytes()
+    most = None if free is None else max(1, free // RANK_BYTES)
+    if most is not None and nproc > most:
+        raise LaunchError(
+            f"{nproc:,} local ranks take {nproc * RANK_BYTES / 2**30:,.0f} GiB before they hold any data",
+            f"{(free or 0) / 2**30:,.1f} GiB are free",
+            hint=f"--nproc {max(1, min(most, len(cores())))}, as many as there are cores",
+        )
+
+
+def _launched(
+    nproc: int, function: Callable[..., object], args: tuple[object, ...], method: str, count: int
+) -> object:
+    from torch.distributed.elastic.multiprocessing import (
+        DefaultLogsSpecs,
+        PContext,
+        RunProcsResult,
+        SignalException,
+        start_processes,
+    )
+
+    with _room() as name:
+        folder = Path(name)
+        guard = _Guard(nproc, folder)
+        ranks: PContext | None = None
+        ended: RunProcsResult | None = None
+        with _quiet_agent(), _signals(folder) as caught, guard:
+            try:
+                ranks = start_processes(
+                    "kagome",
+                    _rank_main,
+                    args=dict.fromkeys(range(nproc), (function, args, name, os.getpid())),
+                    envs={rank: _environment(rank, nproc, folder, count) for rank in range(nproc)},
+                    logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
+                    start_method=method,
+                )
+                while ended is None:
+                    ended = ranks.wait(LOOK_SECONDS, LOOK_SECONDS)
+            except SignalException:
+                if ranks is not None:
+                    with suppress(SignalException):  # a second one: the guard kills them
+                        ranks.close(signal.SIGTERM, SAVE_SECONDS)
+                if caught[0] == signal.SIGINT:
+                    raise KeyboardInterrupt from None
+                raise SystemExit(128 + caught[0]) from None
+            except (OSError, EOFError, MemoryError) as error:
+                raise _unstarted(nproc, error) from None
+        if ended.failures:
+            if (number := guard.signalled()) is not None:
+                raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            rank, failure = min(ended.failures.items())
+            raise guard.failed(rank, failure.exitcode)
+        return ended.return_values[0]
+
+
+@contextmanager
+def _room() -> Iterator[str]:
+    """A folder for what ranks tell each other, which only this user can open; gone afterwards."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="kagome-ranks-")
+    except OSError as error:
+        raise LaunchError(
+            "ranks meet by a file in the folder for temporary files",
+            f"none can be made: {error}",
+            hint="TMPDIR=DIR with a folder that can be written",
+        ) from None
+    with made as name:
+        yield name
+
+
+def _unstarted(nproc: int, error: BaseException) -> LaunchError:
+    """What kept ranks from being started, in words."""
+    shared = Path("/dev/shm")
+    if shared.parent.exists() and not os.access(shared, os.W_OK):
+        found = "/dev/shm cannot be written, and ranks tell how they ended by it"
+        hint = "mount -t tmpfs tmpfs /dev/shm"
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:  # a semaphore
+        found = "/dev/shm is full, and ranks tell how they ended by it"
+        hint = "remove what is left over there, or mount -o remount,size=64M /dev/shm"
+    elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        found, hint = f"this process may open no more files ({error.strerror})", "ulimit -n 1024"
+    elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        found, hint = "there is no memory for them", "fewer ranks, or a larger ulimit -v"
+    elif isinstance(error, EOFError):
+        found, hint = (
+            "the process that they are forked of has died; is memory short?",
+            "ulimit -v; kagome doctor",
+        )
+    else:
+        found, hint = f"the system refused: {error or type(error).__name__}", "kagome doctor"
+    return LaunchError(f"{nproc} ranks were to be started", found, hint=hint)
+
+
+def _environment(rank: int, nproc: int, folder: Path, count: int) -> dict[str, str]:
+    """What tells a process which rank it is, and where ranks meet."""
+    own: dict[str, object] = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": nproc,
+        "LOCAL_WORLD_SIZE": nproc,
+    }
+    own |= {STORE: folder / "store", RESTARTS: count}
+    # What ranks say to each other stays on this host.
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if names and variable not in os.environ:
+            own[variable] = names[0]
+    return {name: str(value) for name, value in own.items()}
+
+
+def _begin_loading(modules: Sequence[str]) -> str:
+    """Start the process that ranks are forked of, if there is something to load; how ranks are to start."""
+    if not modules or sys.platform != "linux":
+        return "spawn"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["kagome.launch.fork", *modules])
+    forkserver.ensure_running()
+    return "forkserver"
+
+
+def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: str, launcher: int) -> object:
+    """What each rank runs: the function, and a note of how it ended for the launcher."""
+    folder, rank = Path(name), int(os.environ["RANK"])
+    sys.excepthook = sys.__excepthook__  # what comes now is told by a note
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with(launcher)
+    _write(folder / f"pid-{rank}", os.getpid())
+    while not (folder / "known").exists():
+        if _ended(launcher):
+            raise SystemExit(128 + signal.SIGTERM)
+        time.sleep(0.01)  # one that died before would leave no exit code: a peer would be blamed
+    try:
+        result = function(*args)
+    except SystemExit as error:
+        if error.code in SIGNALLED:
+            _write(folder / f"signalled-{rank}", SIGNALLED[error.code])
+        elif error.code not in (None, 0):
+            _write(folder / f"failed-{rank}", [3, time.time(), f"it left with {error.code!r}"])
+        raise
+    except BaseException as error:
+        found = in_words(error)
+        text = _trace(error) if found is None else str(found)
+        # A peer's fault shows here as a CommError: it is told only if nothing else explains it.
+        told = isinstance(found, KagomeError) and found.told_by is not None
+        order = 2 if isinstance(found, CommError) or told else 1
+        mistake = isinstance(found, KagomeError) and not isinstance(found, CommError | ResourceError)
+        where = found.where if isinstance(found, KagomeError) else ""
+        _write(folder / f"failed-{rank}", [order, time.time(), text, mistake and not told, where])
+        if mistake:
+            _wait_for_all(folder)
+        raise SystemExit(1) from None
+    if (folder / "stopping").exists() or _ended(launcher):
+        raise SystemExit(128 + signal.SIGTERM)  # no agent takes a result any more: end now, not when killed
+    _write(folder / f"done-{rank}", 0)
+    return result if rank == 0 else None
+
+
+def _wait_for_all(folder: Path) -> None:
+    """Let the others note it too, where all refuse the same thing, before the launcher ends them."""
+    until = time.monotonic() + ALIKE_SECONDS
+    while time.monotonic() < until and len(list(folder.glob("failed-*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+
+
+@dataclass
+class _Guard:
+    """Ends what outlives a failed rank for too long, and says who failed first."""
+
+    nproc: int
+    folder: Path
+    killed: set[int] = field(default_factory=set)
+    stopped: dict[int, float] = field(default_factory=dict)
+    """Since when ranks are stopped; for ever where that was told."""
+    codes: dict[int, Callable[[], int | None]] = field(default_factory=dict)
+
+    def __enter__(self) -> _Guard:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kagome-ranks", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._kill()  # after a second Ctrl-C the agent leaves them
+
+    def failed(self, rank: int, code: int) -> _FailedError:
+        """Who failed first, and whether a user must mend it."""
+        noted = [_read(path) for path in self.folder.glob("failed-*")]
+        return _FailedError(self.blame(rank, code), mistake=any(note[3] for note in noted if len(note) > 3))
+
+    def signalled(self) -> int | None:
+        """The signal that some rank got and all have ended for; None if anything else ended one of them."""
+        found = [_read(path) for path in self.folder.glob("signalled-*")]
+        if not found or any(self.folder.glob("failed-*")):
+            return None
+        fine = (None, 0, -signal.SIGTERM, *SIGNALLED)  # the agent ends by SIGTERM who has yet to leave
+        return min(found) if all(code_of() in fine for code_of in self.codes.values()) else None
+
+    def blame(self, rank: int, code: int) -> LaunchError:
+        """The error that says which rank failed first; ``rank`` and ``code`` are what the launcher saw.
+
+        What all ranks refuse in the same words is no rank's failure. Where an error says of which rank it
+        is, that one is named: others have been told of it.
+        """
+        notes = {int(path.name[7:]): _read(path) for path in self.folder.glob("failed-*")}
+        noted, alike = set(notes), {(note[2], *note[3:4]) for note in notes.values()}
+        failures = [(*note[:3], who) for who, note in notes.items()]
+        exits = {who: code_of() for who, code_of in self.codes.items()} | {rank: code}
+        for who, ended in exits.items():
+            silent = ended not in (None, 0, -signal.SIGTERM) and who not in noted | self.killed
+            if silent:
+                failures.append((0, 0.0, _ending(ended or 0), who))
+        if not failures:
+            failures = [(0, 0.0, _ending(code), rank)]
+        _, _, text, who = min(failures)
+        said, _, hint = text.rpartition(ADVICE) if ADVICE in text else (text, "", "")
+        told = f"rank {who} failed"
+        where = notes[who][4] if who in notes and len(notes[who]) > 4 else ""
+        if len(notes) == self.nproc > 1 and alike == {(text, True)}:
+            told = "none did"
+        elif (named := _OF_RANK.fullmatch(where)) is not None:
+            told, rest = f"rank {named[1]} failed", f" ({named[2]})" if named[2] else ""
+            said = said.replace(f" ({where})", rest)
+        found = f"{told}: {said.removesuffix('.')}"  # its full stop comes with the text of the whole
+        return LaunchError(f"{self.nproc} ranks were to finish", found, hint=hint)
+
+    def _pids(self) -> dict[int, int]:
+        return {int(path.name[4:]): _read(path) for path in self.folder.glob("pid-*")}
+
+    def _run(self) -> None:
+        failed_at: float | None = None
+        known = False
+        while not self._stop.wait(0.25 if known else 0.02):
+            pids = self._pids()
+            if len(pids) == self.nproc and not known:
+                self._remember(pids)
+                (self.folder / "known").touch()
+                known = True
+            if (self.folder / "stopping").exists():
+                continue
+            self._tell_stopped(pids)
+            died = [
+                r for r, pid in pids.items() if not _alive(pid) and not (self.folder / f"done-{r}").exists()
+            ]
+            if failed_at is None and (died or any(self.folder.glob("failed-*"))):
+                failed_at = time.monotonic()
+            if failed_at is not None and time.monotonic() - failed_at > FAIL_SECONDS:
+                self._kill()
+
+    def _tell_stopped(self, pids: Mapping[int, int]) -> None:
+        """Say once of each rank that it is stopped: the others wait for it."""
+        for rank, pid in pids.items():
+            if not _stopped(pid):
+                self.stopped.pop(rank, None)
+            elif time.monotonic() - self.stopped.setdefault(rank, time.monotonic()) > STOPPED_SECONDS:
+                self.stopped[rank] = inf
+                text = f"kagome: rank {rank} is stopped, and the others wait for it: kill -CONT {pid}"
+                print(text, file=sys.stderr, flush=True)
+
+    def _remember(self, pids: dict[int, int]) -> None:
+        # Only once and while all live: it collects exit codes, which is the agent's business later.
+        children = {child.pid: child for child in multiprocessing.active_children()}
+        self.codes = {rank: _code(children[pid]) for rank, pid in pids.items() if pid in children}
+
+    def _kill(self) -> None:
+        for rank, pid in self._pids().items():
+            if _alive(pid):
+                self.killed.add(rank)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _trace(error: BaseException) -> str:
+    own = error.__traceback__
+    lines = traceback.format_exception(type(error), error, own and own.tb_next)  # without the frame of ours
+    return "".join(lines).rstrip()
+
+
+def _code(child: object) -> Callable[[], int | None]:
+    return lambda: getattr(child, "exitcode", None)
+
+
+def _ending(code: int) -> str:
+    if code == STARVED:
+        return f"there was no memory to start its process{memory_left()}"
+    if code == LOST:
+        return f"its process, or the one that it was forked of, died; is memory short{memory_left()}?"
+    if code >= 0:
+        return f"its process ended with code {code}; if it said why, then in the output above"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    cause = "; the system does that when memory is short" if name == "SIGKILL" else ""
+    return f"its process was killed by {name}{cause}"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal; known on Linux only."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
+def _write(path: Path, content: object) -> None:
+    beside = path.with_name(f".{path.name}")
+    beside.write_text(json.dumps(content))
+    beside.replace(path)  # whole or not at all: the launcher may read at any moment
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def _die_with(launcher: int) -> None:
+    """See to a SIGTERM when the launcher is killed; torch asked for SIGINT, which is ignored here.
+
+    The parent of a forked rank is the process that it was forked of, which lives as long as its ranks.
+    """
+    if sys.platform != "linux":
+        return
+    if os.getppid() == launcher:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        return
+
+    def watch() -> None:
+        _ended(launcher, wait=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="kagome-launcher", daemon=True).start()
+
+
+def _ended(pid: int, *, wait: bool = False) -> bool:
+    """Whether a process has ended, though its parent may not have asked how."""
+    if sys.platform != "linux":
+        return not _alive(pid)
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], None if wait else 0.0)[0])
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _signals(folder: Path) -> Iterator[list[int]]:
+    """Turn Ctrl-C, SIGHUP and SIGTERM into one SIGTERM for the ranks; restore the handlers afterwards."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    caught: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        (folder / "stopping").touch()
+        raise SignalException(f"the launcher got signal {number}", sigval=signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield caught  # only the main thread may set handlers; the caller's hold
+        return
+    numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    quit_before = signal.getsignal(signal.SIGQUIT)
+    before = [signal.signal(number, stop) for number in numbers]
+    try:
+        yield caught
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        signal.signal(signal.SIGQUIT, quit_before)
+
+
+@contextmanager
+def _shared_cores(nproc: int) -> Iterator[None]:
+    """Give each rank its share of the cores; torch and numba would each take them all.
+
+    Processes that start here do not look for modules in the current folder first.
+    """
+    before = dict(os.environ)
+    os.environ["PYTHONSAFEPATH"] = "1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # not ours: it would replace our handlers
+    given = chosen(os.environ)
+    share = str(local(nproc) if given is None else given)
+    for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        os.environ.setdefault(name, share)
+    os.environ[LAUNCHED] = "1"
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Silence the agent: it would print a rank's traceback that the LaunchError tells better."""
+    names = [
+        name
+        for name in logging.root.manager.loggerDict
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
+    ]
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, state in zip(loggers, before, strict=True):
+            logger.disabled = state

@@ -1,0 +1,164 @@
+"""System: what the machine refuses a process, in one sentence; and how processes end with each other.
+
+Where it sits: ``cli.main``, ``launcher`` and the process that cuts a graph ask it about errors that nobody
+expects.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Final
+
+from kagome.errors import KagomeError, ResourceError, shortened
+from kagome.launch.host_memory import available_bytes
+
+NO_MEMORY: Final = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "out of memory",
+    "std::bad_alloc",
+    "could not create a primitive",
+    "could not create a memory",
+    "failed to map segment",
+    "unable to mmap",
+    "can't start new thread",
+    "resource temporarily unavailable",
+)
+"""What libraries say where memory ran out, oneDNN and threads too."""
+DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+STARVED: Final = 76
+"""What a process leaves with that memory ran out for before it could say so."""
+FILES: Final = (errno.EMFILE, errno.ENFILE)
+PATHS: Final = (
+    errno.ENAMETOOLONG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.ENOTEMPTY,
+    errno.EISDIR,
+    errno.ELOOP,
+)
+
+
+def refused(error: BaseException) -> ResourceError | None:
+    """What the system refused, if an error, or one that led to it, is about that.
+
+    Args:
+        error: Of any class.
+
+    Returns:
+        An error in words for people; None for any other fault.
+    """
+    for each in _led_to(error):
+        number = each.errno if isinstance(each, OSError) else None
+        if number in DISK:
+            return _disk(each, number)
+        if number in FILES or "too many open files" in str(each).lower():
+            return ResourceError(
+                "files and connections were to be opened",
+                f"this process may have {_limit(resource.RLIMIT_NOFILE)} open at once",
+                hint="ulimit -n 1024 before the command",
+            )
+        if _lacks_memory(each):
+            return _memory(each)
+    return None
+
+
+def in_words(error: BaseException) -> KagomeError | None:
+    """An error as people are told of it; None for one that nobody expects.
+
+    Memory that ran out in a user's model, loss or metric is told as that, not as a fault of theirs.
+    """
+    if not isinstance(error, KagomeError):
+        return refused(error) or _path(error)
+    cause = error.__cause__
+    while cause is not None and not _lacks_memory(cause):
+        cause = cause.__cause__
+    return error if cause is None or isinstance(error, ResourceError) else _memory(cause)
+
+
+def end_with(parent: int, how: int = signal.SIGKILL) -> None:
+    """Let the system end this process when the one that started it ends, however that happens.
+
+    Args:
+        parent: That process; where it has ended already, this one ends now.
+        how: The signal.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, how)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), how)
+
+
+def _led_to(error: BaseException) -> Iterator[BaseException]:
+    """The error and those that it was raised from."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    number = error.errno if isinstance(error, OSError) else None
+    return number in (errno.ENOMEM, errno.EAGAIN) or isinstance(error, MemoryError) or _says_memory(error)
+
+
+def _says_memory(error: BaseException) -> bool:
+    # torch.OutOfMemoryError is a RuntimeError; a failed import of a library is an ImportError.
+    text = str(error).lower()
+    kinds = (RuntimeError, ImportError, OSError)
+    return isinstance(error, kinds) and any(words in text for words in NO_MEMORY)
+
+
+def _memory(error: BaseException) -> ResourceError:
+    said = str(error).strip().splitlines()
+    first = f": {shortened(said[0], 200)}" if said else ""
+    return ResourceError(
+        "memory was to be had from the system",
+        f"it gives no more{first}{memory_left()}",
+        hint="more ranks (--nproc), --model.recompute or a smaller --model.hidden; kagome plan foretells it",
+    )
+
+
+def memory_left() -> str:
+    """What memory is left to this process, as the end of a sentence."""
+    limit, free = _limit(resource.RLIMIT_AS), available_bytes()
+    amount = "" if free is None else f", {free / 2**30:.1f} GiB are free"
+    return amount + ("" if limit == "any number" else f", ulimit -v is {int(limit) / 2**30:.1f} GiB")
+
+
+def _disk(error: BaseException, number: int | None) -> ResourceError:
+    name = getattr(error, "filename", None)
+    found = os.strerror(number or errno.ENOSPC)
+    if number == errno.EFBIG:
+        found += f", the limit is {_limit(resource.RLIMIT_FSIZE)} bytes (ulimit -f)"
+    return ResourceError(
+        "a file was to be written", found, where=str(name or ""), hint="free some disk, or another --out"
+    )
+
+
+def _path(error: BaseException) -> ResourceError | None:
+    """What the system says of a path that it does not open."""
+    if not isinstance(error, OSError) or error.errno not in PATHS or error.filename is None:
+        return None
+    return ResourceError(
+        "a file or folder was to be read or written",
+        f"{error.strerror}: {shortened(str(error.filename2 or error.filename), 200)}",
+        hint="another path",
+    )
+
+
+def _limit(kind: int) -> str:
+    soft, _ = resource.getrlimit(kind)
+    return "any number" if soft == resource.RLIM_INFINITY else str(soft)

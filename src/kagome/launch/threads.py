@@ -1,0 +1,170 @@
+"""Threads: how many each rank computes with, so that the ranks of a host share its cores.
+
+Where it sits: ``comm.mesh`` sets what is found here, ``launcher`` starts ranks with it, ``cli.doctor`` says
+it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+GIVEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""By any of these the user says how many threads torch has."""
+LAUNCHED = "KAGOME_LAUNCHED"
+"""Set in ranks that ``launch`` started: it has seen to their threads."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What one rank may compute on.
+
+    Args:
+        host: Its host.
+        cores: The cores that it may run on.
+        quota: Cores' worth of time that its cgroup gets; None without a limit.
+        group: The cgroup that sets the limit: its ranks share it.
+        chosen: Threads that the user chose; None to let the ranks share.
+    """
+
+    host: str
+    cores: tuple[int, ...]
+    quota: float | None = None
+    group: str = ""
+    chosen: int | None = None
+
+
+def seat(current: int | None = None) -> Seat:
+    """What this process may compute on.
+
+    Args:
+        current: Threads that torch has now, where it is loaded: see :func:`chosen`.
+    """
+    limit, group = quota()
+    own = cores()
+    return Seat(socket.gethostname(), own, limit, group, chosen(os.environ, current, len(own)))
+
+
+def threads(seats: Sequence[Seat]) -> tuple[int, ...]:
+    """Threads of each rank: its share of the cores that it may run on and of its cgroup's quota, at least 1.
+
+    A core that several ranks of a host may run on is shared by them; cores that a scheduler bound to one rank
+    are its own.
+
+    Args:
+        seats: One a rank.
+    """
+    return tuple(_share(own, seats) if own.chosen is None else own.chosen for own in seats)
+
+
+def _share(own: Seat, seats: Sequence[Seat]) -> int:
+    beside = [other for other in seats if other.host == own.host]
+    share = sum(1 / sum(core in other.cores for other in beside) for core in own.cores)
+    if own.quota is not None:
+        share = min(share, own.quota / sum(other.group == own.group for other in beside))
+    return max(1, int(share + 1e-6))
+
+
+def cores() -> tuple[int, ...]:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def chosen(env: Mapping[str, str], current: int | None = None, count: int | None = None) -> int | None:
+    """How many threads the user asked for, or None.
+
+    ``OMP_NUM_THREADS`` or ``MKL_NUM_THREADS`` says so, unless torchrun set the former to 1 by itself, and so
+    does ``torch.set_num_threads``, unless it gave the number that torch starts with.
+
+    Args:
+        env: The environment.
+        current: Threads that torch has now; None where it is not loaded.
+        count: Cores that this process may run on.
+    """
+    by_torchrun = set_by_torchrun(env)
+    given = [env[name] for name in GIVEN if env.get(name) and not (by_torchrun and name == GIVEN[0])]
+    # OpenMP takes a number for each level of nesting.
+    numbers = [int(text.split(",")[0]) for text in given if text.split(",")[0].strip().isdigit()]
+    if numbers:
+        return max(1, numbers[0]) if current is None else current
+    # Torch starts with as many threads as there are cores, or half of that where each has two threads.
+    starts = {1} if by_torchrun else {count, (count or 0) // 2, (os.cpu_count() or 0)}
+    return None if current is None or current in starts else current
+
+
+def set_by_torchrun(env: Mapping[str, str], proc: Path = Path("/proc"), pid: int | None = None) -> bool:
+    """Whether ``OMP_NUM_THREADS=1`` is torchrun's doing: it sets that where the user set nothing.
+
+    The environment that torchrun itself was started with tells; where it cannot be read, the user is believed
+    to have set it.
+
+    Args:
+        env: This process's environment.
+        proc: Where the system shows its processes.
+        pid: The process to begin with; by default the parent.
+    """
+    if env.get("OMP_NUM_THREADS") != "1" or "TORCHELASTIC_RUN_ID" not in env or LAUNCHED in env:
+        return False
+    pid = os.getppid() if pid is None else pid
+    try:
+        for _ in range(16):  # torchrun, or a script that it runs this process in
+            names = {pair.split(b"=")[0] for pair in (proc / str(pid) / "environ").read_bytes().split(b"\0")}
+            if b"TORCHELASTIC_RUN_ID" not in names:
+                return b"OMP_NUM_THREADS" not in names
+            pid = int((proc / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    except (OSError, ValueError, IndexError):
+        pass
+    return False
+
+
+def quota(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> tuple[float | None, str]:
+    """Cores' worth of time that this process's cgroups leave it, and the cgroup that leaves least.
+
+    Args:
+        groups: Where the system says which cgroups it is in.
+        root: Where they are shown (version 2, or version 1's folder ``cpu``).
+    """
+    least: tuple[float | None, str] = (None, "")
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:
+        return least
+    for line in lines:
+        _, _, rest = line.partition(":")
+        kinds, _, name = rest.partition(":")
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        base = root / "cpu" if kinds else root
+        folder = Path(name.strip("/"))
+        # A limit of any group above holds too; inside a container the own group may be shown as the root.
+        for above in (folder, *folder.parents):
+            found = _limit(base / above)
+            if found is not None and (least[0] is None or found < least[0]):
+                least = (found, f"{kinds}:{above}")
+    return least
+
+
+def _limit(folder: Path) -> float | None:
+    try:
+        if (folder / "cpu.max").exists():
+            allowed, period = (folder / "cpu.max").read_text().split()
+        else:
+            allowed = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
+        return None if allowed in ("max", "-1") else int(allowed) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def local(nproc: int) -> int:
+    """Threads of each of so many ranks that this process starts on its host."""
+    own = cores()
+    limit, group = quota()
+    return threads([Seat("", own, limit, group)] * nproc)[0]

@@ -1,0 +1,1 @@
+"""What ranks hold and will hold, by kind."""

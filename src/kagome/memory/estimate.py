@@ -1,0 +1,357 @@
+"""Forecast: what each rank will hold, from shapes and one step of a copy of the model on small made graphs.
+
+Where it sits: ``train.admission`` asks for it before the first epoch; a planner can for ranks that are not
+there.
+
+What is kept of a forward is a sum of tensors with a row a vertex, a halo row or an edge. So a step on pieces
+of many sizes tells how many bytes each of these costs, and a part's counts say what it will hold::
+
+    pieces: rows, halo, edges, ... ──a step each──> bytes by kind
+                        └──least squares──> bytes a row, a halo row, an edge, ...   (whole numbers)
+    a rank's counts ──────────────────────> its Holdings
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import chain, product
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
+from kagome.components.gradients import message_bytes
+from kagome.components.model_setup import twin_of
+from kagome.components.task import undisturbed
+from kagome.deferred.lazy_tensor import EscapeError
+from kagome.graph.partition.partition import Partition, extract
+from kagome.intercept.hooks import install
+from kagome.intercept.interceptor import Interception
+from kagome.memory.tensor_bytes import Saved, ledger_of
+from kagome.model.copies import copied
+from kagome.model.exact.handlers import HANDLERS
+from kagome.model.exact.layer_rules import apply_rules
+from kagome.model.forward_call import Calling
+from kagome.model.sparse_buffers import laid_out
+from kagome.profile.part_size import UNITS, Counts, Team, counts_of, fitted, split_counts
+from kagome.profile.run_mode import Way
+from kagome.profile.synthetic_parts import drawn, fit, made_pieces, tables_of
+from kagome.recompute.checkpoint import recompute
+from kagome.records.memory import Holdings
+
+FITTED: Final = ("features", "edges", "tables", "activations", "halo")
+"""Kinds that grow with the graph."""
+SLICED: Final = (
+    (48, 150, False),
+    (96, 220, True),
+    (144, 500, True),
+    (192, 240, False),
+    (240, 960, True),
+    (288, 420, False),
+)
+"""Vertices and edges of the made graphs on which slices are measured; whether the first have most edges."""
+SLICE_UNITS: Final = (
+    "one",
+    "rows",
+    "halo",
+    "edges",
+    "rows of all",
+    "halo of all",
+    "share of that halo",
+    "edges of all",
+    "share of those edges",
+)
+"""What bytes are told apart by where features are sliced: a rank's own, and those of all of its team."""
+SLICE_KINDS: Final = ("tables", "activations")
+INDEX_BYTES: Final = 8
+NOTES: Final = 3
+"""Numbers that ranks sum along with gradients."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes by kind: of what all ranks hold alike, and for each row, halo row and edge.
+
+    Args:
+        weights: Parameters and buffers.
+        best: A copy of them.
+        gradients: Of the parameters that have one; of each message that sums some over ranks.
+        optimizer: Its state; None where it is not known.
+        by_unit: Kind -> bytes for each of :data:`UNITS`; kinds that are not known are left out.
+        by_slice: The same for :data:`SLICE_UNITS`, of kinds that are others where features are sliced.
+        by_share: The same where there are several parts, each in slices.
+        fault: Why kinds are not known.
+    """
+
+    weights: int
+    best: int
+    gradients: tuple[int, ...]
+    optimizer: int | None
+    by_unit: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    by_slice: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    by_share: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    fault: str = ""
+
+    def at(self, counts: Counts, *, keeps_best: bool = True, team: Team | None = None) -> Holdings:
+        """What a rank with such a part will hold.
+
+        Args:
+            counts: Of the part.
+            keeps_best: Whether a copy of the best epoch's weights is kept: where anything is validated.
+            team: The ranks that slice features with it; None where none do.
+        """
+
+        def bytes_of(rates: Sequence[float], units: Sequence[float]) -> int:
+            return max(round(sum(rate * unit for rate, unit in zip(rates, units, strict=True))), 0)
+
+        known = {kind: bytes_of(rates, counts.units) for kind, rates in self.by_unit.items()}
+        if team is not None:
+            units = _slice_units(counts.rows, counts.halo, counts.edges, team)
+            kinds = self.by_share if team.halo else self.by_slice
+            known |= {kind: bytes_of(rates, units) for kind, rates in kinds.items()}
+            known |= {"halo": 0} if kinds else {}
+        lists = INDEX_BYTES * (counts.sent + counts.train)
+        return Holdings(
+            weights=self.weights + (self.best if keeps_best else 0),
+            gradients=sum(self.gradients),
+            optimizer=self.optimizer,
+            features=known.get("features", 0),
+            edges=known.get("edges", 0),
+            tables=known.get("tables", 0) + lists,
+            activations=known.get("activations"),
+            halo=known.get("halo"),
+        )
+
+
+def rates_of(
+    model: nn.Module, optimizer: Optimizer | None, part: Partition, way: Way, *, slices: Sequence[int] = ()
+) -> Rates:
+    """Find the rates of a model by one step of a copy on small made graphs; no peer is asked.
+
+    Args:
+        model: The user's module, as it was given. Neither its weights, buffers nor gradients change, nor any
+            generator of random numbers.
+        optimizer: Over its parameters.
+        part: Where attributes are drawn from.
+        way: How the model will be run.
+        slices: Into how many features are sliced, if they are; of several numbers others are told from them.
+
+    Returns:
+        The rates; only those of the data itself, and the reason, where the model fails on a made graph.
+
+    Cost:
+        Seven forwards, backwards and evaluations (five for one rank) on 261 rows altogether, in this process;
+        a copy of the weights. For slices six times as many as there are, of one part and of two, on 48 to 288
+        rows.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    weights = _distinct(chain(model.parameters(), model.buffers()))
+    state = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
+    best = sum(piece.nbytes for value in state for piece in laid_out(value))
+    loops = bool((part.edge_index[0] == part.edge_index[1]).any())
+    graded, by_unit, fault = [True] * len(parameters), _given(part), ""
+    by_slice: dict[str, tuple[float, ...]] = {}
+    by_share: dict[str, tuple[float, ...]] = {}
+    try:
+        pieces = made_pieces(part, several=way.several, loops=loops, seed=way.seed)
+        with undisturbed():
+            found = _steps(twin_of(model), part, pieces, way)
+        graded = [any(has) for has in zip(*(one.graded for one in found), strict=True)]
+        by_unit = fitted([counts_of(piece) for piece in pieces], [one.bytes for one in found])
+        if slices:
+            with undisturbed():
+                twin = twin_of(model)
+                by_slice, by_share = (_by_slice(twin, part, way, slices, groups) for groups in (1, 2))
+    except Exception as error:  # a forecast never ends a run
+        fault = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    learning = [p for p, has in zip(parameters, graded, strict=True) if has]
+    # Of several ranks they lie in the sums that brought them, beside a number each and notes.
+    gradients = message_bytes(learning, NOTES) if way.several else (sum(p.nbytes for p in learning),)
+    state_bytes = None if optimizer is None else optimizer_bytes(optimizer, learning)
+    return Rates(weights, best, gradients, state_bytes, by_unit, by_slice, by_share, fault)
+
+
+def _distinct(tensors: Iterator[Tensor]) -> int:
+    storages = [piece.untyped_storage() for tensor in tensors for piece in laid_out(tensor.detach())]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+
+
+def optimizer_bytes(optimizer: Optimizer, learning: Sequence[Tensor]) -> int | None:
+    """Bytes of an optimizer's state after its first step, by a step of its class on tensors without memory.
+
+    Args:
+        optimizer: The user's; it is not touched.
+        learning: Parameters that have a gradient.
+
+    Returns:
+        None where the class cannot be made from groups of parameters, or looks at numbers.
+    """
+    ids = {id(p) for p in learning}
+    if optimizer.state:  # resumed
+        return _state_bytes(optimizer)
+    groups = []
+    for group in optimizer.param_groups:
+        twins = [
+            nn.Parameter(torch.empty_like(p, device="meta")) if id(p) in ids else None
+            for p in group["params"]
+        ]
+        groups.append({**group, "params": [twin for twin in twins if twin is not None]})
+        groups[-1].pop("param_names", None)
+    try:
+        make: Any = type(optimizer)
+        probe = make([group for group in groups if group["params"]])
+        for group in groups:
+            for twin in group["params"]:
+                twin.grad = torch.empty_like(twin)
+        probe.step()
+    except Exception:  # whatever a user's class does with tensors that have no numbers
+        return None
+    return _state_bytes(probe)
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+
+
+def _given(part: Partition) -> dict[str, tuple[float, ...]]:
+    """Bytes a unit of what the data itself is, whatever the model."""
+
+    def of_one(values: Mapping[str, Tensor]) -> int:
+        return sum(value.element_size() * math.prod(value.shape[1:]) for value in values.values())
+
+    def units(**rates: float) -> tuple[float, ...]:
+        return tuple(rates.get(unit, 0.0) for unit in UNITS)
+
+    return {
+        "features": units(rows=of_one(part.nodes)),
+        "edges": units(edges=3 * INDEX_BYTES + of_one(part.edges)),
+        "tables": units(rows=2 * INDEX_BYTES, halo=2 * INDEX_BYTES),  # original ids, apart and in one list
+    }
+
+
+# Steps on made graphs ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Step:
+    bytes: Mapping[str, int]
+    graded: tuple[bool, ...]
+
+
+def _steps(
+    twin: nn.Module, part: Partition, pieces: Sequence[Partition], way: Way, tensor: int = 1
+) -> list[_Step]:
+    try:
+        return _all(_on(twin, part, pieces), pieces, way, fast=way.fast, tensor=tensor)
+    except EscapeError:
+        return _all(_on(twin, part, pieces), pieces, way, fast=False, tensor=tensor)  # as the engine does
+
+
+def _on(twin: nn.Module, part: Partition, pieces: Sequence[Partition]) -> list[nn.Module]:
+    """A copy for each piece, with tables of its sizes; they share all other weights."""
+    apart = {id(table) for table in tables_of(twin, part)}
+    shared = {id(p): p for p in twin.parameters() if id(p) not in apart}
+    models = [copied(twin, shared) for _ in pieces]
+    for model, piece in zip(models, pieces, strict=True):
+        fit(model, part, piece)
+    return models
+
+
+def _all(
+    models: Sequence[nn.Module], pieces: Sequence[Partition], way: Way, *, fast: bool, tensor: int
+) -> list[_Step]:
+    if way.several:
+        group = LocalGroup(len(pieces))
+        return group.run(lambda c: _step(models[c.rank], pieces[c.rank], c, way, fast, tensor))
+    alone = LocalChannel(LocalGroup(1), 0)
+    return [_step(one, piece, alone, way, fast) for one, piece in zip(models, pieces, strict=True)]
+
+
+def _step(
+    model: nn.Module, piece: Partition, channel: LocalChannel, way: Way, fast: bool, tensor: int = 1
+) -> _Step:
+    """One step and one evaluation, as the engine has them."""
+    scope = Interception(piece, channel, seed=way.seed, handlers=HANDLERS, fast=fast, tensor=tensor)
+    undo = [apply_rules(model, scope), install(model, scope)]
+    if way.recompute:
+        undo.append(recompute(model, scope))
+    cast = torch.autocast("cpu", torch.bfloat16) if way.amp else nullcontext()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    try:
+        calling = Calling.of(model, set(scope.inputs))
+        model.train()
+        with Saved(scope, model) as saved, scope.running(1, training=True, checked=True), cast:
+            out: Any = calling.call(model, scope.inputs)
+        loss = out.sum().float() + scope.turn.token
+        # Not backward(): the pieces share one copy of the weights.
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
+        del out, loss
+        model.eval()
+        with torch.no_grad(), scope.running(1, training=False, checked=True), cast:
+            calling.call(model, scope.inputs)
+        ledger = ledger_of(scope, model)
+    finally:
+        for take_off in reversed(undo):
+            take_off()
+    kept, waiting = dict(ledger.bytes), dict(saved.bytes or {})
+    if tensor > 1:  # what is told apart as halo there are rows of all ranks, by their number
+        kept["tables"] = kept.get("tables", 0) + kept.pop("halo", 0)
+        waiting["activations"] = waiting.get("activations", 0) + waiting.pop("halo", 0)
+    found = {kind: kept.get(kind, 0) + waiting.get(kind, 0) for kind in FITTED}
+    return _Step(found, tuple(grad is not None for grad in grads) or (False,) * len(parameters))
+
+
+def _slice_units(rows: float, halo: float, edges: float, team: Team) -> tuple[float, ...]:
+    """As many as there are of each of :data:`SLICE_UNITS`; a share of the rows is as good as a rank's own."""
+    each = [(whole, whole / team.ranks) for whole in (team.halo, team.edges)]
+    return (1.0, rows, halo, edges, team.rows, *chain.from_iterable(each))
+
+
+def _by_slice(
+    twin: nn.Module, part: Partition, way: Way, numbers: Sequence[int], groups: int
+) -> dict[str, tuple[float, ...]]:
+    """Bytes by kind for :data:`SLICE_UNITS`, of the fullest rank: one may take a head more than others.
+
+    Args:
+        twin: The model.
+        part: Where attributes are drawn from.
+        way: How the model will be run.
+        numbers: Of slices.
+        groups: Parts, each in slices.
+    """
+    units: list[tuple[float, ...]] = []
+    found: list[dict[str, int]] = []
+    for (vertices, edges, skewed), count in product(SLICED, numbers):
+        size, data = count * groups, drawn(part, vertices, edges, way.seed)
+        if skewed:
+            data.edge_index[1] = data.edge_index[1] ** 2 // vertices
+        owner = torch.arange(vertices) * size // vertices
+        steps = _steps(
+            twin, part, [extract(data, owner, rank, size) for rank in range(size)], way, tensor=count
+        )
+        each = split_counts(data.edge_index, owner, size)
+        for group, one in enumerate(split_counts(data.edge_index, owner // count, groups)):
+            ranks = range(group * count, (group + 1) * count)
+            team = Team(one.rows, one.edges, one.halo, count)
+            halo, most = (max(getattr(each[rank], unit) for rank in ranks) for unit in ("halo", "edges"))
+            units.append(_slice_units(one.rows / count, halo, most, team))
+            found.append({kind: max(steps[rank].bytes[kind] for rank in ranks) for kind in SLICE_KINDS})
+    table = np.array(units, dtype=np.float64)
+    scale = np.maximum(table.max(axis=0), 1.0)
+
+    def solved(kind: str) -> tuple[float, ...]:
+        rates = np.linalg.lstsq(table / scale, [one[kind] for one in found], rcond=1e-9)[0] / scale
+        return tuple(rates.tolist())
+
+    return {kind: solved(kind) for kind in SLICE_KINDS}

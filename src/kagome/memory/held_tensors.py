@@ -1,0 +1,77 @@
+"""Holding: every tensor that an interception keeps from one forward to the next, by kind.
+
+Where it sits: ``memory.tensor_bytes`` counts them. It knows what ``intercept.interceptor``,
+``intercept.deferral`` and ``sparse_ops.edge_view`` keep, so that nobody outside this folder need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from kagome.graph.structure.attributes import tensors_of
+from kagome.intercept.interceptor import Interception
+from kagome.kernels.csr import Layout, Structure
+
+
+def holding(scope: Interception) -> Iterator[tuple[str, Tensor]]:
+    """What lasts: pairs of a kind of ``features``, ``edges``, ``send``, ``tables`` or ``kept``, and a tensor.
+
+    ``kept`` is what was computed from the others once, rows of other ranks among it. Tensors may share memory
+    and come more than once; the first kind is the one that counts.
+    """
+    part = scope.part
+    first = scope.views[0]
+    of_edges = {"edge_index", *first.attributes}
+    for name, value in (*tensors_of(scope.inputs).items(), *part.nodes.items()):
+        yield ("edges" if name in of_edges else "features"), value
+    for value in (part.edge_index, part.edge_ids, *part.edges.values()):
+        yield "edges", value
+    for view in scope.views:
+        for value in (view.edge_index, view.given, view.edge_ids, *view.attributes.values()):
+            yield "edges", value
+        yield ("send" if view is first else "tables"), view.rows.send
+        yield "tables", view.ids
+    yield "send", part.send
+    for value in (part.own, part.halo):
+        yield "tables", value
+    for edges in scope._edge_sets.values():
+        for value in _of_structure(edges.structure):
+            yield "tables", value
+    for slicing in scope.slicings():
+        for value in _of_structure(slicing.structure):
+            yield "tables", value
+    for value in (*_kept(scope), *scope.constants.tensors()):
+        yield "kept", value
+
+
+def _kept(scope: Interception) -> Iterator[Tensor]:
+    for value, _ in scope.remembered.values():
+        yield from [value] if isinstance(value, Tensor) else (v for v in value if isinstance(v, Tensor))
+    for _, _, whole in scope._constants.values():
+        yield whole
+    yield from scope._edge_keys.values()
+    if scope._everyone is not None:
+        yield from (scope._everyone.send, scope._order)
+
+
+def _of_structure(structure: Structure) -> Iterator[Tensor]:
+    """The two ends, and of what is built on first use what has been asked for."""
+    yield from (structure.source, structure.target)
+    built = vars(structure)
+    for name in ("by_target", "by_source"):
+        if name in built:
+            yield from _of_layout(built[name])
+    if "degree" in built:
+        yield built["degree"]
+    if built.get("walked", structure) is not structure:
+        yield from _of_structure(built["walked"])
+
+
+def _of_layout(layout: Layout) -> Iterator[Tensor]:
+    yield from (layout.pointer, layout.middle, layout.column, layout.edge)
+    for name in ("own", "halo"):
+        part = vars(layout).get(name)
+        if part is not None and part is not layout:
+            yield from _of_layout(part)

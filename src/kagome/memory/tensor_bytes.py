@@ -1,0 +1,225 @@
+"""Holdings, measured: the memory behind a rank's tensors, by kind, each piece of it counted once.
+
+Where it sits: ``train.graph_engine`` puts a :class:`Saved` around the first forward in training;
+``train.admission`` and ``estimate`` count with a :class:`Ledger`. The record that comes out is
+``records.memory``'.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kagome.halo.comm_recorder import tensors_of
+from kagome.intercept.interceptor import Interception
+from kagome.memory.held_tensors import holding
+from kagome.records.memory import Holdings
+
+
+class Ledger:
+    """Bytes by kind; memory belongs to the first kind that names it.
+
+    Args:
+        own: Own rows n.
+        halo: Halo rows H.
+        device: Only what lies there counts.
+    """
+
+    def __init__(self, own: int, halo: int, device: torch.device) -> None:
+        self.own, self.halo, self.device = own, halo, device
+        self.bytes: dict[str, int] = defaultdict(int)
+        self._seen: set[int] = set()
+
+    def add(self, kind: str, tensors: Iterable[Tensor], *, rows: bool = False) -> None:
+        """Count tensors.
+
+        Args:
+            kind: Of what is counted.
+            tensors: Any; what has been counted before is left out.
+            rows: Whether the share of halo rows in them counts as ``halo``.
+        """
+        for tensor in tensors:
+            place, size = self._lies(tensor)
+            if not size or place in self._seen:
+                continue
+            self._seen.add(place)
+            away = self._away(tensor, size) if rows else 0
+            self.bytes["halo"] += away
+            self.bytes[kind] += size - away
+
+    def apart(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+        """What has not been counted; it is not from here on either.
+
+        Args:
+            tensors: Any.
+
+        Returns:
+            Place in memory -> its bytes.
+        """
+        return {place: size for place, size in map(self._lies, tensors) if size and place not in self._seen}
+
+    def _lies(self, tensor: Tensor) -> tuple[int, int]:
+        """Where a tensor's memory begins, and its bytes; none where it is not of those that count."""
+        if tensor.device.type != self.device.type or tensor.layout != torch.strided:
+            return 0, 0
+        if tensor._is_zerotensor() or not torch._C._has_storage(tensor):  # of a forward derivative
+            return 0, 0
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+
+    def _away(self, tensor: Tensor, size: int) -> int:
+        """Bytes of the halo rows in a tensor of own and halo rows, or of halo rows alone."""
+        if not self.halo or self.own in tensor.shape:
+            return 0
+        if self.halo in tensor.shape:
+            return size
+        whole = self.own + self.halo
+        return size // whole * self.halo if whole in tensor.shape and size % whole == 0 else 0
+
+
+def ledger_of(scope: Interception, model: nn.Module, copies: Iterable[Tensor] = ()) -> Ledger:
+    """All that a rank keeps from one forward to the next, but for gradients and the optimizer's state.
+
+    Args:
+        scope: The interception.
+        model: The user's module.
+        copies: Further weights: the best epoch's.
+    """
+    plan = scope.views[0].rows
+    ledger = Ledger(plan.own, plan.halo, scope.device)
+    ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
+    for kind, tensor in holding(scope):
+        ledger.add("tables" if kind == "kept" else kind, [tensor], rows=kind == "kept")
+    # What layers keep beside their buffers: GCNConv(cached=True) and the like.
+    ledger.add("tables", (t for module in model.modules() for t in tensors_in(vars(module).values())))
+    return ledger
+
+
+def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
+    """The tensors among values, and in the lists and tuples among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from (item for item in value if isinstance(item, Tensor))
+
+
+class HeldTensor:
+    """What autograd holds on to: gone as soon as autograd lets go."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # It shares memory and version with what is saved, but no graph: a result that its own node keeps
+        # would keep that node for ever.
+        with torch._C.DisableTorchFunction():  # it is not the user's computation
+            self.tensor, self.version = tensor.detach(), tensor._version
+
+
+def restored(kept: HeldTensor) -> Tensor:
+    """What was kept.
+
+    Raises:
+        RuntimeError: If it was written to meanwhile.
+    """
+    if kept.tensor._version != kept.version:  # with hooks torch leaves this check to them
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {list(kept.tensor.shape)} is at version {kept.tensor._version}; "
+            f"expected version {kept.version}"
+        )
+    return kept.tensor
+
+
+class Saved:
+    """Around one forward in training: the memory that autograd keeps of it until backward.
+
+    What a rank holds anyhow (weights, features, edges, tables) does not count again. With layers that run
+    again in backward, what came to them from the peers counts too.
+
+    Args:
+        scope: The interception.
+        model: The user's module.
+
+    Cost:
+        Some microseconds a tensor that autograd saves.
+    """
+
+    def __init__(self, scope: Interception, model: nn.Module) -> None:
+        self.scope, self.model = scope, model
+        self.bytes: Mapping[str, int] | None = None
+
+    def __enter__(self) -> Saved:
+        self._found: list[weakref.ref[HeldTensor]] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, restored)
+        self._hooks.__enter__()
+        self.scope.channel.tapes = []
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+        tapes, self.scope.channel.tapes = self.scope.channel.tapes or [], None
+        if error is None:
+            ledger = ledger_of(self.scope, self.model)
+            ledger.bytes.clear()
+            ledger.add("activations", (k.tensor for f in self._found if (k := f()) is not None), rows=True)
+            for tape in tapes:
+                ledger.add("activations", tensors_of(tape), rows=True)
+            self.bytes = {kind: ledger.bytes[kind] for kind in ("activations", "halo")}
+        self._found = []
+
+    def _pack(self, tensor: Tensor) -> HeldTensor:
+        kept = HeldTensor(tensor)
+        self._found.append(weakref.ref(kept))
+        return kept
+
+
+def measure(
+    scope: Interception,
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: Mapping[str, int] | None,
+    *,
+    best: Mapping[str, Tensor] | None = None,
+    beside: Iterable[Tensor] = (),
+) -> Holdings:
+    """What a rank holds between backward and the next forward, and in ``saved`` what a forward keeps.
+
+    Args:
+        scope: The interception.
+        model: The user's module.
+        optimizer: Over its parameters.
+        saved: Of :class:`Saved`; None if no forward was watched.
+        best: The best epoch's weights.
+        beside: What else the engine keeps of the graph.
+    """
+    ledger = ledger_of(scope, model, (best or {}).values())
+    ledger.add("tables", beside)
+    ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))
+    ledger.add("optimizer", (t for state in optimizer.state.values() for t in tensors_in(state.values())))
+    found = ledger.bytes
+    return Holdings(
+        weights=found["weights"],
+        gradients=found["gradients"],
+        optimizer=found["optimizer"],
+        features=found["features"],
+        edges=found["edges"],
+        tables=found["tables"] + found["send"],
+        activations=None if saved is None else saved["activations"],
+        halo=found["halo"] + (0 if saved is None else saved["halo"]),
+    )
+
+
+def add_scope(ledger: Ledger, scope: Interception) -> None:
+    """Count what one chunk keeps from one forward to the next."""
+    for kind, tensor in holding(scope):
+        ledger.add("tables" if kind in ("kept", "send") else kind, [tensor])

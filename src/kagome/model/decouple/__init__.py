@@ -1,0 +1,1 @@
+"""A model with its maps first and its propagation after."""

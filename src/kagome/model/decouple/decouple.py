@@ -1,0 +1,349 @@
+"""Decouple: a model with all its maps first and all its propagation after, so that depth sends nothing more.
+
+Where it sits: ``run`` rewrites a model so where settings say ``decouple``. It is another model, with a
+single-device reference of its own: the rewritten module itself, run in plain PyG.
+
+::
+
+    coupled      map  hop  relu  map  hop  relu  map  hop        two exchanges a hop
+    decoupled    map  relu  map  relu  map  |  hop  hop  hop     two exchanges in all: there and together
+
+To add a layer: write its map (layer, its arguments) -> rows and its operator, and add them to ``RULES``.
+
+Source: NeutronTP, PVLDB 18(2), section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_geometric import nn as pyg
+from torch_geometric.data import Data
+
+from kagome.errors import ModelError
+from kagome.model.copies import copied
+from kagome.model.decouple.propagation import Attention, Ends, Mean, Relations, Symmetric
+from kagome.model.forward_call import Calling
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What a hop does, as a layer's settings say.
+
+    Args:
+        kind: The class in ``propagation``.
+        options: Its settings.
+    """
+
+    kind: type[nn.Module]
+    options: tuple[Any, ...] = ()
+
+    def build(self) -> nn.Module:
+        """The operator."""
+        return self.kind(*self.options)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a class of layers is split in two.
+
+    Args:
+        map: ``(layer, x, *arguments) -> rows``: what it does to rows. A layer with attention also gives
+            its numbers at both ends of an edge: ``(rows, ends)``.
+        operator: ``(layer) -> Operator``: what it does along edges; it refuses settings that cannot be split.
+    """
+
+    map: Callable[..., Tensor | tuple[Tensor, Ends]]
+    operator: Callable[[Any], Operator]
+
+
+class Hops(NamedTuple):
+    """Hops of one kind that follow each other.
+
+    Args:
+        operator: Their kind.
+        ends: For each hop whose layer has attention, its numbers at both ends.
+        times: How many there are.
+    """
+
+    operator: Operator
+    ends: tuple[Ends, ...]
+    times: int = 1
+
+
+class Calls:
+    """The layers that a forward came to, in order; those of one kind that follow each other together."""
+
+    def __init__(self) -> None:
+        self.hops: list[Hops] = []
+
+    def note(self, operator: Operator, ends: Ends | None) -> None:
+        """A layer was called."""
+        new = () if ends is None else (ends,)
+        if self.hops and self.hops[-1].operator == operator:
+            last = self.hops.pop()
+            self.hops.append(Hops(operator, (*last.ends, *new), last.times + 1))
+        else:
+            self.hops.append(Hops(operator, new))
+
+
+class Map(nn.Module):
+    """What a layer does to rows; its forward takes what the layer's takes.
+
+    Args:
+        layer: The layer, whose weights are used.
+        rule: How it is split.
+        calls: Told of each call.
+    """
+
+    def __init__(self, layer: nn.Module, rule: Rule, operator: Operator, calls: Calls) -> None:
+        super().__init__()
+        self.layer, self.rule, self.operator, self.calls = layer, rule, operator, calls
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Rows in, rows out.
+
+        Shapes:
+            ``[N, F]`` -> ``[N, G]``.
+        """
+        found = self.rule.map(self.layer, x, *args, **kwargs)
+        rows, ends = found if isinstance(found, tuple) else (found, None)
+        self.calls.note(self.operator, ends)
+        return rows
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)  # widths and the like, which models ask for
+
+
+class Decoupled(nn.Module):
+    """A model's maps, then as many hops as it has layers.
+
+    Args:
+        model: The maps: a model whose layers are :class:`Map`.
+        calls: What they tell.
+        operators: By the place of each kind in the first forward.
+    """
+
+    def __init__(self, model: nn.Module, calls: Calls, operators: Mapping[Operator, nn.Module]) -> None:
+        super().__init__()
+        self.model, self.calls = model, calls
+        self.order = tuple(operators)
+        self.operators = nn.ModuleList(operators.values())
+
+    def forward(self, data: Data) -> Tensor:
+        """Scores.
+
+        Args:
+            data: Features, edges and what else the model asks for by name.
+
+        Shapes:
+            ``data.x [N, F]``, ``data.edge_index [2, E]`` -> ``[N, C]``.
+        """
+        inputs = {name: data[name] for name in data.keys()}  # noqa: SIM118 - Data is not a dict
+        rows, hops, calling = _mapped(self.model, self.calls, inputs)
+        weight = inputs.get("edge_weight") if "edge_weight" in calling.named else None
+        for operator, ends, count in hops:
+            run = self.operators[self.order.index(operator)]
+            more: dict[str, Any] = {}
+            if isinstance(run, Relations):
+                more["edge_type"] = inputs["edge_type"]
+            if isinstance(run, Attention):
+                more["ends"] = ends
+            rows = run(rows, inputs["edge_index"], weight, count, **more)
+        return rows
+
+    def text(self) -> str:
+        """What it does, for the log."""
+        names = " and ".join(type(each).__name__.lower() for each in self.operators)
+        return (
+            f"all maps of {type(self.model).__name__} come first, then all its hops ({names}). It is another "
+            "model than the coupled one, and exact by itself: the same on any number of ranks."
+        )
+
+
+def _mapped(model: nn.Module, calls: Calls, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Hops], Calling]:
+    """A model's maps run; the hops that follow; and how it is called."""
+    calls.hops = []
+    calling = Calling.of(model, set(inputs))
+    rows = calling.call(model, inputs)
+    hops, calls.hops = calls.hops, []  # what they hold of this forward is not kept
+    return rows, hops, calling
+
+
+def decouple(model: nn.Module, inputs: Mapping[str, Tensor]) -> Decoupled:
+    """Split each message-passing layer in its map and its hop, all maps first. The weights are the model's.
+
+    Args:
+        model: The user's module; it stays as it is, and shares its weights.
+        inputs: A few rows and edges of what it is given.
+
+    Returns:
+        The rewritten model; its forward takes one ``Data``.
+
+    Raises:
+        ModelError: For a layer that cannot be split so, with its name and the reason.
+    """
+    own = (*model.parameters(), *model.buffers())
+    twin = copied(model, {id(tensor): tensor for tensor in own})
+    calls = Calls()
+    layers = {path: m for path, m in twin.named_modules() if isinstance(m, pyg.MessagePassing)}
+    if not layers:
+        raise ModelError(
+            "decouple moves propagation behind a model's maps",
+            f"{type(model).__name__} has no message-passing layer",
+            hint="leave --parallel.decouple out",
+        )
+    for path, layer in layers.items():
+        rule, operator = _rule_of(path, layer)
+        parent, _, name = path.rpartition(".")
+        mapped = Map(layer, rule, operator, calls)
+        if not path:
+            twin = mapped  # a model that is one layer
+        else:
+            setattr(twin.get_submodule(parent), name, mapped)
+    training = twin.training
+    twin.eval()
+    with torch.no_grad():
+        rows, hops, _ = _mapped(twin, calls, inputs)
+    twin.train(training)
+    built: dict[Operator, nn.Module] = {}
+    for operator, _, _ in hops:
+        if operator not in built:
+            built[operator] = operator.build().to(rows.device, rows.dtype)
+    return Decoupled(twin, calls, built)
+
+
+def _rule_of(path: str, layer: nn.Module) -> tuple[Rule, Operator]:
+    where = path or type(layer).__name__
+    for kind, rule in RULES.items():
+        if type(layer) is kind or (isinstance(layer, kind) and type(layer).forward is kind.forward):
+            try:
+                return rule, rule.operator(layer)
+            except _CannotError as error:
+                raise _refused(where, layer, str(error)) from None
+    reason = REASONS.get(type(layer).__name__, "nobody has said what its map and its hop are")
+    raise _refused(where, layer, reason)
+
+
+class _CannotError(Exception):
+    """A layer's settings that cannot be split."""
+
+
+def _refused(where: str, layer: nn.Module, reason: str) -> ModelError:
+    return ModelError(
+        f"decouple splits {', '.join(kind.__name__ for kind in RULES)} in a map and a hop",
+        f"{type(layer).__name__} cannot be: {reason}",
+        where=where,
+        hint="leave --parallel.decouple out: the exact slices take any layer",
+    )
+
+
+# Layers ------------------------------------------------------------------------------------------
+
+
+def _of_source_to_target(layer: Any) -> None:
+    if layer.flow != "source_to_target":
+        raise _CannotError("its messages run against the edges")
+
+
+def _gcn(layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    out: Tensor = layer.lin(x)
+    return out if layer.bias is None else out + layer.bias
+
+
+def _symmetric(layer: Any) -> Operator:
+    _of_source_to_target(layer)
+    return Operator(
+        Symmetric,
+        (
+            bool(getattr(layer, "normalize", True)),
+            bool(getattr(layer, "add_self_loops", True)),
+            bool(getattr(layer, "improved", False)),
+        ),
+    )
+
+
+def _gcn2(layer: Any, x: Tensor, first: Tensor, *_: Any, **__: Any) -> Tensor:
+    """GCN-II's map of ``(1 - alpha) x + alpha x_0``, with nothing summed."""
+    mixed, start = (1 - layer.alpha) * x, layer.alpha * first[: x.size(0)]
+    if layer.weight2 is None:
+        mixed = mixed + start
+        return torch.addmm(mixed, mixed, layer.weight1, beta=1.0 - layer.beta, alpha=layer.beta)
+    out = torch.addmm(mixed, mixed, layer.weight1, beta=1.0 - layer.beta, alpha=layer.beta)
+    return out + torch.addmm(start, start, layer.weight2, beta=1.0 - layer.beta, alpha=layer.beta)
+
+
+def _sage(layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    near = layer.lin(x).relu() if layer.project and hasattr(layer, "lin") else x
+    out: Tensor = layer.lin_l(near)
+    out = out + layer.lin_r(x) if layer.root_weight else out
+    return functional.normalize(out, p=2.0, dim=-1) if layer.normalize else out
+
+
+def _mean(layer: Any) -> Operator:
+    _of_source_to_target(layer)
+    if not isinstance(layer.aggr, str) or layer.aggr != "mean":
+        raise _CannotError(f"its aggregation is {layer.aggr!r}, and only means stay in bounds hop after hop")
+    return Operator(Mean)
+
+
+def _gat(layer: Any, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Ends]:
+    heads: Tensor = layer.lin(x).view(-1, layer.heads, layer.out_channels)
+    source, target = (
+        (heads * vector).sum(-1).mean(1, keepdim=True) for vector in (layer.att_src, layer.att_dst)
+    )
+    out = heads.flatten(1) if layer.concat else heads.mean(1)
+    if getattr(layer, "res", None) is not None:
+        out = out + layer.res(x)
+    return out if layer.bias is None else out + layer.bias, (source, target)
+
+
+def _attention(layer: Any) -> Operator:
+    _of_source_to_target(layer)
+    if layer.edge_dim is not None:
+        raise _CannotError("its attention reads edge attributes")
+    if layer.lin is None:
+        raise _CannotError("it has a map for each end")
+    return Operator(Attention, (float(layer.negative_slope), bool(layer.add_self_loops)))
+
+
+def _rgcn(layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    weight = layer.weight
+    if layer.num_bases is not None:
+        weight = (layer.comp @ weight.flatten(1)).view(layer.num_relations, *weight.shape[1:])
+    out: Tensor = x @ weight.mean(0)
+    out = out if layer.root is None else out + x @ layer.root
+    return out if layer.bias is None else out + layer.bias
+
+
+def _relations(layer: Any) -> Operator:
+    _of_source_to_target(layer)
+    if layer.num_blocks is not None:
+        raise _CannotError("its weights are blocks")
+    return Operator(Relations, (int(layer.num_relations),))
+
+
+RULES: Mapping[type[nn.Module], Rule] = {
+    pyg.GCNConv: Rule(_gcn, _symmetric),
+    pyg.GCN2Conv: Rule(_gcn2, _symmetric),
+    pyg.SAGEConv: Rule(_sage, _mean),
+    pyg.GATConv: Rule(_gat, _attention),
+    pyg.RGCNConv: Rule(_rgcn, _relations),
+}
+REASONS: Mapping[str, str] = {
+    "APPNP": "it is decoupled as it is",
+    "SGConv": "it propagates before its only map",
+    "GINConv": "its sums grow without bound where no map lies between them",
+    "PNAConv": "its messages are maps of both ends",
+    "GATv2Conv": "its attention is a map of both ends",
+    "TransformerConv": "its attention is a map of both ends",
+}
+KINDS: Sequence[str] = tuple(kind.__name__ for kind in RULES)

@@ -1,0 +1,1 @@
+"""What a split must not change: statistics, draws, attention over all vertices."""

@@ -1,0 +1,202 @@
+"""Draws that do not know the mesh: dropout by counter, from what a row is and not from where it lies.
+
+Where it sits: called by ``handlers`` for every dropout of a model's forward. A number depends on (seed,
+epoch, call, row id, column) alone, so any cut of the graph draws the same ones.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kagome.kernels.thread_pool import compiled, inlined, spread
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_WORD = 1 << 64
+
+
+DRAWS: Final = (
+    *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "binomial"),
+    *("rand_like", "randn_like", "randint_like", "rrelu", "rrelu_", "_standard_gamma", "_sample_dirichlet"),
+    *("bernoulli_", "normal_", "uniform_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_"),
+)
+"""Calls that draw from a generator of torch's, or from one that they are given."""
+
+
+def _signed(word: int) -> int:
+    return word - _WORD if word >= _WORD >> 1 else word
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    # torch shifts int64 arithmetically: clear what the sign brought in.
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(z: Tensor) -> Tensor:
+    """Scramble 64-bit words (the finaliser of splitmix64), on int64 with wrap-around."""
+    z = (z ^ _shift(z, 30)) * _signed(_FIRST)
+    z = (z ^ _shift(z, 27)) * _signed(_SECOND)
+    return z ^ _shift(z, 31)
+
+
+def call_key(seed: int, epoch: int, path: str, index: int) -> int:
+    """One word for one call: the run's seed, the epoch, the module's path, its index in the forward."""
+    z = 0
+    for word in (seed, epoch, zlib.crc32(path.encode()), index):
+        z = _mix_int((z + word + 1) * _GOLDEN % _WORD)
+    return _signed(z)
+
+
+def _mix_int(z: int) -> int:
+    z = (z ^ (z >> 30)) * _FIRST % _WORD
+    z = (z ^ (z >> 27)) * _SECOND % _WORD
+    return z ^ (z >> 31)
+
+
+def row_keys(ids: Tensor, key: int) -> Tensor:
+    """A word a row for one call, from the rows' ids.
+
+    Shapes:
+        ``ids [R]`` int64 -> ``[R]`` int64.
+    """
+    return mix(ids * _signed(_GOLDEN) + key)
+
+
+def edge_ids(source: Tensor, target: Tensor, copy: Tensor) -> Tensor:
+    """A word an edge, from its ends' original ids and which of several equal edges it is."""
+    return mix(mix(source + 1) + 3 * mix(target + 2) + 7 * copy)
+
+
+def uniform(keys: Tensor, columns: int, first: int = 0) -> Tensor:
+    """Uniform 32-bit integers as int64, one an entry; a number depends on its key and its column alone.
+
+    One word serves two columns: of 16 columns, the first 8 take the upper halves of 8 words, the others the
+    lower ones, so that a loop writes whole vectors.
+
+    Shapes:
+        ``keys [R]`` -> ``[R, columns]`` with values in [0, 2**32).
+    """
+    column = torch.arange(first, first + columns, device=keys.device)
+    word = column // 16 * 8 + column % 8
+    mixed = mix(keys.unsqueeze(1) + (word + 1) * _signed(_GOLDEN))
+    return torch.where(column % 16 < 8, _shift(mixed, 32), mixed & (2**32 - 1))
+
+
+@inlined
+def _mixed(z: Any) -> Any:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@compiled
+def _drop_rows(
+    low: int, high: int, x: Any, ids: Any, key: Any, limit: Any, scale: Any, begin: int, out: Any
+) -> None:
+    golden, half, mask = np.uint64(0x9E3779B97F4A7C15), np.uint64(32), np.uint64(0xFFFFFFFF)
+    columns, none = x.shape[1], scale * 0
+    whole = columns // 16 * 16 if begin == 0 else 0
+    for i in range(low, high):
+        row = _mixed(ids[i] * golden + key)
+        for block in range(0, whole, 16):
+            start = row + np.uint64(block // 2) * golden
+            for j in range(8):
+                z = _mixed(start + np.uint64(j + 1) * golden)
+                first, second = z >> half, z & mask
+                out[i, block + j] = x[i, block + j] * (scale if first < limit else none)
+                out[i, block + 8 + j] = x[i, block + 8 + j] * (scale if second < limit else none)
+        for j in range(whole, columns):
+            at = begin + j
+            z = _mixed(row + np.uint64(at // 16 * 8 + at % 8 + 1) * golden)
+            number = z >> half if at % 16 < 8 else z & mask
+            out[i, j] = x[i, j] * (scale if number < limit else none)
+
+
+def _scaled(x: Tensor, ids: Tensor, key: int, p: float, first: int = 0) -> Tensor:
+    """``x`` with a share ``p`` of its entries zeroed and the rest scaled by 1 / (1 - p), no gradient."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+        return plain_scaled(x, ids, key, p, first)
+    limit, scale = round((1.0 - p) * 2**32), 1.0 / (1.0 - p)
+    out = torch.empty_like(x)
+    number = np.float32 if x.dtype == torch.float32 else np.float64
+    source, words, result = x.numpy(), ids.contiguous().numpy().view(np.uint64), out.numpy()
+    word, most, factor = np.uint64(key % _WORD), np.uint64(limit), number(scale)
+
+    def rows(low: int, high: int) -> None:
+        _drop_rows(low, high, source, words, word, most, factor, first, result)
+
+    spread(rows, x.size(0), x.size(1) + 8)
+    return out
+
+
+def plain_scaled(x: Tensor, ids: Tensor, key: int, p: float, first: int = 0) -> Tensor:
+    """The same as the kernel, in plain PyTorch: the reference, and the way on other devices and types."""
+    limit, scale = round((1.0 - p) * 2**32), 1.0 / (1.0 - p)
+    return x * (uniform(row_keys(ids, key), x.size(1), first) < limit).to(x.dtype).mul_(scale)
+
+
+class _Drop(torch.autograd.Function):
+    """Dropout that draws again in backward instead of keeping a mask."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ids: Tensor, key: int, p: float, first: int) -> Tensor:
+        ctx.given = ids, key, p, first
+        return _scaled(x.detach().contiguous(), ids, key, p, first)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # It is its own transpose, and as a function of its own it can be differentiated again.
+        return _Drop.apply(grads[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
+
+
+def dropout(x: Tensor, ids: Tensor, key: int, p: float, axis: int = 0, first: int = 0) -> Tensor:
+    """Dropout whose mask depends on the rows' ids, the call and the column alone.
+
+    Args:
+        x: Any shape; ``axis`` is the rows', the rest, in order, are the columns.
+        ids: A word a row: a vertex's original id, or :func:`edge_ids`.
+        key: Of the call, from :func:`call_key`.
+        p: Share dropped, in [0, 1].
+        axis: The row axis.
+        first: The number of the first column, where x has some of a row's alone.
+
+    Cost:
+        Keeps nothing for backward, which draws again: no mask.
+    """
+    if p >= 1.0:
+        return x * 0.0
+    if axis == 0 and x.dim() == 2:
+        plain: Tensor = _Drop.apply(x, ids, key, p, first)  # type: ignore[no-untyped-call]
+        return plain
+    rows = x.movedim(axis, 0)
+    flat = rows.reshape(rows.size(0), -1) if x.numel() else rows.reshape(rows.size(0), 0)
+    out: Tensor = _Drop.apply(flat, ids, key, p, first)  # type: ignore[no-untyped-call]
+    return out.reshape(rows.shape).movedim(0, axis)
+
+
+def of_torch(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether one of :data:`DRAWS` draws by itself, and from torch's own generator."""
+    return not isinstance(func, FunctionType) and kwargs.get("generator") is None
+
+
+def seeded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], key: int) -> Any:
+    """One of torch's own draws, by a generator that begins here.
+
+    Args:
+        func: One of :data:`DRAWS`.
+        args: Its arguments by place.
+        kwargs: Those by name.
+        key: Of the call, from :func:`call_key`.
+    """
+    given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    device = kwargs.get("device") if given is None else given.device
+    generator = torch.Generator(device or torch.get_default_device()).manual_seed(key)
+    return func(*args, **kwargs, generator=generator)

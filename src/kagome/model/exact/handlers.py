@@ -1,0 +1,249 @@
+"""Exact: what a split must not change - statistics over all vertices, dropout, attention over all vertices.
+
+Where it sits: ``HANDLERS`` answer torch calls by name for ``intercept.interceptor``; they know a tensor's row
+axis from its mark and reach the other ranks through the scope. Rules for single layer classes are in
+``layer_rules``.
+
+To make another call exact: write a handler that takes (scope, name, func, args, kwargs), returns
+NotImplemented where it has nothing to say, and add it to ``HANDLERS``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kagome.model.exact import dropout
+from kagome.model.exact.distributions import LAWS, Given, Number, given_of, handed_out
+from kagome.model.exact.global_attention import ATTENTION
+from kagome.model.exact.norms import NORMS
+from kagome.model.exact.reductions import REDUCTIONS
+from kagome.model.exact.scope import Args, Func, Handler, Kwargs, Scope, argument
+
+# Draws -------------------------------------------------------------------------------------------
+
+
+def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
+    """A word a row of ``x``, the word of this draw, and the row axis."""
+    path, index = scope.call()
+    key = dropout.call_key(scope.seed, scope.epoch, path, index)
+    axis = scope.axis(x)
+    if axis is not None and not scope.of_vertices(x):
+        words = scope.pair_words(x, dropout.edge_ids)
+        if words is None:
+            raise scope.refuse_draw(what, f"it is not known of which edges the {x.size(axis)} rows are")
+        return words, key, axis
+    unmarked = axis is None and not isinstance(x, torch.nn.Parameter) and x.dim()
+    if axis is not None or (unmarked and x.size(0) == scope.own):
+        # Without a mark (an operation that torch does not show) a row a vertex is the likely reading.
+        return scope.row_ids() if axis is None else scope.words_of(x), key, axis or 0
+    # Neither vertices nor edges, a virtual node or a weight: the same on every rank, so drawn alike.
+    return torch.arange(x.size(0) if x.dim() else 1, device=x.device), key, 0
+
+
+def _as_seeded(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs, x: Tensor) -> Any:
+    """A draw after forward has seeded torch's generator: as torch draws it, where all rows are here."""
+    if scope.parted:
+        raise _refused_seed(scope, name)
+    out = func(*args, **kwargs)
+    return scope.like(out, x) if isinstance(out, Tensor) else out
+
+
+def _refused_seed(scope: Scope, name: str) -> Exception:
+    return scope.refuse_draw(name, "forward seeds torch's generator, which draws in the order of rows")
+
+
+def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    x: Tensor = args[0] if args else kwargs["input"]
+    p = float(argument(args, kwargs, 1, "p", 0.5))
+    if not 0.0 <= p <= 1.0 or not x.dim():
+        return NotImplemented
+    if isinstance(func, FunctionType) and name != "dropout":
+        return NotImplemented  # torch's own function calls the other of this name
+    training = argument(args, kwargs, 2, "train" if name != "dropout" else "training", True)
+    if not training or p == 0.0:
+        return x if scope.drops_shares(x) else NotImplemented
+    if scope.own_seed():
+        return _as_seeded(scope, name, func, args, kwargs, x)
+    if name == "dropout" and scope.drops_shares(x):
+        ids, key, _ = _ids(scope, x, name)
+        return scope.drop_shares(
+            x, lambda part, words, first: dropout.dropout(part, words, key, p, 0, first), ids
+        )
+    in_place = name.endswith("_") or bool(argument(args, kwargs, 3, "inplace", False))
+    if not name.startswith(("feature", "alpha")) and not in_place:
+        ids, key, axis = _ids(scope, x, name)
+        return scope.like(dropout.dropout(x, ids, key, p, axis), x)
+    keep = _kept(scope, x, name, p)
+    shift: Tensor | float = 0.0
+    if "alpha" in name:
+        length = _SELU / math.sqrt((_SELU**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+        kept = keep * (1 - p)
+        keep, shift = kept * (length / _SELU), (kept - (1 - p)) * length
+    if in_place:
+        return x.mul_(keep).add_(shift) if "alpha" in name else x.mul_(keep)
+    return scope.like(x * keep + shift if "alpha" in name else x * keep, x)
+
+
+_SELU: Final = 1.7580993408473766
+"""What a dropped entry of a self-normalising network is, below 0."""
+
+
+def _kept(scope: Scope, x: Tensor, name: str, p: float) -> Tensor:
+    """0 where an entry, or a whole channel ``x[i, j]``, is dropped, else ``1 / (1 - p)``."""
+    if not name.startswith("feature") or x.dim() < 3:
+        ids, key, axis = _ids(scope, x, name)
+        return dropout.dropout(torch.ones_like(x), ids, key, p, axis)
+    ones = x.new_ones(*x.shape[:2], *[1] * (x.dim() - 2))
+    if (scope.axis(x) or 0) > 1:  # one channel of all rows
+        ids, key, axis = _ids(scope, torch.nn.Parameter(ones), name)
+    else:
+        ids, key, axis = _ids(scope, x, name)
+    return dropout.dropout(ones, ids, key, p, axis)
+
+
+def _rrelu(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Leaky relus with a drawn slope an entry."""
+    x: Tensor = args[0] if args else kwargs["input"]
+    if not argument(args, kwargs, 3, "training", False) or not dropout.of_torch(func, kwargs):
+        return NotImplemented
+    if scope.own_seed():
+        return _as_seeded(scope, name, func, args, kwargs, x)
+    low, high = argument(args, kwargs, 1, "lower", 1 / 8), argument(args, kwargs, 2, "upper", 1 / 3)
+    slope = low + (high - low) * _numbers(*_ids(scope, x, name))(tuple(x.shape), 0).to(x.dtype)
+    factor = torch.where(x.detach() <= 0, slope, torch.ones_like(slope))
+    return x.mul_(factor) if name.endswith("_") else scope.like(x * factor, x)
+
+
+def _numbers(ids: Tensor, key: int, axis: int) -> Number:
+    """Uniform numbers of rows."""
+    keys = dropout.row_keys(ids, key)
+
+    def number(shape: tuple[int, ...], place: int) -> Tensor:
+        rest = [size for at, size in enumerate(shape) if at != axis]
+        columns = math.prod(rest)
+        flat = dropout.uniform(keys, columns, place * columns)
+        return ((flat.double() + 0.5) / 2**32).reshape(keys.numel(), *rest).movedim(0, axis)
+
+    return number
+
+
+def _drawn(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """A draw of rows, by its law: ``rand_like``, ``x.uniform_()``, ``torch.normal(x, 1.0)``, ..."""
+    given = given_of(name, args, kwargs)
+    found = drawn_for(scope, name, given)
+    if found is None:
+        return _shared(scope, name, func, args, kwargs)
+    if kwargs.get("generator") is not None or scope.own_seed():
+        return _by_generator(scope, name, func, args, kwargs, found)
+    given["shape"] = tuple(found.shape)
+    out = LAWS[name](_numbers(*_ids(scope, found, name)), given)
+    return scope.like(handed_out(name, given, found, out), found)
+
+
+def drawn_for(scope: Scope, name: str, given: Given) -> Tensor | None:
+    """A tensor of the shape and kind of what a draw gives, with its rows; None where it has none.
+
+    Raises:
+        ModelError: If it draws among the rows, and not for each of them.
+    """
+    if given.get("size") is not None:
+        kind = given.get("dtype") or (torch.int64 if name == "randint" else None)
+        return scope.made("empty", (given["size"],), {"dtype": kind, "device": given.get("device")})
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    base = next((each for each in tensors if scope.axis(each) is not None), None)
+    if base is None:
+        return None
+    if scope.parted and name in ("multinomial", "_sample_dirichlet") and scope.axis(base) == base.dim() - 1:
+        raise scope.refuse_draw(name, "it draws among all vertices or edges")
+    shape = torch.broadcast_shapes(*(each.shape for each in tensors))
+    if base.shape == shape:
+        return base
+    axis = scope.axis(base)
+    assert axis is not None
+    return scope.like(base.expand(shape), base, axis + len(shape) - base.dim())
+
+
+def _by_generator(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs, rows: Tensor) -> Any:
+    """A draw by the user's own generator: all vertices' numbers are drawn on each rank, and own ones kept."""
+    if not scope.parted or kwargs.get("generator") is None:
+        return _as_seeded(scope, name, func, args, kwargs, rows)
+    given = given_of(name, args, kwargs)
+    sized = given.get("size") is not None
+    if not scope.of_each_vertex(rows) or not (sized or name.endswith(("_", "_like"))):
+        raise scope.refuse_draw(name, "a generator of your own draws in the order of the rows")
+    axis = scope.axis(rows)
+    assert axis is not None
+    shape = [scope.vertices if at == axis else size for at, size in enumerate(rows.shape)]
+    if sized:
+        values = [given[each] for each in ("low", "high", "mean", "std") if each in given]
+        whole = func(*values, size=shape, dtype=rows.dtype, generator=given["generator"])
+    else:
+        whole = func(rows.new_empty(shape), *args[1:], **kwargs)
+    own = whole.index_select(axis, scope.row_ids())
+    return scope.like(handed_out(name, given, rows, own), rows)
+
+
+def _shared(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """A draw that is no vertex's and no edge's: the same on every rank, in every stage and for every chunk.
+
+    Torch's own generator stands elsewhere in each of them.
+    """
+    if isinstance(func, FunctionType):
+        return NotImplemented
+    args = counted(scope, name, args, kwargs)
+    if kwargs.get("generator") is not None or (scope.own_seed() and not scope.parted):
+        return func(*args, **kwargs)
+    if scope.own_seed():
+        raise _refused_seed(scope, name)
+    path, index = scope.call()
+    return dropout.seeded(func, args, kwargs, dropout.call_key(scope.seed, scope.epoch, path, index))
+
+
+def counted(scope: Scope, name: str, args: Args, kwargs: Kwargs) -> Args:
+    """The arguments of a draw of no rows: ``torch.randperm(x.size(0))`` is an order of all vertices.
+
+    Raises:
+        ModelError: If another draw goes by the number of a rank's rows.
+    """
+    numbers = [scope.vertices_counted(value) for value in args]
+    args = tuple(value if n is None else n for value, n in zip(args, numbers, strict=True))
+    given = [*args, *kwargs.values()]
+    inner = [each for value in given if isinstance(value, (tuple, list)) for each in value]
+    if scope.parted and any(scope.counts(value) for value in (*given, *inner)):
+        raise scope.refuse_draw(name, "it goes by the number of a rank's rows")
+    return args
+
+
+# Shapes --------------------------------------------------------------------------------
+
+
+def _view(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``x.view(x.size(0), heads, -1)`` of a part without rows: the -1 follows from the row's width."""
+    x, shape = args[0], args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+    if x.numel() or not all(isinstance(s, int) for s in shape) or -1 not in shape or 0 not in shape:
+        return NotImplemented
+    width = math.prod(s for s in x.shape if s) // math.prod(s for s in shape if s > 0)
+    out: Tensor = func(x, [width if s == -1 else s for s in shape])
+    return scope.like(out, x)
+
+
+DROPOUTS: Final = tuple(
+    f"{kind}dropout{place}" for kind in ("", "feature_", "alpha_", "feature_alpha_") for place in ("", "_")
+)
+
+HANDLERS: Mapping[str, Handler] = {
+    **dict.fromkeys(DROPOUTS, _dropout),
+    **dict.fromkeys(dropout.DRAWS, _shared),
+    **dict.fromkeys(LAWS, _drawn),
+    **dict.fromkeys(("rrelu", "rrelu_"), _rrelu),
+    **NORMS,
+    **REDUCTIONS,
+    **dict.fromkeys(("view", "reshape"), _view),
+    **ATTENTION,
+}

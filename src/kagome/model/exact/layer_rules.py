@@ -1,0 +1,217 @@
+"""Rules for single layer classes that look at the whole graph in a way of their own.
+
+Where it sits: ``train.graph_engine`` applies them to a model's modules before the first forward, and takes
+them off afterwards. PyG's classes stay as they are: a rule sets an attribute on one instance.
+
+To add a rule: write a function (module, scope) -> list of (instance, name, value) to set, and add it to
+``RULES`` beside the class it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric import nn as pyg
+from torch_geometric.nn.models.rev_gnn import InvertibleModule
+from torch_geometric.utils import get_laplacian
+
+from kagome.errors import ModelError
+from kagome.model.exact.layer_shortcuts import (
+    LayerScope,
+    Settings,
+    reduced_by_kernels,
+    remembered,
+    spread_of_messages,
+    with_shortcuts,
+)
+
+Rule = Callable[[Any, LayerScope], Settings]
+
+
+def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
+    """Set what each rule asks for on the model's layers; refuse those that no split makes exact.
+
+    Returns:
+        A function that takes it off again.
+
+    Raises:
+        ModelError: For a layer of :data:`REFUSED`, with its reason.
+    """
+    for path, module in model.named_modules():
+        for kind, reason in REFUSED:
+            if isinstance(module, kind) and scope.size > 1:
+                raise ModelError(
+                    f"{kind.__name__} was to be split over {scope.size} parts",
+                    reason,
+                    where=path,
+                    hint="train it on one rank, or take another layer",
+                )
+    undo: list[tuple[nn.Module, str, Any]] = []
+    for module in model.modules():
+        for kind, rule in RULES:
+            if isinstance(module, kind):
+                for target, name, value in rule(module, scope):
+                    undo.append((target, name, target.__dict__.get(name)))
+                    target.__dict__[name] = value
+
+    def remove() -> None:
+        for module, name, before in reversed(undo):
+            if before is None:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = before  # the user's own
+
+    return remove
+
+
+def _cheb(module: Any, scope: LayerScope) -> Settings:
+    """ChebConv scales its Laplacian by twice the largest entry, which may lie on another rank."""
+    inner = module.__norm__
+
+    def norm(
+        edge_index: Tensor,
+        num_nodes: int | None,
+        edge_weight: Tensor | None,
+        normalization: str | None,
+        lambda_max: Any = None,
+        dtype: Any = None,
+        batch: Tensor | None = None,
+    ) -> Any:
+        if lambda_max is None:
+            weight = get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)[1]
+            low = weight.new_full((), torch.finfo(weight.dtype).min)
+            lambda_max = 2.0 * scope.greatest(weight.detach().amax() if weight.numel() else low)
+        return inner(edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype=dtype, batch=batch)
+
+    return [(module, "__norm__", remembered(norm, scope, "ChebConv"))]
+
+
+def _supergat(module: Any, scope: LayerScope) -> Settings:
+    """SuperGATConv also samples pairs for an attention loss of its own, not added here: none are drawn."""
+    none = lambda edge_index, *_: edge_index.new_zeros(2, 0)  # noqa: E731
+    return [(module, "negative_sampling", none), (module, "positive_sampling", none)]
+
+
+def _gps(module: Any, scope: LayerScope) -> Settings:
+    """GPSConv attends to all vertices: queries are own rows, keys and values everybody's.
+
+    Cost:
+        All ranks' rows once forward and once backward; N x n attention weights.
+    """
+    inner = module.attn.forward
+    performer = not isinstance(module.attn, nn.MultiheadAttention)
+
+    def attend(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if scope.size == 1:
+            scope.knows_everyone()
+            return inner(query, *args, **kwargs)
+        if query.size(0) != 1 or query.size(1) != scope.own:
+            raise ModelError(
+                "GPSConv attends to all vertices of one graph",
+                "it was given a batch vector",
+                where=scope.where(),
+                hint="leave batch out: there is one graph",
+            )
+        if not performer:
+            return inner(query, query, query, need_weights=False)
+        whole = scope.everyone(query.squeeze(0), ordered=False).unsqueeze(0)
+        if query.size(1) == 0:
+            # A rank without vertices: nothing to compute, but its gradient must ask for the same collectives.
+            return whole[:, :0] + sum(p.sum() * 0 for p in module.attn.parameters())
+        return inner(whole)[:, : query.size(1)]
+
+    return [(module.attn, "forward", attend)]
+
+
+def _reversible(module: Any, scope: LayerScope) -> Settings:
+    """A reversible block keeps what it computes: its backward would run it again, with its exchanges."""
+    if not scope.runs_once:
+        return []
+
+    def apply(args: tuple[Any, ...], fn: Callable[..., Any], inverse: Callable[..., Any]) -> Any:
+        with scope.run_once():
+            out = fn(*args)
+        return out[0] if isinstance(out, tuple) and len(out) == 1 else out
+
+    return [(module, "_fn_apply", apply)]
+
+
+def _first_group(module: Any, scope: LayerScope) -> Settings:
+    """Quantiles and LSTMs fail where the first vertex, or all, have no in-edge: give them one that has."""
+    inner = module.forward
+
+    def forward(
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Any = None,
+        dim_size: int | None = None,
+        dim: int = -2,
+        **more: Any,
+    ) -> Tensor:
+        axis = dim % x.dim()
+        if index is None or axis != 0:
+            return inner(x, index, ptr, dim_size, dim, **more)  # type: ignore[no-any-return]
+        ahead = torch.cat([x.new_zeros(2, *x.shape[1:]), x])
+        group = scope.as_targets(torch.cat([index.new_zeros(2), index + 1]))
+        size = scope.own if dim_size is None else dim_size
+        out: Tensor = inner(ahead, group, None, size + 1, dim, **more)
+        return out[1:]
+
+    return [(module, "forward", forward)]
+
+
+def _needs_all(module: Any, scope: LayerScope) -> Settings:
+    """Aggregations that want a group's rows in order, or in one dense block: a vertex's neighbours only."""
+    inner = module.forward
+
+    def forward(x: Tensor, index: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if scope.size > 1 and not scope.names_targets(index):
+            raise ModelError(
+                f"{type(module).__name__} takes the rows that edges bring to a vertex",
+                "it pools vertices, which lie on several ranks, and needs them in one place",
+                where=scope.where(),
+                hint="pool all vertices by a sum, mean, maximum, minimum or softmax",
+            )
+        return inner(x, index, *args, **kwargs)
+
+    return [(module, "forward", forward)]
+
+
+REFUSED: Sequence[tuple[type[nn.Module], str]] = (
+    (pyg.HypergraphConv, "it reads vertex-hyperedge incidences, not edges between vertices"),
+    (pyg.WLConv, "it numbers colours in the order in which it meets them, and has no gradient"),
+    (pyg.HGTConv, "it takes several vertex types as dicts, not one homogeneous graph"),
+    (pyg.HANConv, "it takes several vertex types as dicts, not one homogeneous graph"),
+    (pyg.HeteroConv, "it takes several vertex types as dicts, not one homogeneous graph"),
+)
+"""Layers that no split makes exact, each with its reason."""
+
+
+_IN_ONE_PLACE = (
+    pyg.aggr.QuantileAggregation,
+    pyg.aggr.LSTMAggregation,
+    pyg.aggr.GRUAggregation,
+    pyg.aggr.SortAggregation,
+    pyg.aggr.MLPAggregation,
+    pyg.aggr.LCMAggregation,
+    pyg.aggr.SetTransformerAggregation,
+    pyg.aggr.GraphMultisetTransformer,
+    pyg.aggr.PatchTransformerAggregation,
+)
+
+RULES: Sequence[tuple[type[nn.Module], Rule]] = (
+    (pyg.MessagePassing, with_shortcuts),
+    (pyg.aggr.Aggregation, with_shortcuts),
+    (pyg.aggr.Aggregation, reduced_by_kernels),
+    (pyg.aggr.VarAggregation, spread_of_messages),
+    (pyg.ChebConv, _cheb),
+    (pyg.SuperGATConv, _supergat),
+    (pyg.GPSConv, _gps),
+    (InvertibleModule, _reversible),
+    (pyg.aggr.QuantileAggregation, _first_group),
+    (pyg.aggr.LSTMAggregation, _first_group),
+    *((kind, _needs_all) for kind in _IN_ONE_PLACE),
+)

@@ -1,0 +1,156 @@
+"""Norms over vertices: batch and instance norm with the statistics of all ranks' rows.
+
+Where it sits: part of ``handlers``'s handlers. On one rank torch's own run.
+
+::
+
+    forward    mean = sum x / N,  var = sum (x - mean)^2 / N     two sums over ranks, one pass: x a + d
+    backward   gx = a (g - sum g / N - xhat sum g xhat / N)      one sum over ranks
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kagome.errors import ModelError
+from kagome.model.exact.scope import Args, Func, Handler, Kwargs, Scope, argument
+
+Sum = Callable[[Tensor], Tensor]
+
+
+def _batch_norm(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    args, kwargs = _as_functional(func, args, kwargs)
+    x: Tensor = args[0]
+    if not argument(args, kwargs, 5, "training", False) or scope.size == 1:
+        return NotImplemented
+    return _normalise(scope, x, args, kwargs, tuple(d for d in range(x.dim()) if d != 1))
+
+
+def _as_functional(func: Func, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """``F.batch_norm(x, mean, var, weight, bias, ...)``; torch's own has weight and bias first."""
+    if getattr(func, "__module__", "") != torch.nn.functional.__name__ and len(args) > 4:
+        args = (args[0], *args[3:5], *args[1:3], *args[5:])
+    return (args, kwargs) if args else ((kwargs["input"],), kwargs)
+
+
+def _instance_norm(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    args, kwargs = _as_functional(func, args, kwargs)
+    x: Tensor = args[0]
+    if (
+        not argument(args, kwargs, 5, "use_input_stats", True)
+        or scope.size == 1
+        or scope.axis(x) in (None, 0, 1)
+    ):
+        return NotImplemented
+    if x.size(0) != 1:
+        return NotImplemented
+    return _normalise(scope, x, args, kwargs, tuple(range(2, x.dim())))
+
+
+def _normalise(scope: Scope, x: Tensor, args: Args, kwargs: Kwargs, dims: tuple[int, ...]) -> Tensor:
+    """Batch or instance norm with the statistics of all ranks' rows; running buffers get the global ones."""
+    weight, bias = argument(args, kwargs, 3, "weight"), argument(args, kwargs, 4, "bias")
+    eps = float(argument(args, kwargs, 7, "eps", 1e-5))
+    seen: list[Tensor] = []
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    out = scope.summing(partial(_there, dims, eps, seen), partial(_back, dims), (wide, weight, bias), "norm")
+    if (
+        scope.within_once
+        and torch.is_grad_enabled()
+        and argument(args, kwargs, 1, "running_mean") is not None
+    ):
+        raise ModelError(
+            "a batch norm moves its running statistics once in each epoch",
+            "a function that is checkpointed, or a reversible block, runs again in backward: plain PyG moves "
+            "them twice",
+            where=scope.where(),
+            hint="take the norm out of it, or give it track_running_stats=False",
+        )
+    _note(args, kwargs, seen)
+    return scope.like(out.to(x.dtype), x)
+
+
+def _note(args: Args, kwargs: Kwargs, seen: list[Tensor]) -> None:
+    """Move the running buffers towards this forward's mean and (unbiased) variance."""
+    mean_buffer = argument(args, kwargs, 1, "running_mean")
+    var_buffer = argument(args, kwargs, 2, "running_var")
+    momentum = argument(args, kwargs, 6, "momentum", 0.1)
+    if mean_buffer is None:
+        return
+    mean, var, count = seen
+    with torch.no_grad():
+        spread = var.reshape(-1) * (count / (count - 1).clamp(min=1))
+        mean_buffer.mul_(1 - momentum).add_(mean.reshape(-1).to(mean_buffer.dtype), alpha=momentum)
+        var_buffer.mul_(1 - momentum).add_(spread.to(var_buffer.dtype), alpha=momentum)
+
+
+def _there(
+    dims: tuple[int, ...],
+    eps: float,
+    seen: list[Tensor],
+    total: Sum,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The norm, and what its backward needs: x, mean, 1 / deviation, weight, number of entries."""
+    local = math.prod(x.size(d) for d in dims)
+    if local:
+        m2, mean_here = torch.var_mean(x, dims, correction=0, keepdim=True)
+        m2 = m2 * local
+    else:
+        mean_here = x.sum(dims, keepdim=True)
+        m2 = torch.zeros_like(mean_here)
+    # Sums of parts are taken in float64: they are few, and the number of entries goes along.
+    number = torch.tensor([float(local)], dtype=torch.float64, device=x.device)
+    sums = total(torch.cat([number, mean_here.reshape(-1).double() * local]))
+    count = sums[0]
+    exact = sums[1:] / count
+    mean = exact.to(x.dtype).view(mean_here.shape)
+    # Rows here lie around a mean of their own: what lies between the two adds to the spread.
+    apart = m2.double() + local * (mean_here.double() - exact.view(mean_here.shape)).square()
+    var = (total(apart.reshape(-1)) / count).to(x.dtype).view(mean_here.shape)
+    seen[:] = [mean, var, count.to(x.dtype)]
+    rstd = (var + eps).rsqrt()
+    column = [1, -1] + [1] * (x.dim() - 2)
+    a = rstd if weight is None else rstd * weight.view(column).to(x.dtype)
+    d = -mean * a if bias is None else bias.view(column).to(x.dtype) - mean * a
+    nothing = x.new_empty(0)
+    kept = (x, mean, rstd, nothing if weight is None else weight, nothing if bias is None else bias, count)
+    return torch.addcmul(d, x, a), kept
+
+
+def _back(
+    dims: tuple[int, ...],
+    total: Sum,
+    g: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    count: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, weight and bias; a weight's is this rank's share, as all weights' are."""
+    column = [1, -1] + [1] * (x.dim() - 2)
+    a = rstd if weight.numel() == 0 else rstd * weight.view(column).to(x.dtype)
+    here = g.sum(dims, keepdim=True)
+    along = ((g * x).sum(dims, keepdim=True) - mean * here) * rstd
+    both = total(torch.cat([here.reshape(-1), along.reshape(-1)]).double()) / count
+    far, slope = both.to(x.dtype).view(2, *here.shape).unbind(0)
+    # a (g - far - (x - mean) rstd slope), in two passes.
+    step = rstd * slope
+    g_x = torch.addcmul(mean * step - far, x, -step).add_(g).mul_(a)
+    flat = [d for d in range(x.dim()) if d != 1]
+    g_weight = None if weight.numel() == 0 else along.sum(flat).to(weight.dtype)
+    g_bias = None if bias.numel() == 0 else here.sum(flat).to(bias.dtype)
+    return g_x, g_weight, g_bias
+
+
+NORMS: Mapping[str, Handler] = {"batch_norm": _batch_norm, "instance_norm": _instance_norm}

@@ -1,0 +1,329 @@
+"""Reductions: sums, means, spreads, extremes and products over all vertices or edges, of all ranks.
+
+Where it sits: ``handlers`` puts these handlers with its own. A reduction over the row axis of a tensor runs
+locally first; what is left is small and is summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kagome.errors import ModelError
+from kagome.model.exact.scope import Args, Func, Handler, Kwargs, Scope, argument
+from kagome.user_frame import from_library, user_line
+
+Dims = tuple[int, ...]
+Given = dict[str, Any]
+
+_PLAIN = ("dim", "keepdim")
+SIGNATURES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("sum", "mean", "amax", "amin", "max", "min", "any", "all", "logsumexp", "nansum"), _PLAIN
+    ),
+    "count_nonzero": ("dim",),
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), ("dim", "unbiased", "keepdim")),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), ("p", "dim", "keepdim")),
+    "normalize": ("p", "dim", "eps"),
+    **dict.fromkeys(("median", "nanmedian", "mode", "argmax", "argmin", "unique"), _PLAIN),
+    **dict.fromkeys(("sort", "argsort"), ("dim", "descending")),
+    **dict.fromkeys(("topk", "kthvalue"), ("k", "dim")),
+}
+"""What the positions after the input mean."""
+
+_LAST = frozenset(["sort", "argsort", "topk", "kthvalue", "mode"])
+_ORDERS = _LAST | {"median", "nanmedian", "argmax", "argmin", "unique"}
+
+
+def count_rows(scope: Scope, x: Tensor, dims: Dims) -> float:
+    """How many entries all ranks hold along ``dims``."""
+    local = math.prod(x.size(d) for d in dims)
+    return float(scope.total(torch.tensor(float(local), dtype=torch.float64, device=x.device)))
+
+
+def _reduce(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """A reduction over the row axis is one over all ranks' rows."""
+    x = args[0] if args else kwargs.get("input")
+    axis = scope.axis(x)
+    if axis is None or scope.size == 1 or not isinstance(x, Tensor):
+        return NotImplemented
+    given = _given(name, args, kwargs)
+    if given is None:
+        return NotImplemented
+    dims = _dims(name, given, x)
+    if axis not in dims:
+        return NotImplemented
+    if name in _ORDERS:
+        by_place = name in ("sort", "argsort") and not x.is_floating_point()  # edges grouped by their kind
+        rows = scope.of_vertices(x) and x.is_floating_point()
+        if not rows and (by_place or from_library()):
+            # PyG's aggregations sort edges by their target, its typed layers sort vertices by type: local.
+            return NotImplemented
+        raise ModelError(
+            "a layer reads other vertices through edges, or takes sums, means and extremes over all of them",
+            f"it calls {name!r} over all {'vertices' if scope.of_vertices(x) else 'edges'}",
+            where="; ".join(filter(None, (scope.where(), user_line()))),
+            hint="take it out of forward, or train on one rank",
+        )
+    return _REDUCTIONS[name](scope, x, dims, bool(given.get("keepdim", False)), given)
+
+
+def _given(name: str, args: Args, kwargs: Kwargs) -> Given | None:
+    """The arguments by name; None for a call of another kind (``torch.max(a, b)``)."""
+    given = {**dict(zip(SIGNATURES[name], args[1:], strict=False)), **kwargs}
+    if name == "count_nonzero" and len(args) > 2:
+        given["dim"] = args[1:]
+    if any(isinstance(value, Tensor) for key, value in given.items() if key not in ("input", "out")):
+        return None
+    for old, new in (("axis", "dim"), ("ord", "p")):
+        if old in given:
+            given[new] = given.pop(old)
+    if isinstance(given.get("dim"), bool):  # x.var(False)
+        given["unbiased"] = given.pop("dim")
+    return given
+
+
+def _dims(name: str, given: Given, x: Tensor) -> Dims:
+    dim = given.get("dim", 1 if name == "normalize" else -1 if name in _LAST else None)
+    if dim is None or (isinstance(dim, (tuple, list)) and not dim):
+        return tuple(range(x.dim()))
+    return tuple(int(d) % x.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
+
+
+def _sum(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
+    return scope.total(x.sum(dims, keepdim=keep, dtype=given.get("dtype")))
+
+
+def _nansum(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
+    return scope.total(x.nansum(dims, keepdim=keep, dtype=given.get("dtype")))
+
+
+def _count_nonzero(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
+    return scope.total((x != 0).sum(dims))
+
+
+def _mean(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
+    return _sum(scope, x, dims, keep, given) / count_rows(scope, x, dims)
+
+
+def _var_mean(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> tuple[Tensor, Tensor]:
+    correction = given.get("correction", 0 if given.get("unbiased") is False else 1)
+    count = count_rows(scope, x, dims)
+    mean = scope.total(x.sum(dims, keepdim=True)) / count
+    var = scope.total((x - mean).square().sum(dims, keepdim=keep))
+    var = var / max(count - (1 if correction is None else correction), 0.0)
+    return var, mean if keep else mean.reshape(var.shape)
+
+
+def _var(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
+    return _var_mean(scope, x, dims, keep, given)[0]
+
+
+def _root(squares: Tensor) -> Tensor:
+    """The square root, with torch's gradient of a norm or a deviation of 0: it is 0."""
+    none = squares == 0
+    return torch.where(none, squares, squares.masked_fill(none, 1.0).sqrt())
+
+
+def _std(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
+    return _root(_var(scope, x, dims, keep, given))
+
+
+def _std_mean(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> tuple[Tensor, Tensor]:
+    var, mean = _var_mean(scope, x, dims, keep, given)
+    return _root(var), mean
+
+
+def _norm(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
+    p = given.get("p", 2)
+    if p in (2, "fro", None):
+        return _root(scope.total(x.square().sum(dims, keepdim=keep)))
+    if p == 1:
+        return scope.total(x.abs().sum(dims, keepdim=keep))
+    return NotImplemented
+
+
+def _matrix_norm(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
+    """``torch.linalg.norm``: of two axes, and of a matrix of which none is named, a number is a matrix's."""
+    named = given.get("dim")
+    two = x.dim() == 2 if named is None else isinstance(named, (tuple, list)) and len(named) == 2
+    if two and given.get("p") not in (None, "fro"):
+        return NotImplemented
+    return _norm(scope, x, dims, keep, given)
+
+
+def _normalize(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
+    length = _norm(scope, x, dims, True, given)
+    return (
+        length if length is NotImplemented else scope.like(x / length.clamp_min(given.get("eps", 1e-12)), x)
+    )
+
+
+def _logsumexp(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
+    top = _highest(scope, x, dims)
+    top = top.masked_fill(top.isinf(), 0.0)
+    whole = scope.total((x - top).exp().sum(dims, keepdim=True)).log() + top
+    return whole if keep else _squeezed(whole, dims)
+
+
+def _highest(scope: Scope, x: Tensor, dims: Dims, sign: int = 1) -> Tensor:
+    """The largest (or smallest) entries of all ranks' rows along ``dims``, kept; without gradient."""
+    wide = x.detach() if x.is_floating_point() else x.detach().long()
+    low = -math.inf if wide.is_floating_point() else torch.iinfo(wide.dtype).min + 1
+    shape = [1 if d in dims else s for d, s in enumerate(x.shape)]
+    local = (wide * sign).amax(dims, keepdim=True) if x.numel() else wide.new_full(shape, low)
+    return scope.greatest(local) * sign
+
+
+def _squeezed(x: Tensor, dims: Dims) -> Tensor:
+    return x.reshape([s for d, s in enumerate(x.shape) if d not in dims])
+
+
+def _nothing_of(x: Tensor, chosen: Tensor) -> Tensor:
+    """Zeros that hand their gradient on to chosen entries; infinite ones have none that is a number."""
+    kept = torch.where(chosen & x.detach().isfinite(), x, torch.zeros_like(x))
+    return kept - kept.detach()
+
+
+def _extreme(sign: int) -> Callable[..., Any]:
+    def take(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
+        best = _highest(scope, x, dims, sign)
+        if x.requires_grad:
+            # The gradient is shared evenly among equals, as amax does.
+            same = x.detach() == best
+            ties = scope.total(same.to(x.dtype).sum(dims, keepdim=True))
+            best = best + scope.total(_nothing_of(x, same).sum(dims, keepdim=True)) / ties
+        best = best.to(x.dtype)
+        return best if keep else _squeezed(best, dims)
+
+    return take
+
+
+def _picked(sign: int) -> Callable[..., Any]:
+    """``x.max(0)``: the values, whose gradient goes to the first of equals in the graph's own order.
+
+    The positions mean nothing on a part: they are marked so that reading by them is refused.
+    """
+    whole = _extreme(sign)
+    kind = torch.return_types.max if sign == 1 else torch.return_types.min
+
+    def take(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
+        if given.get("dim") is None:
+            return whole(scope, x, dims, keep, given)
+        if not scope.of_vertices(x):
+            return NotImplemented
+        best = _highest(scope, x, dims, sign).to(x.dtype)
+        shape = [-1 if d in dims else 1 for d in range(x.dim())]
+        ids = scope.words_of(x).view(shape).expand(x.shape)
+        far = torch.full_like(ids, torch.iinfo(torch.long).max)
+        first = _highest(scope, torch.where(x.detach() == best, ids, far), dims, -1)
+        if x.requires_grad:
+            chosen = ids == first
+            slope = _nothing_of(x, chosen).sum(dims, keepdim=True)
+            counted = chosen.to(x.dtype).sum(dims, keepdim=True)
+            slope, many = scope.total(torch.stack([slope, counted]))
+            best = best + slope / many  # one, but where a chunk stands for all
+        pair = (best, scope.unknown_ids(first))
+        return kind(pair if keep else (_squeezed(pair[0], dims), scope.unknown_ids(_squeezed(pair[1], dims))))
+
+    return take
+
+
+def _truth(sign: int) -> Callable[..., Any]:
+    """``any`` and ``all``: of numbers those that are not 0 are true."""
+    whole = _extreme(sign)
+
+    def take(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
+        found: Tensor = whole(scope, (x != 0).long(), dims, keep, given) > 0  # also of no rows at all
+        return found.to(torch.uint8) if x.dtype == torch.uint8 else found  # as torch has it
+
+    return take
+
+
+def _truth_of_all(what: str, scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch._is_all_true(x)``, by which ``torch.distributions`` looks at what it is given."""
+    return _reduce(scope, what, func, args, kwargs)
+
+
+_REDUCTIONS: Mapping[str, Callable[..., Any]] = {
+    "sum": _sum,
+    "nansum": _nansum,
+    "mean": _mean,
+    "var": _var,
+    "std": _std,
+    "var_mean": _var_mean,
+    "std_mean": _std_mean,
+    **dict.fromkeys(("norm", "linalg_vector_norm"), _norm),
+    "linalg_norm": _matrix_norm,
+    "normalize": _normalize,
+    "logsumexp": _logsumexp,
+    "count_nonzero": _count_nonzero,
+    "amax": _extreme(1),
+    "amin": _extreme(-1),
+    "max": _picked(1),
+    "min": _picked(-1),
+    "any": _truth(1),
+    "all": _truth(-1),
+}
+
+
+def _softmax(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """A softmax over all vertices, or all edges."""
+    x = args[0] if args else kwargs["input"]
+    axis, dim = scope.axis(x), argument(args, kwargs, 1, "dim", -1)
+    if axis is None or scope.size == 1 or dim is None or dim % x.dim() != axis:
+        return NotImplemented
+    z = -x if name == "softmin" else x  # torch.special's are called special_...
+    shifted = z - _highest(scope, z, (axis,))
+    whole = scope.total(shifted.exp().sum(axis, keepdim=True))
+    return scope.like(shifted - whole.log() if name.endswith("log_softmax") else shifted.exp() / whole, x)
+
+
+def _contract(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``x.t() @ y`` sums over all vertices."""
+    if scope.size == 1 or len(args) < 2 or not all(isinstance(a, Tensor) for a in args[:2]):
+        return NotImplemented
+    left, right = args[:2]
+    first, second = scope.axis(left), scope.axis(right)
+    if first is None or first != left.dim() - 1 or second is None or second != max(right.dim() - 2, 0):
+        return NotImplemented
+    return scope.total(func(*args, **kwargs))
+
+
+def _einsum(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``einsum`` with a letter for the rows: summed over all ranks, or kept."""
+    equation, operands = args[0], args[1:]
+    operands = (
+        tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    )
+    if scope.size == 1 or not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return NotImplemented
+    left, _, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    marked = [
+        (term[axis], x)
+        for term, x in zip(terms, operands, strict=True)
+        if (axis := scope.axis(x)) is not None
+    ]
+    if not marked or len({letter for letter, _ in marked}) > 1:
+        return NotImplemented
+    letter, x = marked[0]
+    out: Tensor = func(*args, **kwargs)
+    return scope.like(out, x, right.index(letter)) if letter in right else scope.total(out)
+
+
+REDUCTIONS: Mapping[str, Handler] = {
+    **dict.fromkeys(SIGNATURES, _reduce),
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "softmin", "special_softmax", "special_log_softmax"), _softmax
+    ),
+    **dict.fromkeys(("matmul", "mm", "bmm", "__matmul__", "mv", "dot", "vdot"), _contract),
+    "einsum": _einsum,
+    "_is_all_true": partial(_truth_of_all, "all"),
+    "_is_any_true": partial(_truth_of_all, "any"),
+}

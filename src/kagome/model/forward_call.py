@@ -1,0 +1,145 @@
+"""Calling: how a user's forward is called, by the names it asks for or with one ``Data`` object.
+
+Where it sits: ``model.trace.tracer`` calls the model so; whoever runs a model whole can call it the same way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+from torch_geometric.data import Data
+
+from kagome.errors import KagomeError, ModelError
+from kagome.launch.os_errors import in_words
+from kagome.user_frame import raised_at
+
+_BY_PLACE: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Calling:
+    """How one module's forward is called.
+
+    Args:
+        by_data: Whether it takes one ``Data`` object.
+        places: Inputs given by place.
+        named: Inputs given by name.
+    """
+
+    by_data: bool
+    places: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(model: nn.Module, names: Collection[str]) -> Calling:
+        """How a model is called.
+
+        Args:
+            model: The user's module.
+            names: Inputs that there are.
+
+        Raises:
+            ModelError: If forward asks for something that the data does not have.
+        """
+        plain = (*_BY_PLACE, inspect.Parameter.KEYWORD_ONLY)
+        parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in plain]
+        needed = [p for p in parameters if p.default is p.empty]
+        if len(needed) == 1 and needed[0].name not in names:
+            return Calling(by_data=True)
+        places: list[str] = []
+        named: list[str] = []
+        second = _second(names, [p.name for p in parameters])
+        for place, parameter in enumerate(parameters):
+            # The first two are x and edge_index whatever they are called.
+            name = parameter.name if parameter.name in names else {0: "x"}.get(place, "")
+            name = second if place == 1 and name in ("", "edge_index") else name
+            if place < 2 and parameter.kind is not parameter.KEYWORD_ONLY and name in names:
+                places.append(name)
+            elif parameter.name in names:
+                named.append(parameter.name)
+            elif parameter.default is parameter.empty:
+                raise ModelError(
+                    f"forward({', '.join(p.name for p in parameters)}) asks for {parameter.name!r}",
+                    f"the data has {', '.join(sorted(names))}",
+                    hint=f"give the Data an attribute {parameter.name!r}",
+                )
+        return Calling(False, tuple(places), tuple(named))
+
+    @staticmethod
+    def named_as(model: nn.Module, names: Collection[str]) -> Calling:
+        """How a model is called with inputs of which each has the name of one of its arguments.
+
+        None is taken for another, as :meth:`of` takes the first for ``x``.
+        """
+        parameters = inspect.signature(model.forward).parameters.values()
+        places = [p.name for p in parameters if p.kind in _BY_PLACE]
+        first = next((place for place, name in enumerate(places) if name not in names), len(places))
+        named = [p.name for p in parameters if p.name in names and p.name not in places[:first]]
+        return Calling(False, tuple(places[:first]), tuple(named))
+
+    def wants(self, names: Collection[str]) -> list[str]:
+        """The inputs that forward gets, of those that there are."""
+        if self.by_data:
+            return [name for name in names if name != "num_nodes"]
+        return [*self.places, *self.named]
+
+    def call(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """Call a model with its inputs, or with what stands for them."""
+        if self.by_data:
+            data = _Inputs(**{name: value for name, value in inputs.items() if name != "num_nodes"})
+            data.__dict__["count"] = inputs.get("num_nodes")
+            return model(data)
+        return model(*(inputs[name] for name in self.places), **{name: inputs[name] for name in self.named})
+
+
+def _second(names: Collection[str], asked: Collection[str]) -> str:
+    """What a forward's second argument is: the edges, or the matrix with whose values they came.
+
+    The values reach a forward as weights of edges if it asks for these.
+    """
+    weights = {"edge_weight", "edge_attr"}
+    weighted = "adj_t" in names and not weights.isdisjoint(names)
+    return "adj_t" if weighted and weights.isdisjoint(asked) else "edge_index"
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """A block that runs a user's forward: what it raises is told as a fault of the model, with its line.
+
+    Raises:
+        KagomeError: As it was raised; a :class:`ModelError` from any other error, and a
+            :class:`~kagome.errors.ResourceError` where memory ran out.
+    """
+    try:
+        yield
+    except KagomeError:
+        raise
+    except Exception as error:
+        raise in_words(error) or failed(error) from error
+
+
+def failed(error: Exception) -> ModelError:
+    """The error for a forward that raised another."""
+    words = (str(error).strip().splitlines() or [""])[0]
+    return ModelError(
+        "forward runs on the data as it is given",
+        "it raised " + ": ".join(filter(None, (type(error).__name__, words[:300]))),
+        where=raised_at(error),
+    )
+
+
+class _Inputs(Data):  # type: ignore[misc]
+    """A ``Data`` object that counts its vertices by the rows of x, whatever stands for x."""
+
+    count: Any = None
+
+    @property
+    def num_nodes(self) -> Any:
+        if "x" in self:
+            return self.x.size(0)
+        return super().num_nodes if self.__dict__["count"] is None else self.__dict__["count"]

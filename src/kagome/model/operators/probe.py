@@ -1,0 +1,487 @@
+"""Probe: run a model's steps on a few samples; where samples lie in each value, and that none reads another.
+
+Where it sits: ``graph`` cuts a graph by what it finds; ``run.dag`` refuses what it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
+
+from kagome.errors import DataError, KagomeError, ModelError
+from kagome.model.forward_call import Calling
+from kagome.model.operators.sample_dropout import Call, Masks, Place, place_of
+from kagome.model.operators.samples import count_of, rows_of
+from kagome.model.trace.equivalence import refuse_unlike
+from kagome.model.trace.graph import LayerGraph, Step
+from kagome.model.weight_hooks import hooks_off
+
+MOST: Final = 4
+"""Samples of the larger run."""
+LARGEST: Final = 64
+"""Samples of a batch that is compared with its halves."""
+_ROUNDING: Final = dict.fromkeys((torch.float64, torch.complex128), 1e-9) | dict.fromkeys(
+    (torch.float32, torch.complex64), 1e-4
+)
+"""By type, what rounding may change, as a share of the largest number; in others 2e-2."""
+_SUMMED: Final = 300.0
+"""By how much more it may change a sum of gradients: a layer may compute in fewer digits than it returns."""
+_SQUEEZED: Final = "name the axis that is meant: squeeze(-1), not squeeze()"
+_PICKED: Final = "torch.where in place of rows that a mask picks: their number is not the samples'"
+_APART: Final = (
+    "take what mixes samples out of the model: a mean over the batch, say, or a draw of random numbers other "
+    "than dropout; layers that take sequences need batch_first=True"
+)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What a step gives.
+
+    Args:
+        kind: A tensor with samples, a tensor without, several tensors in one value, or no tensor.
+        axis: The samples'.
+        shape: Without that axis.
+        dtype: None where it is not one tensor.
+        grad: Whether it needs a gradient.
+    """
+
+    kind: str
+    axis: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    grad: bool = False
+
+    @property
+    def told(self) -> str:
+        """The same in words."""
+        shape = f"a tensor of shape {list(self.shape)}"
+        return {
+            "samples": f"a tensor with samples along axis {self.axis}",
+            "fixed": f"{shape} for any number of samples",
+            "odd": f"{shape}, in which samples have no axis of their own",
+            "several": "several tensors in one value",
+        }.get(self.kind, "no tensor")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a sample."""
+        return 0 if self.dtype is None else torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def shape_of(self, samples: int) -> tuple[int, ...]:
+        """The shape for so many samples."""
+        return (*self.shape[: self.axis], samples, *self.shape[self.axis :])
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was found of a model.
+
+    Args:
+        facts: By step.
+        places: Where samples lie at each dropout.
+    """
+
+    facts: Mapping[str, Fact]
+    places: Mapping[Call, Place | None]
+
+
+def probe(
+    model: nn.Module,
+    graph: LayerGraph,
+    inputs: Mapping[str, Tensor],
+    *,
+    batch_norm: str = "refuse",
+) -> Probe:
+    """Run all steps on up to 4 samples, on all of these but the first, and on the last; compare all values.
+
+    Modes and buffers of the model, and torch's generator, are as they were afterwards.
+
+    Args:
+        model: The user's module.
+        graph: Of the model.
+        inputs: Two samples or more.
+        batch_norm: ``refuse``, or ``micro-batch``: each micro-batch has statistics of its own.
+
+    Raises:
+        ModelError: If a step gives a sample another value when other samples are there or not, if it changes
+            a buffer, or if samples lie along no axis of their own.
+        DataError: If there is one sample alone.
+
+    Cost:
+        Three forwards of a few samples; five with dropout.
+    """
+    count = min(count_of(inputs), MOST)
+    if count < 2:
+        raise DataError("a sample batch has 2 samples or more, to tell them apart", f"it has {count}")
+    _check_layers(model, batch_norm)
+    sizes = (count, count - 1)
+    noted = [Masks(0), Masks(0)]
+
+    def last(size: int, masks: Masks) -> dict[str, Any]:
+        return _values(model, graph, inputs, count - size, count, masks)
+
+    with _untouched(model, batch_norm) as check_buffers:
+        runs = [last(size, masks) for size, masks in zip(sizes, noted, strict=True)]
+        check_buffers()
+        places: dict[Call, Place | None] = {}
+        for call, shape in noted[0].shapes.items():
+            try:
+                places[call] = place_of(shape, sizes[0], noted[1].shapes[call], sizes[1], several=True)
+            except (ValueError, KeyError):
+                raise ModelError(
+                    "a mask of dropout is drawn for each sample",
+                    f"samples have no axis of their own in a tensor of shape {list(shape)}",
+                    where=call[0],
+                    hint="drop from tensors with samples along axis 0",
+                ) from None
+        facts = {step.name: _fact(runs[0][step.name], runs[1][step.name], sizes) for step in graph.steps}
+        _compare(graph, facts, runs, sizes)
+        _compare(graph, facts, [runs[0], last(1, Masks(0))], (count, 1))
+        if places:
+            _compare(graph, facts, [last(size, Masks(0, places)) for size in sizes], sizes)
+    return Probe(facts, places)
+
+
+def compare(model: nn.Module, graph: LayerGraph, inputs: Mapping[str, Tensor], *, batch_norm: str) -> None:
+    """Refuse steps that do not give what forward gives, on up to 4 samples, of which nothing is dropped.
+
+    Args:
+        model: The user's module.
+        graph: Its steps, as they are to be run.
+        inputs: Two samples or more.
+        batch_norm: As :func:`probe`.
+
+    Raises:
+        ModelError: If they differ.
+
+    Cost:
+        Four forwards of a few samples.
+    """
+    rows = rows_of(inputs, 0, min(count_of(inputs), MOST))
+    given = {name: value.clone() for name, value in rows.items()}
+    masks = Masks(0)
+
+    @contextmanager
+    def on(training: bool) -> Iterator[None]:
+        with _untouched(model, batch_norm), masks.on(0, torch.arange(count_of(rows))):
+            if not training:
+                model.eval()
+            yield
+        for name, value in rows.items():  # forward may have written to them
+            given[name].copy_(value)
+
+    calling = Calling.named_as(model, given)
+    refuse_unlike(model, graph, given, on=on, before=masks.at, calling=calling)
+
+
+def compare_halves(
+    model: nn.Module, graph: LayerGraph, inputs: Mapping[str, Tensor], samples: int, *, batch_norm: str
+) -> None:
+    """Refuse a model that gives a batch other values than its halves, which 4 samples may not show.
+
+    Args:
+        model: The user's module.
+        graph: Its steps, as they are to be run.
+        inputs: Two samples or more; they are repeated where there are fewer than a batch has.
+        samples: Those of a batch, of which up to 64 are run.
+        batch_norm: As :func:`probe`.
+
+    Raises:
+        ModelError: If values differ, with the first step that gives such.
+
+    Cost:
+        Two forwards of the batch without gradients; two more where they differ.
+    """
+    count = min(samples, LARGEST)
+    if count <= MOST:
+        return
+    places = torch.arange(count)
+    rows = {name: value[(places % value.size(0)).to(value.device)] for name, value in inputs.items()}
+    bounds = ((0, count), (0, count // 2), (count // 2, count))
+    with _untouched(model, batch_norm):
+        runs = [_values(model, graph, rows, *bound, Masks(0), keep=[graph.output]) for bound in bounds]
+        whole, *halves = (run[graph.output].value for run in runs)
+        joined = torch.cat(halves) if halves[0].dim() else halves[0]
+        held = (*model.parameters(), *rows.values(), whole)
+        if whole.shape == joined.shape and _gap(whole, joined) <= _ROUNDING.get(
+            _coarsest(t.dtype for t in held), 2e-2
+        ):
+            return
+        sizes = (count, count - count // 2)
+        seen = [_values(model, graph, rows, count - size, count, Masks(0)) for size in sizes]
+        facts = {step.name: _fact(seen[0][step.name], seen[1][step.name], sizes) for step in graph.steps}
+        _compare(graph, facts, seen, sizes)
+    raise ModelError(
+        "a pipeline takes samples that do not read each other",
+        f"the outputs of {count} samples are not those of their halves",
+        hint=_APART,
+    )
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A tensor as it was, and whether it needed a gradient."""
+
+    value: Tensor
+    grad: bool
+
+
+def _values(
+    model: nn.Module,
+    graph: LayerGraph,
+    inputs: Mapping[str, Tensor],
+    first: int,
+    last: int,
+    masks: Masks,
+    *,
+    keep: Collection[str] | None = None,
+) -> dict[str, Any]:
+    """Steps' values, each as it was when the step gave it: all of them, or some without gradients."""
+    found: dict[str, Any] = {}
+
+    def after(step: Step, value: Any) -> None:
+        if keep is not None and step.name not in keep:
+            return
+        # A copy, as a later step may change it in place.
+        tensor = isinstance(value, Tensor)
+        found[step.name] = _Seen(value.detach().clone(), value.requires_grad) if tensor else value
+
+    rows = {name: value.clone() for name, value in rows_of(inputs, first, last).items()}
+    with masks.on(0, torch.arange(first, last)), torch.set_grad_enabled(keep is None):
+        begun: list[Step] = []
+
+        def before(step: Step) -> None:
+            begun[:] = [step]
+            masks.at(step)
+
+        try:
+            graph.run(model, rows, training=True, before=before, after=after)
+        except KagomeError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                "a pipeline runs each step of the model on a few samples",
+                f"{begun[0].called!r} raised {type(error).__name__}: {error}",
+                where=begun[0].line or begun[0].path,
+                hint="try the model on the sample batch by itself, and on one sample of it",
+            ) from error
+    return found
+
+
+def _fact(large: Any, small: Any, sizes: tuple[int, int]) -> Fact:
+    if not isinstance(large, _Seen) or not isinstance(small, _Seen):
+        several = any(isinstance(leaf, Tensor) for leaf in tree_leaves(large))
+        return Fact("several" if several else "none")
+    value, grad = large.value, large.grad
+    try:
+        place = place_of(tuple(value.shape), sizes[0], tuple(small.value.shape), sizes[1])
+    except ValueError:
+        # Of such shape it may live within a stage; it is refused where it would have to cross.
+        return Fact("odd", 0, tuple(value.shape), value.dtype, grad)
+    if place is None:
+        return Fact("fixed", 0, tuple(value.shape), value.dtype, grad)
+    shape = tuple(value.shape[: place.axis]) + tuple(value.shape[place.axis + 1 :])
+    return Fact("samples", place.axis, shape, value.dtype, grad)
+
+
+def _compare(
+    graph: LayerGraph, facts: Mapping[str, Fact], runs: Sequence[Mapping[str, Any]], sizes: tuple[int, int]
+) -> None:
+    """Refuse the first step that gives the last samples other values than among all of them.
+
+    Args:
+        graph: Of the model.
+        facts: By step.
+        runs: Of all samples, and of the last ones.
+        sizes: How many of them each has.
+    """
+    rounding = _ROUNDING.get(_coarsest(fact.dtype for fact in facts.values()), 2e-2)
+    count, size = sizes
+    for step in graph.steps:
+        fact = facts[step.name]
+        if fact.kind not in ("samples", "fixed") or step.kind == "attribute":
+            continue
+        whole, apart = (run[step.name].value for run in runs)
+        together = whole.narrow(fact.axis, count - size, size) if fact.kind == "samples" else whole
+        if together.shape != apart.shape:
+            raise ModelError(
+                "a pipeline takes any number of samples at a time",
+                f"{step.called!r} gives {count} of them the shape {list(whole.shape)}, and {size} of "
+                f"them {list(apart.shape)}",
+                where=step.line or step.within or step.path,
+                hint=_SQUEEZED if apart.dim() < together.dim() else _PICKED,
+            )
+        difference = _gap(together, apart)
+        if difference > rounding:
+            raise ModelError(
+                "a pipeline takes samples that do not read each other",
+                f"{step.called!r} gives a sample values that differ by {difference:.1e} of the largest "
+                "when another sample is there or not",
+                where=step.line or step.within or step.path,
+                hint=_APART,
+            )
+
+
+def _gap(one: Tensor, other: Tensor) -> float:
+    """By how much two values differ, as a share of the largest number; 0 where some are not finite."""
+    if not one.numel() or not one.isfinite().all():
+        return 0.0
+    kind = torch.complex128 if one.is_complex() else torch.float64
+    wide = one.to(kind), other.to(kind)
+    return float((wide[0] - wide[1]).abs().max()) / max(float(wide[0].abs().max()), 1e-30)
+
+
+def _coarsest(kinds: Iterable[torch.dtype | None]) -> torch.dtype:
+    """The type with the fewest digits: what was computed in it is no better in another one."""
+    floats = [kind for kind in kinds if kind is not None and (kind.is_floating_point or kind.is_complex)]
+    return max(floats, key=lambda kind: torch.finfo(kind).eps, default=torch.float64)
+
+
+def _largest(tensors: Iterable[Tensor | None]) -> float:
+    return max((float(t.abs().max()) for t in tensors if t is not None and t.numel()), default=0.0)
+
+
+def _gradients(
+    model: nn.Module,
+    graph: LayerGraph,
+    inputs: Mapping[str, Tensor],
+    weights: Iterable[Tensor],
+    first: int,
+    last: int,
+) -> list[Tensor | None]:
+    """Weights' gradients of some samples' outputs, each number pulled at as its place in the batch says."""
+    masks, rows = Masks(0), {n: v.clone() for n, v in rows_of(inputs, first, last).items()}
+    with masks.on(0, torch.arange(first, last)), torch.enable_grad():
+        out = graph.run(model, rows, training=True, before=masks.at, keep=[graph.output])[graph.output]
+    if not out.requires_grad:
+        return [None for _ in weights]
+    # As many numbers whatever the bounds: how many are drawn changes all of them.
+    pull = torch.randn(MOST, *out.shape[1:], generator=torch.Generator().manual_seed(0))[first:last]
+    found = torch.autograd.grad(out, list(weights), pull.to(out.device, out.dtype), allow_unused=True)
+    return [None if each is None else each.to_dense() for each in found]
+
+
+def compare_gradients(
+    model: nn.Module, graph: LayerGraph, inputs: Mapping[str, Tensor], *, batch_norm: str
+) -> None:
+    """Refuse a weight whose gradient over up to 4 samples is not the sum of those over two parts of them.
+
+    Args:
+        model: The user's module.
+        graph: Its steps, as they are to be run.
+        inputs: Two samples or more.
+        batch_norm: As :func:`probe`.
+
+    Raises:
+        ModelError: Naming one of them, or the error of a backward.
+
+    Cost:
+        Three forwards and backwards of a few samples.
+    """
+    count = min(count_of(inputs), MOST)
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if not weights:
+        return
+
+    def pulled(first: int, last: int) -> list[Tensor | None]:
+        return _gradients(model, graph, inputs, weights.values(), first, last)
+
+    with _untouched(model, batch_norm), hooks_off(weights.values()):
+        try:
+            whole, one, other = pulled(0, count), pulled(0, 1), pulled(1, count)
+        except KagomeError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                "a pipeline runs the model's backward on a few samples",
+                f"it raised {type(error).__name__}: {error}",
+                hint="try one forward and backward of the model on the sample batch by itself",
+            ) from error
+    largest = _largest((*whole, *one, *other))
+    for name, total, *parts in zip(weights, whole, one, other, strict=True):
+        added = sum((part for part in parts if part is not None), torch.zeros(()))
+        if total is None or not total.numel() or not total.isfinite().all():
+            continue
+        # A bias before a norm has nothing but rounding of others' gradients.
+        rounding = _ROUNDING.get(total.dtype, 2e-2)
+        allowed = max(min(_SUMMED * rounding, 0.1) * _largest((total, *parts)), rounding * largest)
+        if float((total - added).abs().max()) > allowed:
+            raise ModelError(
+                "a pipeline sums the gradients of samples that do not read each other",
+                f"the gradient of {name!r} over {count} samples is not the sum of theirs",
+                where=name.rpartition(".")[0],
+                hint="scale_grad_by_freq=False; or a backward that treats each sample by itself",
+            )
+
+
+def _check_layers(model: nn.Module, batch_norm: str) -> None:
+    """Refuse layers of torch's own that are known to read or to drop by more than a sample."""
+    if batch_norm not in ("refuse", "micro-batch"):
+        raise ModelError("batch_norm is 'refuse' or 'micro-batch'", f"found {batch_norm!r}")
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, _BatchNorm) and batch_norm == "refuse":
+            raise ModelError(
+                "a pipeline takes samples that do not read each other",
+                f"{name!r} is a {kind}: it takes the statistics of whoever is there",
+                where=name,
+                hint='LayerNorm or GroupNorm; or batch_norm="micro-batch": each has its own statistics',
+            )
+        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
+            raise ModelError(
+                "a mask of dropout is drawn for each sample",
+                f"{name!r} is a {kind} that drops within its kernel, with all samples of a micro-batch",
+                where=name,
+                hint=f"a {kind} a layer, each with num_layers=1, and nn.Dropout between them",
+            )
+
+
+@contextmanager
+def _untouched(model: nn.Module, batch_norm: str) -> Iterator[Callable[[], None]]:
+    """Training mode but for batch norms; afterwards all is as it was.
+
+    Yields:
+        What refuses a buffer that was changed so far.
+
+    Raises:
+        ModelError: If a buffer was changed.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def check() -> None:
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name in before}
+        changed = [name for name, buffer in buffers.items() if not torch.equal(before[name], buffer)]
+        if changed:
+            path = changed[0].rpartition(".")[0]
+            counted = hasattr(model.get_submodule(path), "track_running_stats")
+            raise ModelError(
+                "the same samples give the same values in any micro-batches",
+                f"forward changes the buffers {changed}",
+                where=path,
+                hint="track_running_stats=False" if counted else "a forward that leaves its buffers alone",
+            )
+
+    try:
+        model.train()
+        for module, _ in modes:
+            if batch_norm == "micro-batch" and isinstance(module, _BatchNorm):
+                module.eval()
+        with torch.random.fork_rng(devices=[]):
+            yield check
+        check()
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in before and not torch.equal(before[name], buffer):
+                    buffer.copy_(before[name])
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,162 @@
+"""Masks: dropout of independent samples, drawn from which sample it is and not from which micro-batch.
+
+Where it sits: ``probe`` finds where the samples lie in each tensor that is dropped from; ``run.dag`` enters
+it around each forward. A number depends on (seed, update, call, sample, column) alone: see
+``model.exact.dropout``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from kagome.errors import ModelError
+from kagome.model.exact import dropout
+from kagome.model.exact.global_attention import attention
+from kagome.model.exact.scope import argument
+from kagome.model.trace.graph import Step
+from kagome.user_code.functional import opened
+
+_DROPS = ("dropout", "dropout_", "feature_dropout", "feature_dropout_")
+_REFUSED = ("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
+
+
+class Place(NamedTuple):
+    """Where the samples lie in a tensor.
+
+    Args:
+        axis: Their axis.
+        each: Rows a sample, one after the other.
+    """
+
+    axis: int
+    each: int = 1
+
+
+Call = tuple[str, int]
+"""A step's name, and the number of the draw within it."""
+
+
+class Masks(TorchFunctionMode):
+    """Answers dropouts of a model's steps.
+
+    Args:
+        seed: Of the run.
+        places: Where the samples lie at each draw; None while that is being found: nothing is dropped, and
+            the shapes are noted.
+    """
+
+    def __init__(self, seed: int, places: Mapping[Call, Place | None] | None = None) -> None:
+        super().__init__()
+        self.seed, self.places = seed, places
+        self.shapes: dict[Call, tuple[int, ...]] = {}
+        self._update, self._ids = 0, torch.zeros(0, dtype=torch.int64)
+        self._step, self._count = "", 0
+
+    @contextmanager
+    def on(self, update: int, ids: Tensor) -> Iterator[None]:
+        """Draw for these samples.
+
+        Args:
+            update: Number of the weights' update.
+            ids: Of each sample, in the whole batch.
+
+        Shapes: ids [n], int64.
+        """
+        self._update, self._ids = update, ids
+        # A model that drops nothing is not watched: that costs microseconds a call.
+        with nullcontext() if self.places is not None and not self.places else self:
+            yield
+
+    def at(self, step: Step) -> None:
+        """A step begins."""
+        self._step, self._count = step.name, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer dropouts; let all else run."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _DROPS or name in _REFUSED:
+            return self._dropped(name, func, args, kwargs)
+        if name == "scaled_dot_product_attention" and argument(args, kwargs, 4, "dropout_p", 0.0) > 0.0:
+            with self:  # its kernel draws with the whole micro-batch
+                return attention(*args, **kwargs, drop=functional.dropout)
+        if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
+            with self:  # multi_head_attention_forward and the like: call by call
+                return opened(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropped(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x: Tensor = args[0] if args else kwargs["input"]
+        p = float(argument(args, kwargs, 1, "p", 0.5))
+        python = isinstance(func, FunctionType)
+        training = argument(args, kwargs, 2, "training" if python else "train", True)
+        if not training or p == 0.0 or not 0.0 <= p <= 1.0:
+            return func(*args, **kwargs)
+        if name in _REFUSED:
+            raise ModelError(
+                "a mask of dropout is drawn for each sample",
+                f"{name} has none",
+                where=self._step,
+                hint="torch.nn.Dropout",
+            )
+        call = (self._step, self._count)
+        self._count += 1
+        if self.places is None:
+            self.shapes[call] = tuple(x.shape)
+            return x.clone()
+        ones = x.new_ones(*x.shape[:2], *[1] * (x.dim() - 2)) if name.startswith("feature") else None
+        out = self._drawn(x if ones is None else ones, call, p)
+        out = out if ones is None else x * out
+        in_place = name.endswith("_") or argument(args, kwargs, 3, "inplace", False)
+        return x.copy_(out) if in_place else out
+
+    def _drawn(self, x: Tensor, call: Call, p: float) -> Tensor:
+        assert self.places is not None
+        key = dropout.call_key(self.seed, self._update, *call)
+        place = self.places.get(call)
+        if place is None:  # no samples in it: the same for all
+            return dropout.dropout(x, torch.arange(x.size(0), device=x.device), key, p)
+        ids = self._ids.to(x.device)
+        if place.each == 1:
+            return dropout.dropout(x, ids, key, p, place.axis)
+        apart = x.unflatten(place.axis, (ids.numel(), place.each))
+        return dropout.dropout(apart, ids, key, p, place.axis).flatten(place.axis, place.axis + 1)
+
+
+def place_of(
+    shape: tuple[int, ...], samples: int, other: tuple[int, ...], others: int, *, several: bool = False
+) -> Place | None:
+    """Where samples lie, from a tensor's shapes for two numbers of samples.
+
+    Args:
+        shape: For ``samples`` samples.
+        samples: One number.
+        other: For ``others`` samples.
+        others: Another number.
+        several: Whether a sample may have several rows.
+
+    Returns:
+        The place; None if the shapes are the same.
+
+    Raises:
+        ValueError: If they differ otherwise.
+    """
+    axes = [axis for axis, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b]
+    if len(shape) == len(other) and not axes:
+        return None
+    if len(shape) == len(other) and len(axes) == 1:
+        axis = axes[0]
+        each, rest = divmod(shape[axis], samples)
+        if not rest and other[axis] == each * others and (each == 1 or several):
+            return Place(axis, each)
+    raise ValueError

@@ -1,0 +1,1 @@
+"""A graph of steps cut into the stages of a pipeline."""

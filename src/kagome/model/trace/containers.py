@@ -1,0 +1,116 @@
+"""Contents: what modules keep in lists, dicts, sets and objects, which a trace would leave its notes in.
+
+Where it sits: ``layers.trace`` looks at them between the traces of a model, and puts them back.
+
+::
+
+    self.aux["h"] = h                               served: each forward writes what it reads
+    if "n" not in self.cache: self.cache["n"] = n   refused: later forwards do other things than the first
+    self.seen.append(h)                             refused: there are more of them after each forward
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+from torch import Tensor, fx, nn
+
+from kagome.model.trace.graph import Constant
+
+_LIBRARIES: Final = ("torch.", "torch_geometric.", "kagome.", "builtins", "functools", "numpy")
+_NO_BOXES: Final = (nn.Module, Tensor, fx.Proxy, fx.Node, type, FunctionType, MethodType, ModuleType)
+_OF_MODULES: Final = frozenset(vars(nn.Module()))
+_DEEP: Final = 3
+"""How many boxes lie in one another where they are looked into."""
+_VALUE: Final = "a value"
+
+
+class Contents:
+    """What the user's own modules hold in boxes: dicts, lists, sets, deques, and attributes of objects.
+
+    Args:
+        model: The user's module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._roots = [
+            (f"{path}.{name}" if path else name, value)
+            for path, module in model.named_modules()
+            if not type(module).__module__.startswith(_LIBRARIES)
+            for name, value in vars(module).items()
+            if name not in _OF_MODULES
+        ]
+        found = {id(box): box for _, value in self._roots for box in _boxes(value, _DEEP)}
+        self._before = [(box, _copied(box)) for box in found.values()]
+        self._first = self.form()
+
+    def form(self) -> list[Any]:
+        """What there is by now, with a word for each value of a trace: to compare."""
+        return [_form(value, _DEEP) for _, value in self._roots]
+
+    def changed(self) -> str:
+        """The first attribute whose contents are not what they were; empty if there is none."""
+        pairs = zip(self._roots, self._first, self.form(), strict=True)
+        return next((label for (label, _), before, now in pairs if before != now), "")
+
+    def restore(self) -> None:
+        """Put back all that was there at first."""
+        for box, before in self._before:
+            if not _same(box, before):
+                box.clear()
+                (box.extend if isinstance(box, list | deque) else box.update)(before)
+
+
+def _boxes(value: Any, deep: int) -> Iterator[Any]:
+    """The boxes in a value, itself among them."""
+    inner = _inner(value)
+    if inner is None or deep == 0:
+        return
+    if not isinstance(value, tuple):
+        yield inner
+    for each in inner.values() if isinstance(inner, dict) else inner:
+        yield from _boxes(each, deep - 1)
+
+
+def _inner(value: Any) -> Any:
+    """What a box holds; None of what is no box."""
+    if isinstance(value, dict | list | set | deque | tuple):
+        return value
+    if isinstance(value, (*_NO_BOXES, BuiltinFunctionType)) or type(value).__module__.startswith(_LIBRARIES):
+        return None
+    held = getattr(value, "__dict__", None)
+    return held if isinstance(held, dict) else None
+
+
+def _copied(box: Any) -> Any:
+    return dict(box) if isinstance(box, dict) else set(box) if isinstance(box, set) else list(box)
+
+
+def _same(box: Any, before: Any) -> bool:
+    """Whether a box holds the same objects; comparing what a trace has left there would be noted."""
+    if len(box) != len(before):
+        return False
+    if isinstance(box, set):
+        return {id(each) for each in box} == {id(each) for each in before}
+    if isinstance(box, dict):
+        pairs = zip(box.items(), before.items(), strict=True)
+        return all(key is old and value is was for (key, value), (old, was) in pairs)
+    return all(one is other for one, other in zip(box, before, strict=True))
+
+
+def _form(value: Any, deep: int) -> Any:
+    if isinstance(value, fx.Proxy | fx.Node):
+        return _VALUE
+    if isinstance(value, Tensor):
+        return Constant(value) if not value.is_sparse else id(value)
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return type(value), value
+    inner = _inner(value) if deep else None
+    if inner is None:
+        return id(value)
+    if isinstance(inner, dict):
+        return [(_form(key, 0), _form(each, deep - 1)) for key, each in inner.items()]
+    return [_form(each, deep - 1) for each in inner]

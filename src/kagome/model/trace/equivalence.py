@@ -1,0 +1,228 @@
+"""Likeness: whether a model's steps give what its forward gives.
+
+Where it sits: ``profile.step_shapes`` and ``model.operators.probe`` ask it before a model is cut: then steps
+are all that is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from kagome.errors import KagomeError, ModelError
+from kagome.model.forward_call import Calling
+from kagome.model.trace.graph import LayerGraph, Step, failed
+from kagome.model.trace.tracer import is_whole
+
+TRACED: Final = "in forward, h = h + a for h += a, and no isinstance(h, Tensor)"
+"""What to try where torch.fx has followed a forward wrongly."""
+
+
+def refuse_unlike(
+    model: nn.Module,
+    graph: LayerGraph,
+    inputs: Mapping[str, Any],
+    *,
+    on: Callable[[bool], AbstractContextManager[object]],
+    before: Callable[[Step], None],
+    where: Callable[[], str] = str,
+    hint: str = TRACED,
+    halved: bool = False,
+    calling: Calling | None = None,
+) -> None:
+    """Run a model as it is and by its steps, in both modes, and compare.
+
+    Args:
+        model: The user's module.
+        graph: Its steps.
+        inputs: A small sample's.
+        on: Puts model, inputs and draws in the same state for one run in training, or in evaluation.
+        before: Called before each step.
+        where: The module that failed.
+        hint: What to try.
+        halved: Whether some of it is computed in bfloat16.
+        calling: How the model is called; by default as one of a graph.
+
+    Raises:
+        ModelError: If outputs, or what a module gives in both runs, differ beyond rounding; if forward or a
+            step fails.
+
+    Cost:
+        Two forwards of the sample in each mode.
+    """
+    form = calling or Calling.of(model, inputs)
+    given = [value for value in inputs.values() if isinstance(value, Tensor)]
+    kinds = {tensor.dtype for tensor in (*model.parameters(), *given)}
+    kinds |= {torch.bfloat16} if halved else set()
+    epsilon = max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
+
+    def whole(_training: bool) -> Any:
+        try:
+            return form.call(model, inputs)
+        except KagomeError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                "a pipeline compares a model's forward with its steps, on a small sample",
+                f"forward raised {type(error).__name__}: {error}",
+                where=where(),
+                hint="let sizes come from the input (x.size(0)), not from all the data",
+            ) from error
+
+    def by_steps(training: bool) -> Any:
+        begun: list[Step] = []
+
+        def begin(step: Step) -> None:
+            begun[:] = [step]
+            before(step)
+
+        try:
+            found = graph.run(model, inputs, training=training, before=begin, keep=[graph.output])
+        except KagomeError:
+            raise
+        except Exception as error:
+            raise failed(begun[0], error) from error
+        return found[graph.output]
+
+    def ran(run: Callable[[bool], Any], training: bool) -> Heard:
+        # Checkpointing, which steps leave out, is none where there are no gradients.
+        with torch.no_grad(), on(training), _hearing(model, graph) as heard:
+            heard.out = _copied(run(training))
+        return heard
+
+    for training in (True, False):
+        one, other = ran(whole, training), ran(by_steps, training)
+        # A forward that does not repeat itself (numbers drawn elsewhere) says nothing of its steps.
+        if _unlike(one, other, epsilon) and not _unlike(one, ran(whole, training), epsilon):
+            raise _refusal(graph, one, other, epsilon, training=training, hint=hint)
+
+
+@dataclass
+class Heard:
+    """What one run of a model gave.
+
+    Args:
+        calls: Each call of a module that is a step, or would be one: its path, its number, what it gave.
+        out: The model's output.
+    """
+
+    calls: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
+    out: list[Tensor] = field(default_factory=list)
+
+
+@contextmanager
+def _hearing(model: nn.Module, graph: LayerGraph) -> Iterator[Heard]:
+    """Note what modules give for a block; who runs the model sets the output."""
+    heard, counts = Heard(), Counter[str]()
+    steps = {id(model.get_submodule(step.path)): step.path for step in graph.steps if step.kind == "module"}
+
+    def listeners(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str]]:
+        if path and (id(module) in steps or is_whole(module)):
+            yield module, steps.get(id(module), path)
+            return  # what it calls is its own affair
+        for name, inner in module.named_children():
+            yield from listeners(inner, f"{path}.{name}" if path else name)
+
+    def listen(module: nn.Module, path: str) -> Any:
+        def hear(_module: nn.Module, _args: Any, out: Any) -> None:
+            heard.calls[path, counts[path]] = _copied(out)  # it may be changed in place later
+            counts[path] += 1
+
+        return module.register_forward_hook(hear)
+
+    each = {id(module): (module, path) for module, path in listeners(model, "")}
+    # A scripted module takes no hooks.
+    takers = [pair for pair in each.values() if not isinstance(pair[0], torch.jit.ScriptModule)]
+    hooks = [listen(module, path) for module, path in takers]
+    try:
+        yield heard
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _copied(value: Any) -> list[Tensor]:
+    """The numbers in a value, as they are now."""
+    with torch._C.DisableTorchFunction():  # it is not the user's computation
+        return [
+            leaf.detach().clone()
+            for leaf in tree_leaves(value)
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        ]
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """By how much two values differ: the greatest difference, and the greatest number."""
+
+    most: float = 0.0
+    size: float = 0.0
+
+    def told(self) -> str:
+        if math.isinf(self.most):
+            return "differ in kind, in shape, or in what is finite"
+        return f"differ by up to {self.most:.2g}, where the greatest number is {self.size:.2g}"
+
+
+def _unlike(whole: Heard, steps: Heard, epsilon: float) -> bool:
+    """Whether two runs differ by more than rounding, in the output or in a call that both make."""
+    shared = whole.calls.keys() & steps.calls.keys()
+    pairs = [(whole.calls[call], steps.calls[call]) for call in shared]
+    return any(_gap(one, other, epsilon) for one, other in [(whole.out, steps.out), *pairs])
+
+
+def _refusal(
+    graph: LayerGraph, whole: Heard, steps: Heard, epsilon: float, *, training: bool, hint: str
+) -> ModelError:
+    """The error for steps that do not give what forward gives."""
+    gap = _gap(whole.out, steps.out, epsilon)
+    left_out: dict[str, None] = {}
+    before = differs = ""
+    for (path, number), value in whole.calls.items():
+        inner = steps.calls.get((path, number))
+        if inner is None:
+            left_out[path] = None
+        elif _gap(value, inner, epsilon):
+            differs = path
+            break
+        else:
+            before = path
+    after = f", after {before}" if before else ""
+    found = f"in {'training' if training else 'evaluation'} the outputs "
+    found += gap.told() if gap else "are alike, but not what they are made of"
+    found += f"; the first module whose output differs is {differs}{after}" if differs else ""
+    found += f"; no step calls {', '.join(left_out)}, which forward does" if left_out else ""
+    found += "" if differs or left_out else f"; no module's output does: look behind the last one{after}"
+    return ModelError(
+        "a pipeline runs a model's steps, which are to give what its forward gives",
+        found,
+        where=next((step.line for step in graph.steps if differs and step.path == differs), ""),
+        hint=hint,
+    )
+
+
+def _gap(one: list[Tensor], other: list[Tensor], epsilon: float) -> _Gap | None:
+    """By how much two values differ; None if by no more than rounding. A NaN is as good as another one."""
+    if [(a.shape, a.dtype) for a in one] != [(b.shape, b.dtype) for b in other]:
+        return _Gap(math.inf)
+    worst = None
+    for a, b in zip(one, other, strict=True):
+        a, b = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
+        same = (a == b) | (a.isnan() & b.isnan())
+        if bool(same.all()):
+            continue
+        most = float((a - b)[~same].abs().nan_to_num(math.inf).max())
+        finite = torch.cat([a[a.isfinite()], b[b.isfinite()]]).abs()
+        size = float(finite.max()) if finite.numel() else 0.0
+        # Sums in another order, as a device makes them, differ by more than a last digit where terms cancel.
+        if most > math.sqrt(epsilon) * size and (worst is None or most > worst.most):
+            worst = _Gap(most, size)
+    return worst

@@ -1,0 +1,299 @@
+"""Layers: a module's forward as a graph of steps, traced, or named layer by layer; and what each step gives.
+
+Where it sits: ``model.split.stages`` cuts such a graph into the stages of a pipeline; ``run`` runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from kagome.errors import KagomeError, ModelError
+from kagome.model.forward_call import Calling
+from kagome.model.trace.builder import OF_GRAPHS, ForeignError, Words, both_modes, same, steps_of
+from kagome.model.trace.containers import Contents
+from kagome.model.trace.graph import Flag, LayerGraph, Ref, Step, failed
+from kagome.model.trace.named_layers import chain
+from kagome.model.trace.tracer import FaultError, Tracer
+
+__all__ = ["Flag", "LayerGraph", "Ref", "Step", "Survey", "Value", "chain", "settled", "survey", "trace"]
+
+ValueKind = Literal["rows", "edges", "fixed", "none"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a step gives.
+
+    Args:
+        kind: A row a vertex, a row an edge, a tensor with neither, or no tensor.
+        shape: Without axis 0 for ``rows`` and ``edges``; empty for ``none``.
+        dtype: None for ``none``.
+        grad: Whether it needs a gradient.
+    """
+
+    kind: ValueKind
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    grad: bool = False
+
+    def bytes(self, vertices: int, edges: int) -> int:
+        """Bytes of the value for so many rows."""
+        if self.dtype is None:
+            return 0
+        size = self.dtype.itemsize * torch.Size(self.shape).numel()
+        return size * {"rows": vertices, "edges": edges, "fixed": 1}[self.kind]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What all steps of a graph gave once.
+
+    Args:
+        values: By step.
+        draws: The counter of draws before each step, in training.
+        changed: Full names of the buffers that a forward changes.
+        beyond: The first layer that reads more than the edges into a vertex bring; empty where none does.
+        named: The first layer that reads rows of named vertices; empty where none does.
+        writes: Step -> the values that it was seen to change in place, whatever it is called.
+        eval_draws: The counter of draws before each step in evaluation, where most are left out.
+    """
+
+    values: Mapping[str, Value]
+    draws: Mapping[str, int]
+    changed: frozenset[str] = frozenset()
+    beyond: str = ""
+    named: str = ""
+    writes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    eval_draws: Mapping[str, int] = field(default_factory=dict)
+
+    def told(self, graph: LayerGraph) -> LayerGraph:
+        """The graph, with all that its steps were seen to change."""
+        steps = (
+            replace(step, changes=tuple(dict.fromkeys((*step.changes, *self.writes.get(step.name, ())))))
+            for step in graph.steps
+        )
+        return replace(graph, steps=tuple(steps))
+
+
+def trace(
+    model: nn.Module,
+    names: Sequence[str],
+    plain: Mapping[str, Any] | None = None,
+    words: Words = OF_GRAPHS,
+    calling: Calling | None = None,
+) -> LayerGraph:
+    """The steps of a model's forward, the same for training and evaluation but for the training flag.
+
+    A submodule that cannot be traced becomes one step. No other thread may run a model meanwhile. What
+    modules keep in lists and dicts is as it was afterwards.
+
+    Args:
+        model: The user's module; its modes are left as they are.
+        names: Inputs that the data has.
+        plain: Those of them that are numbers and texts, which forward may branch on.
+        words: What to call the output, and what to try.
+        calling: How the model is called; by default as one of a graph.
+
+    Raises:
+        ModelError: If the model's own forward cannot be traced, does other things in training than in
+            evaluation, or returns no single value; or if it asks for an input that there is not.
+    """
+    form, contents = calling or Calling.of(model, names), Contents(model)
+    whole: set[str] = set()
+
+    def noted(training: bool) -> LayerGraph:
+        return steps_of(model.train(training), Tracer(model, form, names, whole, plain).noted(), words)
+
+    while True:
+        train: LayerGraph | None = None
+        try:
+            with _modes_kept(model):
+                train = noted(True)
+                kept = contents.form() if contents.changed() else None
+                eval_ = noted(False)
+                if kept is not None and not (same(train, noted(True)) and kept == contents.form()):
+                    raise ForeignError
+        except (FaultError, ForeignError) as fault:
+            label = contents.changed()
+            if isinstance(fault, ForeignError) or (label and train is not None):
+                raise _remembers(label, words) from fault
+            if not fault.path:
+                raise fault.told(words.hint, words.autocast) from fault.cause
+            whole.add(fault.path)
+            continue
+        finally:
+            contents.restore()
+        steps, blamed = both_modes(train, eval_, words)
+        if blamed is None:
+            return replace(train, steps=steps)
+        whole.add(blamed)
+
+
+def _remembers(label: str, words: Words) -> ModelError:
+    """The error of a forward that reads, or adds to, what an earlier one has left in a list or dict."""
+    return ModelError(
+        "a pipeline follows forward from layer to layer",
+        f"it keeps values in {label or 'an object that outlives it'} from one forward to the next",
+        where=label,
+        hint=words.hint,
+    )
+
+
+def survey(
+    graph: LayerGraph,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    look: Callable[[Any], str],
+    draws: Callable[[], int],
+) -> Survey:
+    """Run all steps in training mode and note what each gives, and again in evaluation, which may draw less.
+
+    Modes and buffers of the model are as they were afterwards; what layers cache is not.
+
+    Args:
+        graph: Of the model.
+        model: The user's module.
+        inputs: A small sample's inputs by name.
+        look: ``rows``, ``edges``, ``fixed`` or ``none`` for a step's value.
+        draws: The counter of draws as it stands.
+
+    Raises:
+        ModelError: If a step fails, with its line.
+
+    Cost:
+        Two forwards; gradients are prepared for and not computed.
+    """
+    values: dict[str, Value] = {}
+    writes: dict[str, tuple[str, ...]] = {}
+    versions = _Versions()
+    training: dict[str, int] = {}
+    evaluation: dict[str, int] = {}
+    begun, counts, first = graph.steps[:1], training, 0
+
+    def before(step: Step) -> None:
+        nonlocal begun
+        begun = (step,)
+        counts[step.name] = draws() - first
+
+    def after(step: Step, value: Any) -> None:
+        found = versions.risen(step.reads)
+        if found:
+            writes[step.name] = found
+        for name in found:  # zeros that are written to need a gradient from then on
+            if name in values and versions.learns(name):
+                values[name] = replace(values[name], grad=True)
+        if step.kind != "attribute":  # weights and buffers have their owners
+            versions.note(step.name, value)
+        kind = look(value) if isinstance(value, Tensor) else "none"
+        if kind in ("rows", "edges", "fixed"):
+            shape = tuple(value.shape) if kind == "fixed" else tuple(value.shape[1:])
+            values[step.name] = Value(kind, shape, value.dtype, value.requires_grad)  # type: ignore[arg-type]
+        else:
+            values[step.name] = Value("none")
+
+    with torch._C.DisableTorchFunction():  # it is not the user's computation
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with _modes_kept(model), torch.enable_grad():
+            for name in graph.inputs:
+                versions.note(name, inputs[name])
+            graph.run(model.train(), inputs, training=True, before=before, after=after)
+            counts, first = evaluation, draws()
+            with torch.no_grad():
+                graph.run(model.eval(), inputs, training=False, before=before)
+    except KagomeError:
+        raise
+    except Exception as error:
+        raise failed(begun[0], error) from error
+    finally:
+        changed = set()
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for name, buffer in model.named_buffers():
+                old = buffers.get(name)
+                if old is None or old.shape != buffer.shape or not torch.equal(old, buffer):
+                    changed.add(name)
+                if old is not None and old.shape == buffer.shape:
+                    buffer.copy_(old)
+    return Survey(values, training, frozenset(changed), eval_draws=evaluation, writes=writes)
+
+
+class _Versions:
+    """Values of a run, to see which of them a step changes in place."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[tuple[str, Tensor, int]]] = {}
+        self._places: dict[str, set[int]] = {}
+
+    def note(self, name: str, value: Any) -> None:
+        """Hold a value as it is: what is freed would give others its place."""
+        with torch._C.DisableTorchFunction():  # it is not the user's computation
+            for leaf in tree_leaves(value):
+                if type(leaf) is Tensor and leaf.layout is torch.strided:
+                    place = leaf.untyped_storage().data_ptr()
+                    self._found.setdefault(place, []).append((name, leaf, leaf._version))
+                    self._places.setdefault(name, set()).add(place)
+
+    def learns(self, name: str) -> bool:
+        """Whether a value needs a gradient by now."""
+        held = (one for place in self._places.get(name, ()) for one in self._found[place])
+        return any(tensor.requires_grad for other, tensor, _ in held if other == name)
+
+    def risen(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The values that lie where these do and were written to since the last call."""
+        changed: dict[str, None] = {}
+        with torch._C.DisableTorchFunction():
+            for place in {place for name in names for place in self._places.get(name, ())}:
+                for number, (name, tensor, version) in enumerate(self._found[place]):
+                    if tensor._version > version:
+                        self._found[place][number] = name, tensor, tensor._version
+                        changed[name] = None
+        return tuple(changed)
+
+
+def settled(one: Survey, other: Survey, vertices: tuple[int, int], edges: tuple[int, int]) -> Survey:
+    """A survey with the kinds of values of which only shapes are known, by what these follow.
+
+    Args:
+        one: Of a sample.
+        other: Of one of another size.
+        vertices: Of both samples.
+        edges: Of both samples.
+
+    Returns:
+        The first one, with rows, edges, or nothing that can be sent, in place of a fixed shape that is not
+        the same in both.
+    """
+
+    def kind(value: Value, its: Value) -> Value:
+        if value.kind != "fixed":
+            return value
+        if its.kind != "fixed":
+            return Value("none")
+        if value.shape == its.shape:
+            return value
+        if not value.shape or value.shape[1:] != its.shape[1:]:
+            return Value("none")
+        first = value.shape[0], its.shape[0]
+        if first not in (vertices, edges):
+            return Value("none")
+        return replace(value, kind="rows" if first == vertices else "edges", shape=value.shape[1:])
+
+    return replace(one, values={name: kind(value, other.values[name]) for name, value in one.values.items()})
+
+
+@contextmanager
+def _modes_kept(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,1 +1,0 @@
-"""Who supplies the neighbours' rows."""

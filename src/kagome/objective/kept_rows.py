@@ -1,0 +1,50 @@
+"""Kept rows: a loss reads what forward has kept of it, of which a part has its own rows only.
+
+Where it sits: ``train.graph_engine`` and ``pipeline.chunk_engine`` look on while a loss is checked. Rows that
+forward returns reach the loss for the training vertices; those that it leaves in an attribute of the model
+are all of a rank's own, and a mean over them is not one over the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from kagome.errors import ModelError
+from kagome.user_frame import user_line
+
+
+class RefusesKept(TorchFunctionMode):
+    """Refuses a torch call on a tensor with a row a vertex or an edge of this part.
+
+    Args:
+        has_rows: Whether a tensor has such rows.
+        model: The user's module: its own parameters and buffers are known whole.
+    """
+
+    def __init__(self, has_rows: Callable[[Tensor], bool], model: nn.Module) -> None:
+        super().__init__()
+        self._has_rows = has_rows
+        self._own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a torch call of the loss.
+
+        Raises:
+            ModelError: If it reads rows that forward has kept.
+        """
+        for value in (*args, *(kwargs or {}).values()):
+            for each in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(each, Tensor) and id(each) not in self._own and self._has_rows(each):
+                    raise ModelError(
+                        "a loss gets rows of all ranks' training vertices as forward returns them",
+                        "it reads rows that forward has kept, of which a rank has its own",
+                        where=user_line() or "the loss",
+                        hint="return them beside the scores (out, h), or keep their mean",
+                    )
+        return func(*args, **(kwargs or {}))

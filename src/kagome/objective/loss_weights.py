@@ -1,0 +1,84 @@
+"""Weighed: the sum of all weights of a loss, over all ranks, by which each rank divides its own sum.
+
+Where it sits: ``train.graph_engine`` and ``pipeline.chunk_engine`` settle it before the first weight update.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kagome.comm.channel import Channel
+from kagome.errors import ConfigError, DataError
+from kagome.objective.loss_trials import copied
+from kagome.objective.objective import Objective, Target
+
+
+class Weighed:
+    """By what a rank divides its sum of losses, so that the sum over ranks is the mean over all.
+
+    Args:
+        objective: The loss.
+        channel: The ranks that share the graph.
+    """
+
+    def __init__(self, objective: Objective, channel: Channel) -> None:
+        self.objective, self.channel = objective, channel
+        self.total: float | None = None
+        self._own = 0.0
+        self._seen: float | None = None
+
+    def settle(self, target: Target, out: Any) -> None:
+        """Find the sum of weights, once. All ranks call it.
+
+        Args:
+            target: Of this rank's training vertices.
+            out: The model's output for them; None before there is one: a user's loss that gives weights
+                waits for it.
+
+        Raises:
+            DataError: If all weights are 0.
+        """
+        if self.total is not None:
+            return
+        share = self.objective.share(target)
+        if share is None:
+            if out is None:
+                return
+            with self.objective.tried():
+                weight = self.objective.lost(copied(out), target)[1] if target.y.size(0) else None
+            share = float(target.y.size(0)) if weight is None else float(weight)
+            self._own = share
+        mine = torch.tensor([share], dtype=torch.float64, device=self.channel.device)
+        found = float(self.channel.all_reduce(mine, action="count training vertices", kind="other"))
+        if not found > 0:
+            raise DataError("the weights of all training vertices have a sum above 0", f"it is {found:g}")
+        self.total = found
+
+    def mean(self, lost: Tensor, weight: Tensor | None) -> Tensor:
+        """The share of some rows in the mean.
+
+        Args:
+            lost: Their sum of weighted values.
+            weight: The sum of their weights, if a user's loss says it.
+        """
+        assert self.total is not None
+        if weight is not None:
+            self._seen = float(weight) + (self._seen or 0.0)
+        return lost / self.total
+
+    def done(self) -> None:
+        """All rows of an epoch have had their share.
+
+        Raises:
+            ConfigError: If their weights are not those that were settled.
+        """
+        seen, self._seen = self._seen, None
+        if seen is not None and not abs(seen - self._own) <= 1e-6 * max(abs(self._own), 1.0):
+            raise ConfigError(
+                "loss(out, y) gives (values, weights), and labels alone decide the weights",
+                f"their sum was {self._own:g} and is {seen:g} now",
+                hint="weights of y alone",
+            )

@@ -1,0 +1,267 @@
+"""Losses: which objective a run has - by name, a user's own, or guessed by the labels - and what it refuses.
+
+Where it sits: ``optimizers`` asks once, before the first epoch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from kagome.components.task import draws_of
+from kagome.config import Train
+from kagome.errors import ConfigError, DataError
+from kagome.graph.structure.labels import Labels
+from kagome.objective.objective import LIMIT, NONE, OTHERS, Loss, Objective, Target, split
+
+
+def objective_of(
+    loss: Loss | str | None,
+    facts: Labels,
+    train: Train,
+    vertices: int,
+    *,
+    inputs: Mapping[str, str] | None = None,
+    nodes: Collection[str] = ("y",),
+    shared: Collection[str] = (),
+    alone: bool = False,
+) -> Objective:
+    """The objective of a run, checked against what the labels hold; a user's loss tried on made-up rows.
+
+    Args:
+        loss: A name, a user's own, or None for what the settings say.
+        facts: What the labels hold.
+        train: The settings.
+        vertices: Of the whole graph.
+        inputs: The attribute of each further argument of a user's loss, where the user names them.
+        nodes: Attributes that have a row a vertex.
+        shared: Attributes that are the same on all ranks.
+        alone: Whether the loss is always given all rows at once: one rank, one chunk.
+
+    Raises:
+        ConfigError: If settings clash, or the loss is one that the mean over all ranks would change.
+        DataError: If the labels do not fit the loss.
+    """
+    if loss is None or isinstance(loss, str):
+        return _named(loss or train.loss, facts, train, vertices, inputs, nodes)
+    if not callable(loss):
+        raise ConfigError(
+            "loss takes a name or loss(out, y)", f"it was given a {type(loss).__name__}", hint="loss='mse'"
+        )
+    if train.class_weight or train.sample_weight:
+        asked = "class_weight" if train.class_weight else "sample_weight"
+        raise ConfigError(
+            f"train.{asked} is for a built-in loss",
+            "a loss of your own was given",
+            hint="return (values, weights) from it: their weighted mean is taken",
+        )
+    more = _arguments(loss, dict(inputs or {}), (*nodes, *shared))
+    rows, rest = ({k: v for k, v in more.items() if (v in nodes) is way} for way in (True, False))
+    return _tried(Objective("", facts, loss, train.ignore_index, rows=rows, shared=rest, alone=alone))
+
+
+def _named(
+    name: str,
+    facts: Labels,
+    train: Train,
+    vertices: int,
+    inputs: Mapping[str, str] | None,
+    names: Collection[str],
+) -> Objective:
+    if name not in ("auto", "cross_entropy", "bce", *OTHERS):
+        known = "auto, cross_entropy, bce, mse, mae, huber"
+        raise ConfigError(f"loss is one of {known}, or loss(out, y)", f"it is {name!r}")
+    if inputs and set(inputs) != {"weight"}:
+        raise ConfigError(
+            "loss_inputs names arguments of a loss of your own; a built-in one takes weight",
+            f"it names {', '.join(inputs)}",
+        )
+    weight = train.sample_weight or (inputs or {}).get("weight")
+    if weight is not None and weight not in names:
+        raise ConfigError(
+            f"train.sample_weight names an attribute of the data: {weight!r}",
+            f"the data has {', '.join(names)}",
+        )
+    if name == "auto":
+        name = _guessed(facts, vertices)
+    ignore = train.ignore_index
+    if ignore is None and name in ("cross_entropy", "bce"):
+        ignore = NONE
+    made = Objective(name, facts, None, ignore, train.class_weight, weight)
+    _check_labels(made, vertices, asked=train.ignore_index is not None)
+    _check_class_weight(made)
+    return made
+
+
+def _guessed(facts: Labels, vertices: int) -> str:
+    """The loss where none is named: cross entropy of class ids, binary cross entropy of labels of 0 and 1."""
+    if facts.task == "multilabel":
+        return "bce"
+    if facts.single and (facts.whole or facts.least < NONE):
+        return "cross_entropy"  # whose checks name the first row that is no class
+    row = facts.odd if facts.odd >= 0 else facts.least_row if facts.least < 0 else facts.most_row
+    kind = (
+        "class labels must be whole numbers" if facts.single else "y with several columns must hold 0 and 1"
+    )
+    raise DataError(
+        f"{kind} where no loss is named",
+        f"row {row} of y holds another number (y is {facts.text()}, from {facts.least:g} to {facts.most:g})",
+        where="data.y",
+        hint="--train.loss mse (loss='mse') for numbers, cross_entropy or bce for soft labels",
+    )
+
+
+def _check_labels(made: Objective, vertices: int, *, asked: bool) -> None:
+    facts, name = made.facts, made.name
+    if name in OTHERS:
+        return
+    if name == "cross_entropy" and facts.single:
+        _check_ids(made, vertices, asked=asked)
+        return
+    if len(facts.shape) > 1:
+        raise DataError(f"{name} takes y [N] or [N, C]", f"y is {facts.text()}", where="data.y")
+    low, row = facts.least, facts.least_row
+    if name == "bce" and facts.most > 1:
+        low, row = facts.most, facts.most_row
+    if low < 0 and low == made.ignore and not facts.floating:
+        return
+    if not low >= 0 or (name == "bce" and low > 1):
+        raise DataError(
+            f"{name} of y {facts.text()} takes numbers from 0 to 1, and NaN for no label"
+            if name == "bce"
+            else "cross_entropy of several columns takes shares of classes, from 0 up",
+            f"row {row} of y holds {low:g}",
+            where="data.y",
+            hint="loss='mse' for other numbers",
+        )
+
+
+def _check_ids(made: Objective, vertices: int, *, asked: bool) -> None:
+    facts, limit = made.facts, max(vertices, LIMIT)
+    if not facts.whole:
+        raise DataError(
+            "class labels must be whole numbers",
+            f"row {facts.odd} of y holds another (y is {facts.text()}, {facts.least:g} to {facts.most:g})",
+            where="data.y",
+            hint="loss='mse' for numbers, loss='bce' for shares from 0 to 1",
+        )
+    if facts.both and made.ignore == NONE and not asked:
+        raise DataError(
+            "with cross_entropy the label -1 says that there is none",
+            "the labels are -1 and 1: one class would be left",
+            where="data.y",
+            hint="data.y = (data.y + 1) // 2; or train.ignore_index=-1, if -1 is none; or a loss of your own",
+        )
+    low = facts.least if facts.least != made.ignore else 0
+    if low < 0 or facts.most >= limit:
+        low, row = (low, facts.least_row) if low < 0 else (facts.most, facts.most_row)
+        none = "" if made.ignore is None else f"{made.ignore} for none, "
+        raise DataError(
+            f"class labels run from 0 to C - 1 ({none}at most {limit:,} classes)",
+            f"y[{row}] is {low:.0f}" if abs(low) < 1e19 else f"y[{row}] is {low:g}",
+            where="data.y",
+            hint="loss='mse' for numbers",
+        )
+
+
+def _check_class_weight(made: Objective) -> None:
+    table = made.class_weight
+    if not table:
+        return
+    if made.name != "cross_entropy":
+        raise ConfigError(
+            "train.class_weight is for cross_entropy, with one class a vertex",
+            f"the loss is {made.name}",
+            hint="return (values, weights) from a loss of your own",
+        )
+    # The label that is ignored may be the last one: a model may have a column for it all the same.
+    widths = {made.outputs, max(made.outputs, (made.ignore or 0) + 1)}
+    if len(table) not in widths or not all(0 <= each < float("inf") for each in table) or not any(table):
+        raise ConfigError(
+            f"train.class_weight has a weight from 0 up for each of {made.outputs} classes",
+            f"it is {list(table)}",
+        )
+
+
+def _arguments(loss: Loss, named: dict[str, str], names: Collection[str]) -> dict[str, str]:
+    """The attribute of each further argument of a user's loss."""
+    more = _further(loss)
+    odd = [name for name in named if more is not None and name not in more]
+    gone = [name for name in named.values() if name not in names]
+    if odd or gone:
+        raise ConfigError(
+            "loss_inputs={argument: attribute} names arguments of the loss and attributes of the data",
+            f"the loss takes {', '.join(more or ()) or 'no other argument'}; the data has {', '.join(names)}",
+            where=f"loss_inputs: {(odd or gone)[0]!r}",
+        )
+    found = dict(named)
+    for place, (name, needed) in enumerate((more or {}).items()):
+        if name in found:
+            continue
+        own = not _of_torch(loss)  # torch's weight is a weight a class
+        attribute = (
+            name if name in names else "weight" if place == 0 and needed and "weight" in names else None
+        )
+        if attribute is not None and (needed or own):
+            found[name] = attribute
+        elif needed:
+            raise ConfigError(
+                f"loss(out, y, {name}) takes attributes of the data",
+                f"the data has {', '.join(names)}",
+                hint=f"data.{name}, a row a vertex; or loss_inputs={{{name!r}: an attribute's name}}",
+            )
+    return found
+
+
+def _further(loss: Loss) -> dict[str, bool] | None:
+    """Arguments after ``out`` and ``y``, and whether they must be given; None where nobody can tell."""
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except (TypeError, ValueError):
+        return None
+    given = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    kept = [p for p in signature.parameters.values() if p.kind in (*given, inspect.Parameter.POSITIONAL_ONLY)]
+    # A default that is a value was chosen by the user; None waits for one.
+    return {p.name: p.default is p.empty for p in kept[2:] if p.kind in given and _waits(p)}
+
+
+def _waits(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty or parameter.default is None
+
+
+def _of_torch(loss: Any) -> bool:
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    home = type(loss).__module__ if isinstance(loss, nn.Module) else getattr(loss, "__module__", "") or ""
+    return home.split(".")[0] == "torch"
+
+
+def _tried(made: Objective) -> Objective:
+    """Try a user's loss on a few made-up rows; what needs other ones is tried on the first epoch's own."""
+    generator = torch.Generator().manual_seed(0)
+    facts = made.facts
+    shape = (
+        (12, facts.classes) if facts.task == "multiclass" and facts.classes <= LIMIT else (12, *facts.shape)
+    )
+    out = torch.randn(shape, generator=generator)
+    low, high = int(facts.least), max(int(facts.most), int(facts.least))
+    y = torch.randint(low, high + 1, (12, *facts.shape), generator=generator)
+    if made.ignore is not None and low == made.ignore:
+        y = y.clamp(min=low + 1)
+    if made.rows or made.shared:
+        return replace(made, pairs=None)
+    target = Target(y.to(getattr(torch, facts.dtype)))
+    try:
+        with made.tried(), draws_of(0, 0):
+            values, weights = split(made._called(out, target))
+    except (ConfigError, RuntimeError):
+        return replace(made, pairs=None)  # a loss for outputs of another shape
+    if not made.alone:  # else real rows decide, in the first epoch
+        made.check(out, target)
+    return replace(made, pairs=weights is not None, trial=float(values.detach().double().sum()))

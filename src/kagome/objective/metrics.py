@@ -1,0 +1,507 @@
+"""Metrics: scores that add up over ranks, by name or a user's own, and which way is better.
+
+Where it sits: ``optimizers`` chooses one before the first epoch, ``train.trainer`` asks it after each
+evaluation; sums over ranks go through the channel that it is given.
+
+Most are *states*: sums over rows, added over ranks, of which a number is made at the end. ROC AUC and average
+precision need the order of all rows: their scores go to rank 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from kagome.components.task import rows_of
+from kagome.config import Train
+from kagome.errors import ConfigError, ModelError
+from kagome.objective.objective import OTHERS, Objective, Target
+
+LOWER: Final = ("mse", "mae", "rmse", "loss")
+"""Metrics of which less is better."""
+NUMBERS: Final = ("mse", "mae", "rmse", "r2")
+"""Metrics of numbers, not of classes."""
+RANKED: Final = ("roc_auc", "average_precision")
+"""Metrics of the order of all rows."""
+_LOGITS: Final = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss)
+"""Losses of scores that are above 0 where a label is likely."""
+
+Own = Callable[[Any, Tensor], Any]
+"""``metric(out, y)``: a value a row; or, with a ``compute(state)`` beside it, a state that adds up."""
+
+
+class Sums(Protocol):
+    """What this file needs of a channel: see :class:`kagome.comm.channel.Channel`."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+
+    def all_reduce(
+        self, tensor: Tensor, op: Literal["sum"] = "sum", *, action: str, kind: Literal["other"]
+    ) -> Tensor:
+        """Sum over ranks."""
+
+    def gather_rows(
+        self, rows: Tensor, *, action: str, kind: Literal["other"] = "other", dst: int | None = None
+    ) -> list[Tensor] | None:
+        """Rows of all ranks."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How a run is scored.
+
+    Args:
+        name: For texts: of a built-in metric, or of a user's own.
+        objective: What the run learns: what stands for no label, and the loss itself.
+        own: The user's own, if it is one.
+        columns: Columns of the output that a built-in metric scores; empty for all.
+        higher: Whether more is better.
+        guessed: Whether labels alone chose it, beside a loss of the user's own: it gives way to that loss
+            where the output has other columns than the labels ask for, and the loss to nothing where it
+            takes derivatives, of which scores have none.
+    """
+
+    name: str
+    objective: Objective
+    own: Own | None = None
+    columns: tuple[int, ...] = ()
+    higher: bool = True
+    guessed: bool = False
+
+    def scores(
+        self, out: Any, target: Target, masks: Mapping[str, Tensor], channel: Sums, action: str
+    ) -> dict[str, float | None]:
+        """The metric over each mask's vertices of all ranks; each vertex counts once, at its owner.
+
+        Args:
+            out: The model's output for own rows.
+            target: Own rows' labels.
+            masks: Own rows' masks by split.
+            channel: For the sums.
+            action: What this is, for errors.
+
+        Returns:
+            The metric by split; None where a split has no labelled vertex, or only one class (ROC AUC).
+
+        Raises:
+            ConfigError: If a user's metric gives neither a value a row nor a state.
+            ModelError: If the output does not fit the metric.
+
+        Shapes:
+            out ``[n, C]`` or a nest of such, masks ``[n]``.
+
+        Cost:
+            A few numbers a split, at most a few a class; for ROC AUC and average precision a score and a
+            label a vertex to rank 0.
+        """
+        rows = {split: mask.nonzero().view(-1) for split, mask in masks.items()}
+        cuts = {split: (rows_of(out, at, target.y.size(0)), target.of(at)) for split, at in rows.items()}
+        found = self._found(cuts, channel, action)
+        for split, value in found.items():
+            if value is not None and value != value:
+                raise ModelError(
+                    f"the metric {self.name} of the {split} vertices is a number",
+                    "it is nan",
+                    where=action,
+                    hint="a look at the model's output for these vertices: it may be nan or infinite"
+                    if self.own is None
+                    else "leave vertices without a label out of the masks, or give them 0 in a state",
+                )
+        return found
+
+    def _found(
+        self, cuts: Mapping[str, tuple[Any, Target]], channel: Sums, action: str
+    ) -> dict[str, float | None]:
+        if self.own is None and self.name in RANKED:
+            return {s: self._ranked(*cut, channel, action) for s, cut in cuts.items()}
+        if self.own is None and self.name == "r2":
+            return self._r2(cuts, channel, action)
+        states = [self._state(*cut) for cut in cuts.values()]
+        summed = _summed(states, channel, action)
+        return {split: self._final(state) for split, state in zip(cuts, summed, strict=True)}
+
+    def check(self, out: Any) -> None:
+        """Refuse an output that a built-in metric would take for something else.
+
+        Raises:
+            ModelError: If it has other columns than the labels ask for, and nobody said which are scored.
+        """
+        if self.own is None and self.name != "loss" and not self.guessed:
+            self._columns(out)
+
+    def fitted(self, out: Any) -> Metric:
+        """The metric of an output: the loss, where labels alone chose and the columns are others."""
+        if not self.guessed or self.name == "loss":
+            return self
+        try:
+            rows = self._columns(out)
+        except ModelError:
+            return Metric("loss", self.objective, higher=False, guessed=True)
+        # Scores above 0 are a label, probabilities above 1/2: a loss of the user's own does not say which.
+        cut = rows.size(1) == 1 or not self.objective.classified
+        if cut and not isinstance(self.objective.loss, _LOGITS):
+            return Metric("loss", self.objective, higher=False, guessed=True)
+        return replace(self, guessed=False)
+
+    def labels(self, out: Any) -> Tensor | None:
+        """The labels that scores stand for; None where they are numbers.
+
+        Shapes:
+            out ``[n]`` or ``[n, C]``; result ``[n]``, or ``[n, C]`` of 0 and 1 for several labels.
+        """
+        objective, facts = self.objective, self.objective.facts
+        if not isinstance(out, Tensor) or out.dim() not in (1, 2) or facts.task == "regression":
+            return None
+        rows = out if out.dim() == 2 else out.unsqueeze(1)
+        rows = rows[:, list(self.columns)] if self.columns else rows
+        if not objective.classified:
+            return (rows > 0).long() if objective.name not in OTHERS and facts.task == "multilabel" else None
+        other = rows.size(1) < facts.classes or not (rows.size(1) == facts.classes or _takes_all(objective))
+        if rows.size(1) != 1 and other:
+            return None
+        chosen = (rows[:, 0] > 0).long() if rows.size(1) == 1 else rows.argmax(1)
+        return 2 * chosen - 1 if facts.both else chosen
+
+    # Built-in ------------------------------------------------------------------------------------
+
+    def _columns(self, out: Any) -> Tensor:
+        """The columns that are scored, ``[n, C]``."""
+        if not isinstance(out, Tensor):
+            raise ModelError(
+                f"the metric {self.name} scores one tensor",
+                f"the model gives a {type(out).__name__}",
+                hint="metric=lambda out, y: a value a row",
+            )
+        rows = out if out.dim() > 1 else out.unsqueeze(1)
+        rows = rows.flatten(1) if rows.dim() > 2 and self.name in NUMBERS else rows
+        if self.columns:
+            if max(self.columns) >= rows.size(1):
+                raise ModelError(
+                    f"train.metric_columns names columns of the output: {list(self.columns)}",
+                    f"it has {rows.size(1)}",
+                )
+            rows = rows[:, list(self.columns)]
+        wanted = self._width()
+        single = wanted <= 2 and self.objective.classified and rows.size(1) == 1
+        # A loss that takes all columns as classes says what they are; one of the user's own does not.
+        classes = self.name not in NUMBERS and self.objective.classified and _takes_all(self.objective)
+        wide = rows.size(1) > wanted and not classes
+        if (rows.size(1) < wanted and not single) or wide:
+            raise ModelError(
+                f"the metric {self.name} scores {wanted} column{'s' * (wanted != 1)}, as labels have",
+                f"the model gives {rows.size(1)}",
+                hint="--train.metric-columns (train.metric_columns) names them, or an own metric(out, y)",
+            )
+        return rows
+
+    def _width(self) -> int:
+        facts = self.objective.facts
+        if self.name in NUMBERS:
+            return facts.columns
+        return facts.classes if self.objective.classified else facts.columns
+
+    def _state(self, out: Any, target: Target) -> Any:
+        if self.own is not None:
+            return self._own_state(out, target)
+        if self.name == "loss":
+            if not target.y.size(0):
+                return torch.zeros(2, dtype=torch.float64, device=target.y.device)
+            try:
+                with self.objective.tried():
+                    lost, weight = self.objective.lost(out, target)
+            except ConfigError as error:
+                if not self.guessed or "does not require grad" not in error.found:
+                    raise
+                return torch.zeros(2, dtype=torch.float64, device=target.y.device)
+            total = weight if weight is not None else torch.tensor(_share(target), dtype=torch.float64)
+            return torch.stack([lost.detach().double(), total.to(lost.device).double()])
+        rows, y = self._columns(out), target.y
+        if self.name in NUMBERS:
+            gap, there = self._gaps(rows, y)
+            size = gap.abs() if self.name == "mae" else gap.square()
+            return torch.stack([size.sum(0), there.sum(0).double()])
+        return self._confusion(rows, y)
+
+    def _gaps(self, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        flat = y.reshape(y.size(0), self.objective.facts.columns).double()
+        there = self._there(y)
+        return torch.where(there, rows.double() - flat, torch.zeros_like(flat)), there
+
+    def _there(self, y: Tensor) -> Tensor:
+        found = self.objective.there(y)
+        return found & ~y.reshape(found.shape).isnan() if y.is_floating_point() else found
+
+    def _confusion(self, rows: Tensor, y: Tensor) -> Tensor:
+        """Hits, choices and labels of each class or column."""
+        facts = self.objective.facts
+        if not self.objective.classified:
+            there = self._there(y)
+            if self.objective.name == "cross_entropy":  # shares of classes
+                return self._counts(rows.argmax(1), y.argmax(1), there.all(1), rows.size(1))
+            chosen, true = (rows > 0) & there, (y.reshape(rows.shape) > 0) & there
+            return torch.stack([(chosen & true).sum(0), chosen.sum(0), true.sum(0)]).double()
+        there = self._there(y).all(1)
+        ids = torch.where(there, y.reshape(-1), torch.zeros_like(y.reshape(-1))).long()
+        if facts.both:
+            ids = (ids + 1) // 2
+        chosen = (rows.squeeze(1) > 0).long() if rows.size(1) == 1 else rows.argmax(1)
+        width = max(facts.classes, rows.size(1))
+        if facts.least < 0 and not facts.both:
+            # With a loss of the user's own -1 may be a label like others: no column stands for it.
+            ids, width = torch.where(ids < 0, width, ids), width + 1
+        return self._counts(chosen, ids, there, width)
+
+    def _counts(self, chosen: Tensor, true: Tensor, there: Tensor, classes: int) -> Tensor:
+        """Hits, choices and labels of each class where it matters which; else of all together."""
+        if self.name == "f1_macro":
+            return _one_hot_counts(chosen, true, there, classes)
+        labels = there.sum()
+        return torch.stack([(there & (chosen == true)).sum(), labels, labels]).double()
+
+    def _final(self, state: Any) -> float | None:
+        if self.own is not None:
+            return self._own_final(state)
+        if self.name == "loss":
+            return float(state[0] / state[1]) if state[1] else None
+        if self.name in NUMBERS:
+            there = state[1] > 0
+            if not bool(there.any()):
+                return None
+            each = state[0][there] / state[1][there]
+            return float((each.sqrt() if self.name == "rmse" else each).mean())
+        hits, chosen, true = state
+        if self.name == "f1_macro":
+            seen = (
+                (chosen + true > 0) if self.objective.classified else torch.ones_like(true, dtype=torch.bool)
+            )
+            if not bool(true.any()):
+                return None
+            return float((2 * hits / (chosen + true).clamp(min=1))[seen].mean())
+        total = (chosen + true).sum()
+        return float(2 * hits.sum() / total) if total else None
+
+    def _r2(
+        self, cuts: Mapping[str, tuple[Any, Target]], channel: Sums, action: str
+    ) -> dict[str, float | None]:
+        """As scikit-learn's ``r2_score``: of each column, then their mean."""
+        first = []
+        for out, target in cuts.values():
+            gap, there = self._gaps(self._columns(out), target.y)
+            flat = target.y.reshape(there.shape).double()
+            sums = torch.where(there, flat, torch.zeros_like(flat)).sum(0)
+            first.append(torch.stack([gap.square().sum(0), there.sum(0).double(), sums]))
+        found = _summed(first, channel, action)
+        # Squares around the mean in a second pass: without it large labels lose all their digits.
+        second = []
+        for (_, target), (_, count, sums) in zip(cuts.values(), found, strict=True):
+            there = self._there(target.y)
+            off = target.y.reshape(there.shape).double() - sums / count.clamp(min=1)
+            second.append(torch.where(there, off, torch.zeros_like(off)).square().sum(0))
+        spreads = _summed(second, channel, action)
+        return {
+            split: _r2_of(state, spread) for split, state, spread in zip(cuts, found, spreads, strict=True)
+        }
+
+    def _ranked(self, out: Any, target: Target, channel: Sums, action: str) -> float | None:
+        from sklearn.metrics import average_precision_score, roc_auc_score
+
+        function = roc_auc_score if self.name == "roc_auc" else average_precision_score
+        score, y = self._columns(out).double(), target.y
+        if self.objective.classified and score.size(1) == 2:
+            score = (score[:, 1] - score[:, 0]).unsqueeze(1)
+        there = self._there(y)
+        flat = y.reshape(there.shape).double()
+        label = torch.where(there, flat, torch.full_like(flat, float("nan")))
+        table = torch.cat([score, label], dim=1)
+        rows = channel.gather_rows(table, action=action, dst=0)
+        value = torch.zeros(1, dtype=torch.float64, device=table.device)
+        if rows is not None:
+            guess, true = (part.cpu().numpy() for part in torch.cat(rows).chunk(2, dim=1))
+            found = []
+            for column in range(true.shape[1]):
+                kept = true[:, column] == true[:, column]
+                mine, scored = true[kept, column] > 0, guess[kept, column]
+                if 0 < mine.sum() < mine.size:
+                    whole = bool(np.isfinite(scored).all())  # scikit-learn takes no others
+                    found.append(float(function(mine, scored)) if whole else math.nan)
+            value.fill_(sum(found) / len(found) if found else math.inf)
+        total = float(channel.all_reduce(value, action=action, kind="other"))
+        return None if math.isinf(total) else total
+
+    # A user's own --------------------------------------------------------------------------------
+
+    def _own_state(self, out: Any, target: Target) -> Any:
+        assert self.own is not None
+        there = self.objective.labelled(target.y).nonzero().view(-1)
+        count, y = there.numel(), target.y[there]
+        out = rows_of(out, there, target.y.size(0))
+        if not count and not hasattr(self.own, "compute"):
+            return torch.zeros(2, dtype=torch.float64, device=y.device)
+        found = self._called(out, y)
+        if hasattr(self.own, "compute"):
+            state = tree_map(lambda leaf: torch.as_tensor(leaf).detach().double(), found)
+            return torch.tensor(float(count), dtype=torch.float64, device=y.device), state
+        if (
+            not isinstance(found, Tensor)
+            or found.dim() == 0
+            or found.size(0) != count
+            or found.numel() != count
+        ):
+            shown = (
+                f"the shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            )
+            raise ConfigError(
+                f"metric(out, y) gives a value a row: {count}",
+                f"it gave {shown}",
+                hint="a state that adds up over ranks is for a metric with compute(state)",
+            )
+        value = found.detach().double().sum()
+        return torch.stack([value, torch.tensor(float(count), dtype=torch.float64, device=value.device)])
+
+    def _called(self, out: Any, y: Tensor) -> Any:
+        assert self.own is not None
+        try:
+            with torch.no_grad():
+                return self.own(out, y)
+        except Exception as error:
+            raise ConfigError(
+                "metric(out, y) is computed of the model's output and the labels as they were given",
+                f"it raised {_said(error)}",
+                where=f"y {list(y.shape)} {y.dtype}",
+                hint="" if y.size(0) else "a state of no vertices too: a rank or a split may have none",
+            ) from error
+
+    def _own_final(self, state: Any) -> float | None:
+        compute = getattr(self.own, "compute", None)
+        if compute is not None:
+            count, added = state
+            if not count:
+                return None
+            try:
+                found = compute(added)
+                return None if found is None else float(found)
+            except Exception as error:
+                raise ConfigError(
+                    "metric.compute(state) gives a number, or None, of a state that was added up",
+                    f"it raised {_said(error)}",
+                ) from error
+        return float(state[0] / state[1]) if state[1] else None
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _share(target: Target) -> float:
+    return float(target.y.size(0)) if target.weights is None else float(target.weights.sum())
+
+
+def _summed(states: Sequence[Any], channel: Sums, action: str) -> list[Any]:
+    """States of all ranks added up, in one message."""
+    flat = [tree_flatten(state) for state in states]
+    leaves = [leaf for found, _ in flat for leaf in found]
+    whole = channel.all_reduce(
+        torch.cat([leaf.reshape(-1).double() for leaf in leaves]), action=action, kind="other"
+    )
+    parts = iter(whole.split([leaf.numel() for leaf in leaves]))
+    return [
+        tree_unflatten([next(parts).view(leaf.shape).cpu() for leaf in found], spec) for found, spec in flat
+    ]
+
+
+def _one_hot_counts(chosen: Tensor, true: Tensor, there: Tensor, classes: int) -> Tensor:
+    chosen, true = chosen[there], true[there]
+    counts = [torch.bincount(ids, minlength=classes) for ids in (true[chosen == true], chosen, true)]
+    return torch.stack(counts).double()
+
+
+def _r2_of(state: Tensor, spread: Tensor) -> float | None:
+    lost, count, _ = state
+    there = count > 0
+    if not bool(there.any()) or float(count.max()) < 2:
+        return None
+    lost, spread = lost[there], spread[there]
+    each = torch.where(
+        spread > 0, 1 - lost / spread.clamp(min=torch.finfo(torch.float64).tiny), (lost == 0).double()
+    )
+    return float(each.mean())
+
+
+def _takes_all(objective: Objective) -> bool:
+    """Whether the loss takes every column of the output as a class."""
+    return objective.name == "cross_entropy" or isinstance(objective.loss, nn.CrossEntropyLoss | nn.NLLLoss)
+
+
+def metric_of(metric: Own | str | None, objective: Objective, train: Train) -> Metric:
+    """The metric of a run, checked against what the labels hold.
+
+    Args:
+        metric: A name, a user's own, or None for what the settings say.
+        objective: What the run learns.
+        train: The settings.
+
+    Raises:
+        ConfigError: If it does not suit the labels.
+    """
+    if metric is not None and not isinstance(metric, str):
+        if not callable(metric):
+            raise ConfigError(
+                "metric takes a name or metric(out, y)", f"it was given a {type(metric).__name__}"
+            )
+        name = str(getattr(metric, "__name__", type(metric).__name__))
+        higher = bool(getattr(metric, "higher_is_better", True))
+        return Metric("metric" if name == "<lambda>" else name, objective, metric, higher=higher)
+    name = metric or train.metric
+    guessed, name = name == "auto", _guessed(objective) if name == "auto" else name
+    if name not in (*LOWER, *NUMBERS, *RANKED, "accuracy", "f1_micro", "f1_macro"):
+        raise ConfigError("metric is a name that train.metric takes, or metric(out, y)", f"it is {name!r}")
+    _suits(name, objective)
+    columns = tuple(train.metric_columns)
+    guessed &= not objective.name and not columns
+    return Metric(name, objective, columns=columns, higher=name not in LOWER, guessed=guessed)
+
+
+def _guessed(objective: Objective) -> str:
+    """The metric where none is named."""
+    facts = objective.facts
+    if objective.name in ("mse", "huber"):
+        return "rmse"
+    if objective.name == "mae":
+        return "mae"
+    if objective.classified and not (facts.floating and not objective.name):
+        return "accuracy"
+    if objective.name == "cross_entropy":
+        return "accuracy"
+    return "f1_micro" if facts.task == "multilabel" and (objective.name or not facts.floating) else "loss"
+
+
+def _suits(name: str, objective: Objective) -> None:
+    facts = objective.facts
+    if name in NUMBERS or name == "loss":
+        return
+    shares = objective.name == "cross_entropy" and not facts.single
+    if not objective.classified and facts.task != "multilabel" and not shares:
+        raise ConfigError(
+            f"{name} needs classes, or labels of 0 and 1",
+            f"y is {facts.text()}, from {facts.least:g} to {facts.most:g}",
+            hint="rmse, mae or r2",
+        )
+    if name == "accuracy" and not objective.classified and not shares:
+        raise ConfigError(
+            "accuracy needs one class a vertex", "the labels are several a vertex", hint="f1_micro"
+        )
+    if name in RANKED and (shares or (objective.classified and facts.classes > 2)):
+        raise ConfigError(
+            f"{name} needs two classes or several labels",
+            f"there are {facts.classes if objective.classified else facts.columns} classes",
+            hint="accuracy",
+        )

@@ -1,0 +1,481 @@
+"""Objective: what a run learns - a loss by name or a user's own, and the mean that it is over all ranks.
+
+Where it sits: ``optimizers`` makes one before the first epoch; ``train.graph_engine`` and
+``pipeline.chunk_engine`` ask it for the loss of their rows. Labels reach a user's loss as they were given;
+what a built-in loss needs otherwise it turns itself.
+
+The loss of a run is ``sum(weight * value) / sum(weight)`` over all training vertices of all ranks. A value
+is of a row, or of an entry of a row with several columns. Its weight is 1, but for: 0 where there is no
+label, the weight of its class, the weight of its vertex.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from kagome.components.task import rows_of
+from kagome.errors import ConfigError, KagomeError, ModelError
+from kagome.graph.structure.labels import Labels
+from kagome.objective.loss_state import Moves, unmoved
+from kagome.objective.loss_trials import (
+    Tried,
+    check_gradient,
+    check_rows,
+    check_shapes,
+    copied,
+    cure,
+    first_line,
+    itself,
+    leaf_of,
+    learning,
+    lost_gradient,
+    moved,
+    near,
+    no_gradient,
+    pair,
+    still,
+)
+
+Loss = Callable[..., Any]
+"""``loss(out, y)``: a value a row, their sum, or ``(values, weights)``; further arguments by name."""
+
+NONE: Final = -1
+"""What stands for "no label" among class ids, where nothing is said."""
+OTHERS: Final = ("mse", "mae", "huber")
+NOTHING: Final = 1e-6
+"""A loss of one number below this says nothing of how it comes about."""
+LIMIT: Final = 10_000
+"""More classes than this, and than vertices, are vertex ids or hashes taken for labels."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a loss is compared with: of some rows.
+
+    Args:
+        y: Labels.
+        weights: The weight of each value of a built-in loss.
+        rows: Further arguments of a user's loss that have a row a vertex, by name.
+        shared: Those that have not.
+
+    Shapes:
+        y ``[n, ...]``, weights ``[n]`` or ``[n, columns]``, rows ``[n, ...]``.
+    """
+
+    y: Tensor
+    weights: Tensor | None = None
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    shared: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, rows: Any) -> Target:
+        """The same of some of the rows."""
+        more = {name: value[rows] for name, value in self.rows.items()}
+        return Target(self.y[rows], None if self.weights is None else self.weights[rows], more, self.shared)
+
+
+class Scalar:
+    """What a loss of one number is: the sum of its rows, or, where one rank has them all, what is learned."""
+
+    def __init__(self) -> None:
+        self.learned = False
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a run learns.
+
+    Args:
+        name: Of a built-in loss; empty for a user's own.
+        loss: The user's own.
+        facts: What the labels hold.
+        ignore: The label that stands for none; None where none does.
+        class_weight: A weight a class; empty for none.
+        weight: The attribute that holds a weight a vertex, for a built-in loss.
+        rows: The attribute of each further argument of a user's loss that has a row a vertex.
+        shared: The attribute of each that has not.
+        trial: What a user's loss gave of made-up rows; None where it was not tried.
+        pairs: Whether a user's loss gives weights beside its values; None where it could not be tried yet.
+        alone: Whether a user's loss is always given all rows at once: then it may look from row to row.
+        scalar: What the user's loss is if it gives one number; known after the first check of real rows.
+    """
+
+    name: str
+    facts: Labels
+    loss: Loss | None = None
+    ignore: int | None = None
+    class_weight: tuple[float, ...] = ()
+    weight: str | None = None
+    rows: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
+    pairs: bool | None = False
+    alone: bool = False
+    scalar: Scalar = field(default_factory=Scalar, compare=False)
+    trial: float | None = None
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """Attributes of the data that the loss reads."""
+        more = (*self.rows.values(), *self.shared.values())
+        return frozenset({"y", *more, *([self.weight] if self.weight else [])})
+
+    @property
+    def outputs(self) -> int:
+        """Columns that a model must give."""
+        return self.facts.outputs_for(self.name)
+
+    @property
+    def classified(self) -> bool:
+        """Whether each label names one class by its id."""
+        return self.facts.single and self.facts.task == "multiclass" and self.name not in OTHERS
+
+    def target(self, inputs: Mapping[str, Any], rows: Tensor | slice) -> Target:
+        """What the loss of some rows is compared with.
+
+        Args:
+            inputs: Attributes of own rows by name, and what all ranks share.
+            rows: Places of the rows, or a slice of all.
+        """
+        more = {name: inputs[attribute][rows] for name, attribute in self.rows.items()}
+        shared = {name: inputs[attribute] for name, attribute in self.shared.items()}
+        y = inputs["y"][rows]
+        if not self.name:
+            return Target(y, None, more, shared)
+        weight = None if self.weight is None else inputs[self.weight][rows].reshape(y.size(0))
+        return Target(y, self.weights(y, weight))
+
+    # Which rows have a label ---------------------------------------------------------------------
+
+    def there(self, y: Tensor) -> Tensor:
+        """Which entries of y are labels.
+
+        Shapes:
+            y ``[n, ...]``; result ``[n, columns]``, bool.
+        """
+        flat = y.reshape(y.size(0), self.facts.columns)
+        found = torch.ones_like(flat, dtype=torch.bool)
+        if self.name and y.is_floating_point():
+            found = ~flat.isnan()
+        if self.ignore is not None:
+            found &= flat != self.ignore
+        return found
+
+    def labelled(self, y: Tensor) -> Tensor:
+        """Which rows have a label.
+
+        Shapes:
+            y ``[n, ...]``; result ``[n]``, bool.
+        """
+        there = self.there(y)
+        soft = self.name == "cross_entropy" and not self.facts.single
+        return there.all(1) if soft else there.any(1)
+
+    # Values and weights --------------------------------------------------------------------------
+
+    def weights(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The weight of each value of a built-in loss: labels alone decide it.
+
+        Shapes:
+            y ``[n, ...]``, weight ``[n]``; result ``[n]`` for cross entropy, else ``[n, columns]``.
+        """
+        by_row = self.name == "cross_entropy"
+        found = (self.labelled(y) if by_row else self.there(y)).to(torch.float64)
+        if self.class_weight and self.facts.single:
+            table = torch.tensor(self.class_weight, dtype=torch.float64, device=found.device)
+            found = found * table[_ids(y, self.labelled(y))]
+        if weight is not None:
+            found = found * (weight.to(torch.float64) if by_row else weight.to(torch.float64)[:, None])
+        return found
+
+    def share(self, target: Target) -> float | None:
+        """The sum of all weights of some rows; None where a user's loss says it with its values."""
+        if target.weights is not None:
+            return float(target.weights.sum())
+        return None if self.pairs is not False else float(target.y.size(0))
+
+    def lost(self, out: Any, target: Target) -> tuple[Tensor, Tensor | None]:
+        """The sum of weighted values; and the sum of weights, if a user's loss says it.
+
+        Args:
+            out: The model's output for some rows.
+            target: Of the same rows.
+
+        Raises:
+            ConfigError: If the loss cannot be computed of them.
+            ModelError: If the output does not fit a built-in loss.
+
+        Shapes:
+            out ``[n, C]`` or a nest of such; the sum is a scalar.
+        """
+        if self.name:
+            values = self._built_in(out, target)
+            assert target.weights is not None
+            return (values * target.weights.to(values.dtype)).sum(), None
+        values, given = split(self._called(out, target))
+        if given is None:
+            # A mean of all rows: as a sum it is divided by their number again.
+            return (values * target.y.size(0) if self.scalar.learned else row_sum(values)), None
+        if given.requires_grad:
+            raise ConfigError(
+                "loss(out, y) gives (values, weights), and labels alone decide the weights",
+                "the weights depend on the model's output",
+                hint="weights.detach(), of y alone",
+            )
+        wide = given.view(*given.shape, *[1] * (values.dim() - given.dim())).expand_as(values)
+        return (values * wide.to(values.dtype)).sum(), wide.double().sum()
+
+    def _built_in(self, out: Any, target: Target) -> Tensor:
+        if not isinstance(out, Tensor):
+            raise self._odd(out)
+        if out.is_complex():
+            raise ModelError(
+                f"loss {self.name!r} takes real numbers",
+                f"the model gave {str(out.dtype).removeprefix('torch.')}",
+                hint="out.real or out.abs() at the end of forward, or a loss of your own",
+            )
+        if self.name == "cross_entropy":
+            return self._cross_entropy(out, target)
+        return self._bce(out, target) if self.name == "bce" else self._distance(out, target)
+
+    def _cross_entropy(self, out: Tensor, target: Target) -> Tensor:
+        y, there = target.y, self.labelled(target.y)
+        if not self.facts.single:
+            if out.shape != y.shape:
+                raise self._odd(out)
+            soft = torch.where(there[:, None], y, torch.zeros_like(y)).to(out.dtype)
+            table = out.new_tensor(self.class_weight) if self.class_weight else None
+            return F.cross_entropy(out, soft, table, reduction="none")
+        ids = _ids(y, there)
+        if self.facts.classes <= 2 and (out.dim() == 1 or out.shape[1:] == (1,)):
+            return F.binary_cross_entropy_with_logits(out.view(-1), ids.to(out.dtype), reduction="none")
+        if out.dim() != 2 or out.size(1) < self.facts.classes:
+            raise self._odd(out)
+        return F.cross_entropy(out, ids, reduction="none")
+
+    def _bce(self, out: Tensor, target: Target) -> Tensor:
+        return F.binary_cross_entropy_with_logits(*self._aligned(out, target.y), reduction="none")
+
+    def _distance(self, out: Tensor, target: Target) -> Tensor:
+        functions: dict[str, Callable[..., Tensor]] = {
+            "mse": F.mse_loss,
+            "mae": F.l1_loss,
+            "huber": F.huber_loss,
+        }
+        return functions[self.name](*self._aligned(out, target.y), reduction="none")
+
+    def _aligned(self, out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and labels with a column an entry; 0 where there is no label."""
+        rows, columns = y.size(0), self.facts.columns
+        if out.shape != y.shape and not (columns == 1 and out.shape[1:] in ((), (1,))):
+            raise self._odd(out)
+        flat = y.reshape(rows, columns)
+        there = self.there(y)
+        kept = torch.where(there, flat, torch.zeros_like(flat)).to(out.dtype)
+        shown = out.reshape(rows, columns)
+        return torch.where(there, shown, torch.zeros_like(shown)), kept
+
+    def _odd(self, out: Any) -> ModelError:
+        """The error for an output that does not fit the labels."""
+        of, columns = {"cross_entropy": "class", "bce": "label"}.get(self.name, "number"), self.outputs
+        shape = f"its output has the shape {list(out.shape)}" if isinstance(out, Tensor) else ""
+        return ModelError(
+            f"the model gives {columns} column{'s' * (columns != 1)}, one a {of}",
+            shape or f"it gave {type(out).__name__}",
+            hint=f"out_channels={columns} in the last layer, or a loss of your own",
+        )
+
+    def _called(self, out: Any, target: Target) -> Any:
+        assert self.loss is not None
+        try:
+            return self.loss(out, target.y, **target.rows, **target.shared)
+        except KagomeError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                "loss(out, y) is computed of the model's output and the labels as they were given",
+                f"it raised {type(error).__name__}: {first_line(error)}",
+                where=pair(out, target.y),
+                hint=cure(out, target.y, error),
+            ) from error
+
+    # Checks --------------------------------------------------------------------------------------
+
+    def check(self, out: Any, target: Target, *, trains: bool = False, apart: str = "") -> None:
+        """Refuse a loss that the mean over all ranks would change, and one that trains nothing.
+
+        Args:
+            out: The model's output for some rows.
+            target: Of the same rows.
+            trains: Whether the output is one that is trained: then it has a gradient.
+            apart: Where its calls are not one an epoch on every rank, what they are.
+
+        Raises:
+            ConfigError: If a user's loss gives more values than rows, cannot be computed or differentiated,
+                or keeps what cannot be put back; and, but for one that is given all rows at once, if it
+                averages over its rows or mixes them.
+            ModelError: If the output has no gradient.
+        """
+        with torch.enable_grad():
+            if not self.name:
+                self._check(out, target, trains=trains, apart=apart)
+                return
+            self._built_in(out, target)
+            if trains and target.y.size(0) and not learning(out):
+                raise no_gradient(out)
+
+    def tried(self) -> AbstractContextManager[Moves]:
+        """Around a call of the loss that trains nothing: what it keeps of a call stays as it is."""
+        return unmoved(self.loss)
+
+    def _check(self, out: Any, target: Target, *, trains: bool, apart: str) -> None:
+        count, where = target.y.size(0), pair(out, target.y)
+        if not count:
+            return
+        # Alone the loss may differentiate what forward kept: by the output itself.
+        sample = out if self.alone else tree_map(leaf_of, out)
+        found, fresh = self._first(sample, target, where)
+        values, weights = found.values, found.weights
+        if not found.learns and (trains or learning(sample)):
+            raise no_gradient(out) if trains and not learning(out) else lost_gradient(values, where)
+        if trains and not learning(out) and not self._tried(tree_map(still, out), target).learns:
+            raise no_gradient(out)
+        if count < 2:
+            return
+        if values.dim() == 0 and abs(float(values)) < NOTHING:
+            # A sum and a mean of nothing look alike.
+            sample = tree_map(moved, sample)
+            values = self._tried(fresh(sample), target).values
+        cut = count // 3 or 1
+        first, rest = slice(0, cut), slice(cut, None)
+
+        def of(rows: Any) -> Tensor:
+            return self._tried(fresh(rows_of(sample, rows, count)), target.of(rows)).values
+
+        if values.dim() == 0:
+            self._check_sum(values, of, first, rest, count, where)
+        else:
+            check_shapes(values, weights, of(first), count, where)
+            if not self.alone:
+                check_rows(values, of(first), cut, count, where)
+        if found.moved and not self.alone:
+            some = fresh(rows_of(sample, first, count)), target.of(first)
+            self._check_kept((fresh(sample), target), some, where, apart)
+
+    def _first(self, sample: Any, target: Target, where: str) -> tuple[Tried, Callable[[Any], Any]]:
+        """The first trial of a loss, and what makes the output that each further one is given."""
+        fresh: Callable[[Any], Any] = copied
+        try:
+            found = self._tried(fresh(sample), target, by=sample, where=where)
+        except ConfigError:
+            if not self.alone:
+                raise
+            fresh = itself  # it differentiates one part of the output by another, which no copy is
+            found = self._tried(sample, target, by=sample, where=where)
+        again = self._tried(fresh(sample), target)
+        if not near(found.values, again.values):
+            raise ConfigError(
+                "loss(out, y) gives the same of the same out and y when it is tried again",
+                f"it gave {float(found.values.double().sum()):.6g} and then "
+                f"{float(again.values.double().sum()):.6g}: it keeps state that cannot be put back",
+                where=where,
+                hint="keep it in an attribute of the loss: a number, a list or a tensor",
+            )
+        return found, fresh
+
+    def _tried(self, out: Any, target: Target, *, by: Any = None, where: str = "") -> Tried:
+        """One call of the loss, after which it is as before; its gradient is tried by some tensors."""
+        with self.tried() as moves:
+            values, weights = split(self._called(out, target))
+            if by is not None:
+                check_gradient(values, by, where)
+        return Tried(values.detach(), weights, values.requires_grad, moves.moved)
+
+    def _check_kept(
+        self, whole: tuple[Any, Target], some: tuple[Any, Target], where: str, apart: str
+    ) -> None:
+        """A rank has its own rows: what a loss keeps may count its calls, and tell of no row."""
+
+        def after(*before: tuple[Any, Target]) -> Tensor:
+            with self.tried():
+                for each in before:
+                    self._called(copied(each[0]), each[1])
+                return split(self._called(copied(some[0]), some[1]))[0].detach()
+
+        if not near(after(whole), after(some)):
+            raise ConfigError(
+                "what loss(out, y) keeps from call to call is the same on all ranks",
+                "what it keeps tells of the rows that it was given, and changes what it gives later",
+                where=where,
+                hint="train on one rank, or keep what does not depend on rows: the number of calls",
+            )
+        if apart and not near(after(), after(some)):
+            raise ConfigError(
+                "a loss(out, y) that gives something else from call to call is called once an epoch, on all "
+                "ranks",
+                f"it is called {apart}",
+                where=where,
+                hint="no pipeline and no chunks, which leave one call an epoch on each rank",
+            )
+
+    def _check_sum(
+        self, whole: Tensor, of: Callable[[Any], Tensor], first: slice, rest: slice, count: int, where: str
+    ) -> None:
+        parts = of(first) + of(rest)
+        if torch.allclose(whole, parts, rtol=1e-4, equal_nan=True):
+            return
+        if self.alone:
+            self.scalar.learned = True
+            return
+        each = torch.stack([of(slice(row, row + 1)).double() for row in range(min(count, 64))]).mean()
+        plain_mean = count <= 64 and torch.allclose(whole.double(), each, rtol=1e-4)
+        way = (
+            f'{_module(self.loss)}(reduction="none"); Kagome takes the mean over all training vertices'
+            if plain_mean
+            else 'reduction="none" for a mean over all training vertices; for PyTorch\'s weighted mean '
+            "train.class_weight, or return (values, weights)"
+        )
+        raise ConfigError(
+            "loss(out, y) gives a value a row, or their sum",
+            f"the loss of {count} rows is {float(whole.detach()):.6g}, that of {first.stop} and the other "
+            f"{count - first.stop} is {float(parts.detach()):.6g}: it averages over the rows of one rank",
+            where=where,
+            hint=way,
+        )
+
+
+def _module(loss: Loss | None) -> str:
+    """The class of a loss that is a module, to call it by in a hint."""
+    return type(loss).__name__ if isinstance(loss, nn.Module) else "CrossEntropyLoss"
+
+
+def row_sum(value: Tensor) -> Tensor:
+    """The sum over rows of what a loss gave; further axes are averaged."""
+    return value if value.dim() == 0 else value.flatten(1).mean(1).sum() if value.dim() > 1 else value.sum()
+
+
+def _ids(y: Tensor, there: Tensor) -> Tensor:
+    """Class ids, 0 where there is no label."""
+    flat = y.reshape(y.size(0))
+    return torch.where(there, flat, torch.zeros_like(flat)).long()
+
+
+def split(found: Any) -> tuple[Tensor, Tensor | None]:
+    """What a user's loss gave, as values and weights."""
+    if isinstance(found, tuple) and len(found) == 2:
+        found, weights = found
+    else:
+        weights = None
+    if isinstance(found, Tensor) and (weights is None or (isinstance(weights, Tensor) and found.dim() > 0)):
+        return found, weights
+    raise ConfigError(
+        "loss(out, y) gives a tensor with a value a row, or (values, weights)",
+        f"it gave {type(found).__name__}" + ("" if weights is None else f" and {type(weights).__name__}"),
+        hint='reduction="none"',
+    )

@@ -1,0 +1,479 @@
+"""Learning: loss, optimizer and scheduler of a run - a user's, tried before the first epoch, or the default.
+
+Where it sits: ``train.trainer`` asks it once, before the engine is made.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+
+from kagome.comm.channel import Channel
+from kagome.comm.mesh import Mesh
+from kagome.config import Model, Parallel, Report, Run, Train
+from kagome.config.fields import check_kind, shown
+from kagome.config.toml_io import own_name
+from kagome.errors import ConfigError, DataError, KagomeError, ModelError
+from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.store import Meta
+from kagome.graph.structure import splits
+from kagome.graph.structure.labels import Labels, joined, labels_of
+from kagome.launch.os_errors import in_words
+from kagome.objective.losses import objective_of
+from kagome.objective.metrics import Metric, Own, metric_of
+from kagome.objective.objective import Loss, Objective
+from kagome.user_frame import raised_at
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user gives a Trainer to learn by.
+
+    Args:
+        loss: A name, ``loss(out, y)``, or None for what the settings say.
+        metric: A name, ``metric(out, y)``, or None for what the settings say.
+        loss_inputs: The attribute of each further argument of the loss.
+        optimizer: ``callable(params)``.
+        scheduler: ``callable(optimizer)``.
+
+    Raises:
+        ConfigError: If ``loss_inputs`` is no such table.
+    """
+
+    loss: Loss | str | None = None
+    metric: Own | str | None = None
+    loss_inputs: Mapping[str, str] | None = None
+    optimizer: Callable[[Any], Optimizer] | None = None
+    scheduler: Callable[[Optimizer], Any] | None = None
+
+    def __post_init__(self) -> None:
+        given = self.loss_inputs
+        if given is None:
+            return
+        if not isinstance(given, Mapping) or not all(isinstance(t, str) for t in (*given, *given.values())):
+            raise ConfigError(
+                "loss_inputs takes a dict of argument: attribute, both texts",
+                f"it is {shown(given)}",
+                hint='loss_inputs={"w": "weight"}',
+            )
+
+    @property
+    def own(self) -> dict[str, str]:
+        """The loss and the metric that are functions, by their names in code."""
+        given = {"loss": self.loss, "metric": self.metric}
+        return {key: own_name(value) for key, value in given.items() if callable(value)}
+
+
+def run_of(model: Model, parallel: object, train: object, report: object) -> Run:
+    """The settings of a run, with defaults where nothing was given.
+
+    Raises:
+        ConfigError: If one is of another class.
+    """
+    given = {"parallel": (parallel, Parallel), "train": (train, Train), "report": (report, Report)}
+    for name, (value, kind) in given.items():
+        check_kind(name, value, kind | None)
+    chosen: Any = {name: kind() if value is None else value for name, (value, kind) in given.items()}
+    return Run(model=model, **chosen)
+
+
+def named(train: Train, loss: object, metric: object) -> Train:
+    """The settings with a loss and a metric that a user gave by their names: a run's folder keeps them.
+
+    Raises:
+        ConfigError: If there is no such name.
+    """
+    given = {key: value for key, value in (("loss", loss), ("metric", metric)) if isinstance(value, str)}
+    return replace(train, **given)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a run learns, and how it is scored.
+
+    Args:
+        objective: The loss.
+        metric: The score.
+        notes: What there is to say of labels and masks.
+    """
+
+    objective: Objective
+    metric: Metric
+    notes: tuple[str, ...] = ()
+
+    def fitted(self, out: Any, say: Callable[[str], object]) -> Aim:
+        """The same with a metric that fits the model's output; what else is said once."""
+        metric = self.metric.fitted(out)
+        if metric.name != self.metric.name:
+            say(
+                "the metric is the loss: a loss of your own does not say what the output's columns stand for "
+                f"(metric={self.metric.name!r} takes scores above 0 for a label, or the largest of a column "
+                "a class; train.metric_columns names the columns)."
+            )
+        return self if metric is self.metric else replace(self, metric=metric)
+
+
+def aim_of(wishes: Wishes, part: Partition, meta: Meta, settings: Run, mesh: Mesh) -> tuple[Aim, Partition]:
+    """Loss and metric, checked against the labels before anything is trained. All ranks call it.
+
+    Args:
+        wishes: What the user gives.
+        part: Of this rank.
+        meta: Of the whole graph.
+        settings: Of the run.
+        mesh: All ranks.
+
+    Returns:
+        The aim, and this rank's part with masks of vertices that have a label.
+
+    Raises:
+        DataError: If there are no labels, they do not fit the loss, or no labelled vertex trains.
+        ConfigError: If settings clash, or a user's loss is one that the mean over all ranks would change.
+    """
+    if meta.labels is None:
+        raise DataError("training needs labels (data.y)", "the data has none")
+    train, channel = settings.train, mesh.graph
+    objective = objective_of(
+        wishes.loss,
+        labels_that_count(meta.labels, part, train, channel),
+        train,
+        meta.num_nodes,
+        inputs=wishes.loss_inputs,
+        nodes=tuple(part.nodes),
+        shared=tuple(part.shared),
+        alone=is_alone(settings, mesh),
+    )
+    metric = metric_of(wishes.metric, objective, train)
+    _refuse_weights(objective, part, channel)
+    labelled = objective.labelled(part.nodes["y"])
+    nodes = {name: value & labelled if name in splits.NAMES else value for name, value in part.nodes.items()}
+    given = [int(part.nodes[name].sum()) for name in splits.NAMES]
+    kept = [int(nodes[name].sum()) for name in splits.NAMES]
+    mine = torch.tensor([*given, *kept, int((~labelled).sum())], device=channel.device)
+    found = channel.all_reduce(mine, action="count labelled vertices", kind="other").tolist()
+    return Aim(objective, metric, _said(objective, meta, found)), replace(part, nodes=nodes)
+
+
+def labels_that_count(facts: Labels, part: Partition, train: Train, channel: Channel) -> Labels:
+    """What the labels hold besides the one that the settings say to ignore. All ranks call it.
+
+    Args:
+        facts: Of all.
+        part: Of this rank.
+        train: The settings.
+        channel: All that have a part.
+    """
+    if train.ignore_index is None:
+        return facts
+    mine = labels_of(part.nodes["y"], train.ignore_index)
+    odd, least, most = (
+        int(part.own[row]) if row >= 0 else row for row in (mine.odd, mine.least_row, mine.most_row)
+    )
+    mine = replace(mine, odd=odd, least_row=least, most_row=most)
+    parts: Any = channel.gather_objects(mine, "labels besides the ignored one", (Labels,))
+    return joined(parts)
+
+
+def is_alone(settings: Run, mesh: Mesh) -> bool:
+    """Whether one rank computes all losses and gradients, of the whole graph at once."""
+    return mesh.size == settings.parallel.fit(mesh.size).chunks == 1
+
+
+def no_aim() -> Aim:
+    """What engines take for data without labels, which is scored and never trained."""
+    objective = objective_of(
+        None, labels_of(torch.tensor([0, 1])), Train(), 2, inputs=None, nodes=(), shared=()
+    )
+    return Aim(objective, metric_of(None, objective, Train()))
+
+
+def _said(objective: Objective, meta: Meta, found: Sequence[int]) -> tuple[str, ...]:
+    """What there is to say of masks and labels of the whole graph."""
+    given, kept, unlabelled = found[:3], found[3:6], found[6]
+    none = "NaN" if objective.facts.floating else f"y = {objective.ignore}"
+    notes = []
+    if lost := sum(given) - sum(kept):
+        notes.append(f"{lost:,} vertices without a label ({none}) are left out of the masks.")
+    if unlabelled:
+        notes.append(
+            f"{unlabelled:,} of {meta.num_nodes:,} vertices have no label ({none}); they pass messages only."
+        )
+    if not kept[0]:
+        raise splits.nobody(given[0], unlabelled, meta.num_nodes)
+    notes += [
+        f"{name} is empty: there is nothing to {word} on."
+        for name, word, count in zip(splits.NAMES[1:], ("validate", "test"), kept[1:], strict=True)
+        if not count
+    ]
+    facts = objective.facts
+    if objective.name == "cross_entropy" and facts.single and facts.floating:
+        notes.append(f"cross_entropy takes the labels as class ids: y is {facts.dtype}, of whole numbers.")
+    return tuple(notes)
+
+
+def _refuse_weights(objective: Objective, part: Partition, channel: Channel) -> None:
+    """Sample weights are numbers from 0 up, one a vertex. All ranks call it."""
+    if objective.weight is None:
+        return
+    name = objective.weight
+    value, fault = part.nodes.get(name), ""
+    if value is None or value.is_complex() or value.shape[1:] not in ((), (1,)):
+        fault = (
+            "it has not" if value is None else f"it has the shape [N, {', '.join(map(str, value.shape[1:]))}]"
+        )
+    elif value.numel() and not (bool(value.double().isfinite().all()) and float(value.double().min()) >= 0):
+        fault = f"it holds {float(value.double().min()):g}"
+    faults = channel.gather_objects(fault, "check the weights of vertices")
+    fault = next((str(each) for each in faults if each), "")
+    if fault:
+        raise DataError(f"{name} has a weight from 0 up for each vertex", fault, where=f"data.{name}")
+
+
+def optimizer_of(
+    model: nn.Module,
+    settings: Run,
+    make: Callable[[Any], Optimizer] | None = None,
+    mesh: Mesh | None = None,
+) -> Optimizer:
+    """The optimizer over all parameters that require a gradient.
+
+    Args:
+        model: The user's module.
+        settings: Of the run.
+        make: ``callable(params)``; None for Adam.
+        mesh: All ranks; None for one.
+
+    Raises:
+        ModelError: If there are none.
+        ConfigError: If ``make`` gives no optimizer, one that runs the model by itself, one without any of the
+            model's weights, or, on several ranks or chunks, one that holds others too.
+    """
+    parameters = trained(model)
+    if make is None:
+        return torch.optim.Adam(parameters, lr=settings.train.lr, weight_decay=settings.train.weight_decay)
+    if isinstance(make, Optimizer) or not callable(make):
+        raise ConfigError(
+            "optimizer=... takes a callable(params) -> Optimizer",
+            f"it was given a {type(make).__name__}",
+            hint="optimizer=lambda params: torch.optim.AdamW(params, lr=0.01)",
+        )
+    with _told("optimizer=... makes an optimizer of the model's parameters"):
+        optimizer = make(parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            "optimizer=... takes a callable(params) -> Optimizer", f"it gave a {type(optimizer).__name__}"
+        )
+    # torch wraps step; the signature it shows is the class's own.
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            "one epoch is one forward pass, one backward pass and one step",
+            f"{type(optimizer).__name__} runs the model several times within a step",
+            hint="an optimizer whose step needs no closure: Adam, AdamW, SGD, ...",
+        )
+    _refuse_others(optimizer, model, alone=mesh is None or is_alone(settings, mesh))
+    return optimizer
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that require a gradient.
+
+    Raises:
+        ModelError: If there are none.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ModelError("training needs a model with parameters", "it has none that require a gradient")
+    return parameters
+
+
+def _refuse_others(optimizer: Optimizer, model: nn.Module, *, alone: bool) -> None:
+    """An optimizer trains the model.
+
+    Over ranks gradients of its parameters alone are summed, and their weights kept alike.
+    """
+    known = {id(parameter) for parameter in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    others = [parameter for parameter in held if id(parameter) not in known]
+    if len(others) == len(held):
+        raise ConfigError(
+            "an optimizer trains parameters of the model that the Trainer was given",
+            f"{type(optimizer).__name__} holds {len(held)}, none of them the model's",
+            hint="optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), over the params it is given",
+        )
+    if others and not alone:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise ConfigError(
+            "on several ranks or chunks an optimizer trains parameters of the model alone",
+            f"{type(optimizer).__name__} also holds one of shape {list(others[0].shape)}{more}, of a loss or "
+            "another module",
+            hint="make that module a part of the model (model.loss = loss); or train on one rank",
+        )
+
+
+def frozen(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters that are not trained: they require no gradient."""
+    return frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
+
+
+def refuse_thawed(model: nn.Module, before: frozenset[str]) -> None:
+    """Parameters that need a gradient only now are in no optimizer and in no sum over ranks.
+
+    Args:
+        model: As it is now.
+        before: What was ``frozen`` when optimizer and engine were made.
+
+    Raises:
+        ModelError: If one of them has been unfrozen since.
+    """
+    if thawed := sorted(before - frozen(model)):
+        more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
+        raise ModelError(
+            "fit trains the parameters that required a gradient when the Trainer was made",
+            f"{thawed[0]}{more} did not then, and {'do' if more else 'does'} now",
+            hint="make a new Trainer of this model, which keeps its weights, and fit with that",
+        )
+
+
+def set_rates(optimizer: Optimizer, train: Train) -> None:
+    """Give the default optimizer today's rates, which may be others than a checkpoint's."""
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = train.lr, train.weight_decay
+
+
+def scheduler_of(
+    optimizer: Optimizer, make: Callable[[Optimizer], Any] | None, *, higher: bool = True
+) -> Any:
+    """What steps the learning rate once an epoch, or None.
+
+    Args:
+        optimizer: Of the run.
+        make: Makes it.
+        higher: Whether more of the run's metric is better.
+
+    Raises:
+        ConfigError: If ``make`` gives nothing that steps, the optimizer itself, a scheduler of another
+            optimizer, or a plateau of a metric that rises where less is better.
+    """
+    if make is None:
+        return None
+    with _told(
+        "scheduler=... makes a scheduler of the optimizer",
+        hint="scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 50)",
+    ):
+        scheduler = make(optimizer) if callable(make) else make
+    if not callable(getattr(scheduler, "step", None)) or scheduler is make:
+        raise ConfigError(
+            "scheduler=... takes a callable(optimizer) with a step()",
+            f"it was given, or gave, a {type(scheduler).__name__}",
+            hint="scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 50)",
+        )
+    if scheduler is optimizer:
+        raise ConfigError(
+            "scheduler=... takes a callable(optimizer) that gives a scheduler",
+            f"it gave the optimizer itself, a {type(scheduler).__name__}, which would step twice an epoch",
+            hint="scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 50)",
+        )
+    turned = getattr(scheduler, "optimizer", optimizer)
+    if isinstance(turned, Optimizer) and turned is not optimizer:
+        raise ConfigError(
+            "a scheduler turns the rates of the run's optimizer",
+            f"{type(scheduler).__name__} turns those of another {type(turned).__name__}",
+            hint="scheduler=lambda optimizer: ..., made of the optimizer that it is given",
+        )
+    _refuse_plateau(scheduler, higher=higher)
+    return scheduler
+
+
+def _refuse_plateau(scheduler: Any, *, higher: bool) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode == "max" and not higher:
+        raise ConfigError(
+            'ReduceLROnPlateau(mode="max") waits for a metric that rises',
+            "less is better of this run's metric",
+            hint='mode="min"',
+        )
+
+
+def refuse_short(scheduler: Any, epochs: int, train: Train) -> None:
+    """A rate that is planned for so many steps raises after them: it is refused before the first epoch.
+
+    Args:
+        scheduler: Of the run.
+        epochs: That are asked for.
+        train: Settings; a run that may stop early is not refused.
+
+    Raises:
+        ConfigError: If the scheduler takes fewer steps.
+    """
+    if isinstance(scheduler, OneCycleLR) and train.patience is None:
+        left = scheduler.total_steps - scheduler.last_epoch
+        if left < epochs:
+            raise ConfigError(
+                f"{epochs:,} epochs are {epochs:,} steps of the scheduler",
+                f"OneCycleLR takes {left:,} more",
+                hint=f"total_steps={scheduler.last_epoch + epochs} or more; a step is an epoch here",
+            )
+
+
+def step_optimizer(optimizer: Optimizer) -> None:
+    """One step.
+
+    Raises:
+        ConfigError: If the optimizer raises.
+    """
+    with _told("the optimizer takes a step an epoch"):
+        optimizer.step()
+
+
+@contextmanager
+def _told(asked: str, hint: str = "") -> Iterator[None]:
+    """A block that runs what a user has written, or chosen: what it raises is told as a fault of that."""
+    try:
+        yield
+    except KagomeError:
+        raise
+    except Exception as error:
+        words = (str(error).strip().splitlines() or [""])[0]
+        said = "it raised " + ": ".join(filter(None, (type(error).__name__, words[:300])))
+        raise in_words(error) or ConfigError(asked, said, where=raised_at(error), hint=hint) from error
+
+
+def step_scheduler(
+    scheduler: Any, loss: float, val_metric: float | None, *, higher: bool, seen: bool = True
+) -> None:
+    """One step; a plateau is one of the validation metric where its mode fits that, else of the loss.
+
+    Args:
+        scheduler: Of the run.
+        loss: Of the epoch.
+        val_metric: Of the epoch, if it was evaluated and there are validation vertices.
+        higher: Whether more of the metric is better.
+        seen: Whether it was evaluated.
+
+    Raises:
+        ConfigError: If a plateau waits for a metric that rises where less is better, or where there is none.
+    """
+    _refuse_plateau(scheduler, higher=higher)
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        with _told("the scheduler takes a step an epoch"):
+            scheduler.step()
+    elif scheduler.mode == "min" and higher:
+        scheduler.step(loss)
+    elif val_metric is not None:
+        scheduler.step(val_metric)
+    elif seen and scheduler.mode == "max":
+        raise ConfigError(
+            'ReduceLROnPlateau(mode="max") waits for a validation metric that rises',
+            "there is none: no vertex validates, or its score has no value",
+            hint='data.val_mask, or mode="min" for the training loss',
+        )
+    elif seen:
+        scheduler.step(loss)

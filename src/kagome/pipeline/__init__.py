@@ -1,0 +1,1 @@
+"""Layers over ranks, the graph in chunks."""

@@ -1,0 +1,471 @@
+"""Pipeline: one rank's stages of a model over its part's chunks, action by action of a program.
+
+Where it sits: ``train.trainer`` drives it like ``engine.Engine`` where the mesh has stages, or parts have
+chunks.
+
+::
+
+    history   0F2 0SEND_F2 0F0 0SEND_F0 ... 0RECV_B0 0B0 0RECV_B2 0B2     fill and drain, chunk after chunk
+    exact     0F0.0 0F1.0 0F0.1 0F1.1 ...                                 all chunks pass a read of neighbours
+    drop      0F0 0F1 0B0 0F2 0B1 ...                                     chunks know nothing of each other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kagome.adaptive.gradient_probe import agreement
+from kagome.adaptive.history import Epoch, HistoryProbe, guard_of
+from kagome.adaptive.policy import Ways
+from kagome.adaptive.precision import EXACT, LateProbe, Rung
+from kagome.adaptive.report import Found
+from kagome.adaptive.rollback import Undo
+from kagome.checkpoint.epoch_state import Carried, Layout, Told, said_of
+from kagome.comm.mesh import Mesh
+from kagome.components import task
+from kagome.components.attached import Installed, while_installed
+from kagome.components.engine import Phases, without_fast
+from kagome.components.forward_reuse import Ahead
+from kagome.components.gradients import Gradients
+from kagome.components.offload import Offload
+from kagome.components.rank_zero import by_all, by_first
+from kagome.config import Parallel, Train
+from kagome.graph.partition.partition import Partition
+from kagome.halo.resumed_rows import NOTHING, Recall
+from kagome.intercept.active import Current
+from kagome.intercept.hooks import install
+from kagome.model.exact.layer_rules import apply_rules
+from kagome.model.split.stages import describe
+from kagome.objective.kept_rows import RefusesKept
+from kagome.objective.loss_trials import copied
+from kagome.objective.loss_weights import Weighed
+from kagome.objective.optimizers import Aim
+from kagome.pipeline.chunk_memory import Saving, held_by_chunks
+from kagome.pipeline.chunking import chunked
+from kagome.pipeline.executor import Jobs, Passes
+from kagome.pipeline.foreign_weights import (
+    read_by_loss,
+    refuse_mixing,
+    unmoving,
+    watch_hooks,
+    watched,
+    with_read,
+)
+from kagome.pipeline.ownership import Owners
+from kagome.pipeline.stage_run import Job, StageCode
+from kagome.pipeline.staging import needed, stage_model
+from kagome.records.memory import Holdings
+
+
+class Pipeline:
+    """One rank's stages over its part's chunks.
+
+    Args:
+        model: The user's module, already on the device, the same weights on all ranks.
+        part: This rank's part.
+        mesh: All ranks.
+        parallel: How to split, with nothing left open.
+        settings: Seed, clipping, mixed precision.
+        aim: The loss and the metric.
+        phases: Where the time of each action goes.
+        fast: Whether messages are put off and reduced by kernels.
+
+    Raises:
+        ModelError: If the model cannot be traced, or not be cut into so many stages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        part: Partition,
+        mesh: Mesh,
+        *,
+        parallel: Parallel,
+        settings: Train,
+        aim: Aim,
+        phases: Phases,
+        fast: bool = True,
+    ) -> None:
+        self.model, self.mesh, self.parallel, self.settings = model, mesh, parallel, settings
+        self.aim, self.phases, self.channel = aim, phases, mesh.graph
+        device = mesh.device
+        self.staging = stage_model(model, part, mesh.world, parallel, settings, device, fast=fast)
+        self.fast, self.recompute = fast and not self.staging.escape, False
+        read = by_first(mesh.world, lambda: self._read_by_loss(part), "weights that the loss reads")
+        self.staging = replace(self.staging, stages=with_read(self.staging.stages, read))
+        self.mine = [stage for stage in self.staging.stages if stage.rank == mesh.stage]
+        part = needed(self.mine, part, aim.objective.uses)
+        self.chunks = chunked(part, mesh.graph, parallel, device=device, seed=settings.seed, fast=self.fast)
+        self.current = Current([*self.chunks.scopes, *self.chunks.apart])
+        self.offload = Offload(parallel, device, lambda tensor: self.current.get().lasting(tensor))
+        self.saving = Saving(self.offload, self.chunks, model)
+        self.owners = Owners(model, self.staging.stages, mesh.pipe, self.staging.survey.changed)
+        self.foreign = self.owners.foreign()
+        self.codes = {
+            stage.number: StageCode(
+                *(model, self.staging.graph, self.staging.survey, stage, self.current, self._cast),
+                *(self.saving.saving, self.foreign),
+            )
+            for stage in self.mine
+        }
+        kept = {name for name in part.nodes if name.endswith("_mask")} | aim.objective.uses
+        self.inputs: dict[str, Any] = {k: v.to(device) for k, v in part.nodes.items() if k in kept}
+        self.inputs |= {k: v for k, v in part.shared.items() if k in kept}
+        self.gradients = Gradients(
+            self.owners.parameters, mesh.weights, codec=parallel.codec_weights, pieces=True
+        )
+        self._weighed = Weighed(aim.objective, mesh.graph)
+        self._settle()
+        self.guard = None if self.chunks.tables is None else guard_of(parallel)
+        self.undo = Undo(model, self.owners.parameters, self.owners.moving())
+        self.crossing, guarded = self.chunks.crossing, self.guard is not None
+        self.ways = Ways(self.crossing, mesh, parallel, self.gradients, seed=settings.seed, guarded=guarded)
+        self.passes = Passes(
+            *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.moved, self._lose),
+            self.ways.stages,
+        )
+        self._checked = self._stepped = False
+        self.ahead = Ahead(model)
+        ids = part.own if self.chunks.tables is None else self.chunks.tables.ids
+        steps, where = [step.name for stage in self.mine for step in stage.steps], mesh.stage
+        self.layout = Layout.of(parallel, part.fingerprint, ids, part=mesh.part, stage=where, steps=steps)
+        self._notes = [self._said()]
+        if self.staging.escape:
+            self._notes.append(without_fast(self.staging.escape, slices=parallel.tensor > 1))
+        self.installed = Installed(self._put_on, mesh.world.tell)
+
+    def _settle(self) -> None:
+        """Find the sum of weights; a user's loss that gives weights is asked with scores of 0."""
+        target = self.aim.objective.target(self.inputs, self.inputs["train_mask"].nonzero().view(-1))
+        value = self.staging.survey.values[self.staging.graph.output]
+        out = torch.zeros(target.y.size(0), *value.shape, dtype=value.dtype, device=self.mesh.device)
+        self._weighed.settle(target, out)
+
+    def _read_by_loss(self, part: Partition) -> tuple[str, ...]:
+        """The weights that the loss reads, told from made-up rows of the output."""
+        value, objective = self.staging.survey.values[self.staging.graph.output], self.aim.objective
+        if value.dtype is None:
+            return ()
+        device, known = self.mesh.device, {**part.nodes, **part.shared}
+        used = {name: known[name] for name in objective.uses if name in known}
+        inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in used.items()}
+        rows = part.nodes["train_mask"].nonzero().view(-1)[:12].to(device)
+        generator = torch.Generator().manual_seed(0)
+        out = torch.randn(rows.numel(), *value.shape, generator=generator).to(device, value.dtype)
+        if out.is_floating_point() and value.grad:
+            out.requires_grad_()
+        target = objective.target(inputs, rows)
+        last = next(stage for stage in self.staging.stages if stage.output is not None)
+        alone = last.buffers if self.parallel.chunks == 1 else ()
+        moved = self.staging.survey.changed.difference(alone)
+        with unmoving({name: buffer for name, buffer in self.model.named_buffers() if name in moved}):
+            # In an epoch the last stage alone could refuse it.
+            objective.check(out, target, trains=True, apart=self._apart)
+        self.aim.metric.check(out)
+        if self.parallel.pipe == 1:
+            return ()
+        with objective.tried():
+            return read_by_loss(lambda: objective.lost(copied(out), target), self.model)
+
+    @property
+    def _apart(self) -> str:
+        """How the loss is called, where that is not once an epoch on every rank that reads what it keeps."""
+        if self.parallel.chunks != 1:
+            return "once for each chunk"
+        by_loss = self.aim.metric.name == "loss" or self.aim.metric.guessed
+        return "on the last stage alone, while all score by it" if by_loss and self.parallel.pipe > 1 else ""
+
+    def _said(self) -> str:
+        """What is said before the first epoch."""
+        slices = f", {self.parallel.tensor} feature slices in each" if self.parallel.tensor > 1 else ""
+        words = f"pipeline: {len(self.staging.stages)} stages x {self.chunks.count} chunks{slices}"
+        words += self.chunks.text()
+        return f"{words}\n{describe(self.staging.stages, self.staging.survey, self.staging.seconds)}".rstrip()
+
+    @property
+    def _found(self) -> Sequence[Found]:
+        """What probes found."""
+        return self.ways.ladder.found if self.guard is None else self.guard.found
+
+    def take_uncoded(self) -> Mapping[str, int]:
+        """Bytes that this rank would have sent without codecs since the last call; kinds that have none."""
+        return self.ways.tally.take()
+
+    def facts(self) -> dict[str, Any]:
+        """What the summary is told of what crossed. All ranks call it."""
+        oldest, bound = 0 if self.guard is None else self.guard.oldest, self.chunks.scopes[0].bound
+        facts = self.ways.tally.facts(self._found, self.ways.ladder, oldest=oldest)
+        used = {} if bound is None else bound.used(self.mesh.world)
+        used |= {} if self.guard is None else self.guard.facts()
+        return {**facts, **used, **self.offload.facts(self.mesh.world)}
+
+    def sum_up(self) -> tuple[str, ...]:
+        """What there is to say at the end: what history, codecs and late rows were found to cost."""
+        ladder = self.ways.ladder
+        said = () if self.guard is None else self.guard.sum_up(stages=self.parallel.pipe > 1)
+        return (*said, *self.ways.tally.sentence(None if self.guard else ladder.found, ladder))
+
+    @contextmanager
+    def _put_on(self) -> Iterator[None]:
+        with ExitStack() as undo:
+            undo.callback(apply_rules(self.model, self.current.scope))
+            undo.callback(install(self.model, self.current.scope, several=self.current.several))
+            yield
+
+    def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Give this rank's model, or a copy of its weights, those of all stages. All ranks call it."""
+        state = self.model.state_dict() if weights is None else weights
+        self.owners.share(state, "weights of all stages")
+
+    @contextmanager
+    def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """Weights, the optimizer's state and the best weights of all stages, for a block."""
+        self.join_weights()
+        if best is not None:
+            self.join_weights(best)
+        self.owners.share_optimizer(optimizer)
+        yield
+        self.owners.forget_others(optimizer)
+
+    def carried(self, epoch: int) -> Carried:
+        """What the epoch after this one may read of it: other chunks' rows, and what guards know."""
+        known, tables = self.ways.crossing.known, self.chunks.tables
+        guards, entries = {"ladder": self.ways.ladder.state_dict()}, [*known.carried(epoch)]
+        if self.guard is not None and tables is not None:
+            guards["history"] = self.guard.state_dict()
+            entries += [*tables.carried(epoch), *self.undo.carried()]
+        return Carried.of(self.layout, guards, entries)
+
+    def resumed(self, optimizer: Optimizer, told: Told) -> str:
+        """Weights and the optimizer's state were read from a checkpoint. All ranks call it.
+
+        Returns:
+            How it goes on with history and late rows.
+        """
+        self.owners.forget_others(optimizer)
+        self.ways.go_on(told.guards.get("ladder"))
+        self.guard = self.guard and guard_of(self.parallel, told.guards.get("history"))
+        recall, tables = told.recall(self.layout, self.mesh.world, self.mesh.device), self.chunks.tables
+        self._forget(recall or NOTHING)
+        if recall is not None and self.guard is not None and tables is not None:
+            self.evaluate(told.epoch)  # all sites are come to; what all forwards share is read exactly
+            if not all(self.mesh.world.gather_objects(tables.whole, "rows of all sites")):
+                recall = None
+                self._forget(NOTHING)
+        if self.guard is not None:
+            kept = self.undo.recall(recall or NOTHING, told.epoch)
+            every = all(self.mesh.world.gather_objects(kept, "weights that may be put back"))
+            self.guard.go_on(rows=recall is not None, kept=every)
+        return said_of(recall, late=self.ways.crossing.late, history=self.guard is not None)
+
+    def _forget(self, recall: Recall) -> None:
+        """Let the next epoch read nothing of those before, but what is recalled."""
+        self.ways.crossing.forget(recall)
+        if self.chunks.tables is not None:
+            self.chunks.tables.forget(recall)
+
+    def take_notes(self) -> tuple[str, ...]:
+        """What there is to say since the last call."""
+        taken, self._notes = tuple(self._notes), []
+        return taken
+
+    def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Holdings:
+        """What this rank holds between epochs, and what autograd keeps within one."""
+        copies = [*(best or {}).values(), *self.undo.tensors]
+        return held_by_chunks(self.chunks, self.model, optimizer, self.saving.most, copies)
+
+    # Epochs --------------------------------------------------------------------------------------
+
+    @while_installed
+    def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:
+        """One weight update: all chunks forward and backward, the sum of gradients, clipping, step.
+
+        Args:
+            epoch: Counted from 1.
+            optimizer: Over the model's parameters; those of other stages have no gradient here.
+            stop: Whether this rank was asked to stop.
+
+        Returns:
+            The mean loss over all training vertices before the update; whether any rank was asked to stop.
+
+        Raises:
+            ModelError: If the loss is not finite.
+        """
+        self.model.train(True)
+        kind: Epoch = "exact" if self.parallel.cross_chunk == "exact" else "history"
+        if self.guard is not None:
+            kind = self.guard.next()
+        if kind == "probe":
+            guess = self._guess(epoch, "history")
+            with self.ways.tally.aside():
+                lost = self._gradient(epoch, "exact", EXACT)
+            self._measure(epoch, guess)
+        elif self.ways.ladder.probes():
+            rung, guess = self.ways.ladder.rung, self._guess(epoch, kind)
+            with self.ways.tally.aside():
+                lost = self._gradient(epoch, kind, EXACT)
+            self._say(self.ways.ladder.see(LateProbe(epoch, rung, *self._compared(guess))))
+        else:
+            lost = self._gradient(epoch, kind, self.ways.rung(exact=kind == "exact"))
+        self._say(self.ways.ladder.done(epoch))
+        self.saving.done()
+        self._checked = True
+        with self.phases.phase("weights", epoch):
+            mine = torch.tensor([lost, float(stop), *self.ways.moved(epoch)], dtype=torch.float64)
+            mine, action = mine.to(self.mesh.device), f"loss, epoch {epoch}"
+            value, stops, *moved = self.mesh.world.all_reduce(mine, action=action, kind="other").tolist()
+        self.ways.crossing.moved(moved, epoch)
+        task.check_finite(value, epoch)
+        if self.guard is not None:
+            turn = self.guard.done(kind, value)
+            self._say(turn.text)
+            if not self.undo.heed(turn.weights, optimizer):
+                return value, stops > 0
+        with self.phases.phase("optimizer", epoch):
+            if self.settings.clip is not None:
+                self.owners.clip(self.gradients.parameters, self.settings.clip)
+            if self._stepped:
+                self._step(optimizer)
+            else:  # what one rank refuses here, others may not meet
+                by_all(self.mesh.world, lambda: self._step(optimizer), "the first update")
+                self._stepped = True
+        return value, stops > 0
+
+    def _step(self, optimizer: Optimizer) -> None:
+        if self.foreign and not self._stepped:
+            refuse_mixing(optimizer)
+        watch_hooks(optimizer, self.foreign)
+        with watched(self.foreign, "the optimizer"):
+            optimizer.step()
+
+    def _guess(self, epoch: int, kind: Epoch) -> list[Tensor | None]:
+        """The gradient of an epoch as it would have been; buffers stay."""
+        with self.owners.buffers.unmoved(), self.aim.objective.tried():
+            self._gradient(epoch, kind, self.ways.ladder.rung, asks=True)
+        return [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
+
+    def _gradient(self, epoch: int, kind: Epoch, rung: Rung, *, asks: bool = False) -> float:
+        """All chunks forward and backward, and the sum of gradients; what this rank lost."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        with (
+            task.draws_of(self.settings.seed, epoch),
+            self.ways.using(rung, asks=asks),
+            self.gradients.during((), f"sum of gradients, epoch {epoch}"),
+        ):
+            jobs = self._trained(epoch, kind)
+        self._weighed.done()
+        with self.phases.phase("weights", epoch):
+            self.gradients.finish()
+            self.owners.sum_shared()
+            self.gradients.tell_hooks()
+        return sum(job.lost for job in jobs.values())
+
+    def _trained(self, epoch: int, kind: Epoch) -> Jobs:
+        """All chunks forward and backward."""
+        tables = self.chunks.tables
+        if tables is None or self.parallel.cross_chunk == "drop":
+            return self.passes.one_by_one(epoch, None, checked=not self._checked)
+        guard, stale = self.guard, self.parallel.stale_gradients
+        if kind == "exact":
+            leaves = guard is not None and (stale or guard.watch)
+            jobs = self.passes.in_lockstep(epoch, training=True, checked=not self._checked, stale=leaves)
+        else:
+            stale = stale or (guard is not None and guard.careful)
+            supplier = self.chunks.history(epoch, refresh=kind == "refresh", stale=stale)
+            tables.begin(epoch, supplier)
+            jobs = self.passes.one_by_one(epoch, supplier, checked=not self._checked)
+            with self.phases.phase("history", epoch):
+                tables.end()
+        if kind in ("exact", "refresh"):
+            tables.keep()
+        return jobs
+
+    def _compared(self, guess: Sequence[Tensor | None]) -> tuple[float, float]:
+        """The cosine of a gradient and the exact one, and its length over that one's."""
+        return agreement(*self.owners.products(self.gradients.parameters, guess))
+
+    def _say(self, said: str) -> None:
+        if said:
+            self._notes.append(said)
+
+    def _measure(self, epoch: int, guess: Sequence[Tensor | None]) -> None:
+        """Compare the gradient with history with the exact one, and rows with those last known."""
+        assert self.chunks.tables is not None
+        assert self.guard is not None
+        drift = self.chunks.tables.drift(self.mesh.world)
+        self._say(self.guard.see(HistoryProbe(epoch, *self._compared(guess), drift, self.guard.age)))
+
+    def _lose(self, job: Job) -> None:
+        """At the end of a job's forward: its loss, where its stage gives the output."""
+        self.saving.look()
+        self.ways.look()
+        out = self._out(job)
+        if out is None:
+            return
+        rows = job.scope.inputs["train_mask"].nonzero().view(-1)
+        target, shown = self.aim.objective.target(job.scope.inputs, rows), out[rows]
+        if not self._checked:
+            with RefusesKept(lambda tensor: job.scope.axis(tensor) is not None, self.model):
+                self.aim.objective.check(shown, target, trains=True, apart=self._apart)
+            self.aim.metric.check(out)
+        if not rows.numel():
+            return
+        with watched(self.foreign, "the loss"):
+            lost = self._weighed.mean(*self.aim.objective.lost(shown, target))
+        job.lost = float(lost.detach())
+        job.roots.append((lost, None))
+
+    def _out(self, job: Job) -> Tensor | None:
+        """The model's output for a chunk, where the job's stage gives it."""
+        name = job.code.stage.output
+        if name is None:
+            return None
+        out = task.check_rows(job.outs[name], job.scope.own, self.mesh.rank)
+        shown: Tensor = task.in_float32(out) if self.settings.amp == "bf16" else out
+        return shown
+
+    def _cast(self) -> AbstractContextManager[object]:
+        amp = self.settings.amp == "bf16"
+        return torch.autocast(self.mesh.device.type, torch.bfloat16) if amp else nullcontext()
+
+    # Evaluation ----------------------------------------------------------------------------------
+
+    def look_ahead(self, epoch: int) -> Tensor | None:
+        """Nothing: chunks of the coming epoch read what this one kept."""
+        return None
+
+    @while_installed
+    @torch.no_grad()
+    def evaluate(self, epoch: int) -> Tensor:
+        """Scores of the part's own rows with dropout off: exact, through the same stages.
+
+        Shapes:
+            ``[n, ...]`` as the model gives it.
+
+        Cost:
+            The scores, from the last stage to the others.
+        """
+        self.model.train(False)
+        self.crossing.settle()  # any number of evaluations may follow
+        if self.chunks.count > 1:
+            jobs = self.passes.in_lockstep(epoch, training=False)
+        else:
+            jobs = self.passes.forward(epoch)
+        found = [self._out(job) for job in jobs.values()]
+        rows = [out for out in found if out is not None]
+        value = self.staging.survey.values[self.staging.graph.output]
+        if rows:
+            out = self.chunks.joined(rows)
+        else:
+            own = sum(scope.own for scope in self.chunks.scopes)
+            kind = torch.float32 if self.settings.amp == "bf16" else value.dtype
+            out = torch.empty(own, *value.shape, dtype=kind, device=self.mesh.device)
+        return self.mesh.pipe.broadcast(out, self.parallel.pipe - 1, action=f"scores, epoch {epoch}")

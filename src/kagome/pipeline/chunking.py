@@ -1,0 +1,247 @@
+"""Chunking: a rank's part in chunks, each with its interception, and how an epoch's reads are answered.
+
+Where it sits: ``chunk_engine`` makes one; it holds all that depends on ``cross_chunk``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kagome.comm.channel import Channel
+from kagome.config import Parallel
+from kagome.errors import ConfigError
+from kagome.feature_parallel.tiled_reduce import Bound
+from kagome.graph.partition.chunks import Chunk, Chunks, ChunkStep, alone, cut_part, order_of, plan_steps
+from kagome.graph.partition.merged_chunks import at_once, bare, together
+from kagome.graph.partition.partition import Partition
+from kagome.halo.compressed_exchange import Crossing
+from kagome.halo.exchange import Carrier
+from kagome.historical.isolated_chunk import Apart
+from kagome.historical.provider import Exact, History, Left
+from kagome.historical.tables import ChunkChannel, ChunkRows, Tables
+from kagome.intercept.interceptor import Interception
+from kagome.model.exact.handlers import HANDLERS
+
+FEW = 64
+"""Chunks that a graph of any size may have."""
+LARGE = 20_000_000
+"""Edges of a part above which ``auto`` streams its vertices into chunks."""
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """A rank's part in chunks.
+
+    Args:
+        scopes: One interception a chunk, exact ones; the part's own where it is one chunk, and one for all
+            chunks where they go together.
+        apart: For ``cross_chunk="drop"``, one a chunk without the edges from elsewhere; else the same.
+        tables: What lasts between chunks; None where the part is one chunk.
+        rows: The part's row at each place of the chunks laid end to end.
+        crossing: The way to the other parts.
+        settings: How to split.
+        seed: Of the run.
+    """
+
+    scopes: tuple[Interception, ...]
+    apart: tuple[Interception, ...]
+    tables: Tables | None
+    rows: Tensor
+    crossing: Crossing
+    settings: Parallel
+    seed: int
+    _planned: dict[tuple[int, bool, bool], tuple[ChunkStep, ...]] = field(default_factory=dict, repr=False)
+
+    @property
+    def count(self) -> int:
+        """Chunks."""
+        return self.settings.chunks or 1
+
+    @property
+    def together(self) -> bool:
+        """Whether all chunks are taken at once, as the one piece that the program knows."""
+        return len(self.scopes) < self.count
+
+    def text(self) -> str:
+        """What becomes of the edges between chunks; nothing where there are none. All ranks call it."""
+        if self.count == 1:
+            return ""
+        old = f"up to {self.settings.history_epochs} epochs old"
+        words = {
+            "history": f"rows of later chunks are {old} and pass no gradient on; sums over all vertices are "
+            "the last epoch's",
+            "drop": "they are dropped in training; sums over all vertices are told from a chunk's own",
+            "exact": "all chunks pass a layer before any passes the next",
+        }
+        return f"; {self.cut_share():.0%} of the edges lie between chunks: {words[self.settings.cross_chunk]}"
+
+    def cut_share(self) -> float:
+        """The share of edges that begin in another chunk or part. All ranks of a graph group call it."""
+        sources = [(scope.views[0].edge_index[0], scope.own) for scope in self.scopes]
+        cut = sum(int((source >= own).sum()) for source, own in sources)
+        device = self.scopes[0].device
+        found = torch.tensor([cut, sum(source.numel() for source, _ in sources)], device=device)
+        among, edges = self.crossing.all_reduce(found, action="count cut edges", kind="other").tolist()
+        return float(among / max(edges, 1))
+
+    def program_order(self, epoch: int, part: int) -> tuple[int, ...]:
+        """What the program of an epoch takes after one another."""
+        return (0,) if self.together else self.order(epoch, part)
+
+    def order(self, epoch: int, part: int) -> tuple[int, ...]:
+        """The chunks of a part in the order of an epoch."""
+        shuffle = self.settings.shuffle_chunks
+        return order_of(self.count, seed=self.seed, epoch=epoch, part=part, shuffle=shuffle)
+
+    def history(self, epoch: int, *, refresh: bool, stale: bool) -> History:
+        """What answers reads in an epoch with history.
+
+        Args:
+            epoch: Which.
+            refresh: Whether its rows are kept.
+            stale: Whether historical rows pass on the gradients of the epoch before.
+        """
+        assert self.tables is not None
+        # Stale gradients of a halo row go to its owner also where all its readers came before.
+        steps = self._steps(epoch, refresh=refresh or stale, scaled=not stale)
+        return History(self.tables, steps, self._left(epoch) if stale else None)
+
+    def exact(self, epoch: int, *, training: bool, stale: bool) -> Exact:
+        """What answers reads where all chunks go in lockstep.
+
+        Args:
+            epoch: Which.
+            training: Whether it is no evaluation.
+            stale: Whether the next epoch may take gradients of this one.
+        """
+        assert self.tables is not None
+        return Exact(self.tables, self._left(epoch) if stale else None, trains=training)
+
+    def _left(self, epoch: int) -> Left:
+        assert self.tables is not None
+        return Left(self.tables, self._steps(epoch + 1, refresh=True, scaled=False))
+
+    def _steps(self, epoch: int, *, refresh: bool, scaled: bool) -> tuple[ChunkStep, ...]:
+        """What each step of an epoch takes from where; an epoch's are asked for by the one before too."""
+        tables, key = self.tables, (epoch, refresh, scaled)
+        assert tables is not None
+        if key not in self._planned:
+            for old in [other for other in self._planned if other[0] < epoch - 1]:
+                del self._planned[old]
+            orders = [self.order(epoch, part) for part in range(tables.channel.size)]
+            steps = plan_steps(
+                tables.chunks,
+                orders[tables.channel.rank],
+                orders,
+                tables.halo_chunk,
+                tables.sent_read_by,
+                scale=self.settings.cross_chunk_scale if scaled else 1.0,
+                refresh=refresh,
+            )
+            self._planned[key] = (at_once(steps),) if self.together else steps
+        return self._planned[key]
+
+    def joined(self, rows: Sequence[Tensor]) -> Tensor:
+        """Rows of all chunks, by number, as the part has them."""
+        laid = torch.cat(list(rows))
+        out = torch.empty_like(laid)
+        out[self.rows.to(laid.device)] = laid
+        return out
+
+
+def chunked(
+    part: Partition,
+    channel: Channel,
+    settings: Parallel,
+    *,
+    device: torch.device,
+    seed: int,
+    fast: bool,
+) -> Chunking:
+    """Cut a part into chunks. All ranks of a graph group call it.
+
+    Args:
+        part: This rank's part.
+        channel: The other parts.
+        settings: How to split, with nothing left open.
+        device: Where the model runs.
+        seed: Of the run.
+        fast: Whether messages are reduced by kernels.
+
+    Raises:
+        ConfigError: On all ranks, if there are more chunks than vertices in any part.
+
+    Cost:
+        A copy of the part, or two with ``cross_chunk="drop"``.
+    """
+    count, drops = settings.chunks or 1, settings.cross_chunk == "drop"
+    if count > 1:
+        _refuse_empty(part, count)
+    # Chunks that know nothing of each other read nothing of other parts either.
+    cut = Parallel() if drops and count > 1 else settings
+    crossing = Crossing(channel, cut, seed, late=channel.patient)
+
+    def scope(piece: Partition, way: Carrier, rows: ChunkRows | None) -> Interception:
+        return Interception(
+            piece,
+            way,
+            device=device,
+            seed=seed,
+            handlers=HANDLERS,
+            fast=fast,
+            rows=rows,
+            tensor=settings.tensor,
+            sums_only=cut.halo_sample < 1,
+        )
+
+    if count == 1:
+        whole = scope(part, crossing, None)
+        if settings.memory_gib is not None:
+            whole.bound = Bound(int(settings.memory_gib * 2**30), device)
+        rows = torch.arange(part.own.numel())
+        return Chunking((whole,), (whole,), None, rows, crossing, settings, seed)
+    method: str = settings.partitioner
+    if method == "auto":
+        method = "metis" if part.edge_index.size(1) <= LARGE else "streaming"
+    chunks: Chunks = cut_part(part, count, method=method, seed=seed)
+    # Where no stage follows none waits for a chunk, so all go at once: the same numbers for less time.
+    single = settings.pipe == 1 and settings.cross_chunk == "history"
+    pieces: tuple[Chunk, ...] = chunks.pieces
+    if single:
+        pieces, chunks = (together(chunks),), bare(chunks)
+    tables = Tables(chunks, pieces, crossing, device)
+    scopes = []
+    for piece in pieces:
+        end = ChunkChannel(piece, tables)
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        plan = ChunkRows(piece.own, piece.reads.numel(), none, (), (), end, None, None, piece, tables)
+        scopes.append(scope(piece.part, end, plan))
+        end.where = scopes[-1].where
+    apart = scopes
+    if drops:
+        apart = [_apart(piece, tables, scope) for piece in chunks.pieces]
+    return Chunking(tuple(scopes), tuple(apart), tables, chunks.rows, crossing, settings, seed)
+
+
+def _apart(piece: Chunk, tables: Tables, scope: Callable[..., Interception]) -> Interception:
+    """A chunk without the edges that come from elsewhere."""
+    whole, count = alone(piece), len(tables.chunks.pieces)
+    rank, size = tables.channel.rank * count + piece.number, tables.channel.size * count
+    end = Apart(rank, size, piece.own, whole.num_nodes)
+    found = scope(whole, end, None)
+    end.where = found.where
+    return found
+
+
+def _refuse_empty(part: Partition, count: int) -> None:
+    """Refuse more chunks than the graph has vertices; a few empty ones cost nothing."""
+    if count > max(part.num_nodes, FEW):
+        raise ConfigError(
+            f"parallel.chunks={count:,} cuts each part into so many pieces",
+            f"the whole graph has {part.num_nodes:,} vertices",
+            hint=f"--parallel.chunks {max(1, min(part.num_nodes // 100, 16))}",
+        )

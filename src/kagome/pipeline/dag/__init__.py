@@ -1,0 +1,1 @@
+"""Pipelines whose stages form a DAG, for any module."""

@@ -1,0 +1,91 @@
+"""Auto: operators and links measured here, and the plan that the search finds for them.
+
+Where it sits: ``pipeline`` asks for it with ``plan="auto"``; rank 0 searches, all ranks get what it found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from kagome.comm.channel import Channel
+from kagome.launch.host_memory import available_bytes
+from kagome.model.operators.graph import Branches
+from kagome.pipeline.dag.checks import of_first, too_few
+from kagome.planner.stages.coarsen import coarsened, fused
+from kagome.planner.stages.devices import Devices, StageCost
+from kagome.planner.stages.graphpipe import GraphPipe
+from kagome.planner.stages.operator_costs import OperatorGraph
+from kagome.planner.stages.plan import StagePlan
+from kagome.profile.operators import joint_norms, measured
+
+LARGEST: Final = 64
+"""Samples of the largest micro-batch that is tried."""
+MOST: Final = 60
+"""Operators that are searched over; chains of more are taken together."""
+PROBE: Final = 1 << 20
+"""Numbers that are summed to learn how fast links are."""
+
+
+def sizes_of(batch: int, least: int = 1) -> tuple[int, ...]:
+    """Micro-batches to try: powers of two that divide a batch, of so many samples at least."""
+    found = tuple(size for size in (2**power for power in range(LARGEST.bit_length())) if not batch % size)
+    return tuple(size for size in found if least <= size <= max(1, batch // 2)) or (
+        1 if least == 1 else batch,
+    )
+
+
+def searched(
+    model: nn.Module, branches: Branches, inputs: Mapping[str, Tensor], channel: Channel, batch: int
+) -> tuple[OperatorGraph, StagePlan]:
+    """Measure operators and links, and search.
+
+    Returns:
+        The operators with their costs, and the plan; the same on all ranks.
+
+    Raises:
+        PlanError: If no plan fits the memory, or a batch has fewer samples than there are ranks.
+
+    Cost:
+        Each operator a few times at a few sizes on rank 0; two sums of 4 MiB over all ranks.
+    """
+    joint = joint_norms(model, branches)
+    if joint and batch < 2:
+        raise too_few(next(iter(joint.values())), batch, 1)
+    sizes = sizes_of(batch, 2 if joint else 1)
+    devices = Devices(channel.size, _memory(channel), bandwidth(channel))
+
+    def search() -> tuple[str, ...]:
+        graph = measured(model, branches, inputs, sizes)
+        whole = fused(graph, branches.bound)
+        coarse = coarsened(whole.graph, MOST)
+        plan = GraphPipe(StageCost(coarse.graph, devices, batch), sizes).whole()
+        return graph.to_json(), whole.spelled_out(coarse.spelled_out(plan)).to_json()
+
+    operators, found = of_first(channel, "plan", search)
+    return OperatorGraph.from_json(operators), StagePlan.from_json(found)
+
+
+def bandwidth(channel: Channel) -> float:
+    """Bytes a second between two ranks, while all are talking."""
+    if channel.size == 1:
+        return float("inf")
+    numbers = torch.zeros(PROBE, device=channel.device)
+    seconds = []
+    for turn in range(2):
+        begun = time.perf_counter()
+        channel.all_reduce(numbers, action=f"probe {turn} of links", kind="other")
+        seconds.append(time.perf_counter() - begun)
+    return 2 * (channel.size - 1) / channel.size * numbers.nbytes / min(seconds)
+
+
+def _memory(channel: Channel) -> float:
+    """Bytes that each rank may take."""
+    if channel.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(channel.device)[0])
+    free = available_bytes()
+    return float("inf") if free is None else free / channel.size

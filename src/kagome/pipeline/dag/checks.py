@@ -1,0 +1,237 @@
+"""Checks: that all ranks are given one plan, batches look alike, and a loss gives a value a sample.
+
+Where it sits: ``pipeline`` asks them of what a user gives it.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kagome.comm.channel import Channel
+from kagome.components.wrappers import unwrapped
+from kagome.errors import CheckpointError, ConfigError, DataError, KagomeError, ModelError, PlanError
+from kagome.launch.os_errors import in_words
+from kagome.model.operators.graph import Branches
+from kagome.model.operators.samples import count_of
+from kagome.objective.objective import Loss, row_sum
+from kagome.planner.stages.operator_costs import OperatorGraph
+from kagome.planner.stages.plan import StagePlan
+from kagome.profile.operators import joint_norms, measured
+
+
+def model_to_cut(model: nn.Module) -> nn.Module:
+    """The module that a user wrote, without what stands around it.
+
+    Raises:
+        ModelError: If it is none, has no forward to follow, or weights without numbers.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            "a pipeline cuts a torch.nn.Module",
+            f"it was given a {type(model).__name__}",
+            hint="write it as the forward of a module",
+        )
+    model = unwrapped(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "a pipeline follows a module's forward from layer to layer",
+            f"the model is a {type(model).__name__}, whose forward is compiled",
+            hint="give the module that was scripted; scripted layers inside it are served",
+        )
+    if getattr(model.forward, "__func__", None) is vars(nn.Module)["forward"]:
+        raise ModelError(
+            "a pipeline follows a module's forward from layer to layer",
+            f"a {type(model).__name__} has none",
+            hint="nn.Sequential, or a module of your own with a forward",
+        )
+    return model
+
+
+Forms = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""By input, the shape of a sample, and the type."""
+
+
+def forms_of(inputs: Mapping[str, Tensor]) -> Forms:
+    """What samples look like."""
+    return {name: (value.shape[1:], value.dtype) for name, value in inputs.items()}
+
+
+def check_forms(inputs: Mapping[str, Tensor], forms: Forms) -> None:
+    """Check that samples look like those that stages have learned to expect.
+
+    Raises:
+        DataError: If they do not.
+    """
+    for name in {**forms, **inputs}:
+        if name not in forms:
+            raise DataError(f"the sample batch has {', '.join(forms)}", f"this one has {name!r} too")
+        shape, dtype = forms[name]
+        value = inputs.get(name)
+        if value is None or value.shape[1:] != shape or value.dtype != dtype:
+            raise DataError(
+                f"samples of {name!r} are {list(shape)} {dtype}, as in the sample batch",
+                "there are none" if value is None else f"they are {list(value.shape[1:])} {value.dtype}",
+                where=f"input {name!r}",
+                hint="pad samples to one shape",
+            )
+
+
+def check_norms(model: nn.Module, branches: Branches, plan: StagePlan) -> None:
+    """Check that batch norms have two samples or more to take statistics of.
+
+    Raises:
+        PlanError: If a replica takes one sample at a time.
+    """
+    joint = joint_norms(model, branches)
+    for number, stage in enumerate(plan.stages):
+        norm = next((joint[name] for name in stage.operators if name in joint), None)
+        if norm is not None and stage.micro_batch // stage.devices < 2:
+            raise too_few(norm, stage.micro_batch, stage.devices, f"stage {number}")
+
+
+def too_few(norm: str, micro_batch: int, devices: int, where: str = "") -> PlanError:
+    """The error for a batch norm of one sample."""
+    return PlanError(
+        'with batch_norm="micro-batch" each replica takes 2 samples or more at a time',
+        f"{norm!r} would have 1: micro-batches of {micro_batch} on {devices} devices",
+        where=where,
+        hint="a larger micro_batch in the plan, or a larger batch",
+    )
+
+
+def take_state(model: nn.Module, state: Any) -> None:
+    """Give a model a whole state; it is left as it was where that does not fit.
+
+    Raises:
+        CheckpointError: If it is none, or another model's.
+
+    Cost:
+        A copy of the weights.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError("a state dict holds weights by name", f"it is a {type(state).__name__}")
+    before = deepcopy(model.state_dict())
+    try:
+        model.load_state_dict(state)
+    except Exception as error:
+        model.load_state_dict(before)
+        words = " ".join(str(error).split())
+        raise in_words(error) or CheckpointError(
+            "a state dict of this model was expected", f"{type(error).__name__} was raised: {words}"
+        ) from error
+
+
+def check_target(target: object, samples: int) -> None:
+    """Check what a loss compares with a batch.
+
+    Raises:
+        DataError: If it is no tensor with a row for each sample, or there is no sample.
+    """
+    if not isinstance(target, Tensor) or target.dim() == 0:
+        said = f"it is a {type(target).__name__}" if not isinstance(target, Tensor) else "it has no axis"
+        raise DataError("a target is a tensor with samples along axis 0", said)
+    if target.size(0) != samples or not samples:
+        raise DataError(
+            "a batch has one sample or more, and a target for each",
+            f"there are {samples} samples, and {target.size(0)} targets",
+        )
+
+
+def lost(loss: Loss, out: Tensor, target: Tensor) -> Tensor:
+    """The sum of a loss over samples.
+
+    Raises:
+        ConfigError: If it gives no value a sample, or raises.
+    """
+    where = f"out {list(out.shape)}, target {list(target.shape)}"
+    try:
+        values = loss(out, target)
+    except KagomeError:
+        raise
+    except Exception as error:
+        words = (str(error).strip().splitlines() or [""])[0]
+        raise in_words(error) or ConfigError(
+            "loss(out, target) is computed of the model's output and the target",
+            f"it raised {type(error).__name__}: {words[:300]}",
+            where=where,
+            hint="a target of the output's shape, or of class ids, as the loss takes it",
+        ) from error
+    if not isinstance(values, Tensor):
+        raise ConfigError(
+            "loss(out, target) gives a tensor with a value a sample",
+            f"it gave a {type(values).__name__}",
+            where=where,
+        )
+    more = values.dim() > 1 and values.numel() > max(out.numel(), target.numel())
+    if values.dim() == 0 or values.size(0) != out.size(0) or more:
+        raise ConfigError(
+            f"loss(out, target) gives a value a sample: {out.size(0)}",
+            f"it gave the shape {list(values.shape)}",
+            where=where,
+            hint='reduction="none"; Kagome takes the mean over the batch',
+        )
+    return row_sum(values)
+
+
+def agreed(plan: StagePlan, channel: Channel) -> StagePlan:
+    """The plan, if all ranks have it.
+
+    Raises:
+        PlanError: If not.
+    """
+    plans = channel.gather_objects(plan.to_json(), "plan")
+    other = next((rank for rank, text in enumerate(plans) if text != plans[0]), None)
+    if other is not None:
+        raise PlanError(
+            "all ranks run one plan",
+            f"ranks 0 and {other} were given different ones",
+            where=f"rank {channel.rank}",
+            hint="read it from one file on all ranks",
+        )
+    return plan
+
+
+def common_zero(channel: Channel) -> float:
+    """The clock's value that counts as 0 for spans: one for all ranks of a host, which share its clock."""
+    clocks = channel.gather_objects((socket.gethostname(), time.perf_counter()), "clocks")
+    host, zero = cast("tuple[str, float]", clocks[0])
+    mine, own = cast("tuple[str, float]", clocks[channel.rank])
+    return zero if host == mine else own
+
+
+def rough_operators(
+    model: nn.Module, branches: Branches, inputs: Mapping[str, Tensor], channel: Channel
+) -> OperatorGraph:
+    """The operators with costs for a few samples, measured on rank 0: all ranks must plan alike."""
+
+    def measure() -> tuple[str, ...]:
+        return (measured(model, branches, inputs, (min(4, count_of(inputs)),), repeats=1).to_json(),)
+
+    return OperatorGraph.from_json(of_first(channel, "operators", measure)[0])
+
+
+def of_first(channel: Channel, action: str, work: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+    """What rank 0 finds, on all ranks; or its failure, so that no other rank waits for it.
+
+    Raises:
+        KagomeError: What rank 0 was refused by.
+    """
+    answer: tuple[tuple[str, ...], KagomeError | None] = (), None
+    if channel.rank == 0:
+        try:
+            answer = work(), None
+        except KagomeError as error:
+            answer = (), error
+    told = channel.gather_objects(answer, action)[0]
+    assert isinstance(told, tuple)
+    found, failure = told
+    if failure is not None:
+        raise failure
+    return tuple(found)

@@ -1,0 +1,133 @@
+"""Passes: one rank's program over the samples of a batch, action by action.
+
+Where it sits: ``pipeline`` asks for an update's pass or a prediction's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kagome.comm.channel import Channel
+from kagome.model.operators.graph import Branches
+from kagome.model.operators.pieces import Piece
+from kagome.pipeline.dag.sample_layout import Layout
+from kagome.pipeline.dag.stage_run import Job, StageCode
+from kagome.pipeline.dag.transfers import Messages, names_of
+from kagome.records.spans import Spans
+from kagome.schedule.actions import Action, Kind, Program, Programs, pointed
+from kagome.schedule.dag_schedules import DagShape, dag
+
+Lose = Callable[[Tensor, range], Tensor]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One rank's.
+
+    Args:
+        code: What its stage runs.
+        layout: Who takes which samples.
+        program: What its stage does, in order.
+        channel: All ranks.
+        spans: Where the time of each action goes.
+    """
+
+    code: StageCode
+    layout: Layout
+    program: Program
+    channel: Channel
+    spans: Spans
+
+    def run(
+        self,
+        inputs: Mapping[str, Tensor],
+        update: int,
+        *,
+        training: bool,
+        lose: Lose | None = None,
+        done: Callable[[Job], None] = lambda job: None,
+    ) -> None:
+        """Run the program.
+
+        Args:
+            inputs: The whole batch.
+            update: Number of the weights' update, for draws and errors.
+            training: Whether there is a backward.
+            lose: Gives the share of the loss of the output's samples.
+            done: Called with each job after its forward.
+
+        Raises:
+            CommError: If a peer was late or lost; what the rank was at is written to stderr.
+        """
+        stage, replica = self.layout.seat(self.channel.rank)
+        doing = f"update {update}" if training else "prediction"
+        jobs: dict[int, Job] = {}
+
+        def job_of(chunk: int) -> Job:
+            if chunk not in jobs:
+                samples = self.layout.samples(stage, chunk, replica)
+                jobs[chunk] = Job(self.code, samples, inputs, lose, update, training=training)
+            return jobs[chunk]
+
+        last = {self._chunk(stage, action): place for place, action in enumerate(self.program)}
+        at = 0
+        try:
+            messages = Messages(
+                self.code.branches,
+                self.code.piece,
+                self.layout,
+                self.channel,
+                self.program,
+                lambda action: f"{action}, {doing}",
+            )
+            for at, action in enumerate(self.program):
+                if self.channel.watch is not None:
+                    self.channel.watch.doing(f"{doing}: {action}")
+                with self.spans.phase(str(action), update if training else None):
+                    if action.kind.computes:
+                        job = job_of(action.chunk)
+                        if action.kind is Kind.F:
+                            job.forward()
+                            done(job)
+                        else:
+                            job.backward()
+                            messages.answered(job)
+                    else:
+                        job = job_of(self._chunk(stage, action))
+                        (messages.send if action.kind.sends else messages.receive)(action, job)
+                if last[self._chunk(stage, action)] == at:
+                    jobs.pop(self._chunk(stage, action))
+            messages.end()
+        except BaseException:
+            print(
+                f"kagome: rank {self.channel.rank} stopped here in {doing}:\n{pointed(self.program, at)}",
+                file=sys.stderr,
+            )
+            raise
+
+    def _chunk(self, stage: int, action: Action) -> int:
+        if action.kind.computes:
+            return action.chunk
+        return self.layout.chunk_of(stage, action.other, action.chunk)
+
+
+def update_programs(branches: Branches, pieces: tuple[Piece, ...], shape: DagShape) -> Programs:
+    """Every stage's program of an update, without messages that have nothing to carry."""
+    return tuple(
+        tuple(a for a in program if a.kind.computes or names_of(branches, pieces[a.stage], a))
+        for program in dag(shape)
+    )
+
+
+def forward_program(piece: Piece, chunks: int) -> Program:
+    """A stage's program of a prediction in which all stages have the same micro-batches."""
+    stage, program = piece.number, list[Action]()
+    for chunk in range(chunks):
+        program += [Action(stage, Kind.RECV_F, chunk, None, one) for one in sorted(piece.takes)]
+        program.append(Action(stage, Kind.F, chunk))
+        program += [Action(stage, Kind.SEND_F, chunk, None, other) for other in sorted(piece.gives)]
+    return tuple(program)

@@ -1,0 +1,439 @@
+"""Pipeline: any module in stages that form a DAG, trained batch by batch on all ranks.
+
+Where it sits: ``kagome.pipeline``; every rank calls it with the same arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kagome.comm.channel import Channel
+from kagome.comm.mesh import open_mesh
+from kagome.components.task import check_finite
+from kagome.components.wrappers import as_written
+from kagome.config import Parallel
+from kagome.config.fields import check_kind
+from kagome.errors import ConfigError, DataError, PlanError
+from kagome.model.operators.graph import branches_of
+from kagome.model.operators.probe import compare_halves
+from kagome.model.operators.sample_dropout import Masks
+from kagome.model.operators.samples import Batch, count_of, inputs_of
+from kagome.model.weight_hooks import hooks_off, run_hooks
+from kagome.objective.objective import Loss
+from kagome.pipeline.dag import autocast
+from kagome.pipeline.dag.auto_plan import searched
+from kagome.pipeline.dag.checks import (
+    agreed,
+    check_forms,
+    check_norms,
+    check_target,
+    common_zero,
+    forms_of,
+    lost,
+    model_to_cut,
+    rough_operators,
+    take_state,
+)
+from kagome.pipeline.dag.executor import Pass, forward_program, update_programs
+from kagome.pipeline.dag.plans import plan_of
+from kagome.pipeline.dag.replicas import Weights
+from kagome.pipeline.dag.sample_layout import Layout
+from kagome.pipeline.dag.stage_run import Job, StageCode
+from kagome.pipeline.foreign_weights import read_by_loss, refused, watch_hooks, watched
+from kagome.planner.stages.plan import StagePlan
+from kagome.records.spans import Span, Spans
+from kagome.report.page.stages_page import StageRow, write_stages
+from kagome.schedule.actions import to_text
+from kagome.storage.atomic import write_text
+
+BatchNorm = Literal["refuse", "micro-batch"]
+
+
+@as_written
+def pipeline(
+    model: nn.Module,
+    sample_batch: Batch,
+    *,
+    loss: Loss,
+    optimizer: Callable[[Any], Optimizer] | None = None,
+    devices: int | None = None,
+    plan: StagePlan | Path | str | None = None,
+    batch: int | None = None,
+    batch_norm: BatchNorm = "refuse",
+    seed: int = 0,
+    channel: Channel | None = None,
+) -> Pipeline:
+    """Cut a module into stages that form a DAG, to be trained on all ranks; each rank calls this.
+
+    Samples are independent: outputs, loss and gradients are those of plain training on one process.
+
+    Args:
+        model: The module; it is traced with torch.fx. Rank 0's weights count. ``torch.compile`` and
+            ``DistributedDataParallel`` around it are taken off.
+        sample_batch: A few samples or a batch, as forward takes them: a tensor, several by place, or by name;
+            samples along axis 0.
+        loss: ``loss(out, target)`` gives a value a sample (``reduction="none"``); the mean over the batch is
+            minimised.
+        optimizer: Gives the optimizer of a stage's weights; by default Adam with a rate of 0.001.
+        devices: How many ranks there must be; by default as many as there are.
+        plan: A plan or its file; ``auto`` measures operators and links and takes what GraphPipe's search
+            finds; by default a chain of stages that take about the same time.
+        batch: Samples of a batch; by default the plan's, else those of ``sample_batch``.
+        batch_norm: Refuse batch norms, or let each micro-batch (each replica's share of it) have statistics
+            of its own, which is not what plain training has.
+        seed: Of dropout.
+        channel: All ranks; by default those that the environment names are joined, and left with ``close``.
+
+    Returns:
+        The pipeline.
+
+    Raises:
+        DataError: If the sample does not fit the model.
+        ModelError: If the model cannot be traced, its steps do not give what forward gives, or its samples
+            read each other.
+        PlanError: If the plan does not fit the model, the ranks or the batch.
+        ScheduleError: If micro-batches do not fit each other.
+
+    Cost:
+        A few forwards and backwards of 4 samples, with ``auto`` of up to 64; all weights once from rank 0.
+    """
+    check_kind("channel", channel, Channel | None)
+    wishes = Wishes(loss, _adam if optimizer is None else optimizer, devices, plan, batch, batch_norm, seed)
+    with ExitStack() as stack:
+        world = channel or stack.enter_context(open_mesh(Parallel())).world
+        pipe = Pipeline(model_to_cut(model), sample_batch, wishes, world)
+        pipe._stack = stack.pop_all()
+        return pipe
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user wants of a pipeline besides the model; see :func:`pipeline`.
+
+    Raises:
+        ConfigError: If one of them is of another kind.
+    """
+
+    loss: Loss
+    optimizer: Callable[[Any], Optimizer]
+    devices: int | None
+    plan: StagePlan | Path | str | None
+    batch: int | None
+    batch_norm: BatchNorm
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss):
+            raise ConfigError(
+                "loss=... takes loss(out, target)",
+                f"it was given a {type(self.loss).__name__}",
+                hint='loss=torch.nn.MSELoss(reduction="none")',
+            )
+        check_kind("plan", self.plan, StagePlan | Path | str | None)
+        check_kind("batch", self.batch, int | None, least=1)
+        check_kind("devices", self.devices, int | None)
+        check_kind("batch_norm", self.batch_norm, BatchNorm)
+        check_kind("seed", self.seed, int)
+        if isinstance(self.optimizer, Optimizer) or not callable(self.optimizer):
+            raise ConfigError(
+                "optimizer=... takes a callable(params) -> Optimizer",
+                f"it was given a {type(self.optimizer).__name__}",
+                hint="optimizer=lambda params: torch.optim.AdamW(params, lr=0.01)",
+            )
+
+    def check_devices(self, ranks: int) -> None:
+        """Check that there are as many ranks as were asked for.
+
+        Raises:
+            PlanError: If not.
+        """
+        if self.devices is not None and self.devices != ranks:
+            raise PlanError(
+                f"devices={self.devices} were asked for",
+                f"there are {ranks} ranks",
+                hint=f"start {self.devices} ranks: torchrun --nproc-per-node {self.devices} ...",
+            )
+
+
+def _adam(weights: Iterable[Tensor]) -> Optimizer:
+    return torch.optim.Adam(weights, lr=1e-3)
+
+
+class Pipeline:
+    """One rank's end of a pipeline; see :func:`pipeline`.
+
+    Args:
+        model: The module, without wrappers.
+        sample_batch: A few samples or a batch.
+        wishes: What the user wants of it.
+        channel: All ranks.
+
+    Attributes:
+        plan: What is run.
+        operators: The model's operators by the names that a plan uses, with their costs: rough ones, unless
+            a plan was searched for.
+        program: All stages' programs as text, a line a stage.
+        stage: This rank's stage.
+    """
+
+    def __init__(self, model: nn.Module, sample_batch: Batch, wishes: Wishes, channel: Channel) -> None:
+        wishes.check_devices(channel.size)
+        self._stack = ExitStack()
+        self.model, self.channel, self._loss = model.to(channel.device), channel, wishes.loss
+        self._update = 0
+        self._last_loss: float | None = None
+        self._autocast = autocast.autocast_now(channel.device)
+        inputs = self._moved(inputs_of(model, sample_batch))
+        self._branches = branches_of(model, inputs, batch_norm=wishes.batch_norm)
+        plan = wishes.plan
+        if plan == "auto":
+            samples = wishes.batch or count_of(inputs)
+            self.operators, plan = searched(self.model, self._branches, inputs, channel, samples)
+        else:
+            self.operators = rough_operators(self.model, self._branches, inputs, channel)
+        bound, count = self._branches.bound, count_of(inputs)
+        chosen = plan_of(plan, self.operators, bound, channel.size, wishes.batch, count)
+        self.plan = agreed(chosen, channel)
+        check_norms(model, self._branches, self.plan)
+        graph = self._branches.graph
+        compare_halves(model, graph, inputs, self.plan.batch, batch_norm=wishes.batch_norm)
+        shape = self.plan.shape(self.operators)
+        self._pieces = self._branches.pieces([stage.operators for stage in self.plan.stages])
+        self._layout = Layout.of(self.plan)
+        self.stage, self._replica = self._layout.seat(channel.rank)
+        programs = update_programs(self._branches, self._pieces, shape)
+        self.program = to_text(programs)
+        self._programs, self._program = programs, programs[self.stage]
+        self._forms = forms_of(inputs)
+        self._code = StageCode(
+            model, self._branches, self._pieces[self.stage], Masks(wishes.seed, self._branches.places)
+        )
+        self._weights = Weights(model, self._pieces, self._layout, channel)
+        self._weights.share_first()
+        own = list(self._weights.mine.values())
+        self.optimizer = wishes.optimizer(own) if own else None
+        self._spans = Spans(most=100_000)
+        self._spans.align(common_zero(channel))
+
+    # Public ----------------------------------------------------------------------------------------
+
+    @as_written
+    def step(self, batch: Batch, target: Tensor) -> float:
+        """One synchronous update of all weights; gradients stay in the weights that this rank trains.
+
+        Args:
+            batch: As many samples as the plan's batch, the same on all ranks; each takes its own.
+            target: What the loss compares them with, samples along axis 0.
+
+        Returns:
+            The mean loss over the batch, before the update.
+
+        Raises:
+            DataError: If the batch is of another size or shape.
+            ConfigError: If autocast is not what it was when the pipeline was made.
+            ModelError: If the loss is not finite; weights are as they were.
+            CommError: If a peer was late or lost.
+        """
+        inputs = self._checked(batch)
+        if count_of(inputs) != self.plan.batch:
+            raise DataError(
+                f"a batch of this plan has {self.plan.batch} samples",
+                f"there are {count_of(inputs)}",
+                hint="drop the last, shorter batch; evaluate and predict take any number",
+            )
+        check_target(target, self.plan.batch)
+        target = target.to(self.channel.device)
+        self._update += 1
+        update = self._update
+        self.model.train()
+        self.model.zero_grad(set_to_none=True)
+        total = torch.zeros((), dtype=torch.float64, device=self.channel.device)
+
+        if update == 1:
+            self._refuse_foreign(target)
+
+        def lose(out: Tensor, samples: range) -> Tensor:
+            return lost(self._loss, out, target[samples.start : samples.stop]) / self.plan.batch
+
+        def done(job: Job) -> None:
+            if job.loss is not None:
+                total.add_(job.loss.detach().double())
+
+        current = Pass(self._code, self._layout, self._program, self.channel, self._spans)
+        with hooks_off(self._weights.mine.values()):
+            current.run(inputs, update, training=True, lose=lose, done=done)
+        with self._spans.phase("weights", update):
+            self._weights.sum_gradients(update)
+            self._weights.average_buffers(update)
+            found = self.channel.all_reduce(total, action=f"loss, update {update}", kind="other")
+        check_finite(float(found), update)
+        self._last_loss = float(found)
+        foreign = self._weights.foreign
+        with watched(foreign, "a hook of a weight", grads=True), autocast.without(self.channel.device):
+            run_hooks(self._weights.mine.values())
+        if self.optimizer is not None:
+            watch_hooks(self.optimizer, foreign)
+            alone = autocast.without(self.channel.device)
+            with self._spans.phase("optimizer", update), watched(foreign, "the optimizer"), alone:
+                self.optimizer.step()
+        return self._last_loss
+
+    @as_written
+    def predict(self, batch: Batch) -> Tensor:
+        """The model's output in evaluation mode, for any number of samples.
+
+        Args:
+            batch: The same on all ranks.
+
+        Returns:
+            All samples' output, on all ranks.
+
+        Cost:
+            The output, from the ranks that make it to all others.
+        """
+        inputs = self._checked(batch)
+        layout = self._layout.even(count_of(inputs))
+        program = forward_program(self._pieces[self.stage], layout.chunks(self.stage))
+        name, found = self._branches.graph.output, dict[int, Tensor]()
+        fact = self._branches.facts[name]
+
+        def done(job: Job) -> None:
+            if name in job.outs and self._code.piece.output == name:
+                found[job.samples.start] = job.outs[name]
+
+        self.model.eval()
+        try:
+            Pass(self._code, layout, program, self.channel, self._spans).run(
+                inputs, self._update, training=False, done=done
+            )
+        finally:
+            self.model.train()
+        none = torch.zeros(fact.shape_of(0), dtype=fact.dtype, device=self.channel.device)
+        own = torch.cat([none, *(found[start] for start in sorted(found))])
+        parts = self.channel.gather_rows(own, action="predictions")
+        assert parts is not None
+        last = next(piece.number for piece in self._pieces if piece.output is not None)
+        joined = torch.empty(fact.shape_of(layout.batch), dtype=fact.dtype, device=self.channel.device)
+        for replica, rank in enumerate(layout.ranks(last)):
+            rows = [i for c in range(layout.chunks(last)) for i in layout.samples(last, c, replica)]
+            joined[torch.tensor(rows, dtype=torch.int64, device=joined.device)] = parts[rank]
+        return joined
+
+    def evaluate(self, batch: Batch, target: Tensor) -> float:
+        """The mean loss in evaluation mode, over any number of samples."""
+        out = self.predict(batch)
+        check_target(target, out.size(0))
+        with torch.no_grad():
+            return float(lost(self._loss, out, target.to(out.device))) / out.size(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole model's state, on all ranks, which all call it."""
+        self._weights.join()
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the whole model's state: rank 0's. All ranks call it, each with one that fits the model.
+
+        Raises:
+            CheckpointError: If it does not fit.
+        """
+        take_state(self.model, state)
+        self._weights.share_first()
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The last update's gradients of the weights that this rank trains, by full name."""
+        return {name: weight.grad for name, weight in self._weights.mine.items()}
+
+    @property
+    def spans(self) -> list[Span]:
+        """What this rank did when, an action a span (``1F0``), from a zero that the ranks of a host share."""
+        return self._spans.as_list()
+
+    def all_spans(self) -> list[list[Span]]:
+        """Every rank's spans, on all ranks, which all call it: for ``report.timeline.write_trace``."""
+        return cast("list[list[Span]]", self.channel.gather_objects(self.spans, "spans", [Span]))
+
+    def report(self, folder: Path | str) -> Path | None:
+        """Write what was done so far: ``report.html``, ``summary.json``, ``trace.json``, ``plan.json``.
+
+        All ranks call it; rank 0 writes.
+
+        Args:
+            folder: Where; it is made where it is missing.
+
+        Returns:
+            The page's path on rank 0, elsewhere None.
+
+        Cost:
+            The spans of the first 20 and the last 50 updates, from all ranks to all.
+        """
+        mine = dict(self.channel.traffic.bytes)  # before what the report itself sends
+        sent = cast("list[dict[str, int]]", self.channel.gather_objects(mine, "bytes by kind"))
+        spans = self.all_spans()
+        if self.channel.rank:
+            return None
+        shape, weights = self.plan.shape(self.operators), self.operators.by_name
+        rows = [
+            StageRow(
+                stage.operators,
+                stage.devices,
+                stage.micro_batch,
+                stage.k,
+                shape.sources(number),
+                sum(weights[name].weights for name in stage.operators),
+            )
+            for number, stage in enumerate(self.plan.stages)
+        ]
+        kinds = sorted({kind for each in sent for kind in each})
+        facts = {
+            "title": f"{type(self.model).__name__} in stages",
+            "batch": self.plan.batch,
+            "updates": self._update,
+            "last_loss": self._last_loss,
+            "bytes": {kind: sum(each.get(kind, 0) for each in sent) for kind in kinds},
+        }
+        write_text(Path(folder) / "plan.json", self.plan.to_json())
+        return write_stages(folder, rows, self._programs, spans, facts)
+
+    def close(self) -> None:
+        """Leave the ranks, if the pipeline has joined them."""
+        self._stack.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    # Inside ----------------------------------------------------------------------------------------
+
+    def _refuse_foreign(self, target: Tensor) -> None:
+        """Refuse a loss that reads weights of stages before the last, told from a made-up output."""
+        fact, few = self._branches.facts[self._branches.graph.output], target[:4]
+        out = torch.randn(fact.shape_of(few.size(0)), generator=torch.Generator().manual_seed(0))
+        out = out.to(self.channel.device, fact.dtype).requires_grad_()
+        read = read_by_loss(lambda: self._loss(out, few), self.model)
+        last = next(piece.number for piece in self._pieces if piece.output is not None)
+        ranks = set(self._layout.ranks(last))
+        if old := [name for name in read if not ranks <= set(self._weights.holders.get(name, ()))]:
+            raise refused(old, "the loss")
+
+    def _moved(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.to(self.channel.device) for name, value in inputs.items()}
+
+    def _checked(self, batch: Batch) -> dict[str, Tensor]:
+        inputs = self._moved(inputs_of(self.model, batch))
+        check_forms(inputs, self._forms)
+        autocast.begin(self.channel.device, self._autocast)
+        return inputs

@@ -1,0 +1,130 @@
+"""Plans: the plan that a user gave, or a plain one, fitted to the ranks that there are.
+
+Where it sits: ``pipeline`` asks once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from kagome.errors import PlanError
+from kagome.planner.stages.coarsen import fused
+from kagome.planner.stages.operator_costs import OperatorGraph
+from kagome.planner.stages.plan import PlannedStage, StagePlan
+
+
+def plan_of(
+    plan: StagePlan | Path | str | None,
+    graph: OperatorGraph,
+    bound: Iterable[tuple[str, str]],
+    devices: int,
+    batch: int | None,
+    sample: int,
+) -> StagePlan:
+    """The plan to run.
+
+    Args:
+        plan: The user's, or its file; None for the plain one. A stage may name a module for all operators
+            within it that no stage names itself.
+        graph: The model's operators.
+        bound: Operators, two each, that one stage must have.
+        devices: Ranks that there are.
+        batch: Samples of a batch, if the user said.
+        sample: Samples of the batch that the user showed.
+
+    Raises:
+        PlanError: If it does not fit.
+    """
+    if plan is None:
+        whole = fused(graph, bound)
+        plan = whole.spelled_out(default_plan(whole.graph, devices, batch or sample))
+    elif not isinstance(plan, StagePlan):
+        plan = StagePlan.load(plan)
+    plan = _spelled_out(plan, graph)
+    if batch is not None and batch != plan.batch:
+        raise PlanError(f"batch={batch} samples were asked for", f"the plan is for {plan.batch}")
+    if plan.devices != devices:
+        raise PlanError(
+            f"the plan has {plan.devices} devices in {len(plan.stages)} stages",
+            f"there are {devices} ranks",
+            hint=f"start {plan.devices} ranks",
+        )
+    for number, stage in enumerate(plan.stages):
+        if not stage.operators or not 1 <= stage.devices <= stage.micro_batch:
+            raise PlanError(
+                "a stage has operators, and a micro-batch with a sample for each of its devices",
+                f"{len(stage.operators)} operators, {stage.micro_batch} samples, {stage.devices} devices",
+                where=f"stage {number}",
+            )
+    return plan
+
+
+def _spelled_out(plan: StagePlan, graph: OperatorGraph) -> StagePlan:
+    """The plan with operators in place of modules that have several."""
+    named = {name for stage in plan.stages for name in stage.operators}
+
+    def within(name: str) -> list[str]:
+        if name in graph.by_name:
+            return [name]
+        parts = [o.name for o in graph.operators if o.name.startswith(f"{name}.") and o.name not in named]
+        return parts or [name]
+
+    stages = (
+        replace(stage, operators=tuple(o for name in stage.operators for o in within(name)))
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages))
+
+
+def default_plan(graph: OperatorGraph, devices: int, batch: int) -> StagePlan:
+    """A plain plan: operators in their order cut into a chain of stages that take about the same time.
+
+    Args:
+        graph: The model's operators.
+        devices: Ranks that there are.
+        batch: Samples of a batch.
+
+    Returns:
+        A stage a device; where there are fewer operators than devices, the slowest stage has the others too.
+        Micro-batches have the most samples that divide a batch and leave 4 of them to a stage.
+
+    Raises:
+        PlanError: If a batch has fewer samples than there are devices.
+    """
+    if batch < devices:
+        raise PlanError(
+            f"{devices} ranks share a batch", f"it has {batch} samples", hint="a larger batch, or fewer ranks"
+        )
+    count = min(devices, len(graph.operators))
+    seconds = [operator.seconds(1) for operator in graph.operators]
+    total = sum(seconds)
+    groups: list[list[str]] = [[]]
+    before = 0.0
+    for place, (operator, cost) in enumerate(zip(graph.operators, seconds, strict=True)):
+        left = len(graph.operators) - place
+        need = count - len(groups)  # stages that are still to begin
+        full = before + cost / 2 > total * len(groups) / count
+        if groups[-1] and need and (full or left <= need):
+            groups.append([])
+        groups[-1].append(operator.name)
+        before += cost
+    costs = [sum(graph.by_name[name].seconds(1) for name in names) for names in groups]
+    spare = devices - count
+    widths = [1 + (spare if number == costs.index(max(costs)) else 0) for number in range(count)]
+    shares = [max(graph.by_name[name].least for name in names) for names in groups]
+    need = max(width * share for width, share in zip(widths, shares, strict=True))
+    if batch < need:
+        raise PlanError(
+            f"a stage takes {need} samples at a time, {max(shares)} on each of its devices",
+            f"the batch has {batch} samples",
+            hint="a larger batch, or fewer ranks",
+        )
+    most = max(need, batch // (4 * devices))
+    fitting = [size for size in range(need, batch + 1) if batch % size == 0]
+    size = max((size for size in fitting if size <= most), default=fitting[0])
+    stages = tuple(
+        PlannedStage(tuple(names), width, size) for names, width in zip(groups, widths, strict=True)
+    )
+    return StagePlan(batch, stages)

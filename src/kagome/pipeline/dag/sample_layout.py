@@ -1,0 +1,87 @@
+"""Layout: which rank takes which samples of a batch, and which of them cross between two ranks.
+
+Where it sits: ``pipeline`` makes it of a plan; jobs and messages ask it.
+
+::
+
+    batch        0   1   2   3   4   5   6   7
+    stage 0    [ r0    | r1    ][ r0    | r1    ]     micro-batches of 4 on 2 ranks
+    stage 1    [ r2    ][ r2   ][ r2    ][ r2   ]     micro-batches of 2 on 1 rank
+    messages     u0      u1      u2       u3          u0 from r0 alone, u1 from r1 alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kagome.planner.stages.plan import StagePlan
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Samples by stage, micro-batch and replica.
+
+    Args:
+        batch: Samples; the last micro-batch may be shorter.
+        sizes: Each stage's micro-batch, over all its replicas.
+        devices: Each stage's replicas; ranks are given out in the order of stages.
+    """
+
+    batch: int
+    sizes: tuple[int, ...]
+    devices: tuple[int, ...]
+
+    @staticmethod
+    def of(plan: StagePlan) -> Layout:
+        """The layout of a plan's batch."""
+        stages = plan.stages
+        return Layout(plan.batch, tuple(s.micro_batch for s in stages), tuple(s.devices for s in stages))
+
+    def even(self, batch: int) -> Layout:
+        """The same ranks for any number of samples, all stages in micro-batches of one size."""
+        return Layout(batch, (max(self.sizes),) * len(self.sizes), self.devices)
+
+    def chunks(self, stage: int) -> int:
+        """Micro-batches of a stage."""
+        return -(-self.batch // self.sizes[stage])
+
+    def ranks(self, stage: int) -> range:
+        """The ranks of a stage."""
+        first = sum(self.devices[:stage])
+        return range(first, first + self.devices[stage])
+
+    def seat(self, rank: int) -> tuple[int, int]:
+        """Stage and replica of a rank."""
+        stage = next(s for s in range(len(self.devices)) if rank in self.ranks(s))
+        return stage, rank - self.ranks(stage).start
+
+    def samples(self, stage: int, chunk: int, replica: int) -> range:
+        """The samples of a micro-batch that one replica takes."""
+        size, devices = self.sizes[stage], self.devices[stage]
+        first = chunk * size
+        count = min(first + size, self.batch) - first
+        return range(first + count * replica // devices, first + count * (replica + 1) // devices)
+
+    def chunk_of(self, stage: int, other: int, unit: int) -> int:
+        """The micro-batch of a stage that has the samples of a message to or from another one."""
+        return unit * min(self.sizes[stage], self.sizes[other]) // self.sizes[stage]
+
+    def shared(self, rank: int, other: int, unit: int) -> Iterator[tuple[int, range]]:
+        """The ranks of another stage that have samples of a message in common with a rank, and these.
+
+        Args:
+            rank: The rank.
+            other: The other stage.
+            unit: The message's number.
+        """
+        stage, replica = self.seat(rank)
+        size = min(self.sizes[stage], self.sizes[other])
+        mine = self.samples(stage, self.chunk_of(stage, other, unit), replica)
+        its = self.chunk_of(other, stage, unit)
+        for place, peer in enumerate(self.ranks(other)):
+            theirs = self.samples(other, its, place)
+            first = max(unit * size, mine.start, theirs.start)
+            last = min((unit + 1) * size, mine.stop, theirs.stop)
+            if first < last:
+                yield peer, range(first, last)

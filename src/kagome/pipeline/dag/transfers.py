@@ -1,0 +1,114 @@
+"""Messages: what crosses between the stages of a DAG, unit by unit, begun early and waited for late.
+
+Where it sits: ``executor`` posts receives a few actions ahead and sends without waiting; each rank sends each
+rank of another stage exactly the samples that both have.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import torch
+
+from kagome.comm.channel import Channel, Pending, Sending
+from kagome.model.operators.graph import Branches
+from kagome.model.operators.pieces import Piece
+from kagome.pipeline.dag.sample_layout import Layout
+from kagome.pipeline.dag.stage_run import Job
+from kagome.schedule.actions import Action, Kind, Program
+
+AHEAD: Final = 8
+"""Receives that are posted before they are waited for: more would hold memory that no window counts."""
+
+_Coming = tuple[str, range, Pending]
+
+
+class Messages:
+    """One rank's, in one pass.
+
+    Args:
+        branches: Of the model.
+        piece: This rank's stage.
+        layout: Who takes which samples.
+        channel: All ranks.
+        program: What this rank does.
+        words: Tells what an action is, for errors.
+    """
+
+    def __init__(
+        self,
+        branches: Branches,
+        piece: Piece,
+        layout: Layout,
+        channel: Channel,
+        program: Program,
+        words: Callable[[Action], str],
+    ) -> None:
+        self.branches, self.piece, self.layout, self.channel = branches, piece, layout, channel
+        self.words = words
+        self._posted: deque[tuple[Action, list[_Coming]]] = deque()
+        self._left = deque(action for action in program if action.kind.receives)
+        self._leaving: dict[int, list[Sending]] = {}
+        self._post()
+
+    def send(self, action: Action, job: Job) -> None:
+        """Begin to send each peer its samples of a unit."""
+        forward = action.kind.forward
+        for peer, samples in self.layout.shared(self.channel.rank, action.other, action.chunk):
+            for name in names_of(self.branches, self.piece, action):
+                value = job.outs[name].detach() if forward else job.gradient(name)
+                sending = self.channel.start_send(
+                    job.rows(value, name, samples),
+                    peer,
+                    action=self.words(action),
+                    backward=not forward,
+                )
+                answered = forward and self.branches.facts[name].grad
+                self._leaving.setdefault(job.samples.start if answered else -1, []).append(sending)
+
+    def receive(self, action: Action, job: Job) -> None:
+        """Wait for all peers' samples of a unit."""
+        posted, coming = self._posted.popleft()
+        assert posted == action
+        for name, samples, pending in coming:
+            job.take(action.other, name, (samples, pending.wait()))
+        self._post()
+
+    def answered(self, job: Job) -> None:
+        """All that a job gave has come back as gradients: what was sent has long gone."""
+        for sending in self._leaving.pop(job.samples.start, []):
+            sending.wait()
+
+    def end(self) -> None:
+        """Wait until all that was sent has left."""
+        for leaving in self._leaving.values():
+            for sending in leaving:
+                sending.wait()
+        self._leaving.clear()
+
+    def _post(self) -> None:
+        while self._left and len(self._posted) < AHEAD:
+            action = self._left.popleft()
+            self._posted.append((action, list(self._begun(action))))
+
+    def _begun(self, action: Action) -> Iterable[_Coming]:
+        for peer, samples in self.layout.shared(self.channel.rank, action.other, action.chunk):
+            for name in names_of(self.branches, self.piece, action):
+                fact = self.branches.facts[name]
+                pending = self.channel.start_receive(
+                    fact.shape_of(len(samples)),
+                    fact.dtype or torch.float32,
+                    peer,
+                    action=self.words(action),
+                    backward=not action.kind.forward,
+                )
+                yield name, samples, pending
+
+
+def names_of(branches: Branches, piece: Piece, action: Action) -> list[str]:
+    """The values that a SEND or RECV of a stage is about; back go the gradients of those that have one."""
+    given = piece.gives if action.kind in (Kind.SEND_F, Kind.RECV_B) else piece.takes
+    names = given.get(action.other, ())
+    return [name for name in names if action.kind.forward or branches.facts[name].grad]

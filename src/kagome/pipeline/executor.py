@@ -1,0 +1,251 @@
+"""Passes: a rank's program of actions, run over its jobs - chunk after chunk, or all in lockstep.
+
+Where it sits: ``chunk_engine`` asks for the pass that an epoch or an evaluation needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+
+import torch
+
+from kagome.adaptive.stage_codec import StageCodec
+from kagome.comm.mesh import Mesh
+from kagome.components.engine import Phases
+from kagome.historical.lockstep import Lockstep
+from kagome.historical.provider import History
+from kagome.intercept.interceptor import Interception
+from kagome.model.split.stages import Stage, links
+from kagome.pipeline.buffer_isolation import Moved
+from kagome.pipeline.chunking import Chunking
+from kagome.pipeline.p2p import Messages
+from kagome.pipeline.stage_run import Job, StageCode
+from kagome.schedule.actions import Action, Kind, Program, Programs, pointed
+from kagome.schedule.schedules import Shape, arrivals, fill_drain, k_forward_k_backward
+
+Jobs = dict[tuple[int, int], Job]
+"""By stage and chunk."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One rank's passes over its chunks.
+
+    Args:
+        codes: Of its stages, by number, in order.
+        mesh: All ranks.
+        chunks: Of its part.
+        stages: All.
+        phases: Where the time of each action goes.
+        moved: Makes what lets buffers move once an epoch, not by every chunk.
+        lose: Called with each job whose forward has ended in training.
+        codec: How values go from stage to stage in training.
+    """
+
+    codes: Mapping[int, StageCode]
+    mesh: Mesh
+    chunks: Chunking
+    stages: Sequence[Stage]
+    phases: Phases
+    moved: Callable[[bool], Moved]
+    lose: Callable[[Job], None]
+    codec: StageCodec
+
+    def one_by_one(self, epoch: int, history: History | None, *, checked: bool) -> Jobs:
+        """One chunk after the other, by a program that is known beforehand."""
+        jobs = self._jobs(self.chunks.apart, epoch, training=True, checked=checked)
+        programs = self.programs(epoch)
+        program = programs[self.mesh.stage]
+        messages = self._messages(jobs, epoch, self.codec)
+        messages.post(arrivals(programs, self.mesh.stage))
+        # Chunks that know nothing of each other note their own statistics, as micro-batches do.
+        alike = history is not None
+        moved = self.moved(alike)
+
+        def compute(action: Action) -> None:
+            job = jobs[action.stage, action.chunk]
+            if action.kind is Kind.F:
+                stays = action.chunk == first if alike else job.scope.own > 0
+                with moved.by(action.chunk, stays=stays):
+                    job.forward()
+                self.lose(job)
+                return
+            job.backward()
+
+        first = next(action.chunk for action in program if action.kind is Kind.F)
+        self._run(program, jobs, messages, compute, epoch)
+        messages.end()
+        return jobs
+
+    def in_lockstep(self, epoch: int, *, training: bool, checked: bool = False, stale: bool = False) -> Jobs:
+        """All chunks piece by piece: a program that ends where the model has no more reads.
+
+        ``stale``: the next epoch may take gradients of this one.
+        """
+        tables = self.chunks.tables
+        assert tables is not None
+        jobs = self._jobs(self.chunks.scopes, epoch, training=training, checked=checked)
+        supplier = self.chunks.exact(epoch, training=training, stale=stale)
+        tables.begin(epoch, supplier)
+        messages = self._messages(jobs, epoch, self.codec if training else None)
+        passes = (True, False) if training else (True,)
+        for forward in passes:
+            messages.post(self._arrivals(len(self.chunks.scopes), forward))
+        numbers, moved = tuple(self.codes), self.moved(training)
+        turns = [(stage, way) for way in passes for stage in (numbers if way else numbers[::-1])]
+        for stage, forward in turns:
+            mine = {chunk: job for (other, chunk), job in jobs.items() if other == stage}
+            works = [job.forward if forward else job.backward for job in mine.values()]
+            lockstep = supplier.lockstep = Lockstep(works)
+            ended: set[int] = set()
+
+            def compute(action: Action, lockstep: Lockstep = lockstep, ended: set[int] = ended) -> None:
+                with moved.by(action.chunk, stays=action.chunk == 0):
+                    done = lockstep.advance(action.chunk)
+                if done:
+                    ended.add(action.chunk)
+                    if action.kind is Kind.F and training:
+                        self.lose(jobs[action.stage, action.chunk])
+
+            rounds = self._rounds(stage, tuple(mine), ended, forward)
+            try:
+                with _calling_thread():
+                    self._run(rounds, jobs, messages, compute, epoch)
+            finally:
+                lockstep.close()
+        messages.end()
+        return jobs
+
+    def programs(self, epoch: int) -> Programs:
+        """What the ranks of this part do in an epoch, chunk after chunk."""
+        settings = self.chunks.settings
+        order = self.chunks.program_order(epoch, self.mesh.part)
+        shape = Shape(len(self.stages), order, links(self.stages), settings.pipe)
+        if settings.pattern == "fill-drain":
+            found = fill_drain(shape)
+        else:
+            found = k_forward_k_backward(shape, 1 if settings.pattern == "1f1b" else settings.pipe)
+        return tuple(map(self._needed, found))
+
+    def forward(self, epoch: int) -> Jobs:
+        """One evaluation of a part that is one chunk."""
+        jobs = self._jobs(self.chunks.scopes, epoch, training=False, checked=False)
+        messages = self._messages(jobs, epoch, None)
+        messages.post(self._arrivals(1, True))
+        program: list[Action] = []
+        for stage in self.codes:
+            receives, sends = self._ends(stage, 0, True)
+            program += [*receives, Action(stage, Kind.F, 0), *sends]
+        self._run(tuple(program), jobs, messages, lambda action: jobs[action.stage, 0].forward(), epoch)
+        messages.end()
+        return jobs
+
+    @cached_property
+    def _carried(self) -> Mapping[tuple[int, int], bool]:
+        """Which stages give to which, and whether gradients come back."""
+        values = next(iter(self.codes.values())).survey.values
+        return {
+            (stage.number, taker): any(values[name].grad for name in names)
+            for stage in self.stages
+            for taker, names in stage.gives.items()
+        }
+
+    def _messages(self, jobs: Jobs, epoch: int, codec: StageCodec | None) -> Messages:
+        ranks = [stage.rank for stage in self.stages]
+        return Messages(self.codes, self.mesh.pipe, ranks, jobs, epoch, codec)
+
+    def _needed(self, program: Iterable[Action]) -> Program:
+        """Without messages that have nothing to carry: gradients of values that have none."""
+
+        def carries(action: Action) -> bool:
+            one, other = sorted((action.stage, action.other))
+            return action.kind.forward or self._carried[one, other]
+
+        return tuple(action for action in program if action.kind.computes or carries(action))
+
+    def _arrivals(self, chunks: int, forward: bool) -> list[Action]:
+        """The receives of a pass in lockstep, each sender's in the order in which it sends."""
+        order = range(chunks) if forward else range(chunks)[::-1]
+        stages = range(len(self.stages)) if forward else range(len(self.stages))[::-1]
+        sends = (send for stage in stages for chunk in order for send in self._ends(stage, chunk, forward)[1])
+        return [send.answer for send in sends if send.other in self.codes]
+
+    def _rounds(self, stage: int, order: Sequence[int], ended: set[int], forward: bool) -> Iterator[Action]:
+        """Each round a piece of every chunk; receives before the first, sends after the last."""
+        kind = Kind.F if forward else Kind.B
+        for piece in count():
+            for chunk in order if forward else order[::-1]:
+                receives, sends = self._ends(stage, chunk, forward)
+                if piece == 0:
+                    yield from receives
+                yield Action(stage, kind, chunk, piece)
+                if chunk in ended:
+                    yield from sends
+            if len(ended) == len(order):
+                return
+
+    def _ends(self, stage: int, chunk: int, forward: bool) -> tuple[list[Action], list[Action]]:
+        """The receives before a chunk's first piece in a stage and the sends after its last."""
+        before = [one for one, other in self._carried if other == stage]
+        after = [other for one, other in self._carried if one == stage]
+        come, go = (before, after) if forward else (after[::-1], before[::-1])
+        take, give = (Kind.RECV_F, Kind.SEND_F) if forward else (Kind.RECV_B, Kind.SEND_B)
+        receives = self._needed(Action(stage, take, chunk, None, other) for other in come)
+        sends = self._needed(Action(stage, give, chunk, None, other) for other in go)
+        return list(receives), list(sends)
+
+    def _jobs(self, scopes: Sequence[Interception], epoch: int, *, training: bool, checked: bool) -> Jobs:
+        named = [Counter[str]() for _ in scopes]
+        return {
+            (stage, number): Job(code, scope, epoch, training, checked, named[number])
+            for stage, code in self.codes.items()
+            for number, scope in enumerate(scopes)
+        }
+
+    def _run(
+        self,
+        program: Iterable[Action],
+        jobs: Jobs,
+        messages: Messages,
+        compute: Callable[[Action], None],
+        epoch: int,
+    ) -> None:
+        done: list[Action] = []
+        try:
+            for action in program:
+                done.append(action)
+                self.mesh.doing(f"epoch {epoch}: {action}")
+                with self.phases.phase(str(action), epoch):
+                    if action.kind.computes:
+                        compute(action)
+                    elif action.kind.sends:
+                        messages.send(action)
+                    else:
+                        self._received(action, jobs[action.stage, action.chunk], messages)
+        except BaseException:
+            known = program if isinstance(program, tuple) else done
+            print(
+                f"kagome: rank {self.mesh.rank} stopped here:\n{pointed(known, len(done) - 1)}",
+                file=sys.stderr,
+            )
+            raise
+
+    def _received(self, action: Action, job: Job, messages: Messages) -> None:
+        for name, value in messages.receive(action):
+            if action.kind.forward:
+                job.take(name, value)
+            else:
+                job.returned(name, value)
+
+
+@contextmanager
+def _calling_thread() -> Iterator[None]:
+    """Backward runs in the thread that calls it, on a device too: chunks in lockstep wait inside."""
+    with torch.autograd.set_multithreading_enabled(False):
+        yield

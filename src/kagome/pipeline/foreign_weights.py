@@ -1,0 +1,207 @@
+"""Foreign weights: those that another rank of a pipeline trains, and that are old here.
+
+Where it sits: ``chunk_engine`` and ``pipeline.dag.pipeline`` look which weights a loss reads, and watch what
+optimizers, their hooks and schedulers read. A weight that the loss reads belongs to the loss's stage as well,
+as one that two stages use: its gradients are summed, and both ranks update it alike.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from kagome.errors import ModelError
+from kagome.model.split.stages import Stage
+
+_FACTS = frozenset(
+    (
+        *(
+            "requires_grad",
+            "requires_grad_",
+            "is_leaf",
+            "grad_fn",
+            "names",
+            "_version",
+            "__hash__",
+            "__len__",
+        ),
+        *("dtype", "device", "layout", "shape", "ndim", "dim", "size", "numel", "nelement", "stride"),
+        *("element_size", "itemsize", "nbytes", "data_ptr", "get_device", "is_contiguous", "is_same_size"),
+        *("is_sparse", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta", "is_quantized", "is_nested"),
+        *("is_floating_point", "is_complex", "is_shared", "__len__"),
+    )
+)
+"""What is the same of a weight however old it is."""
+_GRAD = "grad"
+
+
+class Reads(TorchFunctionMode):
+    """Notes which of some weights are read.
+
+    Args:
+        weights: By full name.
+        grads: Whether a gradient counts: it is None here, and not on the rank that trains the weight.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], *, grads: bool) -> None:
+        super().__init__()
+        self._names = {id(weight): name for name, weight in weights.items()}
+        self._facts = _FACTS if grads else _FACTS | {_GRAD}
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch call, and note the weights that it was given."""
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        if name not in self._facts:
+            for value in _flat((*args, *(kwargs or {}).values())):
+                if (found := self._names.get(id(value))) is not None and found not in self.found:
+                    self.found.append(found)
+        return func(*args, **(kwargs or {}))
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def read_by_loss(lose: Callable[[], Any], model: nn.Module) -> tuple[str, ...]:
+    """The weights that a loss reads besides the output; those until it failed, of one that does.
+
+    Args:
+        lose: Computes the loss of made-up rows of an output.
+        model: The user's module.
+    """
+    with Reads(dict(model.named_parameters()), grads=False) as reads, suppress(Exception):
+        lose()  # what it reads of real rows is watched, and what it fails with is said then
+    return tuple(reads.found)
+
+
+def with_read(stages: Sequence[Stage], names: Sequence[str]) -> tuple[Stage, ...]:
+    """The stages, of which the one with the output has these weights too."""
+    return tuple(
+        replace(stage, parameters=(*stage.parameters, *(n for n in names if n not in stage.parameters)))
+        if stage.output is not None
+        else stage
+        for stage in stages
+    )
+
+
+@contextmanager
+def watched(foreign: Mapping[str, Tensor], who: str, *, grads: bool = False) -> Iterator[None]:
+    """Refuse what reads weights that another rank trains.
+
+    Args:
+        foreign: By full name.
+        who: What runs.
+        grads: Whether their gradients, which are None here, may not be read either.
+
+    Raises:
+        ModelError: Naming one of them.
+    """
+    if not foreign:
+        yield
+        return
+    with Reads(foreign, grads=grads) as reads:
+        yield
+        if reads.found:
+            raise refused(reads.found, who)
+
+
+def refused(names: Sequence[str], who: str) -> ModelError:
+    """The error for reading weights that another rank trains."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return ModelError(
+        "what a rank of a pipeline reads between forward and update are the weights of its own stage",
+        f"{who} reads {names[0]}{more}, which another rank trains: they are old here",
+        hint="read all weights after an epoch, take a penalty on them as the optimizer's weight_decay, or "
+        "train without stages",
+    )
+
+
+@contextmanager
+def unmoving(buffers: Mapping[str, Tensor]) -> Iterator[None]:
+    """Refuse a loss that reads buffers which a forward moves on another rank, or once a chunk.
+
+    Args:
+        buffers: By full name.
+
+    Raises:
+        ModelError: Naming one of them.
+    """
+    with Reads(buffers, grads=False) as reads:
+        yield
+        if reads.found:
+            raise ModelError(
+                "the loss of a pipeline's last stage reads what that stage has once all rows have passed",
+                f"it reads the buffer {reads.found[0]}, which the forward moves elsewhere or chunk by chunk",
+                hint="train without stages and chunks, or return it beside the output",
+            )
+
+
+def refuse_mixing(optimizer: torch.optim.Optimizer) -> None:
+    """Try a step on copies, with another gradient of one weight: the other weights must move as before.
+
+    A norm over all gradients would be one over those of a rank's stages.
+
+    Raises:
+        ModelError: If it does.
+    """
+    if type(optimizer).__module__.startswith("torch."):
+        return  # each weight by itself
+    steps = []
+    for factor in (1.0, 3.0):
+        twin = object.__new__(type(optimizer))  # a copy by itself leaves out what its class has added
+        vars(twin).update(copy.deepcopy(vars(optimizer)))
+        twin._optimizer_step_pre_hooks.clear()
+        twin._optimizer_step_post_hooks.clear()
+        pairs = [
+            (theirs, ours)
+            for group, held in zip(optimizer.param_groups, twin.param_groups, strict=True)
+            for theirs, ours in zip(group["params"], held["params"], strict=True)
+            if theirs.grad is not None
+        ]
+        for place, (theirs, ours) in enumerate(pairs):
+            ours.grad = theirs.grad.clone() * (factor if place == 0 else 1.0)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            twin.step()
+        steps.append([ours.detach() for _, ours in pairs[1:]])
+    if not all(torch.equal(one, two) for one, two in zip(*steps, strict=True)):
+        raise ModelError(
+            "an optimizer of a pipeline moves each weight by its own gradient",
+            f"{type(optimizer).__name__} moves one by another's gradient too, and a rank has those of its "
+            "stages",
+            hint="train.clip for a norm of all gradients, or train without stages",
+        )
+
+
+def watch_hooks(optimizer: torch.optim.Optimizer, foreign: Mapping[str, Tensor]) -> None:
+    """Let an optimizer's step hooks, those added since as well, refuse to read other ranks' weights."""
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        for key, hook in hooks.items():
+            if not isinstance(hook, _Watched):
+                hooks[key] = _Watched(hook, foreign)
+
+
+class _Watched:
+    """A step hook that may not read other ranks' weights or gradients."""
+
+    def __init__(self, hook: Callable[..., Any], foreign: Mapping[str, Tensor]) -> None:
+        self._hook, self._foreign = hook, foreign
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        with watched(self._foreign, "a hook of the optimizer", grads=True):
+            return self._hook(*args, **kwargs)

@@ -1,0 +1,124 @@
+"""Messages: what crosses between the stages of one part, chunk by chunk, begun early and waited for late.
+
+Where it sits: ``executor`` posts all receives of a pass before its first action, so that transfers run while
+stages compute; a SEND begins and is not waited for before the pass ends. What a stage gives to another one of
+its rank waits here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kagome.adaptive.stage_codec import Coded, StageCodec
+from kagome.comm.channel import Channel, Pending, Sending
+from kagome.pipeline.stage_run import Job, StageCode
+from kagome.schedule.actions import Action, Kind
+
+
+class Messages:
+    """One rank's, in one pass.
+
+    Args:
+        codes: Of this rank's stages, by number.
+        pipe: The ranks that hold this part.
+        ranks: Of all stages.
+        jobs: Stages and their chunks, by number.
+        epoch: For errors and draws.
+        codec: How values look on the way; None where no backward follows: they go as they are.
+    """
+
+    def __init__(
+        self,
+        codes: Mapping[int, StageCode],
+        pipe: Channel,
+        ranks: Sequence[int],
+        jobs: Mapping[tuple[int, int], Job],
+        epoch: int,
+        codec: StageCodec | None = None,
+    ) -> None:
+        self.codes, self.pipe, self.ranks, self.jobs = codes, pipe, ranks, jobs
+        self.epoch, self.codec = epoch, codec
+        self._here: dict[Action, list[tuple[str, Tensor]]] = {}
+        self._coming: dict[Action, list[tuple[str, Pending | Coded]]] = {}
+        self._leaving: list[Sending] = []
+
+    def post(self, actions: Iterable[Action]) -> None:
+        """Begin these receives, each rank's in the order in which it sends."""
+        for action in actions:
+            if self.ranks[action.other] != self.pipe.rank:
+                self._coming[action] = [(name, self._begun(name, action)) for name in self.names(action)]
+
+    def _begun(self, name: str, action: Action) -> Pending | Coded:
+        """One receive; its wait gives the value."""
+        code, job = self.codes[action.stage], self.jobs[action.stage, action.chunk]
+        value = code.survey.values[name]
+        shape, dtype = code.shape(name, job.scope), value.dtype or torch.float32
+        size = None if self.codec is None else self.codec.size(value, shape)
+        coming = self.pipe.start_receive(
+            shape if size is None else (size,),
+            dtype if size is None else torch.uint8,
+            self.ranks[action.other],
+            action=self._words(action),
+            backward=not action.kind.forward,
+        )
+        if self.codec is None or size is None:
+            return coming
+        return Coded(coming, self.codec.codec, shape, dtype)
+
+    def names(self, action: Action) -> list[str]:
+        """The values that a SEND or RECV is about."""
+        code = self.codes[action.stage]
+        given = code.stage.gives if action.kind in (Kind.SEND_F, Kind.RECV_B) else code.stage.takes
+        names = given.get(action.other, ())
+        return [n for n in names if action.kind.forward or code.survey.values[n].grad]
+
+    def send(self, action: Action) -> None:
+        """Begin to send a chunk's values, or their gradients."""
+        job = self.jobs[action.stage, action.chunk]
+        peer = self.ranks[action.other]
+        for name in self.names(action):
+            value = (job.outs[name] if action.kind.forward else job.gradient(name)).detach()
+            if peer == self.pipe.rank:
+                # In evaluation the stage that takes it may change it in place, under way to others.
+                kept = value if job.training else value.clone()
+                self._here.setdefault(action.answer, []).append((name, kept))
+                continue
+            self._leaving.append(
+                self.pipe.start_send(
+                    self._written(name, value, action).contiguous(),
+                    peer,
+                    action=self._words(action),
+                    backward=not action.kind.forward,
+                )
+            )
+
+    def _written(self, name: str, value: Tensor, action: Action) -> Tensor:
+        """What travels of a value."""
+        if self.codec is None:
+            return value
+        self.codec.crossed.plain += value.nbytes
+        size = self.codec.size(self.codes[action.stage].survey.values[name], tuple(value.shape))
+        if size is None:
+            return value
+        backward = not action.kind.forward
+        where = f"{name} in {self._words(action)}"
+        stamps = self.jobs[action.stage, action.chunk].scope.row_ids()
+        return self.codec.encode(name, value, stamps, size, self.epoch, backward=backward, where=where)
+
+    def receive(self, action: Action) -> list[tuple[str, Tensor]]:
+        """Wait for what a RECV is about."""
+        if action in self._here:
+            return self._here.pop(action)
+        return [(name, coming.wait()) for name, coming in self._coming.pop(action)]
+
+    def end(self) -> None:
+        """Wait until all that was sent has left."""
+        leaving, self._leaving = self._leaving, []
+        for each in leaving:
+            each.wait()
+
+    def _words(self, action: Action) -> str:
+        return f"{action}, epoch {self.epoch}"

@@ -1,0 +1,154 @@
+"""Job: one chunk on its way through one stage of a rank - what it was given, what it gave, its backward.
+
+Where it sits: ``executor`` makes one a stage, chunk and epoch; the stage's steps run here, inside the chunk's
+interception.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kagome.deferred import rewrite_rules
+from kagome.intercept.active import Current
+from kagome.intercept.interceptor import Interception
+from kagome.model.split.stages import Stage
+from kagome.model.trace.graph import LayerGraph, Step
+from kagome.model.trace.shapes import Survey
+from kagome.pipeline.foreign_weights import watched
+from kagome.placement.placement import Kind, Mark
+from kagome.positions.vertex_tables import refuse_some_rows
+
+
+@dataclass(frozen=True)
+class StageCode:
+    """One stage of a model, ready to run.
+
+    Args:
+        model: The user's module.
+        graph: Its steps.
+        survey: What each step's value looks like.
+        stage: Which of them it runs.
+        current: Told which interception is running.
+        cast: Makes the context of mixed precision.
+        saving: Makes the context in which activations are moved elsewhere.
+        foreign: The weights that other ranks train, by name: old here.
+    """
+
+    model: nn.Module
+    graph: LayerGraph
+    survey: Survey
+    stage: Stage
+    current: Current
+    cast: Any
+    saving: Callable[[], AbstractContextManager[None]]
+    foreign: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def shape(self, name: str, scope: Interception) -> tuple[int, ...]:
+        """The shape of a value on a chunk."""
+        value = self.survey.values[name]
+        if value.kind == "fixed":
+            return tuple(value.shape)
+        rows = scope.own if value.kind == "rows" else scope.views[0].edge_index.size(1)
+        return (rows, *value.shape)
+
+
+@dataclass
+class Job:
+    """One chunk in one pass.
+
+    Args:
+        code: The stage.
+        scope: The chunk's interception.
+        epoch: The epoch.
+        training: Whether a backward follows.
+        checked: Whether ranks compare headers.
+        named: How often the chunk has come to each site of this rank: its jobs in other stages share it.
+    """
+
+    code: StageCode
+    scope: Interception
+    epoch: int
+    training: bool
+    checked: bool = False
+    named: Counter[str] = field(default_factory=Counter)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    outs: dict[str, Tensor] = field(default_factory=dict)
+    token: Tensor | None = None
+    roots: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    lost: float = 0.0
+
+    def take(self, name: str, value: Tensor) -> None:
+        """Take a value that an earlier stage has sent."""
+        known = self.code.survey.values[name]
+        leaf = value.detach()
+        if known.kind == "rows":
+            leaf = self.scope.mark(leaf, Mark(Kind.ROWS))
+        elif known.kind == "edges":
+            leaf = self.scope.mark(leaf, Mark(Kind.PAIRS, 0, edges=self.scope.views[0].edge_index))
+        self.values[name] = leaf.requires_grad_(known.grad and self.training)
+
+    def returned(self, name: str, gradient: Tensor) -> None:
+        """Take the gradient of a value that a later stage has sent back; several may read one value."""
+        before = self.gradients.get(name)
+        self.gradients[name] = gradient if before is None else before + gradient
+
+    def forward(self) -> None:
+        """Run the stage's steps on the chunk."""
+        code, stage, scope = self.code, self.code.stage, self.scope
+        names = {name for given in stage.gives.values() for name in given}
+        names |= {stage.output} if stage.output is not None else set()
+        inputs = {name: scope.inputs[name] for name in stage.inputs}
+        root = type(code.model).__name__
+        draws = code.survey.draws if self.training else code.survey.eval_draws
+
+        def before(step: Step) -> None:
+            scope.draws = draws[step.name]
+            scope.path[:] = [step.within or root]
+
+        # The running pass is left at once: what it holds must not outlive the chunk.
+        with (
+            self._running(),
+            scope.running(self.epoch, training=self.training, checked=self.checked, named=self.named) as turn,
+            code.cast(),
+            code.saving() if self.training else nullcontext(),
+            watched(code.foreign if self.checked else {}, "a hook of a layer"),
+        ):
+            found = code.graph.run(
+                code.model,
+                {**inputs, **self.values},
+                training=self.training,
+                steps=stage.steps,
+                before=before,
+                keep=names,
+            )
+            refuse_some_rows(scope, found, "a stage")
+            self.outs = {name: rewrite_rules.computed(value) for name, value in found.items()}
+        self.token = turn.token
+
+    def _running(self) -> AbstractContextManager[None]:
+        return self.code.current.using(self.scope)
+
+    def backward(self) -> None:
+        """Run backward from what later stages sent, the loss, and the token."""
+        pairs = [(self.outs[name], gradient) for name, gradient in self.gradients.items()]
+        roots: list[tuple[Tensor, Tensor | None]] = [pair for pair in pairs if pair[0].requires_grad]
+        roots += self.roots
+        if self.token is not None and self.token.requires_grad:
+            roots.append((self.token, None))  # [Note: token] in neighbors.rows
+        if roots:
+            with self._running():
+                torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        self.outs, self.gradients, self.roots, self.token = {}, {}, [], None
+
+    def gradient(self, name: str) -> Tensor:
+        """The gradient of a value that was taken."""
+        leaf = self.values[name]
+        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

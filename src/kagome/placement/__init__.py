@@ -1,0 +1,1 @@
+"""What each tensor holds: rows of vertices or edges, along which axis, and how many."""

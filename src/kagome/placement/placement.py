@@ -1,0 +1,537 @@
+"""Marks: what each tensor inside a user's forward stands for, kept beside it without touching it.
+
+Where it sits: ``intercept.interceptor`` sees every torch call of a model; this file says what the results of
+those calls are, so that a read of neighbours' rows, a statistic over all vertices or a dropout is known for
+what it is wherever it happens, in PyG's code or in the user's.
+
+::
+
+    edge_index  EDGES ──[0]──> SOURCE ──x[source]──> PAIRS   a row an edge
+         │            └─[1]──> TARGET ──x[target]──> PAIRS
+         x  ROWS ──linear──> ROWS                             a row an own vertex
+         SOURCE * 7 + SOURCE ──> MIXED                        ids no longer known: refused where read
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from kagome.placement.axis_rules import ELEMENTWISE, PREFIX, merged, place_of
+from kagome.placement.row_subset import Subset
+from kagome.placement.weak_map import ByIdentity
+from kagome.user_frame import from_library, user_line
+
+
+class Kind(enum.Enum):
+    """What a tensor's entries, or the rows along its axis, stand for."""
+
+    EDGES = "edges"
+    """Pairs of local vertex ids, 2 x E."""
+    SOURCE = "source"
+    """Local ids that may name halo rows."""
+    TARGET = "target"
+    """Local ids of own rows."""
+    ROWS = "rows"
+    """A row an own vertex."""
+    PAIRS = "pairs"
+    """A row an edge."""
+    NUMBERS = "numbers"
+    """Original numbers of own vertices, a row each: ``torch.arange(x.size(0))``."""
+    LOCAL = "local"
+    """Numbers made from own ids: mean nothing on another rank."""
+    MATRIX = "matrix"
+    """The graph's sparse matrix, or where its rows begin."""
+    MIXED = "mixed"
+    """Ids of which it is no longer known what they name."""
+    LOST = "lost"
+    """Made from rows of vertices by their places in this part, in a way that is not known to be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What one tensor stands for.
+
+    Args:
+        kind: See :class:`Kind`.
+        view: The edges of which it speaks: in-edges (0) or out-edges (1) of own vertices.
+        axis: ROWS and PAIRS: the axis along which the rows lie.
+        edges: PAIRS, SOURCE, TARGET: the EDGES tensor they came from, where known. LOCAL: in which they are
+            places.
+        swapped: EDGES: row 0 holds the targets.
+        both: EDGES: either row may name halo rows, as edges of both directions lie there.
+        subset: ROWS: which own vertices have rows; all if None.
+        each: ROWS: how many entries one after the other along the axis belong to a vertex.
+        origin: LOST: the call, and the line of it.
+    """
+
+    kind: Kind
+    view: int = 0
+    axis: int = 0
+    edges: Tensor | None = None
+    swapped: bool = False
+    both: bool = False
+    subset: Subset | None = None
+    each: int = 1
+    origin: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is one row for each own vertex or edge."""
+        return self.subset is None and self.each == 1
+
+    @property
+    def told(self) -> tuple[Any, ...]:
+        """All but which edges and which vertices: to compare."""
+        return self.kind, self.view, self.axis, self.swapped, self.both, self.each, self.origin
+
+    def along(self, axis: int) -> Mark:
+        """The mark of the same rows along another axis."""
+        return self if axis == self.axis else replace(self, axis=axis)
+
+    def merged(self, each: int, *, anew: bool = False) -> Mark:
+        """The mark of an axis with so many entries for each one of this one's, or anew so many a vertex."""
+        return replace(self, each=each if anew else self.each * each)
+
+
+IDS = (Kind.EDGES, Kind.SOURCE, Kind.TARGET)
+_NAMES = (*IDS, Kind.MIXED)
+_FILLS = frozenset(
+    ["copy_", "fill_", "zero_", "masked_fill_", "add_", "sub_", "mul_", "index_fill_", "clamp_"]
+)
+ALIGNED = (Kind.ROWS, Kind.PAIRS, Kind.NUMBERS)
+VERTICES = (Kind.ROWS, Kind.NUMBERS)
+Rule = Callable[["Marks", tuple[Any, ...], dict[str, Any], Any, Mark], Any]
+
+
+class Marks:
+    """The marks of all living tensors of one forward, and the rules by which they spread.
+
+    Args:
+        whole: Whether all of the graph is here, in its own order: ids mean what they mean to the user.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._table: ByIdentity[Mark] = ByIdentity()
+        self._weights: ByIdentity[bool] = ByIdentity()
+        self._memory: ByIdentity[Mark] = ByIdentity()
+        self._loses = False
+        self.whole = whole
+
+    def get(self, tensor: Any) -> Mark | None:
+        """The mark of a tensor, or None; of what is no tensor None."""
+        mark = self._table.get(tensor)
+        if mark is None and type(tensor) is nn.Parameter and not self.whole and tensor not in self._weights:
+            return self._of_parameter(tensor)
+        return mark
+
+    def _of_parameter(self, weight: nn.Parameter) -> Mark | None:
+        """The mark of a parameter, where forward has made it of rows: torch shows no call that does."""
+        self._weights[weight] = True
+        with torch._C.DisableTorchFunction():
+            memory = weight.untyped_storage()
+            gone = self._memory.get(memory)
+            alike = [held for held in self._plain() if weight.numel() and held.untyped_storage() is memory]
+            same = next((held for held in alike if weight.is_set_to(held)), None)
+            if same is not None:
+                return self.get(self.put(weight, self._table.get(same)))
+            if gone is None and alike:
+                gone = Mark(Kind.LOST, origin=f"nn.Parameter ({user_line() or 'a library'})")
+            return self.get(self.put(weight, gone))
+
+    def _plain(self) -> list[Tensor]:
+        """The marked tensors that lie in memory as they are."""
+        held = [each for each in self._table.living() if type(each) in (Tensor, nn.Parameter)]
+        return [each for each in held if isinstance(each, Tensor) and each.layout is torch.strided]
+
+    def put(self, tensor: Tensor, mark: Mark | None) -> Tensor:
+        """Mark a tensor (or take its mark away) and return it."""
+        if mark is not None and not (self.whole and mark.kind in (Kind.MIXED, Kind.LOCAL)):
+            self._table[tensor] = mark
+            if mark.kind is Kind.LOST:
+                self._loses = True
+                if type(tensor) is Tensor and tensor.layout is torch.strided:
+                    with torch._C.DisableTorchFunction():
+                        self._memory[tensor.untyped_storage()] = mark
+        elif tensor in self._table:
+            del self._table[tensor]
+        return tensor
+
+    def spread(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Mark the result of one torch call by what went into it."""
+        if not isinstance(result, (Tensor, tuple, list)):
+            return
+        found = [mark for tensor in tensors(args, kwargs) if (mark := self.get(tensor)) is not None]
+        if not found:
+            return
+        if self.stays_lost(name, args, kwargs, result):
+            return
+        lead = next((m for m in found if m.kind in IDS), None)
+        picks = name == "index_select" and self.get(args[0]) is lead
+        if lead is not None and (picks or name not in NO_IDS):
+            _spread_ids(self, name, args, kwargs, result, lead, found)
+            return
+        mixed = next((m for m in found if m.kind in (Kind.MIXED, Kind.LOCAL)), None)
+        if mixed is not None and (name not in _GATHERS or self.get(args[0]) is mixed):
+            for place, out in enumerate(_outputs(result)):
+                if not out.is_floating_point() and out.dtype != torch.bool:
+                    order = name == "argsort" or (name == "sort" and place)
+                    self.put(out, Mark(Kind.LOCAL) if order else mixed)
+                elif mixed.kind is Kind.LOCAL and not self.whole:
+                    _lose(self, name, out)
+            return
+        first = self.get(args[0]) if args else None
+        lead = first if first is not None and first.kind in ALIGNED else None
+        lead = lead or next((m for m in found if m.kind in ALIGNED), None)
+        if lead is not None:
+            _spread_rows(self, name, args, kwargs, result, lead, found)
+
+    def lost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mark | None:
+        """The mark of what is lost among the arguments of a call."""
+        if self.whole or not self._loses:
+            return None
+        marks = map(self.get, tensors(args, kwargs))
+        return next((mark for mark in marks if mark is not None and mark.kind is Kind.LOST), None)
+
+    def stays_lost(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+        """Mark the result of a call as lost where what went into it is, whoever answered the call."""
+        gone = self.lost(args, kwargs)
+        if gone is None:
+            return False
+        for out in _outputs(result):
+            self.put(out, gone)
+        writes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+        with torch._C.DisableTorchFunction():
+            base = args[0]._base if writes and args and isinstance(args[0], Tensor) else None
+            if base is not None:  # what was written to is a view
+                for view in [base, *(each for each in self._plain() if each._base is base)]:
+                    self.put(view, gone)
+        return True
+
+    def write(self, name: str, args: tuple[Any, ...]) -> None:
+        """Before a call that may write: of ids that are written to, or into something, nothing is known."""
+        first = args[0] if args else None
+        held = self.get(first)
+        if name == "__setitem__":
+            value = self.get(args[2])
+            if (held is not None and held.kind in IDS) or (value is not None and value.kind in _NAMES):
+                self.put(first, Mark(Kind.MIXED))  # type: ignore[arg-type]
+            elif value is not None and value.kind is Kind.LOCAL and isinstance(first, Tensor):
+                _lose(self, name, first)
+        elif name in _FILLS and held is not None and held.kind in IDS and held.edges is not None:
+            self.put(held.edges, Mark(Kind.MIXED))  # what was written to is a view of it
+
+
+def tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of a call, one list deep."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            for inner in value:
+                if isinstance(inner, Tensor):
+                    yield inner
+
+
+def _outputs(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        yield from (r for r in result if isinstance(r, Tensor))
+
+
+# Ids ---------------------------------------------------------------------------------------------
+
+_KEEP = frozenset(
+    [
+        "clone",
+        "contiguous",
+        "to",
+        "long",
+        "int",
+        "type",
+        "type_as",
+        "detach",
+        "cpu",
+        "cuda",
+        "alias",
+        "requires_grad_",
+        "pin_memory",
+        "__deepcopy__",
+        "sort",
+        "masked_select",
+        "as_subclass",
+    ]
+)
+_RESHAPE = frozenset(
+    ["view", "reshape", "unsqueeze", "expand", "expand_as", "squeeze", "flatten", "repeat", "view_as"]
+)
+NO_IDS = frozenset(
+    ["index_select", "gather", "embedding", "scatter_add_", "scatter_add", "index_add_", "index_add"]
+) | frozenset(
+    [
+        "scatter_reduce_",
+        "scatter_reduce",
+        "scatter_",
+        "scatter",
+        "index_put_",
+        "take_along_dim",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "rand_like",
+    ]
+)
+_GATHERS = frozenset(["__getitem__", "index_select", "gather", "embedding"])
+
+
+def _spread_ids(
+    marks: Marks,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    lead: Mark,
+    found: list[Mark],
+) -> None:
+    """Where ids went: kept, picked apart, put together, or mixed beyond telling."""
+    first = args[0] if args else None
+    source = marks.get(first)
+    if name == "__getitem__" and source is not None and source.kind in IDS:
+        _pick(marks, args[1], result, first, source)
+    elif name == "__getitem__" and isinstance(first, Tensor):
+        # x[source]: the handler of gathers has marked it; x[:, source] and the like are left unmarked.
+        return
+    elif name == "view_as" and result.shape == args[1].shape == args[0].shape:
+        marks.put(result, lead)  # a module's backward hooks see what it is given as views
+    elif name in _KEEP or (name in _RESHAPE and lead.kind is not Kind.EDGES):
+        across = name == "sort" and kwargs.get("dim", args[1] if len(args) > 1 else -1) in (0, -2)
+        for place, out in enumerate(_outputs(result)):
+            if place:  # of a sort: places among a part's own
+                marks.put(out, Mark(Kind.LOCAL))
+                continue
+            whole = lead.kind is not Kind.EDGES or (_two_rows(out) and not across)
+            marks.put(out, lead if whole else Mark(Kind.MIXED))
+    elif name in ("unbind", "split", "chunk", "tensor_split") and lead.kind is Kind.EDGES:
+        _part_edges(marks, name, args, kwargs, result, lead)
+    elif name in ("cat", "concat", "concatenate", "hstack"):
+        _join_ids(marks, name, args, kwargs, result, found)
+    elif name in ("stack", "vstack") and len(found) == 2:
+        kinds = [m.kind for m in found]
+        both = sorted(kinds, key=lambda kind: kind.value) == [Kind.SOURCE, Kind.TARGET]
+        swapped = kinds[0] is Kind.TARGET
+        marks.put(result, Mark(Kind.EDGES, lead.view, swapped=swapped) if both else Mark(Kind.MIXED))
+    elif name == "flip" and lead.kind is Kind.EDGES:
+        dims = kwargs.get("dims", args[1:])
+        dims = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+        marks.put(result, replace(lead, swapped=lead.swapped is not (0 in [d % 2 for d in dims])))
+    elif name == "index_select":
+        dim = kwargs.get("dim", args[1])
+        keep = lead.kind is not Kind.EDGES or dim in (1, -1)
+        marks.put(result, replace(lead, edges=None) if keep else Mark(Kind.MIXED))
+    elif name == "select" and lead.kind is Kind.EDGES and args[1] == 0:
+        marks.put(result, _end(first, lead, int(args[2])))
+    elif name == "narrow":
+        keep = lead.kind is not Kind.EDGES or _two_rows(result)
+        marks.put(result, replace(lead, edges=None) if keep else Mark(Kind.MIXED))
+    else:
+        _count(marks, result, lead, found, first, order=name == "argsort")
+
+
+def _part_edges(
+    marks: Marks, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, lead: Mark
+) -> None:
+    """``source, target = edge_index.unbind(0)``, and edges some at a time."""
+    dim = kwargs.get("dim", args[-1] if len(args) > (1 if name == "unbind" else 2) else 0) % 2
+    for row, out in enumerate(result):
+        if dim == 0 and len(result) == 2:
+            marks.put(out, _end(args[0], lead, row))
+        else:
+            marks.put(out, replace(lead, edges=None) if dim == 1 and _two_rows(out) else Mark(Kind.MIXED))
+
+
+def _join_ids(
+    marks: Marks, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, found: list[Mark]
+) -> None:
+    """Edges after edges, sources after sources: what they were, if they are all of one view."""
+    lead, kinds = next(m for m in found if m.kind in IDS), {m.kind for m in found}
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+    whole = kinds == {Kind.EDGES} and (dim in (1, -1) or name == "hstack")
+    same = len({m.view for m in found}) == 1 and len(kinds) == 1 and (whole or Kind.EDGES not in kinds)
+    both = any(m.both for m in found) or len({m.swapped for m in found}) > 1
+    marks.put(result, replace(lead, edges=None, both=both) if same else Mark(Kind.MIXED))
+
+
+def _two_rows(ends: Tensor) -> bool:
+    return ends.dim() == 2 and ends.size(0) == 2
+
+
+def _end(edges: Any, mark: Mark, row: int) -> Mark:
+    target = (row % 2 == 1) is not mark.swapped and not mark.both
+    return Mark(Kind.TARGET if target else Kind.SOURCE, mark.view, edges=edges)
+
+
+def _pick(marks: Marks, index: Any, result: Any, base: Any, mark: Mark) -> None:
+    """``edge_index[0]``, ``edge_index[:, mask]``, ``row[mask]``."""
+    if mark.kind is not Kind.EDGES:
+        marks.put(result, replace(mark, edges=None))
+        return
+    head, *rest = index if isinstance(index, tuple) else (index,)
+    if isinstance(head, int):
+        end = _end(base, mark, head)
+        marks.put(result, end if not rest else replace(end, edges=None))
+    elif (head == slice(None) if isinstance(head, slice) else head is Ellipsis) and _two_rows(result):
+        marks.put(result, replace(mark, edges=None))
+    elif isinstance(head, (list, Tensor)) and list(map(int, head)) == [1, 0] and not rest:
+        marks.put(result, replace(mark, swapped=not mark.swapped, edges=None))
+    else:
+        marks.put(result, Mark(Kind.MIXED))
+
+
+def _count(
+    marks: Marks, result: Any, lead: Mark, found: list[Mark], first: Any, *, order: bool = False
+) -> None:
+    """Arithmetic and comparisons with ids: truth values and floats lie along edges, integers are mixed."""
+    own_only = all(m.kind not in (Kind.SOURCE, Kind.EDGES, Kind.MIXED) for m in found)
+    length = first.size(-1) if isinstance(first, Tensor) and first.dim() else -1
+    for out in _outputs(result):
+        if out.dtype == torch.bool or out.is_floating_point():
+            if out.dim() == 1 and out.size(0) == length:
+                marks.put(out, Mark(Kind.PAIRS, lead.view, edges=lead.edges))
+        elif out.numel() > 1:
+            marks.put(out, Mark(Kind.LOCAL if own_only or order else Kind.MIXED))
+
+
+_JOINS = frozenset(["cat", "concat", "concatenate", "hstack", "vstack"])
+_PLACES = frozenset(["argsort", "sort", "topk", "kthvalue", "nonzero", "where", "unique"])
+"""Calls that give places among a part's own edges."""
+
+# Rows --------------------------------------------------------------------------------------------
+
+
+def _spread_rows(
+    marks: Marks,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    mark: Mark,
+    found: list[Mark],
+) -> None:
+    """Where the row axis went: most calls keep it, some move it, some lose it."""
+    carrier = next(t for t in tensors(args, kwargs) if marks.get(t) is mark)
+    rows, axis = carrier.size(mark.axis), mark.axis
+    if mark.kind is Kind.NUMBERS and name not in _SAME_NUMBERS:
+        mark = replace(mark, kind=Kind.ROWS)
+    if name in _WRITES and marks.get(args[0]) is mark and any(m.kind in IDS for m in found):
+        marks.put(result, mark)  # each row is written by the edges that end in it
+        return
+    with_edges = any(m.kind is Kind.PAIRS for m in found)
+    if not marks.whole and (
+        (name in _PRODUCTS and _outer(marks, args))
+        or (name == "cdist" and len([m for m in found if m.kind in VERTICES]) > 1)
+        or (name.strip("_") in ELEMENTWISE and _crossed(marks, args, kwargs))
+    ):
+        _lose(marks, name, result, PAIRS)
+        return
+    unlike = not marks.whole and mark.kind in VERTICES and _unlike(marks, mark, args, kwargs)
+    for out in _outputs(result):
+        place = None if unlike else place_of(name, args, kwargs, carrier, axis, rows, out)
+        if place is not None:
+            marks.put(out, mark.along(place))
+        elif (
+            mark.kind is Kind.PAIRS
+            and name in _JOINS
+            and all(
+                held is not None and (held.kind, held.view, held.axis) == (mark.kind, mark.view, mark.axis)
+                for held in map(marks.get, tensors(args, kwargs))
+            )
+        ):
+            marks.put(out, replace(mark, edges=None))
+        elif mark.kind is Kind.PAIRS and name in _PLACES and out.dtype == torch.int64:
+            marks.put(out, Mark(Kind.LOCAL, mark.view, edges=mark.edges))
+        elif mark.kind in VERTICES and name in PREFIX and (new := merged(carrier, axis, mark.each, out)):
+            marks.put(out, replace(mark, axis=new[0], each=new[1]))
+        elif not marks.whole and (mark.kind is Kind.PAIRS or not with_edges):  # not values of edges and loops
+            _lose(marks, name, out)
+
+
+def _unlike(marks: Marks, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether tensors meet whose rows belong to different vertices."""
+    others = [m for t in tensors(args, kwargs) if (m := marks.get(t)) is not None and m.kind in VERTICES]
+    if mark.whole and all(other.whole for other in others):
+        return False
+    subset = mark.subset
+    return any(
+        other.each != mark.each
+        or (other.subset is not subset and not (subset is not None and subset.same(other.subset)))
+        for other in others
+    )
+
+
+def _outer(marks: Marks, args: tuple[Any, ...]) -> bool:
+    """Whether a product has rows of vertices or edges along both its last axes: of this part's alone."""
+    if len(args) < 2 or not all(isinstance(arg, Tensor) and arg.dim() > 1 for arg in args[:2]):
+        return False
+    (left, one), (right, two) = ((arg, marks.get(arg)) for arg in args[:2])
+    if one is None or two is None or one.kind not in ALIGNED or two.kind not in ALIGNED:
+        return False
+    return bool(one.axis == left.dim() - 2 and two.axis == right.dim() - 1)
+
+
+def _crossed(marks: Marks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an element-wise call lays rows of vertices along two axes: ``x[:, None] - x[None]``."""
+    held = [(t, m) for t in tensors(args, kwargs) if (m := marks.get(t)) is not None and m.kind in VERTICES]
+    return len({m.axis - t.dim() for t, m in held}) > 1
+
+
+_PRODUCTS = frozenset(["matmul", "mm", "bmm", "__matmul__", "__rmatmul__"])
+
+
+PAIRS: Final = ", which gives a value for each pair of rows"
+"""What a call does of which a part has some pairs alone."""
+
+
+def _lose(marks: Marks, name: str, out: Tensor, does: str = "") -> None:
+    """What became of rows by a call that is not known to give the same on a part."""
+    counts = not (out.is_floating_point() or out.is_complex() or out.dtype == torch.bool)
+    if name.startswith("new_") or (name != "nonzero" and from_library()):
+        return  # PyG's own layers are made exact by handlers and rules; pooling gives out places of its own
+    if counts and not does:
+        marks.put(out, Mark(Kind.LOCAL))
+    else:
+        marks.put(out, Mark(Kind.LOST, origin=f"{name} ({user_line() or 'a library'}){does}"))
+
+
+_SAME_NUMBERS = frozenset(
+    [
+        "view",
+        "reshape",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "repeat",
+        "clone",
+        "to",
+        "long",
+        "contiguous",
+        "detach",
+        "flatten",
+        "t",
+        "T",
+        "stack",
+        "type_as",
+        "alias",
+    ]
+)
+_WRITES = frozenset(["scatter", "scatter_", "scatter_reduce", "scatter_reduce_", "index_put_", "index_put"])

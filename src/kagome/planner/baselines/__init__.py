@@ -1,0 +1,1 @@
+"""Planners of the papers that GraphPipe is compared with."""

@@ -1,0 +1,50 @@
+"""Pipedream: stages in a chain, by the dynamic program over down-sets from the first stage on.
+
+Where it sits: beside ``planner.stages.graphpipe``, on the same costs; its stages pass on what later ones
+read.
+
+Source: PipeDream, SOSP 2019: ``A[j][m] = min over i, m' of max(A[i][m - m'], T(i to j, m'))`` over the
+antichains of the operators, a stage's memory for ``ceil((M - m) / m') + 1`` micro-batches in flight. Taken
+over here: gradients are summed once a batch, as in all pipelines here, and activations always cost their way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kagome.planner.baselines.chain import ChainPlanner, Cut, in_time
+from kagome.planner.baselines.downsets import Downsets, memory, per_sample
+
+
+@dataclass(frozen=True, eq=False)
+class PipeDream(ChainPlanner):
+    """The planner; see :class:`ChainPlanner` for its arguments."""
+
+    def _cuts(self, sets: Downsets, deadline: float | None) -> list[Cut] | None:
+        count, batch, free = self.cost.devices.count, self.cost.batch, self.cost.devices.memory
+        best = np.full((len(sets.sets), count + 1), np.inf)
+        best[0, :] = 0.0
+        whence = np.zeros((len(sets.sets), count + 1, 2), dtype=np.int64)
+        for outer in in_time(range(1, len(sets.sets)), deadline):
+            inner = sets.inside(outer)
+            for d in range(1, min(count, self.micro_batch) + 1):
+                seconds = per_sample(self.cost, sets, inner, outer, d, self.micro_batch)
+                for m in range(d, count + 1):
+                    held = min((-(-(count - m) // d) + 1) * self.micro_batch, batch)
+                    fits = memory(sets, inner, outer, d, held) <= free
+                    slowest = np.where(fits, np.maximum(best[inner, m - d], seconds), np.inf)
+                    choice = int(slowest.argmin())
+                    if slowest[choice] < best[outer, m]:
+                        best[outer, m] = slowest[choice]
+                        whence[outer, m] = inner[choice], d
+        at, left = len(sets.sets) - 1, int(best[-1].argmin())
+        if not np.isfinite(best[at, left]):
+            return None
+        cuts: list[Cut] = []
+        while at:
+            before, d = (int(value) for value in whence[at, left])
+            cuts.append((before, at, d))
+            at, left = before, left - d
+        return cuts[::-1]

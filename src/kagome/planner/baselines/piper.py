@@ -1,0 +1,54 @@
+"""Piper: stages in a chain, by the dynamic program over down-sets from the last stage back.
+
+Where it sits: beside ``planner.stages.graphpipe``, on the same costs; its stages pass on what later ones
+read.
+
+Source: Piper, NeurIPS 2021: ``dp[set][k]`` over what stands before a cut; a stage on d devices with s data
+parallel replicas from it on keeps ``ceil(s / d)`` micro-batches, and d divides the micro-batches of a batch.
+Without its choice of tensor parallelism inside a layer, for which the cost tables have no figures: s and k
+are then the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kagome.planner.baselines.chain import ChainPlanner, Cut, in_time
+from kagome.planner.baselines.downsets import Downsets, memory, per_sample
+
+
+@dataclass(frozen=True, eq=False)
+class Piper(ChainPlanner):
+    """The planner; see :class:`ChainPlanner` for its arguments."""
+
+    def _cuts(self, sets: Downsets, deadline: float | None) -> list[Cut] | None:
+        count, last, free = self.cost.devices.count, len(sets.sets) - 1, self.cost.devices.memory
+        rest = np.full((last + 1, count + 1), np.inf)  # the slowest stage behind a cut, by devices there
+        rest[last, :] = 0.0
+        whence = np.zeros((last + 1, count + 1, 2), dtype=np.int64)
+        micro_batches = self.cost.batch // self.micro_batch
+        degrees = [d for d in range(1, min(count, self.micro_batch) + 1) if micro_batches % d == 0]
+        for outer in in_time(range(last, 0, -1), deadline):
+            inner = sets.inside(outer)
+            for d in degrees:
+                seconds = per_sample(self.cost, sets, inner, outer, d, self.micro_batch)
+                for k in range(d, count + 1):
+                    if not np.isfinite(rest[outer, k - d]):
+                        continue
+                    held = min(-(-k // d) * self.micro_batch, self.cost.batch)
+                    slowest = np.maximum(rest[outer, k - d], seconds)
+                    slowest[memory(sets, inner, outer, d, held) > free] = np.inf
+                    better = slowest < rest[inner, k]
+                    rest[inner[better], k] = slowest[better]
+                    whence[inner[better], k] = outer, d
+        at, left = 0, int(rest[0].argmin())
+        if not np.isfinite(rest[0, left]):
+            return None
+        cuts: list[Cut] = []
+        while at != last:
+            outer, d = (int(value) for value in whence[at, left])
+            cuts.append((at, outer, d))
+            at, left = outer, left - d
+        return cuts

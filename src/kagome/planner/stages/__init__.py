@@ -1,0 +1,1 @@
+"""Searches for pipelines whose stages form a DAG."""

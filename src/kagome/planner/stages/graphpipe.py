@@ -1,0 +1,435 @@
+"""Graphpipe: pipelines whose stages form a DAG - the least bottleneck, then the fewest samples in flight.
+
+Where it sits: one of three stage planners beside ``planner.baselines.pipedream`` and
+``planner.baselines.piper``; all count costs by ``devices``.
+
+::
+
+    T, seconds a sample ──> is there a plan of which no stage takes longer?  ──> halve the gap
+    a tree of series and parallel parts, from the loss backwards:
+        a stage over children i..k in a row, given what the rest of the row holds
+        a branch by itself, given what comes behind the branches
+
+A stage is children of one node of the tree that stand next to each other, any of a few branches, or operators
+that stand next to each other in a row of all below a node; the plans searched are those. Stages that hold
+pieces of several branches are beyond them, unless a row has them side by side. In a row a stage counts as
+ahead of the next one, read or not. What is kept of a part is the fewest samples in flight at its head for
+each number of devices (``graphpipe_search``): more devices than a bottleneck asks for buy nothing but memory.
+
+Source: GraphPipe, ASPLOS 2025: series-parallel decomposition, binary search on the bottleneck, dynamic
+program over part, devices and the successor's schedule.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from kagome.errors import PlanError
+from kagome.planner.stages import graphpipe_search
+from kagome.planner.stages.devices import StageCost
+from kagome.planner.stages.operator_groups import Facts, Floats, Groups, Ints, run
+from kagome.planner.stages.plan import PlannedStage, StagePlan
+from kagome.planner.stages.series_parallel import Tree, tree_of
+from kagome.planner.stages.simulate_plan import longer_turns, trial
+from kagome.schedule.dag_schedules import windows
+
+
+class TreePlans(ABC):
+    """Plans for a part of the tree and, in a row, all that comes behind it there; see ``frontier``."""
+
+    held: Floats
+
+    @abstractmethod
+    def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
+        """The stages of the part in one plan."""
+
+
+@dataclass(eq=False)
+class Row(TreePlans):
+    """Children one after the other.
+
+    Args:
+        search: The question.
+        groups: Of the children.
+        tables: Held, by the child that a plan begins with.
+        how: Of each entry, where the stage ends, and the rest; see ``frontier.in_a_row``.
+        inner: Children's own plans, by child and by what the rest is.
+    """
+
+    search: Search
+    groups: Groups
+    tables: Floats
+    how: Ints
+    inner: dict[tuple[int, int, int], TreePlans] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.held = self.tables[0]
+
+    def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
+        """See :class:`TreePlans`."""
+        child, children = 0, len(self.groups.children)
+        while child < children:
+            end, less, behind = (int(value) for value in self.how[child, devices, reader])
+            if end > 0:
+                names = self.groups.names(run(child, end, children))
+                yield self.search.stage(names, devices - less, reader, behind)
+            else:
+                yield from self.inner[child, less, behind].stages(devices - less, reader)
+                end = child + 1
+            child, devices, reader = end, less, behind
+
+
+@dataclass(eq=False)
+class SideBySide(TreePlans):
+    """Children beside each other.
+
+    Args:
+        search: The question.
+        node: Their parent.
+        behind: The micro-batch of what is behind all of them, by place.
+        tables: Held, by state.
+        how: Of each entry, the option that was taken, and the rest; see ``frontier.side_by_side``.
+        inner: Children's own plans.
+    """
+
+    search: Search
+    node: Tree
+    behind: int
+    tables: Floats
+    how: Ints
+    inner: dict[int, TreePlans]
+
+    def __post_init__(self) -> None:
+        self.held = self.tables[-1]
+
+    def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
+        """See :class:`TreePlans`."""
+        facts = self.search.facts
+        states, groups = facts.states(self.node), facts.groups(self.node)
+        state = len(self.tables) - 1
+        while state:
+            option, taken, own, other = (int(value) for value in self.how[state, devices, reader])
+            group = int(states.group[option])
+            if group < 0:
+                yield from self.inner[-1 - group].stages(taken, own)
+            else:
+                yield self.search.stage(groups.names(group), taken, own, self.behind)
+            state, devices, reader = int(states.rest[option]), devices - taken, other
+
+
+class Either(TreePlans):
+    """The best of several ways to plan one part."""
+
+    def __init__(self, ways: Sequence[TreePlans]) -> None:
+        tables = np.array([way.held for way in ways])
+        self._ways, self._which = ways, tables.argmin(axis=0)
+        self.held = tables.min(axis=0)
+        graphpipe_search.trim(self.held)
+
+    def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
+        """See :class:`TreePlans`."""
+        return self._ways[int(self._which[devices, reader])].stages(devices, reader)
+
+
+class Search:
+    """One question: is there a plan of which no stage takes more than so many seconds a sample.
+
+    Args:
+        facts: Of the model and the devices.
+        bottleneck: Seconds a sample.
+        places: Micro-batches that stages may have, by their places among the facts'.
+    """
+
+    def __init__(self, facts: Facts, bottleneck: float, places: Sequence[int]) -> None:
+        self.facts, self.bottleneck, self.places = facts, bottleneck, tuple(places)
+        self.sizes = np.array([0, *(facts.sizes[place] for place in places)], dtype=float)
+        self._needs: dict[int, Ints] = {}
+        self._known: dict[tuple[int, float, int], TreePlans] = {}
+
+    def solve(self, node: Tree, held: float, behind: int) -> TreePlans:
+        """Plans for a node, given what is held behind it, and in which micro-batch, by place."""
+        key = id(node), held, behind
+        if key not in self._known:
+            ways = [
+                self._side_by_side(way, held, behind)
+                if way.kind == "parallel"
+                else self._row(way, held, behind)
+                for way in (node, *node.rows)
+            ]
+            self._known[key] = ways[0] if len(ways) == 1 else Either(ways)
+        return self._known[key]
+
+    def stage(self, names: tuple[str, ...], devices: int, size: int, reader: int) -> PlannedStage:
+        """A stage before a reader, both micro-batches by place."""
+        own, other = int(self.sizes[size]), int(self.sizes[reader])
+        return PlannedStage(names, devices, own, max(1, other // own))
+
+    def _need(self, node: Tree, groups: Groups) -> Ints:
+        if id(node) not in self._needs:
+            self._needs[id(node)] = groups.need(self.bottleneck, self.places)
+        return self._needs[id(node)]
+
+    @property
+    def _most(self) -> int:
+        return self.facts.cost.devices.count
+
+    def _row(self, node: Tree, held: float, behind: int) -> Row:
+        groups, cost = self.facts.groups(node), self.facts.cost
+        children = len(groups.children)
+        tables = np.full((children + 1, self._most + 1, self.sizes.size), np.inf)
+        tables[children, 0, behind] = held
+        how = np.zeros((*tables.shape, 3), dtype=np.int64)
+        found = Row(self, groups, tables, how)
+        need, end = self._need(node, groups), children
+
+        def up_to(first: int, end: int) -> None:
+            graphpipe_search.in_a_row(
+                tables, how, first, end, need, groups.fixed, groups.kept, self.sizes,
+                float(cost.devices.memory), float(cost.batch),
+            )  # fmt: skip
+
+        for child in range(children - 1, -1, -1):
+            if not groups.children[child].children:
+                continue
+            up_to(child, end)
+            end = child
+            for devices, reader, now in _entries(tables[child + 1]):
+                own = self.solve(groups.children[child], now, reader)
+                found.inner[child, devices, reader] = own
+                graphpipe_search.before(tables[child], how[child], own.held, devices, reader)
+            graphpipe_search.trim(tables[child])
+        up_to(0, end)
+        return found
+
+    def _side_by_side(self, node: Tree, held: float, behind: int) -> SideBySide:
+        states, groups, cost = self.facts.states(node), self.facts.groups(node), self.facts.cost
+        tables = np.full((states.begins.size - 1, self._most + 1, self.sizes.size), np.inf)
+        tables[0, 0, 0] = 0.0
+        how = np.zeros((*tables.shape, 4), dtype=np.int64)
+        inner = {
+            place: self.solve(child, held, behind)
+            for place, child in enumerate(node.children)
+            if child.children
+        }
+        own = np.full((len(node.children), *tables.shape[1:]), np.inf)
+        for place, plans in inner.items():
+            own[place] = plans.held
+        graphpipe_search.side_by_side(
+            tables, how, states.begins, states.group, states.rest, own, self._need(node, groups),
+            groups.fixed, groups.kept, self.sizes, held, self.sizes[behind],
+            float(cost.devices.memory), float(cost.batch),
+        )  # fmt: skip
+        return SideBySide(self, node, behind, tables, how, inner)
+
+
+def _entries(held: Floats) -> list[tuple[int, int, float]]:
+    """Devices, micro-batch and samples held of each plan in a table."""
+    places = zip(*np.nonzero(np.isfinite(held)), strict=True)
+    return [(int(devices), int(reader), float(held[devices, reader])) for devices, reader in places]
+
+
+@dataclass(frozen=True, eq=False)
+class GraphPipe:
+    """The planner.
+
+    Args:
+        cost: Of any stage.
+        sizes: Micro-batches that stages may have: divisors of the batch, each of the next.
+        tolerance: By what share a plan may be slower than the fastest, and its bottleneck above the least.
+    """
+
+    cost: StageCost
+    sizes: tuple[int, ...]
+    tolerance: float = 0.01
+
+    @cached_property
+    def tree(self) -> Tree:
+        """The operators as a tree."""
+        return tree_of(self.cost.graph)
+
+    @cached_property
+    def facts(self) -> Facts:
+        """What groups of operators cost."""
+        return Facts(self.cost, tuple(sorted(self.sizes)))
+
+    def plan(self) -> StagePlan:
+        """Of the plans that the search meets, with one micro-batch and with any, the fastest in a trial.
+
+        A bottleneck says nothing of how long a pipeline takes to fill: that is what large micro-batches and
+        many stages cost.
+
+        Raises:
+            PlanError: If none fits the memory of the devices.
+        """
+        plans = {size: self._ever_better((size,)) for size in self.sizes}
+        found = self._fastest([plan for each in plans.values() for plan in each])
+        if found is None:
+            return self.least(self.sizes)
+        seconds, best = found
+        size = best.stages[0].micro_batch
+        near = tuple(other for other in self.sizes if size // 2 <= other <= size * 2)
+        # Plans with a larger bottleneck than this are slower, however soon they fill.
+        mixed = self._fastest(self._ever_better(near, below=seconds / self.cost.batch), seconds)
+        return best if mixed is None else mixed[1]
+
+    def _fastest(
+        self, plans: Sequence[StagePlan], limit: float = float("inf")
+    ) -> tuple[float, StagePlan] | None:
+        """Of plans that take less than a limit, with any k, the fastest in a trial, and its seconds.
+
+        An estimate is never above what a trial finds, so that the first ones tried rule out most others.
+        """
+        best: tuple[float, StagePlan] | None = None
+        each = (one for plan in dict.fromkeys(plans) for one in longer_turns(self.cost, plan))
+        for soonest, plan in sorted(each, key=lambda pair: pair[0]):
+            if soonest * (1 + self.tolerance) >= limit:
+                break
+            seconds = trial(self.cost, plan).seconds
+            if seconds < limit:
+                limit, best = seconds, (seconds, plan)
+        return best
+
+    def whole(self) -> StagePlan:
+        """The plan, with devices that it has no use for given to the slowest stages that can take one more.
+
+        Where no stage can take one, as replicas of a batch norm need two samples each, a stage is halved.
+
+        Raises:
+            PlanError: If there are more devices than stages can take, or none fits the memory.
+        """
+        plan = self.plan()
+        while plan.devices < self.cost.devices.count:
+            more = self._wider(plan) or self._longer(plan)
+            if more is None:
+                raise PlanError(
+                    f"{self.cost.devices.count} devices share the work",
+                    f"the plan has work for {plan.devices}",
+                    hint="a larger batch, or fewer devices",
+                )
+            plan = more
+        return plan
+
+    def _wider(self, plan: StagePlan) -> StagePlan | None:
+        """The plan with one more device for its slowest stage that can take one; None if none can."""
+        taking = [
+            number
+            for number, stage in enumerate(plan.stages)
+            if self.cost.fits(stage.operators, stage.devices + 1, stage.micro_batch)
+        ]
+        if not taking:
+            return None
+        slowest = max(taking, key=lambda n: self.seconds(plan.stages[n]))
+        stages = list(plan.stages)
+        stages[slowest] = replace(stages[slowest], devices=stages[slowest].devices + 1)
+        return replace(plan, stages=tuple(stages))
+
+    def _longer(self, plan: StagePlan) -> StagePlan | None:
+        """The plan with one more device for the second half of its slowest stage of several operators.
+
+        The halves follow each other: nothing outside of a stage lies between two of its operators.
+        """
+        several = [number for number, stage in enumerate(plan.stages) if len(stage.operators) > 1]
+        if not several:
+            return None
+        number = max(several, key=lambda n: self.seconds(plan.stages[n]))
+        stage = plan.stages[number]
+        names = [each.name for each in self.cost.graph.operators if each.name in stage.operators]
+        halves = [
+            (
+                replace(stage, operators=tuple(names[:at])),
+                replace(stage, operators=tuple(names[at:]), devices=1),
+            )
+            for at in range(1, len(names))
+        ]
+        plans = [
+            replace(plan, stages=(*plan.stages[:number], *pair, *plan.stages[number + 1 :]))
+            for pair in sorted(halves, key=lambda pair: max(map(self.seconds, pair)))
+        ]
+        return next(filter(self._fits_memory, plans), None)
+
+    def _fits_memory(self, plan: StagePlan) -> bool:
+        held = windows(plan.shape(self.cost.graph))
+        return all(
+            self.cost.memory(stage.operators, stage.devices, samples) <= self.cost.devices.memory
+            for stage, samples in zip(plan.stages, held, strict=True)
+        )
+
+    def least(self, sizes: tuple[int, ...]) -> StagePlan:
+        """The plan with the least bottleneck.
+
+        Args:
+            sizes: Micro-batches that stages may have.
+
+        Raises:
+            PlanError: If none fits the memory of the devices.
+        """
+        plans = self._ever_better(sizes)
+        if not plans:
+            need = self.cost.memory(self.tree.names, 1, min(sizes))
+            devices = self.cost.devices
+            raise PlanError(
+                f"the model fits {devices.count} devices of {devices.memory / 2**30:.3g} GiB",
+                f"no cut does; on one device it would need {need / 2**30:.3g} GiB",
+                hint="take more devices, or smaller micro-batches",
+            )
+        return plans[-1]
+
+    def _ever_better(self, sizes: tuple[int, ...], *, below: float = float("inf")) -> list[StagePlan]:
+        """Plans of ever smaller bottleneck, the first one's below a number; none if there are none.
+
+        Source: GraphPipe, binary search on time per sample.
+        """
+        places = [self.facts.sizes.index(size) for size in sorted(sizes)]
+        high = max(self.cost.per_sample(self.tree.names, 1, s) for s in sizes) * 1.01
+        low, high = float(self.facts.lightest.sum()) / self.cost.devices.count, min(high, below)
+        found = self._ask(high, places)
+        if found is None:
+            return []
+        plans = [found]
+        high = min(high, self.bottleneck(found))
+        while high > low * (1 + self.tolerance):
+            middle = (low * high) ** 0.5
+            better = self._ask(middle, places)
+            if better is None:
+                low = middle
+            else:
+                plans.append(better)
+                high = min(middle, self.bottleneck(better))
+        return plans
+
+    def _ask(self, bottleneck: float, places: Sequence[int]) -> StagePlan | None:
+        plans = Search(self.facts, bottleneck, places).solve(self.tree, 0.0, 0)
+        entries = _entries(plans.held)
+        if not entries:
+            return None
+        devices, reader, _ = min(entries, key=lambda entry: (entry[2], entry[0]))
+        stages = tuple(plans.stages(devices, reader))
+        return StagePlan(self.cost.batch, sorted_stages(self.cost, stages))
+
+    def bottleneck(self, plan: StagePlan) -> float:
+        """Seconds a sample of a plan's slowest stage."""
+        return max(map(self.seconds, plan.stages))
+
+    def seconds(self, stage: PlannedStage) -> float:
+        """Seconds a sample of a stage."""
+        return self.cost.per_sample(stage.operators, stage.devices, stage.micro_batch)
+
+
+def sorted_stages(cost: StageCost, stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
+    """Stages in an order in which sources come first."""
+    place = {name: number for number, stage in enumerate(stages) for name in stage.operators}
+    needs: list[set[int]] = [set() for _ in stages]
+    for operator in cost.graph.operators:
+        for read in operator.reads:
+            if place[read] != place[operator.name]:
+                needs[place[operator.name]].add(place[read])
+    found: list[int] = []
+    while len(found) < len(stages):
+        ready = [n for n in range(len(stages)) if n not in found and needs[n] <= set(found)]
+        found.append(ready[0])
+    return tuple(stages[number] for number in found)

@@ -1,0 +1,199 @@
+"""Frontier: the fewest samples in flight at the head of a part, by devices and micro-batch - compiled loops.
+
+Where it sits: the inner loops of ``graphpipe``.
+
+A table ``held[d, r]`` has, for d devices and a head whose largest micro-batch is ``sizes[r]``, the fewest
+samples that the head holds; ``sizes[0]`` is 0, of a part without stages, and infinity stands where there is
+no plan. Of a head nothing else matters to what comes before it: a stage of micro-batch s and
+``k = max(1, r / s)`` before a reader that holds h in micro-batches of r must hold ``ceil(h / s) s + k s``
+samples, which grows with h and with r; before several readers the largest h and the largest r count.
+
+Source: GraphPipe, ASPLOS 2025, in-flight samples under kFkB.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kagome.kernels.jit import compiled
+from kagome.planner.stages.operator_groups import Floats, Ints
+
+
+@compiled
+def trim(held: Floats) -> None:
+    """Leave out what another plan beats: no more devices, no larger micro-batch, no more held."""
+    devices, sizes = held.shape
+    least = np.full(sizes, np.inf)  # in rows before this one, by the largest micro-batch allowed
+    for d in range(devices):
+        here = np.inf
+        for r in range(sizes):
+            here = min(here, least[r])
+            now = held[d, r]
+            if now >= here:
+                held[d, r] = np.inf
+            else:
+                here = now
+            least[r] = min(least[r], here)
+
+
+@compiled
+def stage(
+    need: Ints, fixed: float, kept: float, size: float, h: float, reader: float, memory: float, batch: float
+) -> tuple[int, float]:
+    """Devices and samples held of a stage before what holds h in a reader's micro-batches; 0 if none fits."""
+    devices = need[0]
+    if devices == 0:
+        return 0, 0.0
+    held = min(math.ceil(h / size) * size + max(size, reader), batch)
+    free = memory - fixed
+    if kept * held > free * devices:
+        if free <= 0:
+            return 0, 0.0
+        least = max(devices, math.ceil(kept * held / free))
+        if least > size or least >= need.size:
+            return 0, 0.0
+        devices = need[least]
+    return devices, held
+
+
+@compiled
+def in_a_row(
+    held: Floats,
+    how: Ints,
+    first: int,
+    end: int,
+    need: Ints,
+    fixed: Floats,
+    kept: Floats,
+    sizes: Floats,
+    memory: float,
+    batch: float,
+) -> None:
+    """Stages that begin at the children from one to before another of a row, before what is known behind.
+
+    Args:
+        held: Tables by the child that a plan begins with; written from ``end - 1`` back to ``first``.
+        how: Of each entry: where the stage ends, and the rest's devices and micro-batch.
+        first: The first child.
+        end: One past the last.
+        need: Devices of each run of children, by ``groups.run`` and micro-batch; see ``Groups.need``.
+        fixed: Its bytes without samples.
+        kept: Its bytes a sample.
+        sizes: Micro-batches, the first one 0.
+        memory: Bytes of a device.
+        batch: Samples.
+
+    Shapes:
+        held ``[children + 1, devices + 1, sizes]``, how ``[*held.shape, 3]``.
+    """
+    children, most = held.shape[0] - 1, held.shape[1] - 1
+    for p in range(end - 1, first - 1, -1):
+        for q in range(p + 1, children + 1):
+            group = p * children - p * (p - 1) // 2 + q - p - 1
+            for s in range(1, sizes.size):
+                if need[group, s - 1, 0] == 0:
+                    continue
+                for d in range(most):
+                    for r in range(sizes.size):
+                        h = held[q, d, r]
+                        if h == np.inf:
+                            continue
+                        n, now = stage(
+                            need[group, s - 1],
+                            fixed[group],
+                            kept[group],
+                            sizes[s],
+                            h,
+                            sizes[r],
+                            memory,
+                            batch,
+                        )
+                        if n == 0 or d + n > most or now >= held[p, d + n, s]:
+                            continue
+                        held[p, d + n, s] = now
+                        how[p, d + n, s, 0], how[p, d + n, s, 1], how[p, d + n, s, 2] = q, d, r
+        trim(held[p])
+
+
+@compiled
+def before(held: Floats, how: Ints, child: Floats, d: int, r: int) -> None:
+    """A child's own plans before one plan of the rest, which has d devices and micro-batches of r.
+
+    Shapes:
+        held and child ``[devices + 1, sizes]``, how ``[*held.shape, 3]``.
+    """
+    most = held.shape[0] - 1
+    for d1 in range(most + 1 - d):
+        for r1 in range(held.shape[1]):
+            if child[d1, r1] < held[d + d1, r1]:
+                held[d + d1, r1] = child[d1, r1]
+                how[d + d1, r1, 0], how[d + d1, r1, 1], how[d + d1, r1, 2] = -1, d, r
+
+
+@compiled
+def side_by_side(
+    held: Floats,
+    how: Ints,
+    begins: Ints,
+    group: Ints,
+    rest: Ints,
+    inner: Floats,
+    need: Ints,
+    fixed: Floats,
+    kept: Floats,
+    sizes: Floats,
+    h: float,
+    reader: float,
+    memory: float,
+    batch: float,
+) -> None:
+    """Plans of branches, all before what holds h in micro-batches of a reader.
+
+    Args:
+        held: Tables by state; that of state 0 is given.
+        how: Of each entry: the option, its devices and micro-batch, and the rest's micro-batch.
+        begins: As ``groups.States``, like the next two.
+        group: See there.
+        rest: See there.
+        inner: Each child's own plans.
+        need: Devices of each group; see ``Groups.need``.
+        fixed: Its bytes without samples.
+        kept: Its bytes a sample.
+        sizes: Micro-batches, the first one 0.
+        h: Samples that are held behind.
+        reader: The largest micro-batch there.
+        memory: Bytes of a device.
+        batch: Samples.
+
+    Shapes:
+        held ``[states, devices + 1, sizes]``, how ``[*held.shape, 4]``, inner as held, by child.
+    """
+    most = held.shape[1] - 1
+    alone = np.empty((most + 1, sizes.size))
+    for state in range(1, held.shape[0]):
+        for option in range(begins[state], begins[state + 1]):
+            g, after = group[option], rest[option]
+            alone[:] = np.inf
+            if g < 0:
+                alone[:] = inner[-1 - g]
+            else:
+                for s in range(1, sizes.size):
+                    n, now = stage(need[g, s - 1], fixed[g], kept[g], sizes[s], h, reader, memory, batch)
+                    if 0 < n <= most:
+                        alone[n, s] = now
+            for d1 in range(1, most + 1):
+                for r1 in range(1, sizes.size):
+                    if alone[d1, r1] == np.inf:
+                        continue
+                    for d2 in range(most + 1 - d1):
+                        for r2 in range(sizes.size):
+                            if held[after, d2, r2] == np.inf:
+                                continue
+                            now, r = max(alone[d1, r1], held[after, d2, r2]), max(r1, r2)
+                            if now < held[state, d1 + d2, r]:
+                                held[state, d1 + d2, r] = now
+                                at = how[state, d1 + d2, r]
+                                at[0], at[1], at[2], at[3] = option, d1, r1, r2
+        trim(held[state])

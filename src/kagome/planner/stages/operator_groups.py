@@ -1,0 +1,249 @@
+"""Groups: children of a node of the tree taken as one stage, and what each costs, all of a node at once.
+
+Where it sits: under ``graphpipe``, which asks for the same ones for each bottleneck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kagome.planner.stages.devices import StageCost
+from kagome.planner.stages.series_parallel import Tree
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+FEW = 6
+"""Of so many branches any may share a stage; of more, those that stand next to each other."""
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Groups of one node's children.
+
+    Args:
+        children: The node's, or the node itself if it has none.
+        members: Which children each group has, as bits.
+        seconds: Seconds a sample of each as a stage; infinite where a device would take fewer samples of a
+            micro-batch than some operator needs.
+        fixed: Bytes of a replica without samples.
+        kept: Bytes of a sample.
+
+    Shapes:
+        seconds ``[groups, micro-batches, devices]``; fixed and kept ``[groups]``.
+    """
+
+    children: tuple[Tree, ...]
+    members: tuple[int, ...]
+    seconds: Floats
+    fixed: Floats
+    kept: Floats
+
+    def need(self, bottleneck: float, sizes: Sequence[int]) -> Ints:
+        """The fewest devices, from so many on, with which each is fast enough; 0 with none.
+
+        More devices may be slower, where sums of gradients take longer than what they save.
+
+        Shapes:
+            ``[groups, len(sizes), devices + 1]``, by the devices that it is to have at least.
+        """
+        fast = self.seconds[:, list(sizes)] <= bottleneck
+        need = np.zeros((*fast.shape[:2], fast.shape[2] + 1), dtype=np.int64)
+        for devices in range(fast.shape[2], 0, -1):
+            more = need[..., devices + 1] if devices < fast.shape[2] else 0
+            need[..., devices] = np.where(fast[..., devices - 1], devices, more)
+        need[..., 0] = need[..., 1]
+        return need
+
+    def names(self, group: int) -> tuple[str, ...]:
+        """The operators of a group."""
+        chosen = (child for place, child in enumerate(self.children) if self.members[group] >> place & 1)
+        return tuple(name for child in chosen for name in child.names)
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """How a parallel node's children can be taken, the first that is left with some others or by itself.
+
+    Args:
+        begins: The first option of each state, by number, and the end; state 0 has nothing left, the last
+            one everything.
+        group: Of each option: the group that is taken, or -1 - c where child c is planned by itself.
+        rest: The state it leaves.
+        members: The groups that options name.
+    """
+
+    begins: Ints
+    group: Ints
+    rest: Ints
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What does not depend on the bottleneck: shared by all questions.
+
+    Args:
+        cost: Of any stage.
+        sizes: Micro-batches that stages may have.
+    """
+
+    cost: StageCost
+    sizes: tuple[int, ...]
+    _groups: dict[int, Groups] = field(default_factory=dict)
+    _states: dict[int, States] = field(default_factory=dict)
+
+    @property
+    def looked_at(self) -> int:
+        """Groups of which the costs are known."""
+        return sum(len(groups.members) for groups in self._groups.values())
+
+    def groups(self, node: Tree) -> Groups:
+        """A node's groups: of a row, children next to each other (see :func:`run`), else what states name."""
+        if id(node) not in self._groups:
+            children = node.children or (node,)
+            row = node.kind != "parallel"
+            members = tuple(runs(len(children))) if row else self.states(node).members
+            self._groups[id(node)] = self._counted(children, members)
+        return self._groups[id(node)]
+
+    def states(self, node: Tree) -> States:
+        """The states of a parallel node."""
+        if id(node) not in self._states:
+            self._states[id(node)] = states_of(node)
+        return self._states[id(node)]
+
+    @cached_property
+    def lightest(self) -> Floats:
+        """The least seconds a sample of each operator, on any number of devices."""
+        shares = sorted({int(share) for share in self._shares.ravel()})
+        names = [operator.name for operator in self.cost.graph.operators]
+        each = [[sum(self.cost.passes(name, share)) / share for share in shares] for name in names]
+        return np.asarray(np.array(each).min(axis=1))
+
+    @cached_property
+    def _shares(self) -> Ints:
+        """Samples of a replica: ``[micro-batches, devices]``."""
+        devices = np.arange(1, self.cost.devices.count + 1)
+        return np.asarray(-(-np.array(self.sizes)[:, None] // devices), dtype=np.int64)
+
+    @cached_property
+    def _passes(self) -> Floats:
+        """Seconds of a micro-batch, forward and backward: ``[operators, micro-batches, devices]``."""
+        shares = self._shares
+        found = np.empty((len(self.cost.graph.operators), *shares.shape))
+        for place, operator in enumerate(self.cost.graph.operators):
+            for share in np.unique(shares):
+                found[place][shares == share] = sum(self.cost.passes(operator.name, int(share)))
+        return found
+
+    @cached_property
+    def _reads(self) -> Floats:
+        """1 where the operator of a row is read by that of a column."""
+        place = self._place
+        found = np.zeros((len(place), len(place)))
+        for operator in self.cost.graph.operators:
+            for read in operator.reads:
+                found[place[read], place[operator.name]] = 1.0
+        return found
+
+    @cached_property
+    def _place(self) -> dict[str, int]:
+        return {operator.name: place for place, operator in enumerate(self.cost.graph.operators)}
+
+    def _counted(self, children: Sequence[Tree], members: tuple[int, ...]) -> Groups:
+        """As ``StageCost``, of many stages at once."""
+        link, batch, operators = self.cost.devices, self.cost.batch, self.cost.graph.operators
+        own = np.zeros((len(children), len(operators)))
+        for number, child in enumerate(children):
+            own[number, [self._place[name] for name in child.names]] = 1.0
+        bits = np.array(
+            [[one >> place & 1 for place in range(len(children))] for one in members], dtype=float
+        )
+        inside = bits.reshape(len(members), len(children)) @ own
+        weights, kept, output = (
+            np.array([getattr(operator, name) for operator in operators], dtype=float)
+            for name in ("weights", "kept", "output")
+        )
+        readers = inside @ self._reads.T
+        given = inside * (readers < self._reads.sum(axis=1)) @ output
+        taken = (1 - inside) * (readers > 0) @ output
+        sizes = np.array(self.sizes, dtype=float)[:, None]
+        devices = np.arange(1, link.count + 1, dtype=float)
+        compute = np.tensordot(inside, self._passes, axes=1)
+        carried = (given + taken)[:, None, None]
+        traffic = np.where(carried > 0, link.latency + carried * sizes / devices / link.bandwidth, 0.0)
+        of_weights = (inside @ weights)[:, None, None]
+        sync = 2 * (devices - 1) / devices * of_weights / link.bandwidth
+        seconds = np.maximum(compute, traffic) / sizes + sync / batch
+        least = np.array([operator.least for operator in operators], dtype=float)
+        shares = (sizes // devices)[None]
+        seconds[shares < (inside * least).max(axis=1)[:, None, None]] = np.inf
+        fixed = np.array([self.cost.memory((operator.name,), 1, 0) for operator in operators], dtype=float)
+        return Groups(tuple(children), members, seconds, inside @ fixed, inside @ kept)
+
+
+def run(begin: int, end: int, children: int) -> int:
+    """The place among a row's groups of its children from one to before another."""
+    return begin * children - begin * (begin - 1) // 2 + end - begin - 1
+
+
+def runs(children: int) -> Iterator[int]:
+    """All groups of a row's children that stand next to each other, as bits, by :func:`run`."""
+    for begin in range(children):
+        for end in range(begin + 1, children + 1):
+            yield (1 << end) - (1 << begin)
+
+
+def states_of(node: Tree) -> States:
+    """The states that a parallel node's children can be in."""
+    count = len(node.children)
+    options: dict[int, list[tuple[int | None, int]]] = {}
+    waiting = [(1 << count) - 1]
+    while waiting:
+        left = waiting.pop()
+        if left in options or not left:
+            continue
+        taken = groups(left) if left.bit_count() <= FEW else first_of(left)
+        options[left] = [(some, left & ~some) for some in taken]
+        first = left & -left
+        if node.children[first.bit_length() - 1].children:
+            options[left].append((None, left & ~first))
+        waiting += [rest for _, rest in options[left]]
+    order = [0, *sorted(options)]
+    number = {left: place for place, left in enumerate(order)}
+    members: dict[int, int] = {}
+    group, rest, begins = [], [], [0, 0]
+    for left in order[1:]:
+        for some, after in options[left]:
+            child = (left & -left).bit_length() - 1
+            group.append(-1 - child if some is None else members.setdefault(some, len(members)))
+            rest.append(number[after])
+        begins.append(len(group))
+    numbers = [np.array(each, dtype=np.int64) for each in (begins, group, rest)]
+    return States(numbers[0], numbers[1], numbers[2], tuple(members))
+
+
+def first_of(left: int) -> Iterator[int]:
+    """The first of what is left, the first two, and so on, as bits."""
+    taken = 0
+    while left:
+        taken |= left & -left
+        left &= left - 1
+        yield taken
+
+
+def groups(left: int) -> Iterator[int]:
+    """All groups of what is left that have the first of it, as bits."""
+    first = left & -left
+    others = some = left & ~first
+    while True:
+        yield first | some
+        if not some:
+            return
+        some = (some - 1) & others

@@ -1,0 +1,129 @@
+"""Series: operators as a tree of what comes one after another and what stands side by side.
+
+Where it sits: ``graphpipe`` searches over this tree.
+
+::
+
+    a ─> b ─┐                    Series(Parallel(Series(a, b), Series(c, d)), e)
+    c ─> d ─┴─> e
+
+Of two operators one comes before the other, or neither does. Sets of which none comes before any of another
+set stand side by side; sets of which all come before all of another set stand in a row. Where neither kind of
+cut is left (a graph like an N), the operators stand in a row, in the order of the graph: their branches are
+not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kagome.planner.stages.operator_costs import OperatorGraph
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A node.
+
+    Args:
+        kind: ``leaf``, ``series`` or ``parallel``.
+        names: All operators below it, in the graph's order.
+        children: None of a leaf.
+        forced: A row of operators that have branches which the tree does not show.
+        rows: Of a parallel node, and of the root: all operators below it in a row, branch by branch and level
+            by level. Stages may then hold ends of several branches.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    children: tuple[Tree, ...] = ()
+    forced: bool = False
+    rows: tuple[Tree, ...] = ()
+
+    def leaves(self) -> Iterator[str]:
+        """Operators in the order of the tree."""
+        if self.kind == "leaf":
+            yield self.names[0]
+        for child in self.children:
+            yield from child.leaves()
+
+
+def tree_of(graph: OperatorGraph) -> Tree:
+    """The tree of a graph.
+
+    Cost: the square of the number of operators, in bits.
+    """
+    names = [operator.name for operator in graph.operators]
+    place = {name: number for number, name in enumerate(names)}
+    below = [0] * len(names)  # bit sets: what each operator needs, directly or not
+    for number, operator in enumerate(graph.operators):
+        for read in operator.reads:
+            below[number] |= below[place[read]] | 1 << place[read]
+    above = [0] * len(names)
+    for number in range(len(names)):
+        for other in _bits(below[number]):
+            above[other] |= 1 << number
+    related = [one | two for one, two in zip(below, above, strict=True)]
+    levels: dict[str, int] = {}
+    for operator in graph.operators:
+        levels[operator.name] = 1 + max((levels[read] for read in operator.reads), default=0)
+    found = _tree(names, list(range(len(names))), below, related)
+    return _with_rows(found, levels, root=True)
+
+
+def _with_rows(node: Tree, levels: Mapping[str, int], *, root: bool = False) -> Tree:
+    children = tuple(_with_rows(child, levels) for child in node.children)
+    if node.kind == "leaf" or not (node.kind == "parallel" or (root and any(c.children for c in children))):
+        return replace(node, children=children)
+    by_branch = list(node.leaves())
+    orders = dict.fromkeys((tuple(by_branch), tuple(sorted(by_branch, key=levels.__getitem__))))
+    rows = (Tree("series", order, tuple(Tree("leaf", (name,)) for name in order), True) for order in orders)
+    return replace(node, children=children, rows=tuple(rows))
+
+
+def _tree(names: Sequence[str], members: list[int], below: Sequence[int], related: Sequence[int]) -> Tree:
+    own = tuple(names[number] for number in members)
+    if len(members) == 1:
+        return Tree("leaf", own)
+    everyone = sum(1 << number for number in members)
+    side_by_side = _components(members, lambda number: related[number] & everyone)
+    if len(side_by_side) > 1:
+        return Tree("parallel", own, tuple(_tree(names, part, below, related) for part in side_by_side))
+    in_a_row = _components(members, lambda number: everyone & ~related[number])
+    if len(in_a_row) > 1:
+        # Of two such parts all of one come before all of the other.
+        in_a_row.sort(key=lambda part: bin(below[part[0]] & everyone).count("1"))
+        return Tree("series", own, _flat(_tree(names, part, below, related) for part in in_a_row))
+    return Tree("series", own, tuple(Tree("leaf", (name,)) for name in own), forced=True)
+
+
+def _flat(children: Iterator[Tree]) -> tuple[Tree, ...]:
+    """Children, those of a forced row in its place: a row in a row is one row."""
+    found: list[Tree] = []
+    for child in children:
+        found.extend(child.children if child.forced else (child,))
+    return tuple(found)
+
+
+def _components(members: Sequence[int], near: Callable[[int], int]) -> list[list[int]]:
+    """Connected parts, in order."""
+    left, found = sum(1 << number for number in members), []
+    for number in members:
+        if not left >> number & 1:
+            continue
+        part, edge = 0, 1 << number
+        while edge:
+            part |= edge
+            left &= ~edge
+            edge, grown = 0, edge
+            for one in _bits(grown):
+                edge |= near(one) & left
+        found.append(list(_bits(part)))
+    return found
+
+
+def _bits(numbers: int) -> Iterator[int]:
+    while numbers:
+        low = numbers & -numbers
+        yield low.bit_length() - 1
+        numbers ^= low

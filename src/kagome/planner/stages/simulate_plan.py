@@ -1,0 +1,178 @@
+"""Trial: a stage plan run on imaginary devices.
+
+Where it sits: on ``schedule``; the planners' plans are compared by what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kagome.planner.stages.devices import StageCost
+from kagome.planner.stages.plan import StagePlan
+from kagome.schedule.actions import Action, Kind
+from kagome.schedule.dag_schedules import DagShape, dag, windows
+from kagome.schedule.simulator import Run, simulate
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """What a simulated batch found.
+
+    Args:
+        shape: How stages take samples.
+        run: The simulation.
+        seconds: Of a batch, the sums of gradients included.
+        memory: Bytes of a replica of each stage.
+    """
+
+    shape: DagShape
+    run: Run
+    seconds: float
+    memory: tuple[float, ...]
+
+    @property
+    def throughput(self) -> float:
+        """Samples a second."""
+        return self.shape.batch / self.seconds
+
+    @property
+    def depth(self) -> int:
+        """Stages on the longest way."""
+        found = [1] * len(self.shape.stages)
+        for stage in range(len(found) - 1, -1, -1):
+            found[stage] = 1 + max((found[other] for other in self.shape.readers(stage)), default=0)
+        return max(found)
+
+
+def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Trial:
+    """Run a plan's programs once.
+
+    Args:
+        cost: Of any stage.
+        plan: The plan.
+        sequential: Each stage waits for the one before it, whether it reads it or not, and values go from
+            stage to stage: how pipelines without branches run.
+    """
+    shape, carried = flow(cost, plan, sequential=sequential)
+    passes = [cost.compute(s.operators, s.devices, s.micro_batch) for s in plan.stages]
+
+    def compute(action: Action) -> float:
+        return passes[action.stage][0 if action.kind is Kind.F else 1]
+
+    def transfer(action: Action) -> float:
+        way = min(action.stage, action.other), max(action.stage, action.other)
+        return message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way))
+
+    run = simulate(
+        dag(shape),
+        compute,
+        transfer=transfer,
+        size=lambda action: shape.stages[action.stage].micro_batch,
+        paired=True,
+    )
+    sync = max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
+    held = windows(shape)
+    memory = tuple(
+        cost.memory(stage.operators, stage.devices, samples)
+        for stage, samples in zip(plan.stages, held, strict=True)
+    )
+    return Trial(shape, run, run.seconds + sync, memory)
+
+
+def flow(
+    cost: StageCost, plan: StagePlan, *, sequential: bool = False
+) -> tuple[DagShape, dict[tuple[int, int], float]]:
+    """How a plan's stages take samples, and the bytes of a sample on each way between them."""
+    shape = plan.shape(cost.graph)
+    if sequential:
+        links = tuple((stage, stage + 1) for stage in range(len(plan.stages) - 1))
+        shape = DagShape(shape.batch, shape.stages, links)
+    place = {name: number for number, stage in enumerate(plan.stages) for name in stage.operators}
+    carried: dict[tuple[int, int], float] = {}
+    for operator in cost.graph.operators:
+        readers = {place[name] for name in cost.graph.readers[operator.name]} - {place[operator.name]}
+        if sequential and readers:
+            hops = range(place[operator.name], max(readers))
+            ways = [(stage, stage + 1) for stage in hops]
+        else:
+            ways = [(place[operator.name], reader) for reader in readers]
+        for way in ways:
+            carried[way] = carried.get(way, 0.0) + operator.output
+    return shape, carried
+
+
+def message(cost: StageCost, plan: StagePlan, way: tuple[int, int], size: float) -> float:
+    """Seconds of a message of so many bytes between two stages; the narrower one's replicas share it."""
+    lanes = min(plan.stages[way[0]].devices, plan.stages[way[1]].devices)
+    return cost.devices.latency + size / lanes / cost.devices.bandwidth
+
+
+def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> float:
+    """Seconds of a batch, at the least: what a :func:`trial` finds, without running the programs.
+
+    The largest sum, over stages and links, of how long its first samples take to come, how long it is busy
+    with a batch or waits for what it holds to come back, and how long its last samples' gradients take to the
+    sources.
+
+    Args:
+        cost: Of any stage.
+        plan: The plan.
+        sequential: As for :func:`trial`.
+
+    Cost: a few steps a stage and link.
+    """
+    shape, carried = flow(cost, plan, sequential=sequential)
+    forward, backward = zip(
+        *(cost.compute(s.operators, s.devices, s.micro_batch) for s in plan.stages), strict=True
+    )
+    begin, drain = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
+    hops = {way: message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way)) for way in shape.links}
+    most = 0.0
+    for one, other in sorted(shape.links, key=lambda link: link[1]):
+        # The first micro-batch of the other one is so many of this one's, and so is the last.
+        many = max(1, shape.stages[other].micro_batch // shape.stages[one].micro_batch)
+        hop = hops[one, other]
+        begin[other] = max(begin[other], begin[one] + many * forward[one] + hop)
+        drain[other] = max(drain[other], hop + many * backward[one] + drain[one])
+    for one, other in shape.links:
+        messages = shape.batch // shape.unit(one, other)
+        busy = forward[one] + messages * hops[one, other] + forward[other] + backward[other]
+        most = max(most, begin[one] + busy + drain[other])
+    # A micro-batch begins once the one that many before it that the window holds is back.
+    window, trip = windows(shape), [0.0] * len(plan.stages)
+    for stage in range(len(plan.stages) - 1, -1, -1):
+        turns, own = shape.stages[stage], forward[stage] + backward[stage]
+        beyond = max((2 * hops[stage, other] + trip[other] for other in shape.readers(stage)), default=0.0)
+        trip[stage] = own + beyond
+        count = shape.batch // turns.micro_batch
+        rounds = (count - 1) // (window[stage] // turns.micro_batch)
+        most = max(most, begin[stage] + max(count * own, (rounds + 1) * trip[stage]) + drain[stage])
+    return most + max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
+
+
+def longer_turns(
+    cost: StageCost, plan: StagePlan, *, sequential: bool = False
+) -> Iterator[tuple[float, StagePlan]]:
+    """A plan, and it with twice its k, four times and so on while that helps and fits; each with an estimate.
+
+    A window that lets no reader wait while messages take no time is too small where they do: with more in
+    flight, messages travel while stages compute.
+
+    Args:
+        cost: Of any stage.
+        plan: The plan.
+        sequential: As for :func:`trial`.
+    """
+    before = float("inf")
+    while True:
+        seconds = estimate(cost, plan, sequential=sequential)
+        yield seconds, plan
+        if seconds >= before:
+            return  # the last one may still fill better than an estimate knows
+        before = seconds
+        plan = replace(plan, stages=tuple(replace(stage, k=2 * stage.k) for stage in plan.stages))
+        held = windows(flow(cost, plan, sequential=sequential)[0])
+        for stage, samples in zip(plan.stages, held, strict=True):
+            if cost.memory(stage.operators, stage.devices, samples) > cost.devices.memory:
+                return

@@ -1,0 +1,1 @@
+"""Rows and edges told apart by their place in the whole graph."""

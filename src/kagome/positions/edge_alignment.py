@@ -1,0 +1,160 @@
+"""Edge views: what belongs to in-edges, where it meets the same edges as out-edges of other ranks' vertices.
+
+Where it sits: ``intercept.interceptor`` asks :func:`aligned` before torch calls, once a model has flipped
+edges. A part holds the in-edges of its vertices; flipped edges are the out-edges of its vertices, which other
+ranks hold.
+
+::
+
+    back = edge_index.flip(0)     x[back[0]] * w     w goes to who holds the flipped edges, with gradient
+    cat([edge_index, back], 1)                       the flipped edges stay with those they are made from
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from kagome.deferred.lazy_tensor import now
+from kagome.halo.forward_pass import Turn
+from kagome.kernels.address import address
+from kagome.placement.placement import IDS, Kind, Mark
+from kagome.positions.edge_positions import Edges, refused
+from kagome.positions.edge_tables import flat
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+_JOINS: Final = frozenset(["cat", "concat", "concatenate", "hstack"])
+_ASKS: Final = frozenset(["size", "__get__", "numel", "stride"])
+
+
+class Views(Edges, Protocol):
+    """What is asked of the running interception."""
+
+    turn: Turn
+
+    def lasting(self, tensor: Tensor | None) -> bool:
+        """Whether a tensor is the same in every forward."""
+
+    def keep(self, key: Any, value: Any) -> Any:
+        """Keep for all forwards what was computed from lasting tensors."""
+
+    def kept(self, key: Any) -> Any:
+        """What was kept."""
+
+    def once(self) -> Any:
+        """Around the computation of what is kept."""
+
+
+def aligned(scope: Views, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """A call's arguments with all that belongs to edges as the out-edges have it, where both meet.
+
+    Raises:
+        ModelError: If it is not known which edge a row belongs to.
+    """
+    if name in _ASKS:
+        return args, kwargs
+    found = [
+        (tensor, mark) for tensor in flat(args, kwargs) if (mark := _of_edges(scope, tensor)) is not None
+    ]
+    if len({mark.view for _, mark in found}) < 2:
+        return args, kwargs
+    if name in _JOINS and all(mark.kind is Kind.EDGES for _, mark in found):
+        return _each(args, kwargs, lambda value: _inward(scope, value))
+    if any(mark.view == 1 and not _whole(scope, tensor, mark) for tensor, mark in found):
+        raise refused(
+            scope, f"{name} puts edges together with flipped ones that forward has chosen or added to"
+        )
+    return _each(args, kwargs, lambda value: _outward(scope, name, value))
+
+
+def _each(args: Args, kwargs: Kwargs, do: Any) -> tuple[Args, Kwargs]:
+    def done(value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(done(each) for each in value)
+        return do(value)
+
+    return tuple(done(value) for value in args), {key: done(value) for key, value in kwargs.items()}
+
+
+def _of_edges(scope: Views, tensor: Tensor) -> Mark | None:
+    mark = scope.marks.get(tensor)
+    return mark if mark is not None and (mark.kind in IDS or mark.kind is Kind.PAIRS) else None
+
+
+def _axis(tensor: Tensor, mark: Mark) -> int:
+    return mark.axis if mark.kind is Kind.PAIRS else tensor.dim() - 1 if mark.kind is Kind.EDGES else 0
+
+
+def _whole(scope: Views, tensor: Tensor, mark: Mark) -> bool:
+    """Whether a tensor has an entry for each edge of its view, in that order."""
+    view = scope.views[mark.view]
+    edges = tensor if mark.kind is Kind.EDGES else mark.edges
+    known = edges is view.edge_index or edges is view.given
+    return known and tensor.size(_axis(tensor, mark)) == view.edge_ids.numel()
+
+
+def _outward(scope: Views, name: str, value: Any) -> Any:
+    """Rows of in-edges as rows of the same edges where they are out-edges."""
+    mark = _of_edges(scope, value) if isinstance(value, Tensor) else None
+    if mark is None or mark.view == 1:
+        return value
+    if mark.kind is not Kind.PAIRS or not _whole(scope, value, mark):
+        raise refused(
+            scope, f"{name} puts flipped edges together with edges that forward has chosen or added to"
+        )
+    return turned(scope, now(value), mark.axis)
+
+
+def turned(scope: Views, values: Tensor, axis: int) -> Tensor:
+    """What belongs to a part's in-edges, for its out-edges; with gradient.
+
+    Args:
+        scope: The running interception.
+        values: A row for each in-edge.
+        axis: Where the rows lie.
+
+    Shapes:
+        ``[..., E, ...]`` -> ``[..., E', ...]``.
+
+    Cost:
+        An exchange of a row for each edge between parts, and one back; only once of what lasts.
+    """
+    view = scope.views[1]
+    assert view.across is not None
+    assert view.pick is not None
+    with torch._C.DisableTorchFunction():
+        last = scope.lasting(values)
+        key = ("turned", address(values), tuple(values.shape), axis)
+        found: Tensor | None = scope.kept(key) if last else None
+        if found is None:
+            front = values.movedim(axis, 0)
+            rows = front.reshape(front.size(0), front.shape[1:].numel())
+            if not rows.is_floating_point():
+                rows = rows.double()
+            if last:
+                with scope.once():
+                    every = view.across.extend(rows, scope.turn, "flipped edges")
+            else:
+                every = view.across.extend(rows, scope.turn, f"{scope.where()}.flipped")
+            picked = every.index_select(0, view.pick).to(values.dtype)
+            found = picked.reshape(-1 if picked.size(0) else 0, *front.shape[1:]).movedim(0, axis)
+            if last:
+                scope.keep(key, found)
+    return scope.marks.put(found, Mark(Kind.PAIRS, 1, axis, edges=view.edge_index))
+
+
+def _inward(scope: Views, value: Any) -> Any:
+    """Flipped edges as the part's own edges turned round, which other ranks' vertices are the targets of."""
+    mark = scope.marks.get(value)
+    if mark is None or mark.view == 0:
+        return value
+    if not _whole(scope, value, mark):
+        raise refused(scope, "a list is put together with flipped edges that forward has chosen")
+    edges = scope.views[0].edge_index
+    if value is scope.views[1].given:
+        return edges
+    with torch._C.DisableTorchFunction():
+        return scope.marks.put(edges.flip(0), Mark(Kind.EDGES, 0, swapped=True))

@@ -1,0 +1,440 @@
+"""Edge places: edges told apart by their place in the list: ``edge_index[:, :m]``, ``torch.arange(E)``.
+
+Where it sits: ``intercept.interceptor`` asks these handlers first, on a part of the graph. A place in a
+user's forward is one in the whole graph's list; a part has some of the edges, in the same order, and knows
+the place of each.
+
+::
+
+    edge_index[:, :m], w[::2]     own edges among those of the whole list; so too narrow, split and chunk
+    arange(edge_index.size(1))    the places of own edges
+    messages[3], messages[rev]    refused: the row may be another rank's
+    cumsum, roll, view(K, P, F)   refused: what a row becomes depends on the rows before it
+
+What a library does with places of its own making (a sort by target and back) is the part's own matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from kagome.deferred.lazy_tensor import now
+from kagome.errors import ModelError
+from kagome.placement.placement import IDS, Kind, Mark
+from kagome.placement.symbolic_size import Count
+from kagome.positions.edge_tables import WAY_OUT, Cutter, own_edges
+from kagome.user_frame import from_library, user_line
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Func = Callable[..., Any]
+FULL: Final = slice(None)
+
+
+class Edges(Cutter, Protocol):
+    """What these handlers ask of the running interception."""
+
+    parted: bool
+    device: torch.device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
+        """Answer a torch call."""
+
+
+class EdgeCount(Count):
+    """The number of a part's edges where a user counts: places made of it are no place in the whole list."""
+
+    def _with(self, other: Any, what: str, do: Callable[[int, Any], Any]) -> Any:
+        if isinstance(other, int) and (isinstance(other, Count) or other == 0 or from_library()):
+            return do(int(self), int(other))
+        raise _refused("", f"the number of edges {what} {other!r} is a place among a part's edges")
+
+    def __add__(self, other: Any) -> Any:
+        return self._with(other, "plus", lambda one, two: one + two)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self._with(other, "minus", lambda one, two: one - two)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._with(other, "taken from", lambda one, two: two - one)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._with(other, "divided by", lambda one, two: one // two)
+
+    def __mod__(self, other: Any) -> Any:
+        return self._with(other, "modulo", lambda one, two: one % two)
+
+
+def counts(scope: Any, mark: Mark) -> type[Count]:
+    """How rows of this mark are counted."""
+    return EdgeCount if mark.kind is Kind.PAIRS and scope.parted else Count
+
+
+def refused(scope: Edges, what: str, *, hint: str = "") -> ModelError:
+    """The error of a call that depends on where edges lie in the list, in a way that no part can follow."""
+    return _refused(scope.where(), what, hint)
+
+
+def _refused(where: str, what: str, hint: str = "") -> ModelError:
+    return ModelError(
+        "edges are told apart by what they hold, or by slices of the whole graph's list",
+        what,
+        where="; ".join(filter(None, (where, user_line()))),
+        hint=hint or f"{WAY_OUT}, or train on one rank",
+    )
+
+
+def _edge_axis(scope: Edges, tensor: Any) -> tuple[int, Mark] | None:
+    """The axis along which a tensor has an entry an edge, and its mark."""
+    mark = scope.marks.get(tensor) if scope.parted else None
+    if mark is None:
+        return None
+    if mark.kind is Kind.PAIRS:
+        return mark.axis, mark
+    if mark.kind is Kind.EDGES:
+        return tensor.dim() - 1, mark
+    return (0, mark) if mark.kind in IDS and tensor.dim() == 1 else None
+
+
+def _ids(scope: Edges, tensor: Tensor, axis: int, mark: Mark) -> Tensor | None:
+    """The place of each edge in the whole list; None where the edges are no view's as they are."""
+    edges = tensor if mark.kind is Kind.EDGES else mark.edges
+    for view in scope.views:
+        if (edges is view.edge_index or edges is view.given) and tensor.size(axis) == view.edge_ids.numel():
+            return view.edge_ids
+    return None
+
+
+def _subset(tensor: Tensor, mark: Mark) -> Mark:
+    """The mark of some of the edges."""
+    return replace(mark, edges=None)
+
+
+def getitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """An index where something stands at the axis of the edges."""
+    found = _edge_axis(scope, args[0])
+    if found is None:
+        return NotImplemented
+    axis, mark = found
+    items, at = _items(args[1], args[0].dim(), axis)
+    if at is None or (isinstance(items[at], slice) and items[at] == FULL):
+        return NotImplemented
+    item = items[at]
+    if isinstance(item, slice):
+        return _sliced(scope, now(args[0]), axis, mark, items, at)
+    if isinstance(item, list):
+        item = torch.as_tensor(item)
+    if isinstance(item, Tensor):
+        return _chosen(scope, func, args, axis, mark, items, at)
+    if from_library():
+        return NotImplemented
+    raise refused(scope, f"one edge is read by its place, {item!r}")
+
+
+def _sliced(scope: Edges, base: Tensor, axis: int, mark: Mark, items: list[Any], at: int) -> Any:
+    item = items[at]
+    counts = [end for end in (item.start, item.stop) if end is not None]
+    if all(isinstance(end, Count) or end == 0 for end in counts) and item.step in (None, 1):
+        out = base[tuple(items)]  # as many as this part has: where lists were put together
+        return _marked(scope, out, base, mark, items, at)
+    if from_library():
+        return NotImplemented
+    ids = _ids(scope, base, axis, mark)
+    if ids is None:
+        raise refused(scope, "a slice counts edges of a list that was made in forward")
+    items[at] = _own_slice(scope, ids, item)
+    return _marked(scope, base[tuple(items)], base, mark, items, at)
+
+
+def _own_slice(scope: Edges, ids: Tensor, item: slice) -> slice | Tensor:
+    """A slice of the whole list as one of own edges, or their places where it has steps."""
+    whole = range(scope.edges)[item]
+    if whole.step < 0:
+        raise refused(scope, "a slice turns the order of edges round")
+    with torch._C.DisableTorchFunction():
+        ends = torch.tensor([whole.start, whole.stop], device=ids.device)
+        begin, end = torch.searchsorted(ids, ends).tolist()
+        if whole.step == 1:
+            return slice(begin, max(begin, end))
+        places = torch.arange(begin, max(begin, end), device=ids.device)
+        return places[(ids[begin:end] - whole.start) % whole.step == 0]
+
+
+def _chosen(scope: Edges, func: Func, args: Args, axis: int, mark: Mark, items: list[Any], at: int) -> Any:
+    """Edges chosen by a flag each, or by numbers."""
+    base, item = now(args[0]), items[at]
+    held = scope.marks.get(item)
+    if item.dtype in (torch.bool, torch.uint8):
+        if item.dim() != 1:
+            return NotImplemented
+        if held is None and item.numel() == scope.edges != base.size(axis):
+            if _ids(scope, base, axis, mark) is None:
+                raise refused(scope, "a flag for each edge of the graph chooses among edges made in forward")
+            items[at] = own_edges(scope, item, 0, mark)
+        with torch._C.DisableTorchFunction():
+            out = base[tuple(items)]
+        return _marked(scope, out, base, mark, items, at)
+    if mark.kind is not Kind.PAIRS and held is None and from_library():
+        return NotImplemented
+    if held is not None and held.kind in (Kind.LOCAL, Kind.MIXED):
+        return NotImplemented
+    if from_library() and (held is None or held.kind is not Kind.PAIRS):
+        return NotImplemented
+    raise refused(
+        scope,
+        f"rows of other edges are read by their numbers, of a tensor of shape {list(base.shape)}",
+        hint="a pair of edges shares what both hold: give it as data.edge_attr, or train on one rank",
+    )
+
+
+def _marked(scope: Edges, out: Tensor, base: Tensor, mark: Mark, items: list[Any], at: int) -> Tensor:
+    """What an index has left, with the mark of some edges."""
+    if mark.kind is Kind.PAIRS:
+        before = items[:at]
+        gone = sum(isinstance(each, int) and not isinstance(each, bool) for each in before)
+        new = sum(each is None for each in before)
+        place = mark.axis - gone + new
+        return scope.marks.put(out, replace(_subset(base, mark), axis=place))
+    head = items[0]
+    if mark.kind is Kind.EDGES and at == 1 and isinstance(head, int):
+        target = (head % 2 == 1) is not mark.swapped and not mark.both
+        return scope.marks.put(out, Mark(Kind.TARGET if target else Kind.SOURCE, mark.view))
+    if mark.kind is Kind.EDGES and not (isinstance(head, slice) and head == FULL and out.dim() == 2):
+        return scope.marks.put(out, Mark(Kind.MIXED))
+    return scope.marks.put(out, _subset(base, mark))
+
+
+def index_select(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``messages.index_select(0, ids)`` along the axis of the edges."""
+    base = args[0]
+    found = _edge_axis(scope, base)
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    index = kwargs.get("index", args[2] if len(args) > 2 else None)
+    if found is None or dim % base.dim() != found[0] or not isinstance(index, Tensor):
+        return NotImplemented
+    items: list[Any] = [FULL] * found[0] + [index]
+    return _chosen(scope, func, args, *found, items, found[0])
+
+
+def narrow(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``narrow`` along the axis of the edges is a slice."""
+    base = args[0]
+    found = _edge_axis(scope, base)
+    given = {**dict(zip(("dim", "start", "length"), args[1:], strict=False)), **kwargs}
+    if found is None or given["dim"] % base.dim() != found[0]:
+        return NotImplemented
+    start = int(given["start"])
+    return _cut(scope, base, *found, slice(start, start + given["length"]))
+
+
+def _cut(scope: Edges, base: Tensor, axis: int, mark: Mark, item: slice) -> Any:
+    items: list[Any] = [FULL] * base.dim()
+    items[axis] = item
+    return _sliced(scope, now(base), axis, mark, items, axis)
+
+
+def split(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``split`` and ``chunk`` along the axis of the edges are slices of the whole list."""
+    base = args[0]
+    found = _edge_axis(scope, base)
+    how = next(iter(args[1:]), None)
+    how = next((kwargs[key] for key in _SIZES if key in kwargs), how)
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    if found is None or dim % base.dim() != found[0] or from_library():
+        return NotImplemented
+    if isinstance(how, (tuple, list)) and all(isinstance(size, Count) for size in how):
+        return NotImplemented  # lists that were put together, each of this part's edges
+    if _ids(scope, base, *found) is None:
+        raise refused(scope, f"{name} cuts a list of edges that was made in forward into pieces")
+    with torch._C.DisableTorchFunction():
+        places = getattr(torch, name.replace("split_with_sizes", "split"))(torch.arange(scope.edges), how)
+    ends = [(int(piece[0]), int(piece[-1]) + 1) if piece.numel() else (0, 0) for piece in places]
+    return tuple(_cut(scope, base, *found, slice(*each)) for each in ends)
+
+
+_SIZES: Final = (
+    "split_size_or_sections",
+    "split_size",
+    "split_sizes",
+    "chunks",
+    "indices_or_sections",
+    "tensor_indices_or_sections",
+)
+
+
+def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.arange(edge_index.size(1))``: the places of own edges; ``linspace`` over all of them."""
+    count = next((each for each in (*args, *kwargs.values()) if isinstance(each, Count)), None)
+    if count is None or not scope.parted or count.mark.kind is not Kind.PAIRS:
+        return NotImplemented
+    if from_library():
+        return scope.marks.put(func(*args, **kwargs), Mark(Kind.LOCAL))
+    view = (
+        next((v for v in scope.views if count.mark.edges in (v.edge_index, v.given)), None)
+        if (count.mark.edges is not None)
+        else None
+    )
+    if view is None or int(count) != view.edge_ids.numel():
+        raise refused(scope, f"{name} counts edges of a list that was made in forward")
+    given = [scope.edges if isinstance(each, Count) else each for each in args]
+    named = {key: scope.edges if isinstance(each, Count) else each for key, each in kwargs.items()}
+    with torch._C.DisableTorchFunction():
+        every: Tensor = func(*given, **named)
+    if every.numel() != scope.edges:
+        raise refused(scope, f"{name} makes {every.numel():,} numbers of {scope.edges:,} edges")
+    return own_edges(scope, every, 0, Mark(Kind.PAIRS, scope.views.index(view)))
+
+
+def by_order(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """What a row becomes depends on the rows before it."""
+    base = args[0] if args else None
+    found = _edge_axis(scope, base)
+    if found is None or base is None or from_library():
+        return NotImplemented
+    place, default = _DIMS.get(name, (1, None))
+    dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
+    if name == "flip" and len(args) > 2:
+        dims = args[1:]
+    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+    if all(isinstance(dim, int) and dim % base.dim() != found[0] for dim in dims):
+        return NotImplemented
+    raise refused(scope, f"{name} goes along the list of edges")
+
+
+_DIMS: Final[dict[str, tuple[int, int | None]]] = {
+    "unbind": (1, 0),
+    "diff": (2, -1),
+    "roll": (2, None),
+    "take_along_dim": (2, None),
+    "fliplr": (9, 1),
+    "flipud": (9, 0),
+}
+"""Where the axis stands among the arguments if not at place 1, and which it is if nowhere."""
+
+
+def setitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``w[:m] = 2``: the same slice of own edges."""
+    base = args[0]
+    found = _edge_axis(scope, base)
+    if found is None:
+        return NotImplemented
+    axis, mark = found
+    items, at = _items(args[1], base.dim(), axis)
+    item = FULL if at is None else items[at]
+    held = scope.marks.get(item)
+    if (isinstance(item, slice) and item == FULL) or held is not None or from_library():
+        return NotImplemented
+    if isinstance(item, Tensor) and item.dtype == torch.bool and item.numel() == base.size(axis):
+        return NotImplemented
+    ids = _ids(scope, base, axis, mark)
+    if not isinstance(item, slice) or ids is None:
+        raise refused(scope, "edges are written to by their places")
+    assert at is not None
+    items[at] = _own_slice(scope, ids, item)
+    return func(base, tuple(items), args[2])
+
+
+def viewed(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``messages.view(K, P, F)`` takes edges that lie together apart from others."""
+    base = args[0]
+    mark = scope.marks.get(base) if scope.parted else None
+    if mark is None or mark.kind is not Kind.PAIRS or from_library():
+        return NotImplemented
+    shape = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list, torch.Size)) else args[1:]
+    sizes = [size for size in shape if isinstance(size, int)]
+    rows, before = base.size(mark.axis), base.shape[: mark.axis].numel()
+    rest = base.shape[mark.axis + 1 :].numel()
+    for place in range(len(sizes)):
+        front = sizes[:place]
+        if -1 in front or int(torch.Size(front).numel()) != before:
+            continue
+        size = sizes[place]
+        if size == -1 or isinstance(size, Count) or (size == rows and rows != 1):
+            inner = torch.Size(sizes[place + 1 :]).numel()
+            if size != -1 or (inner and rest % inner == 0):
+                return NotImplemented
+        if size == rows * rest:
+            return NotImplemented
+    raise refused(scope, f"{name} to {sizes} puts edges together that lie together in the list")
+
+
+def scatter(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """What is written by ends of a part's edges has a row for each of those, not for all of the graph's."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    index = kwargs.get("index", args[2] if len(args) > 2 else None)
+    key = next((key for key in ("src", "source") if key in kwargs), None)
+    value = kwargs[key] if key else args[3] if len(args) > 3 else None
+    mark = scope.marks.get(index) if scope.parted else None
+    if mark is None or mark.kind not in IDS or not isinstance(value, Tensor) or not isinstance(index, Tensor):
+        return NotImplemented
+    axis = dim % max(args[0].dim(), 1)
+    if value.dim() <= axis or value.size(axis) == index.size(0 if index.dim() == 1 else axis):
+        return NotImplemented
+    if scope.marks.get(value) is not None or value.size(axis) != scope.edges:
+        raise refused(scope, f"{name} is given {value.size(axis):,} rows for {index.size(0):,} edges")
+    own = own_edges(scope, value, axis, mark)
+    if key:
+        return scope.__torch_function__(func, (), args, {**kwargs, key: own})
+    return scope.__torch_function__(func, (), (*args[:3], own, *args[4:]), kwargs)
+
+
+def _items(index: Any, dims: int, axis: int) -> tuple[list[Any], int | None]:
+    """An index item by item, with nothing left out, and which of them stands at an axis."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    wide = [each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in items]
+    given = sum(w for each, w in zip(items, wide, strict=True) if each is not None and each is not Ellipsis)
+    place = next((i for i, each in enumerate(items) if each is Ellipsis), None)
+    full = [FULL] * (dims - given)
+    items[len(items) if place is None else place : len(items) if place is None else place + 1] = full
+    seen = 0
+    for i, each in enumerate(items):
+        if each is None:
+            continue
+        width = each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1
+        if seen <= axis < seen + width:
+            return items, i
+        seen += width
+    return items, None
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    "__getitem__": getitem,
+    "__setitem__": setitem,
+    "index_select": index_select,
+    "narrow": narrow,
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), split),
+    **dict.fromkeys(("arange", "linspace", "logspace"), arange),
+    **dict.fromkeys(
+        [
+            "cumsum",
+            "cumprod",
+            "cummax",
+            "cummin",
+            "logcumsumexp",
+            "roll",
+            "flip",
+            "diff",
+            "unfold",
+            "unbind",
+            "select",
+            "gather",
+            "take_along_dim",
+            "fliplr",
+            "flipud",
+        ],
+        by_order,
+    ),
+    **dict.fromkeys(("view", "reshape", "unflatten"), viewed),
+    **dict.fromkeys(
+        ("scatter_add_", "scatter_add", "index_add_", "index_add", "scatter_reduce_", "scatter_reduce"),
+        scatter,
+    ),
+}
+"""Asked before all others, on a part of the graph alone."""

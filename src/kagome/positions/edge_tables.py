@@ -1,0 +1,363 @@
+"""Edge tables: tensors of the model with a row for each edge of the whole graph, cut with their edges.
+
+Where it sits: ``intercept.hooks`` looks for them in a user's modules; ``intercept.interceptor`` puts a part's
+own rows in their place in each torch call. The tables themselves stay whole on all ranks, and so do their
+gradients: each rank adds those of its own edges.
+
+::
+
+    self.w = nn.Parameter(E numbers)    w * messages    w[edge_ids] * messages: own rows, in the part's order
+                                        w[data.e_id]    the whole table, read by numbers of edges
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kagome.deferred.constants import Lasting
+from kagome.errors import ModelError
+from kagome.placement.axis_rules import attribute
+from kagome.placement.placement import Kind, Mark, Marks
+from kagome.placement.weak_map import ByIdentity
+from kagome.placement.writes import IN_PLACE, writes, written_by
+from kagome.sparse_ops.edge_view import View
+from kagome.user_frame import user_line
+
+if TYPE_CHECKING:
+    from kagome.positions.kept_tensors import Kept
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+WAY_OUT: Final = "give it to the model as an attribute of the edges (data.edge_attr), or as data.e_id"
+_OWN: Final = ("torch_geometric.nn.", "torch.nn.")
+_HOLDERS: Final = (nn.ParameterList, nn.ParameterDict, nn.Embedding)
+_ROWS_FIRST: Final = frozenset(
+    [
+        "linear",
+        "bilinear",
+        "embedding",
+        "embedding_bag",
+        "batch_norm",
+        "layer_norm",
+        "group_norm",
+        "instance_norm",
+        "matmul",
+        "mm",
+        "bmm",
+        "__matmul__",
+        "conv1d",
+    ]
+)
+"""Calls in which what stands behind the first argument are weights, however many rows they have."""
+_READS: Final = frozenset(["__getitem__", "index_select", "gather", "take", "take_along_dim", "embedding"])
+_SKIPPED: Final = frozenset(
+    [
+        "__hash__",
+        "__repr__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "__setstate__",
+        "__set__",
+        "__delete__",
+        "__dir__",
+        "__format__",
+        "requires_grad_",
+        "register_hook",
+        "dim",
+        "ndimension",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "get_device",
+    ]
+)
+_ATTRIBUTES: Final = frozenset(["shape", "T", "mT", "data"])
+
+
+class Cutter(Protocol):
+    """What is asked of the running interception."""
+
+    marks: Marks
+    views: list[View]
+    constants: Lasting
+    keeping: Kept
+    parted: bool
+
+    @property
+    def edges(self) -> int:
+        """Edges of the whole graph."""
+
+    def where(self) -> str:
+        """The path of the module whose forward is running."""
+
+
+class EdgeTables:
+    """The tables of one model, and their own rows on this part.
+
+    Args:
+        names: What each table is called.
+    """
+
+    def __init__(self, names: ByIdentity[str]) -> None:
+        self.names = names
+        self._own: ByIdentity[tuple[int, bool, Tensor]] = ByIdentity()
+
+    def cut(self, scope: Cutter, name: str, func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """A call's arguments with own rows in the place of tables.
+
+        Raises:
+            ModelError: If it writes to a table.
+        """
+        if name in _SKIPPED or (name == "__get__" and attribute(func) not in _ATTRIBUTES):
+            return args, kwargs
+        first = args[0] if args else None
+        if first in self and writes(name):
+            raise ModelError(
+                "a tensor that the model keeps for the edges is not written to in forward",
+                f"{name} writes to {self.names[first]}, which has a row for each of {scope.edges:,} edges",
+                where="; ".join(filter(None, (scope.where(), user_line()))),
+                hint="compute a new tensor from it, or train on one rank",
+            )
+        whole = name in _READS and first in self and _by_number(args[1:], kwargs)
+        whole = whole and not self._by_order(scope, first, (*args[1:], *kwargs.values()))
+        if name in _ROWS_FIRST and args:
+            return (self._of(scope, first, whole=whole), *args[1:]), kwargs
+        return (
+            tuple(self._of(scope, value, whole=whole and place == 0) for place, value in enumerate(args)),
+            {key: self._of(scope, value) for key, value in kwargs.items()},
+        )
+
+    def forget(self) -> None:
+        """A forward has ended: its rows of what is learned are no later one's."""
+        self._own.clear()
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, Tensor) and value in self.names
+
+    def _by_order(self, scope: Cutter, table: Any, rest: Args) -> bool:
+        """Whether rows are read by places among the part's own edges: an order of them, or some.
+
+        Raises:
+            ModelError: If it is not known among which edges.
+        """
+        held = [(each, mark) for each in flat(rest, {}) if (mark := scope.marks.get(each)) is not None]
+        local = [(each, mark) for each, mark in held if mark.kind in (Kind.LOCAL, Kind.MIXED)]
+        for index, mark in local:
+            view = scope.views[mark.view]
+            known = mark.edges is not None and (mark.edges is view.edge_index or mark.edges is view.given)
+            if mark.kind is Kind.MIXED or not (known or index.numel() == view.edge_ids.numel()):
+                raise ModelError(
+                    "rows of a tensor that the model keeps for the edges are read by numbers of edges",
+                    f"{self.names[table]} is read by numbers that forward has chosen or reckoned with",
+                    where="; ".join(filter(None, (scope.where(), user_line()))),
+                    hint=WAY_OUT,
+                )
+        return bool(local)
+
+    def _of(self, scope: Cutter, value: Any, *, whole: bool = False) -> Any:
+        if isinstance(value, (tuple, list)):
+            return (
+                type(value)(self._of(scope, each) for each in value)
+                if type(value) in (tuple, list)
+                else value
+            )
+        if value not in self or whole:
+            return value
+        version, grad, own = self._own.get(value, (-1, False, value))
+        if version != value._version or grad != torch.is_grad_enabled():
+            own = own_edges(scope, value, _axis(value, scope.edges), Mark(Kind.PAIRS))
+            scope.keeping.copy(scope, value, own)
+            self._own[value] = value._version, torch.is_grad_enabled(), own
+        return own
+
+
+def own_edges(scope: Cutter, table: Tensor, axis: int, like: Mark) -> Tensor:
+    """Own rows of a tensor with a row for each edge of the graph, in the order of the part's edges.
+
+    Args:
+        scope: The running interception.
+        table: The tensor.
+        axis: Where its rows lie.
+        like: The mark of what it meets: which edges.
+
+    Shapes:
+        ``[..., E, ...]`` -> ``[..., e, ...]``.
+    """
+    view = scope.views[like.view]
+    with torch._C.DisableTorchFunction():
+        own = table.index_select(axis, view.edge_ids.to(table.device))
+    return scope.marks.put(own, Mark(Kind.PAIRS, like.view, axis, edges=view.given))
+
+
+def tables_of(model: nn.Module, edges: int, vertices: int) -> EdgeTables | None:
+    """The tensors that a model keeps with a row for each edge; None if there are none.
+
+    Weights of torch's and PyG's own layers are none, whatever their sizes.
+
+    Args:
+        model: The user's module.
+        edges: Edges of the whole graph.
+        vertices: Its vertices.
+
+    Raises:
+        ModelError: If there are as many vertices as edges, so that nobody can know which rows they are, or if
+            the model keeps a sparse matrix of the vertices.
+    """
+    names: ByIdentity[str] = ByIdentity()
+    for name, tensor in _tables_among(model, edges, vertices):
+        names[tensor] = name
+    return EdgeTables(names) if len(names) else None
+
+
+def fit(model: nn.Module, edges: int, vertices: int, places: Tensor) -> bool:
+    """Cut the tables of a model to some edges, in place: a copy of it runs on a sample of the graph.
+
+    Args:
+        model: The copy.
+        edges: Edges of the whole graph.
+        vertices: Its vertices.
+        places: Which edges stay.
+
+    Returns:
+        Whether there was one.
+
+    Shapes:
+        places ``[e]``.
+    """
+    found = {id(tensor): tensor for _, tensor in _tables_among(model, edges, vertices)}
+    if places.numel() == edges:
+        return False
+    for tensor in found.values():
+        tensor.data = tensor.data.index_select(_axis(tensor, edges), places)
+    return bool(found)
+
+
+def _tables_among(model: nn.Module, edges: int, vertices: int) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors_of(model):
+        if tensor.layout is not torch.strided and vertices in tensor.shape:
+            raise ModelError(
+                "an adjacency comes with the data, so that each part has its own rows",
+                f"the model keeps {name}, a sparse matrix of {list(tensor.shape)}",
+                where=name,
+                hint="give the Data adj_t, and forward(x, adj_t); or train on one rank",
+            )
+        places = [axis for axis, size in enumerate(tensor.shape) if size == edges]
+        if edges < 2 or not places or tensor.layout is not torch.strided:
+            continue
+        if edges == vertices or len(places) > 1:
+            what = "as many edges as vertices" if edges == vertices else "one axis of edges"
+            raise ModelError(
+                f"a tensor of {edges:,} rows that the model keeps belongs to the vertices or to the edges",
+                f"{name} has the shape {list(tensor.shape)}, and the graph {what}",
+                where=name,
+                hint=f"{WAY_OUT}; or train on one rank",
+            )
+        yield name, tensor
+
+
+def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """A call's arguments with own rows of tensors that have a row for each edge, where they meet a part's.
+
+    Returns:
+        None where no argument has a row for each of the part's edges, or none has one for each of all.
+
+    Raises:
+        ModelError: If it writes to such a tensor.
+    """
+    found = next(((t, m) for t in flat(args, kwargs) if (m := _edges_mark(scope, t)) is not None), None)
+    if found is None:
+        return None
+    right, cut = found[1].axis - found[0].dim(), False
+    # What an operator like += gives is put in the place of what it is given.
+    targets = [] if name in IN_PLACE else written_by(name, "", args, kwargs)
+
+    def own(value: Any) -> Any:
+        nonlocal cut
+        if type(value) in (tuple, list):
+            return type(value)(own(each) for each in value)
+        if not isinstance(value, Tensor) or scope.marks.get(value) is not None or value.dim() < -right:
+            return value
+        axis = value.dim() + right
+        if value.size(axis) != scope.edges:
+            axis = _axis(value, scope.edges) if value.dtype == torch.bool else -1
+        if axis < 0:
+            return value
+        if any(value is target for target in targets):
+            raise ModelError(
+                "a tensor that forward writes rows of edges into has a row for each edge that it was given",
+                f"{name} writes into a tensor of shape {list(value.shape)}, all {scope.edges:,} edges",
+                where="; ".join(filter(None, (scope.where(), user_line()))),
+                hint="make it with a row for each of them: x.new_zeros(edge_index.size(1), ...)",
+            )
+        cut = True
+        return own_edges(scope, value, axis, found[1])
+
+    args, kwargs = tuple(own(value) for value in args), {key: own(value) for key, value in kwargs.items()}
+    return (args, kwargs) if cut else None
+
+
+def _edges_mark(scope: Cutter, tensor: Tensor) -> Mark | None:
+    """The mark of a tensor with an entry for each of the part's edges, in their order, by the axis."""
+    mark = scope.marks.get(tensor)
+    if mark is None or mark.kind not in (Kind.EDGES, Kind.SOURCE, Kind.TARGET, Kind.PAIRS):
+        return None
+    axis = mark.axis if mark.kind is Kind.PAIRS else tensor.dim() - 1 if mark.kind is Kind.EDGES else 0
+    fits = tensor.dim() > axis and tensor.size(axis) == scope.views[mark.view].edge_ids.numel()
+    return Mark(Kind.PAIRS, mark.view, axis) if fits else None
+
+
+def _axis(tensor: Tensor, edges: int) -> int:
+    return next((axis for axis, size in enumerate(tensor.shape) if size == edges), -1)
+
+
+def _by_number(rest: Args, kwargs: Kwargs) -> bool:
+    """Whether rows are read by numbers of edges, and not by a slice or a flag an edge."""
+    items: list[Any] = []
+    for value in (*rest, *kwargs.values()):
+        items += value if isinstance(value, (tuple, list)) else [value]
+    numbers = [each for each in items if isinstance(each, Tensor)]
+    if any(each.dtype not in (torch.bool, torch.uint8) for each in numbers):
+        return True
+    return not numbers and isinstance(items[0] if items else None, int)
+
+
+def tensors_of(model: nn.Module, *, libraries: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """By their names, parameters, buffers, and tensors among the attributes of modules.
+
+    Args:
+        model: The user's module.
+        libraries: Whether those of torch's and PyG's own modules are meant too.
+    """
+    for path, module in model.named_modules():
+        own = type(module).__module__.startswith(_OWN) and not isinstance(module, _HOLDERS)
+        if own and not libraries:
+            continue
+        held = {**vars(module), **module._parameters, **module._buffers}
+        for name, value in held.items():
+            label = f"{path}.{name}" if path else name
+            if name in ("_parameters", "_buffers", "_modules") or "hook" in name:
+                continue
+            if isinstance(value, Tensor):
+                yield label, value
+            elif isinstance(value, dict):
+                yield from (
+                    (f"{label}[{key!r}]", each) for key, each in value.items() if isinstance(each, Tensor)
+                )
+            elif isinstance(value, (tuple, list)):
+                yield from (
+                    (f"{label}[{key}]", each) for key, each in enumerate(value) if isinstance(each, Tensor)
+                )
+
+
+def flat(args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """The tensors among a call's arguments, one list deep."""
+    out: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        inner = value if isinstance(value, (tuple, list)) else (value,)
+        out.extend(each for each in inner if isinstance(each, Tensor))
+    return out

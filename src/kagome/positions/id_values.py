@@ -1,0 +1,263 @@
+"""Id values: what a user's forward makes of the ids of edges' ends besides reading and writing rows by them.
+
+Where it sits: ``intercept.interceptor`` asks it before all handlers, on a part of the graph. A part numbers
+its vertices anew, own ones first. To the user an id is the number of a vertex of the whole graph.
+
+::
+
+    x[e[0]], index_add(0, e[1], v)     by ids: the part's own numbers are right
+    e[0] < 6000, e[1] % 2, e[0].float()     of their values: the numbers of the whole graph, a value an edge
+    e.max() + 1                        as many vertices as the whole graph has
+    bincount(e[1], minlength=N)        a count for each own vertex
+
+What becomes of such values is an attribute of the edges: rows of vertices are not read by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from kagome.placement.placement import IDS, NO_IDS, Kind, Mark, tensors
+from kagome.placement.symbolic_size import Count
+from kagome.positions.refusals import FULL, Args, Func, Kwargs, Places, refused
+from kagome.sparse_ops.edge_view import View
+from kagome.user_frame import from_library
+
+
+class Ends(Places, Protocol):
+    """What this file asks of the running interception."""
+
+    views: list[View]
+
+
+_STAY: Final = NO_IDS | frozenset(
+    [
+        *("clone", "contiguous", "detach", "cpu", "cuda", "alias", "requires_grad_", "pin_memory"),
+        *("__deepcopy__", "sort", "masked_select", "as_subclass", "long", "int", "record_stream"),
+        *("view", "reshape", "unsqueeze", "expand", "expand_as", "squeeze", "flatten", "repeat", "view_as"),
+        *("__getitem__", "select", "narrow", "unbind", "split", "split_with_sizes", "chunk", "tensor_split"),
+        *("cat", "concat", "concatenate", "hstack", "vstack", "stack", "flip", "roll", "fliplr", "flipud"),
+        *("size", "dim", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex"),
+        *("__get__", "__set__", "__len__", "__iter__", "__repr__", "__format__", "__hash__", "data_ptr"),
+        *("element_size", "get_device", "is_pinned", "storage_offset", "untyped_storage", "_version"),
+        *("index_put", "index_put_", "__setitem__", "put_", "is_sparse", "is_nested", "has_names"),
+        *("_convert_indices_from_coo_to_csr", "cumsum", "cumprod", "diff", "unfold"),
+        *(f"sparse_{kind}_tensor" for kind in ("coo", "csr", "csc", "compressed")),
+    ]
+)
+"""Calls whose result still holds ids, that read or write by them, or that do not look at them.
+
+Those that go from one edge to the next are ``edge_places``' to refuse, matrices ``handlers``'.
+"""
+_CASTS: Final = frozenset(["to", "type", "type_as"])
+_LEAVE: Final = frozenset(["tolist", "numpy", "__array__", "item", "__int__", "__index__"])
+_ORDERS: Final = frozenset(["gt", "lt", "ge", "le", "__gt__", "__lt__", "__ge__", "__le__"])
+"""Which end of an edge is the larger one, also where PyG's code asks."""
+_SAME: Final = frozenset(["eq", "ne", "__eq__", "__ne__", "equal"])
+_SOURCES: Final = frozenset(
+    ["scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"]
+) | frozenset(["scatter_reduce", "scatter_reduce_", "__setitem__", "index_put", "index_put_"])
+_READS: Final = frozenset(["embedding", "index_select", "gather", "take_along_dim", "__getitem__"])
+_SLICES: Final = frozenset(["narrow", "select", "split", "chunk", "tensor_split"])
+_BLIND: Final = _STAY - _SOURCES - _SLICES - _READS
+"""Calls that look neither at the values of ids nor at places among a part's own edges."""
+
+
+def by_value(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """A call's arguments with the whole graph's numbers for ids of a part, where it looks at their values.
+
+    Args:
+        scope: The running interception.
+        name: The call's.
+        args: As the user gave them.
+        kwargs: Likewise.
+    """
+    if name in _BLIND:
+        return args, kwargs
+    found, places = [], False
+    for tensor in tensors(args, kwargs):
+        mark = scope.marks.get(tensor)
+        if mark is None:
+            continue
+        if mark.kind in IDS:
+            found.append(tensor)
+        places = places or mark.kind is Kind.LOCAL
+    if not (found or places):
+        return args, kwargs
+    looks = name not in _STAY or name in _SOURCES
+    kinds = {mark.kind for each in found if (mark := scope.marks.get(each)) is not None}
+    ordered = name in _ORDERS and len(kinds) > 1  # dropout_edge keeps one of both ways so
+    if not (places or (found and looks)) or (from_library() and not ordered):
+        return args, kwargs
+    if places:
+        _refuse_places(scope, name, args, kwargs)
+    if not (found and looks):
+        return args, kwargs
+    if name in _CASTS and not _to_float(name, args, kwargs):
+        return args, kwargs
+    every = list(tensors(args, kwargs))
+    if name in _SAME and len(every) > 1 and len(found) == len(every):
+        return args, kwargs  # as equal as the vertices are
+    if name == "max" and _counts(scope, args, kwargs):
+        return args, kwargs
+    if name == "bincount":
+        return args, kwargs
+    if name in _LEAVE:
+        raise refused(
+            scope,
+            f"{name} takes the ids of a part's edges out of torch",
+            hint="make what is made of them before training (an attribute of the Data); or train on one rank",
+        )
+    skip = _index_of(name, args, kwargs)
+
+    def told(value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+            return type(value)(told(each) for each in value)
+        return numbers(scope, value) if value is not skip and _is_ids(scope, value) else value
+
+    return tuple(told(value) for value in args), {key: told(value) for key, value in kwargs.items()}
+
+
+def _refuse_places(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Refuse what looks at places among a part's own edges or rows, other than to put them in that order.
+
+    Raises:
+        ModelError: If it compares, slices or reckons with them.
+    """
+    base = scope.marks.get(args[0]) if args else None
+    sliced = False
+    if name == "__getitem__" and base is not None and base.kind is Kind.LOCAL:
+        items = args[1] if isinstance(args[1], tuple) else (args[1],)
+        item = next((item for item in items if item is not None), FULL)  # nonzero()[:, 0] has columns
+        if item is Ellipsis and args[0].dim() == 1:
+            item = items[-1]
+        sliced = isinstance(item, (int, list)) or (type(item) is slice and item != FULL)
+    floats = name in _CASTS and _to_float(name, args, kwargs)
+    table = name in _READS and _of_no_rows(scope, name, args, kwargs)
+    written = name in _SOURCES - {"__setitem__"} and _writes_places(scope, name, args, kwargs)
+    if sliced or floats or table or written or name in _SLICES or name not in _STAY | _CASTS:
+        raise refused(
+            scope,
+            f"{name} takes an order of a part's own edges or rows for one of all of them",
+            hint="put edges and rows in their order before training (the Data), or train on one rank",
+        )
+
+
+def _of_no_rows(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> bool:
+    """Whether what is read by places is neither rows nor ids: a table, of which all ranks have all."""
+    table = kwargs.get("weight", args[1] if len(args) > 1 else None) if name == "embedding" else args[0]
+    return scope.marks.get(table) is None
+
+
+def _writes_places(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> bool:
+    """Whether places are what is written, and not where."""
+    index = _index_of(name, args, kwargs)
+    skipped = index if isinstance(index, (tuple, list)) else (index,)
+    marks = [
+        scope.marks.get(value)
+        for value in tensors(args[1:], kwargs)
+        if all(value is not each for each in skipped)
+    ]
+    return any(mark is not None and mark.kind is Kind.LOCAL for mark in marks)
+
+
+def _is_ids(scope: Ends, value: Any) -> bool:
+    mark = scope.marks.get(value)
+    return mark is not None and mark.kind in IDS
+
+
+def _to_float(name: str, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a cast gives no integers."""
+    for value in (*args[1:], *kwargs.values()):
+        kind = value.dtype if isinstance(value, Tensor) else value
+        if isinstance(kind, torch.dtype):
+            return kind.is_floating_point or kind.is_complex or kind is torch.bool
+        if isinstance(kind, str) and name == "type":
+            return not kind.endswith(("LongTensor", "IntTensor"))
+    return False
+
+
+def _counts(scope: Ends, args: Args, kwargs: Kwargs) -> bool:
+    """Whether ``max`` asks for the last vertex that has an edge: ``handlers`` answers."""
+    mark = scope.marks.get(args[0]) if args else None
+    return mark is not None and mark.kind is Kind.EDGES and len(args) == 1 and not kwargs
+
+
+def _index_of(name: str, args: Args, kwargs: Kwargs) -> Any:
+    """What a write goes by: those ids stay."""
+    if name not in _SOURCES:
+        return None
+    if name in ("__setitem__", "index_put", "index_put_"):
+        return args[1] if len(args) > 1 else kwargs.get("indices")
+    return kwargs.get("index", args[2] if len(args) > 2 else None)
+
+
+def numbers(scope: Ends, ids: Tensor) -> Tensor:
+    """The whole graph's numbers of vertices for a part's ids: an attribute of the edges.
+
+    Shapes:
+        ids ``[2, e]`` or ``[e]`` -> the same.
+    """
+    mark = scope.marks.get(ids)
+    assert mark is not None
+    scope.numbered = True
+    edges = ids if mark.kind is Kind.EDGES else mark.edges
+    with torch._C.DisableTorchFunction():
+        values = scope.ids_in(mark)[ids.long()].to(ids.dtype)
+    count = edges.size(-1) if edges is not None else None
+    return scope.marks.put(values, Mark(Kind.PAIRS, mark.view, _axis(values, mark, count), edges))
+
+
+def _axis(values: Tensor, mark: Mark, edges: int | None) -> int:
+    """Along which axis there is an entry an edge: ids may have been put in columns."""
+    if mark.kind is Kind.EDGES:
+        return values.dim() - 1
+    if edges is not None:
+        return next((axis for axis, size in enumerate(values.shape) if size == edges), 0)
+    return next((axis for axis, size in enumerate(values.shape) if size != 1), 0)
+
+
+def bincount(scope: Ends, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.bincount(e[1], minlength=x.size(0))``: how many edges end in each own vertex."""
+    ids: Tensor = args[0] if args else kwargs["input"]
+    if not scope.parted or not _is_ids(scope, ids) or from_library():
+        return NotImplemented
+    weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
+    least: Any = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+    whole = isinstance(least, Count) and least.of_vertices and least.mark.whole
+    if not whole and int(least) != scope.vertices:
+        raise refused(
+            scope,
+            f"bincount of the ids of edges gives as many counts as there happen to be, minlength={least}",
+            hint="minlength=x.size(0)",
+        )
+    each = torch.ones(ids.shape, dtype=torch.float64, device=ids.device) if weights is None else weights
+    with torch._C.DisableTorchFunction():
+        none = torch.zeros(scope.own, dtype=each.dtype, device=ids.device)
+    scope.marks.put(none, Mark(Kind.ROWS))
+    sums = scope.__torch_function__(Tensor.scatter_add, (), (none, 0, ids, each))
+    return sums if weights is not None else scope.marks.put(sums.long(), Mark(Kind.ROWS))
+
+
+def refuse_rows_by_value(scope: Ends, base: Any, axis: int, index: Tensor, mark: Mark) -> None:
+    """Refuse a read or write of rows of vertices by numbers that edges hold.
+
+    Raises:
+        ModelError: If the rows lie apart.
+    """
+    held = scope.marks.get(base)
+    rows = held is not None and held.kind in (Kind.ROWS, Kind.NUMBERS) and held.axis == axis
+    ints = index.dtype not in (torch.bool, torch.uint8) and not index.is_floating_point()
+    if rows and scope.parted and mark.kind is Kind.PAIRS and ints and not from_library():
+        raise refused(
+            scope,
+            "rows of vertices are read or written by numbers that each edge holds",
+            hint="rebuild the edges before training (data.edge_index), not inside forward",
+        )
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {"bincount": bincount}

@@ -1,0 +1,205 @@
+"""Kept: what a model keeps from one forward to the next is the same on all ranks, or is refused.
+
+Where it sits: ``intercept.interceptor`` shows it each call that may write, and asks it when a forward ends.
+
+::
+
+    self.Z.copy_(h)           a table with a row a vertex would have this part's rows: refused at the write
+    self.Z[mask] = h[mask]    likewise, by a view of it, by its data, by out=self.Z
+    self.Z = 0.9 * self.Z + h the model would hold rows of one rank: refused when the forward ends
+    self.h = h                served where there was no table before, and it is not saved
+    self.Z.mul_(0.9)          served: all ranks write the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kagome.errors import ModelError
+from kagome.placement.axis_rules import attribute
+from kagome.placement.placement import Kind, Mark, Marks, tensors
+from kagome.placement.weak_map import ByIdentity
+from kagome.placement.writes import written_by
+from kagome.positions.edge_tables import EdgeTables, tensors_of
+from kagome.user_frame import from_library, user_line
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+ALIKE: Final = "what a model keeps from one forward to the next is the same on all ranks"
+WAY_OUT: Final = (
+    "return these rows beside the scores, or keep them in an attribute that is None at first, no buffer "
+    "(self.last = h); or train on one rank"
+)
+
+
+class Keeper(Protocol):
+    """What is asked of the running interception."""
+
+    marks: Marks
+    parted: bool
+
+    def where(self) -> str:
+        """The path of the module whose forward is running."""
+
+
+class Ending(Keeper, Protocol):
+    """What is asked of an interception when a forward has ended."""
+
+    edge_tables: EdgeTables | None
+
+    def forget_kept(self) -> None:
+        """What was computed, or read, of tensors that last is not known any more."""
+
+
+class Kept:
+    """The tensors of one model, and this part's own copies of some of their rows."""
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self._tables: frozenset[str] = frozenset()
+        self._held: ByIdentity[str] | None = None
+        self._copies: ByIdentity[str] = ByIdentity()
+        self.shown = False
+        """Whether forward took the data of a tensor that lasts: a write to it changes no version."""
+
+    def look(self, scope: Keeper, model: nn.Module, sizes: tuple[int, int]) -> None:
+        """Note which tensors of a model are tables before its first forward.
+
+        Args:
+            scope: The running interception.
+            model: The user's module.
+            sizes: Vertices and edges of the whole graph.
+        """
+        named = tensors_of(model)
+        tables = {name for name, each in named if {*sizes} & {*each.shape} and scope.marks.get(each) is None}
+        self._model, self._tables = model, frozenset(tables)
+
+    def copy(self, scope: Keeper, table: Tensor, rows: Tensor) -> bool:
+        """Say that rows are a copy of what is a view of a tensor in plain PyTorch: no write may get lost.
+
+        Returns:
+            Whether the model keeps that tensor.
+        """
+        label = self._label(scope, table)
+        memory = None if label is None else _memory(rows)
+        if memory is not None and label is not None:
+            self._copies[memory] = label
+        return label is not None
+
+    def meet(self, scope: Keeper, name: str, func: Any, args: Args, kwargs: Kwargs) -> None:
+        """Look at a call that may write.
+
+        Raises:
+            ModelError: If it writes what this part alone has into what the model keeps, or into a copy.
+        """
+        for target in written_by(name, attribute(func) if name == "__set__" else "", args, kwargs):
+            memory = _memory(target)
+            copied = self._copies.get(memory) if memory is not None else None
+            rest = (*args[1:], *(each for key, each in kwargs.items() if key != "out"))
+            given = rest if "out" not in kwargs else (*args[:1], *rest)
+            found = None
+            if copied is None and scope.marks.get(target) is None:
+                found = next((m for t in tensors((*_opened(given),), {}) if (m := scope.marks.get(t))), None)
+            label = copied if found is None else self._label(scope, target)
+            if label is not None:
+                what = "rows" if found is None else _named(found)
+                raise ModelError(
+                    ALIKE,
+                    f"{name} writes {what} of a part into {label}, which the model keeps",
+                    where="; ".join(filter(None, (scope.where(), user_line()))),
+                    hint=WAY_OUT,
+                )
+
+    def end(self, scope: Ending) -> None:
+        """A forward has ended.
+
+        Raises:
+            ModelError: If the model holds rows of this part where it had a table, or in what is saved of it.
+        """
+        self._held = None
+        if self.shown:
+            scope.forget_kept()
+            self.shown = False
+        if scope.edge_tables is not None:
+            scope.edge_tables.forget()
+        if self._model is None or not scope.parted:
+            return
+        for label, tensor in (*_saved(self._model), *self._replaced()):
+            mark = scope.marks.get(tensor)
+            if mark is not None:
+                raise ModelError(
+                    ALIKE,
+                    f"forward puts {_named(mark)} of a part, of shape {list(tensor.shape)}, in the place of "
+                    f"{label}",
+                    where=label,
+                    hint=WAY_OUT,
+                )
+
+    def _replaced(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that have the names of tables by now."""
+        if self._tables and self._model is not None:
+            yield from (each for each in tensors_of(self._model) if each[0] in self._tables)
+
+    def _label(self, scope: Keeper, tensor: Tensor) -> str | None:
+        """What the tensor of a model that lies where this one does is called."""
+        if self._model is None or (memory := _memory(tensor)) is None:
+            return None
+        if self._held is None:
+            self._held = ByIdentity()
+            for label, each in tensors_of(self._model, libraries=True):
+                # What an earlier forward has put there are rows of this part, and stay such.
+                if scope.marks.get(each) is None and (there := _memory(each)) is not None:
+                    self._held.setdefault(there, label)
+        return self._held.get(memory)
+
+
+def data(scope: Any, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``x.data``: what is known of inputs by their versions is not known of what is written to."""
+    if (
+        attribute(func) == "data"
+        and isinstance(args[0], Tensor)
+        and not args[0].requires_grad
+        and not from_library()
+    ):
+        scope.forget_kept()
+        scope.keeping.shown = True
+    return NotImplemented
+
+
+def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """By their names, the buffers that a state dict has."""
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, Tensor) and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _memory(tensor: Any) -> object | None:
+    """Where the numbers of a tensor lie; None for one that has no such place."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return None
+    with torch._C.DisableTorchFunction():
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return None
+        memory: object = tensor.untyped_storage()
+        return memory
+
+
+def _opened(values: Args) -> Iterator[Any]:
+    """Values, with those of a tuple of them apart: an index may have a list in it."""
+    for value in values:
+        yield from value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _named(mark: Mark) -> str:
+    return "rows of edges" if mark.kind is Kind.PAIRS else "ids" if mark.kind in _IDS else "rows"
+
+
+_IDS: Final = (Kind.EDGES, Kind.SOURCE, Kind.TARGET, Kind.LOCAL, Kind.MIXED)
+
+HANDLERS: Final = {"__get__": data}

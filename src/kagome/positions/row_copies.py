@@ -1,0 +1,62 @@
+"""Copies: rows that plain PyTorch gives as a view of a tensor, and that a part can give as a copy only.
+
+Where it sits: ``row_positions`` notes them, ``intercept.interceptor`` asks before a call that writes in
+place.
+
+::
+
+    x[::2] *= 2          served: the assignment puts back what was written
+    x[::2].mul_(2)       refused when the forward ends: the rows of x stay as they were
+    v = x[5]; v += 1     refused likewise
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kagome.placement.weak_map import ByIdentity
+from kagome.positions.refusals import Args, Places, refused
+from kagome.user_frame import user_line
+
+
+class Copies:
+    """The copies of one forward, and which of them were written and not put back."""
+
+    def __init__(self) -> None:
+        self._held: ByIdentity[bool] = ByIdentity()
+        self._open: list[tuple[Tensor, str]] = []
+
+    def note(self, rows: Tensor) -> Tensor:
+        """Say that a tensor would be a view, and return it."""
+        self._held[rows] = True
+        return rows
+
+    def meet(self, name: str, args: Args) -> None:
+        """Look at a call that may write into a copy, or put back what was written."""
+        if not len(self._held) or not args or not isinstance(args[0], Tensor):
+            return
+        assigns = name == "__setitem__"
+        if assigns and len(args) > 2:
+            self._open = [each for each in self._open if each[0] is not args[2]]
+        if not assigns and (not name.endswith("_") or name.startswith("_")):
+            return
+        with torch._C.DisableTorchFunction():
+            whole = args[0]._base
+        if args[0] in self._held or (whole is not None and whole in self._held):
+            self._open.append((args[0], f"{name} ({user_line()})"))
+
+    def end(self, scope: Places) -> None:
+        """The forward has ended.
+
+        Raises:
+            ModelError: If a copy was written and not put back.
+        """
+        left, self._open = self._open, []
+        self._held = ByIdentity()
+        if left:
+            raise refused(
+                scope,
+                f"{left[0][1]} writes in place into rows that were read by their place",
+                hint="assign to the place itself: x[place] = value",
+            )

@@ -1,0 +1,273 @@
+"""Row order: calls that lay rows of vertices end to end, number them, or go from one to the next.
+
+Where it sits: ``intercept.interceptor`` asks these handlers as it asks those of ``row_positions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kagome.deferred.lazy_tensor import now
+from kagome.placement.axis_rules import attribute
+from kagome.placement.placement import ALIGNED, IDS, VERTICES, Kind, Mark
+from kagome.placement.row_subset import Subset, in_a_row
+from kagome.placement.symbolic_size import Count, as_place
+from kagome.positions.refusals import Args, Func, Kwargs, Places, refused, rows_base
+from kagome.positions.row_positions import rows_at
+from kagome.positions.vertex_tables import has_all, own_rows
+from kagome.user_frame import by_kagome, from_library, user_line
+
+
+def cat(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Subsets laid end to end: where they make up a span of vertices, each row goes to its own place."""
+    values = args[0] if args else kwargs.get("tensors")
+    if not isinstance(values, (tuple, list)):
+        return NotImplemented
+    marks = [scope.marks.get(value) for value in values]
+    kinds = {mark.kind for mark in marks if mark is not None}
+    if kinds.intersection((*IDS, Kind.PAIRS)) or all(
+        mark is None or mark.kind not in VERTICES for mark in marks
+    ):
+        return _with_edges(scope, func, values, marks, args, kwargs)
+    first = next(mark for mark in marks if mark is not None and mark.kind in VERTICES)
+    dims = max(value.dim() for value in values)
+    dim = {"hstack": 1, "vstack": 0}.get(name, kwargs.get("dim", args[1] if len(args) > 1 else 0)) % dims
+    if dim != first.axis or (not scope.parted and first.subset is None) or from_library():
+        return NotImplemented
+    pieces = [(value, mark) for value, mark in zip(values, marks, strict=True) if value.size(dim) or mark]
+    subsets = [_subset_of(scope, mark) if mark is not None else None for _, mark in pieces]
+    spans = [subset.span for subset in subsets if subset is not None]
+    alike = {mark.each if mark is not None and mark.axis == dim else 0 for _, mark in pieces}
+    whole = in_a_row([span for span in spans if span is not None])
+    if len(spans) < len(pieces) or None in spans or alike != {first.each} or whole is None:
+        if not scope.parted:
+            return NotImplemented
+        raise refused(scope, f"{name} lays rows of vertices end to end that do not follow one another")
+    laid = torch.cat([now(value) for value, _ in pieces], dim)
+    mark = replace(first, subset=None)
+    with torch._C.DisableTorchFunction():
+        at = torch.cat([subset.places() for subset in subsets if subset is not None])
+        if len(whole) < scope.vertices:
+            mark = replace(first, subset=Subset(at, whole))
+        elif not torch.equal(at, torch.arange(at.numel(), device=at.device)):
+            laid = rows_at(laid, mark, at.argsort(), whole=False)
+    return scope.marks.put(laid, mark)
+
+
+def _subset_of(scope: Places, mark: Mark) -> Subset:
+    """Which vertices a mark's rows belong to: all own ones, where it names no others."""
+    if mark.subset is not None:
+        return mark.subset
+    return Subset(torch.arange(scope.own, device=scope.device), range(scope.vertices))
+
+
+def _with_edges(
+    scope: Places, func: Func, values: Sequence[Any], marks: Sequence[Mark | None], args: Args, kwargs: Kwargs
+) -> Any:
+    """Edges with loops behind them, made of the numbers of vertices, and weights with those of loops."""
+    lead = next((mark for mark in marks if mark is not None and mark.kind in IDS), None)
+    pairs = next((mark for mark in marks if mark is not None and mark.kind is Kind.PAIRS), None)
+    given = zip(values, marks, strict=True)
+    if lead is not None:
+        local = [_loops(scope, value, mark, lead) for value, mark in given]
+    elif pairs is not None:
+        axis = pairs.axis
+        local = [
+            own_rows(scope, value, axis) if mark is None and has_all(scope, value, axis) else value
+            for value, mark in given
+        ]
+    else:
+        return NotImplemented
+    if all(one is other for one, other in zip(local, values, strict=True)):
+        return NotImplemented
+    kwargs = {key: value for key, value in kwargs.items() if key != "tensors"}
+    out = func(local, *args[1:], **kwargs)
+    scope.marks.spread(func.__name__, (local, *args[1:]), kwargs, out)
+    return out
+
+
+def _loops(scope: Places, value: Tensor, mark: Mark | None, lead: Mark) -> Tensor:
+    """Ids that are put to a part's edges: those of own vertices, both ends of a loop, in local numbers.
+
+    Raises:
+        ModelError: If a user puts other edges to them: their ids would be taken for a part's.
+    """
+    if mark is not None and mark.kind is Kind.NUMBERS:
+        return scope.marks.put(scope.local_of(value), replace(lead, edges=None))
+    if mark is not None or not scope.parted or not value.numel():
+        return value
+    with torch._C.DisableTorchFunction():
+        row = value.reshape(-1, value.size(-1))
+        every = torch.arange(row.size(1), device=value.device).expand_as(row)
+        numbered = row.size(1) in (scope.own, scope.vertices) and torch.equal(row, every)
+        if numbered and row.size(1) == scope.vertices:
+            own = torch.arange(scope.own, device=value.device).expand(*value.shape[:-1], -1)
+            return scope.marks.put(own.to(value.dtype), replace(lead, edges=None))
+    if not numbered and not from_library():
+        raise refused(
+            scope,
+            f"edges of forward's own, of shape {list(value.shape)}, are put to those of the graph",
+            hint="all edges in data.edge_index, and an attribute an edge that tells their kind",
+        )
+    return value
+
+
+def count(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``len(x)``: how many vertices or edges the whole graph has, or of them a mask has chosen."""
+    mark = scope.marks.get(args[0])
+    if mark is None or not scope.parted or from_library() or by_kagome():
+        return NotImplemented
+    if mark.kind in (Kind.LOST, Kind.MIXED, Kind.MATRIX):
+        return NotImplemented
+    with torch._C.DisableTorchFunction():
+        here, dims = len(args[0]), args[0].dim()
+    along = mark.axis if mark.kind in ALIGNED else dims - 1 if mark.kind in IDS else 0
+    return scope.number_of(mark, here) if along == 0 else NotImplemented
+
+
+def numbers(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.linspace(0, 1, x.size(0))``: of a number for each vertex, those of own ones."""
+    counts = [value for value in (*args, *kwargs.values()) if isinstance(value, Count) and value.of_vertices]
+    if not counts or not scope.parted or from_library():
+        return NotImplemented
+    with torch._C.DisableTorchFunction():
+        every = func(*map(as_place, args), **{key: as_place(value) for key, value in kwargs.items()})
+    if every.dim() != 1 or every.numel() != scope.vertices:
+        return every
+    return own_rows(scope, every, 0)
+
+
+def arange(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.arange(x.size(0))``: the numbers of own vertices."""
+    given = [kwargs.get("start", 0), kwargs.get("end"), kwargs.get("step", 1)]
+    plain = [value for value in args if isinstance(value, (int, float))]
+    if len(plain) == 1 and "end" not in kwargs:
+        given[1] = plain[0]
+    else:
+        given[: len(plain)] = plain
+    start, end, step = given
+    if not isinstance(end, Count) or not end.of_vertices or as_place(start) != 0 or step != 1:
+        return numbers(scope, name, func, args, kwargs)
+    if from_library():
+        return NotImplemented  # PyG makes ids of own rows
+    if not end.mark.whole:
+        raise refused(scope, "arange counts rows of some vertices, or several a vertex")
+    named = {key: value for key, value in kwargs.items() if key in ("dtype", "device")}
+    mark = Mark(Kind.NUMBERS)
+    scope.numbered = scope.parted or scope.numbered
+    with torch._C.DisableTorchFunction():
+        ids = scope.ids_of(mark)
+        out = ids.to(named.get("device") or ids.device, named.get("dtype") or torch.int64, copy=True)
+    return scope.marks.put(out, mark)
+
+
+_OVER = {
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "diff"), 1),
+    **dict.fromkeys(("cumsum_", "cumprod_", "flip", "fliplr", "flipud", "rot90"), 1),
+    **dict.fromkeys(("gradient", "__reversed__"), 1),
+    **dict.fromkeys(("roll", "unfold", "trapezoid", "repeat_interleave"), 2),
+    **dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft"), 2),
+}
+
+
+_DEFAULT = {"diff": -1, "unfold": 0, "trapezoid": -1, "fft_fft": -1, "fft_ifft": -1, "fft_rfft": -1}
+
+
+def over_rows(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Calls that go from one row to the next along an axis: refused along that of the vertices."""
+    held = rows_base(scope, args, kwargs)
+    if held is None:
+        return NotImplemented
+    base, mark = held
+    if name in ("fliplr", "flipud", "__reversed__"):
+        dims: Any = (1,) if name == "fliplr" else (0,)
+    elif name == "rot90":
+        dims = kwargs.get("dims", args[2] if len(args) > 2 else (0, 1))
+    elif name == "unfold":
+        dims = kwargs.get("dimension", args[1] if len(args) > 1 else 0)
+    else:
+        dims = kwargs.get("dim", kwargs.get("dims", kwargs.get("axis")))
+        rest = args[_OVER[name] :] if name != "diff" else args[2:]
+        if dims is None:
+            dims = rest[0] if len(rest) == 1 else rest or _DEFAULT.get(name)
+    if isinstance(dims, int):
+        dims = (dims,)
+    if dims is not None and mark.axis not in [int(d) % base.dim() for d in dims]:
+        return NotImplemented
+    if from_library():
+        return NotImplemented
+    raise refused(scope, f"{name} goes from one vertex to the next by their places")
+
+
+def among(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.bucketize(a, b)``: how numbers lie among others. Those of rows are each part's own.
+
+    Raises:
+        ModelError: If they are looked up among rows of vertices or edges.
+    """
+    second = ("boundaries", "test_elements") if name != "searchsorted" else ("self", "input")
+    looked, held = args[0] if args else None, args[1] if len(args) > 1 else None
+    held = next((kwargs[key] for key in second if key in kwargs), held)
+    if name == "searchsorted":
+        looked, held = held, kwargs.get("sorted_sequence", looked)
+    if not scope.parted or not isinstance(held, Tensor) or from_library():
+        return NotImplemented
+    mark = scope.marks.get(held)
+    if (
+        mark is not None
+        and mark.kind in (*ALIGNED, *IDS)
+        and (name == "isin" or mark.kind in IDS or mark.axis == held.dim() - 1)
+    ):
+        raise refused(scope, f"{name} looks numbers up among rows of which a part has some alone")
+    told = scope.marks.get(looked) if name == "searchsorted" and mark is None else None
+    if told is None or told.kind not in ALIGNED or held.dim() != 1:
+        return NotImplemented
+    mark = replace(told, kind=Kind.ROWS) if told.kind is Kind.NUMBERS else told
+    return scope.marks.put(func(*args, **kwargs), mark)
+
+
+def nbytes(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``x.nbytes``: those of the rows of all ranks."""
+    if attribute(func) != "nbytes" or scope.marks.get(args[0]) is None or not scope.parted or from_library():
+        return NotImplemented
+    entries = scope.__torch_function__(Tensor.numel, (), (args[0],))
+    with torch._C.DisableTorchFunction():
+        every = entries.of_all() if isinstance(entries, Count) else entries
+        return every * args[0].element_size()
+
+
+FEWEST = 8
+"""A list of fewer entries is a user's constants, though a part have as many rows."""
+
+
+def of_list(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.tensor([f(row) for row in x])``: a loop in Python over rows goes over a part's alone.
+
+    A list that has as many entries as this part has rows is taken for one of these where it meets rows; as a
+    list of places it is none.
+    """
+    values = args[int(name == "new_tensor")] if len(args) > int(name == "new_tensor") else kwargs.get("data")
+    if not scope.parted or not isinstance(values, (list, tuple)) or from_library():
+        return NotImplemented
+    if len(values) != scope.own or scope.own == scope.vertices or scope.own < FEWEST:
+        return NotImplemented
+    out = func(*args, **kwargs)
+    line = f"{name} ({user_line()}), which makes as many rows as this part has"
+    return scope.marks.put(out, Mark(Kind.LOST, origin=line))
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("tensor", "as_tensor", "new_tensor"), of_list),
+    **dict.fromkeys(("cat", "concat", "concatenate", "vstack"), cat),
+    "__len__": count,
+    "__get__": nbytes,
+    "arange": arange,
+    **dict.fromkeys(("bucketize", "searchsorted", "isin"), among),
+    **dict.fromkeys(("linspace", "logspace"), numbers),
+    **dict.fromkeys(_OVER, over_rows),
+}

@@ -1,0 +1,439 @@
+"""Positions: rows told apart by their place among all vertices: ``x[:6000]``, ``x[-4:]``, ``x[5]``.
+
+Where it sits: ``intercept.interceptor`` asks these handlers before those of ``intercept.gather_scatter``. A
+place in a user's forward is one among the vertices of the whole graph; a part has some of them, in its own
+order.
+
+::
+
+    x[2:6]             own rows among vertices 2 to 5           a subset: the place is kept in the mark
+    x[5], x[ids]       rows of named vertices, for every rank   summed over ranks: one of them has it
+    cat([a, b])        subsets that make up all vertices        every row back at its own place
+    table[:x.size(0)]  a tensor with a row for each of all      own rows of it
+    arange(x.size(0))  the numbers of own vertices
+
+What goes by places in another way (``cumsum`` over vertices, ``view(K, P, F)``) is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kagome.deferred.lazy_tensor import now
+from kagome.halo.exchange import NAMED
+from kagome.placement.placement import VERTICES, Kind, Mark
+from kagome.placement.row_subset import Subset, among
+from kagome.placement.symbolic_size import as_place
+from kagome.positions.refusals import (
+    FULL,
+    Args,
+    Func,
+    Kwargs,
+    Places,
+    dim_of,
+    length,
+    refused,
+    rows_base,
+    span_of,
+)
+from kagome.user_frame import from_library
+
+
+def getitem(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``x[...]`` where something stands at the row axis that is a place, or chooses among places."""
+    base, index = args[0], args[1]
+    mark = scope.marks.get(base)
+    if mark is None or mark.kind not in VERTICES:
+        return NotImplemented
+    items, at = items_of(index, base.dim(), mark.axis)
+    item = items[at]
+    if type(item) is slice and item == FULL:
+        return NotImplemented
+    alone = all(type(each) is slice and each == FULL for i, each in enumerate(items) if i != at)
+    if isinstance(item, Tensor) and _known(scope, item):
+        return _chosen(scope, func, base, index, mark, item) if alone else NotImplemented
+    if scope.parted and from_library():
+        return NotImplemented
+    if not scope.parted:
+        return _noted(scope, func, now(base), index, mark, item) if alone else NotImplemented
+    out = take(scope, base, mark, item)
+    if isinstance(item, int):
+        del items[at]
+        return scope.copies.note(out[tuple(items)] if not alone else out)
+    if alone:
+        return out
+    items[at] = FULL
+    if isinstance(item, Tensor) and any(isinstance(each, (Tensor, list)) for each in items):
+        raise refused(scope, "x[ids, columns] picks single entries by the numbers of vertices")
+    return scope.__torch_function__(Tensor.__getitem__, (), (out, tuple(items)))
+
+
+def _chosen(scope: Places, func: Func, base: Tensor, index: Any, mark: Mark, item: Tensor) -> Any:
+    """``x[mask]`` and ``x[order]``: own rows that a flag a row, or own places, choose."""
+    held = scope.marks.get(item)
+    if held is not None and held.kind is Kind.NUMBERS:
+        scope.numbered = True
+        places = scope.local_of(item)
+        out = (
+            rows_at(now(base), mark, places, whole=False)
+            if mark.whole and item.dim() == 1
+            else NotImplemented
+        )
+        return out if out is NotImplemented else scope.marks.put(out, replace(mark))
+    own = held is None or held.kind in (*VERTICES, Kind.LOCAL)
+    if not own or item.dim() != 1 or mark.each > 1:
+        return NotImplemented
+    flags = item.dtype in (torch.bool, torch.uint8)
+    if (flags and item.numel() != base.size(mark.axis)) or not (flags or (held and held.kind is Kind.LOCAL)):
+        return NotImplemented
+    out = func(now(base), index)
+    with torch._C.DisableTorchFunction():
+        places = item.bool() if flags else item
+        if mark.subset is not None:
+            places = mark.subset.places()[places]
+    return scope.marks.put(out, replace(mark, subset=Subset(places)))
+
+
+def _noted(scope: Places, func: Func, base: Tensor, index: Any, mark: Mark, item: Any) -> Any:
+    """A slice where all rows are here: torch takes it; which vertices it names is kept for draws."""
+    spanned = mark.subset is None or mark.subset.span is not None
+    if not isinstance(item, slice) or mark.each > 1 or not spanned:
+        return NotImplemented
+    numbers = slice(as_place(item.start), as_place(item.stop), as_place(item.step))
+    out = func(base, index)
+    held = range(scope.vertices) if mark.subset is None or mark.subset.span is None else mark.subset.span
+    span = held[numbers]
+    with torch._C.DisableTorchFunction():
+        return scope.marks.put(out, replace(mark, subset=Subset(torch.arange(scope.own)[list(span)], span)))
+
+
+def _known(scope: Places, item: Tensor) -> bool:
+    """Whether an index is one that knows which own rows it names: not a list of numbers of vertices."""
+    mark = scope.marks.get(item)
+    if mark is not None and mark.kind is not Kind.LOST:
+        return mark.kind not in (Kind.ROWS, Kind.PAIRS) or item.dtype == torch.bool
+    if item.dtype in (torch.bool, torch.uint8):
+        return not scope.parted or item.dim() != 1 or item.numel() != scope.vertices
+    return not scope.parted
+
+
+def items_of(index: Any, dims: int, axis: int) -> tuple[list[Any], int]:
+    """An index item by item, with nothing left out, and which of them stands at an axis.
+
+    Args:
+        index: What stands in the brackets.
+        dims: Axes of the tensor.
+        axis: The one that is asked for.
+    """
+    items = list(index) if isinstance(index, tuple) else [index]
+    wide = [each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in items]
+    given = sum(w for each, w in zip(items, wide, strict=True) if each is not None and each is not Ellipsis)
+    place = next((i for i, each in enumerate(items) if each is Ellipsis), None)
+    if place is None:
+        items += [FULL] * (dims - given)
+    else:
+        items[place : place + 1] = [FULL] * (dims - given)
+    seen = 0
+    for i, each in enumerate(items):
+        if each is None:
+            continue
+        width = each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1
+        if seen <= axis < seen + width:
+            return items, i
+        seen += width
+    return [*items, FULL], len(items)
+
+
+def take(scope: Places, base: Tensor, mark: Mark, item: Any) -> Tensor:
+    """The rows of the whole graph that an item of an index names, as far as this part has them.
+
+    Args:
+        scope: The running interception.
+        base: A tensor with rows of vertices.
+        mark: Its mark.
+        item: A place, a span of places, or a list of places among all rows of the axis.
+
+    Returns:
+        For one place or a list: those rows, on every rank. For a span: own rows among it.
+    """
+    scope.numbered, base = True, now(base)
+    if isinstance(item, int):
+        return _one(scope, base, mark, item)
+    if isinstance(item, slice):
+        return _spanned(scope, base, mark, span_of(scope, mark, item))
+    if isinstance(item, (list, range)):
+        item = torch.as_tensor(list(item), device=base.device)
+    if not isinstance(item, Tensor):
+        raise refused(scope, f"rows are indexed by a {type(item).__name__}")
+    if item.dtype in (torch.bool, torch.uint8):
+        return _masked(scope, base, mark, item)
+    if (held := scope.marks.get(item)) is not None and held.kind in (Kind.ROWS, Kind.PAIRS):
+        holder = "vertex" if held.kind is Kind.ROWS else "edge"
+        raise refused(
+            scope,
+            f"rows of other vertices are read by numbers that each {holder} holds",
+            hint="rebuild the edges before training (data.edge_index): make edges of them, of which row 0 "
+            "holds the numbers and row 1 the vertices that read",
+        )
+    return _listed(scope, base, mark, item)
+
+
+def _spanned(scope: Places, base: Tensor, mark: Mark, span: range) -> Tensor:
+    """Own rows among a span."""
+    if len(span) * mark.each == length(scope, mark):
+        return scope.marks.put(base.view_as(base), mark)
+    ids = scope.ids_of(mark)
+    with torch._C.DisableTorchFunction():
+        inside = among(ids, span)
+        chosen = inside.nonzero().view(-1)
+        held = mark.subset.places() if mark.subset is not None else None
+        out = rows_at(base, mark, chosen, whole=scope.ascending)
+        if out._base is None:
+            scope.copies.note(out)
+    subset = Subset(chosen if held is None else held[chosen], span)
+    return scope.marks.put(out, replace(mark, subset=subset))
+
+
+def rows_at(base: Tensor, mark: Mark, chosen: Tensor, *, whole: bool) -> Tensor:
+    """Rows at places along the row axis; those that lie together as a view of them."""
+    first = int(chosen[0]) if chosen.numel() else 0
+    if mark.each == 1 and whole and (not chosen.numel() or int(chosen[-1]) - first + 1 == chosen.numel()):
+        return base.narrow(mark.axis, first, chosen.numel())
+    if mark.each == 1:
+        return base.index_select(mark.axis, chosen)
+    apart = base.unflatten(mark.axis, (base.size(mark.axis) // mark.each, mark.each))
+    out: Tensor = apart.index_select(mark.axis, chosen).flatten(mark.axis, mark.axis + 1)
+    return out
+
+
+def _masked(scope: Places, base: Tensor, mark: Mark, mask: Tensor) -> Tensor:
+    """Own rows where a mask over all vertices is true."""
+    if mark.subset is not None or mark.each > 1:
+        raise refused(scope, "a mask of all vertices chooses among some of them")
+    own = scope.marks.put(mask.bool()[scope.ids_of(mark)], Mark(Kind.ROWS))
+    with torch._C.DisableTorchFunction():
+        chosen = own.nonzero().view(-1)
+        out = base.index_select(mark.axis, chosen)
+    return scope.marks.put(out, replace(mark, subset=Subset(own)))
+
+
+def _one(scope: Places, base: Tensor, mark: Mark, place: int) -> Tensor:
+    whole = length(scope, mark)
+    place = int(as_place(place))
+    if whole >= 0 and not -whole <= place < whole:
+        raise IndexError(f"index {place} is out of bounds for dimension {mark.axis} with size {whole}")
+    return _listed(scope, base, mark, torch.tensor(place, device=base.device))
+
+
+def _listed(scope: Places, base: Tensor, mark: Mark, places: Tensor) -> Tensor:
+    """Rows of named vertices, on every rank."""
+    whole = length(scope, mark)
+    if whole < 0 or mark.each > 1:
+        raise refused(scope, "rows that a mask has chosen, or that lie several a vertex, are read by number")
+    ids = scope.ids_of(mark)
+    _alike(scope, places)
+    with torch._C.DisableTorchFunction():
+        wanted = torch.where(places < 0, places + whole, places).reshape(-1)
+        if wanted.numel() and not bool(((wanted >= 0) & (wanted < whole)).all()):
+            raise IndexError(f"an index is out of bounds for dimension {mark.axis} with size {whole}")
+        if mark.subset is not None and mark.subset.span is not None:
+            wanted = mark.subset.span.start + wanted * mark.subset.span.step
+        order = ids.argsort()
+        at = torch.searchsorted(ids[order], wanted).clamp(max=max(ids.numel() - 1, 0))
+        local = order[at] if ids.numel() else at
+        mine = ids[local] == wanted if ids.numel() else torch.zeros_like(wanted, dtype=torch.bool)
+        shape = [wanted.numel(), *(s for d, s in enumerate(base.shape) if d != mark.axis)]
+        front = base.movedim(mark.axis, 0)
+        found = front.new_zeros(shape)
+        found = found.index_add(0, mine.nonzero().view(-1), front[local[mine]])
+    wide = found.to(torch.int64) if found.dtype == torch.bool else found
+    summed = scope.total(wide, NAMED).to(found.dtype)
+    with torch._C.DisableTorchFunction():
+        out = summed.reshape(*places.shape, *summed.shape[1:])
+        return out.movedim(tuple(range(places.dim())), tuple(mark.axis + i for i in range(places.dim())))
+
+
+def _alike(scope: Places, places: Tensor) -> None:
+    """Refuse numbers of vertices that are not the same on all ranks: they were made from a part's own."""
+    if not scope.checked:
+        return
+    with torch._C.DisableTorchFunction():
+        word = torch.tensor([places.numel(), int((places * (places + 1)).sum() % 2**31)], dtype=torch.float64)
+        both = torch.cat([word, -word]).to(places.device)
+    with scope.turn.apart():  # later forwards do not come to it
+        most, least = scope.greatest(both).view(2, 2)
+    if not torch.equal(most, -least):
+        raise refused(scope, "rows are read by numbers that are not the same on all ranks")
+
+
+def narrow(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``x.narrow(0, start, length)``."""
+    held = rows_base(scope, args, kwargs)
+    if held is None or dim_of(args, kwargs, 1, held[0]) != held[1].axis or from_library():
+        return NotImplemented
+    start = as_place(kwargs.get("start", args[2] if len(args) > 2 else 0))
+    count = as_place(kwargs.get("length", args[3] if len(args) > 3 else 0))
+    start = start + max(length(scope, held[1]), 0) if start < 0 else start
+    return take(scope, *held, slice(start, start + count))
+
+
+def select(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``x.select(0, place)``."""
+    held = rows_base(scope, args, kwargs)
+    if held is None or dim_of(args, kwargs, 1, held[0]) != held[1].axis or from_library():
+        return NotImplemented
+    return scope.copies.note(
+        take(scope, *held, int(as_place(kwargs.get("index", args[2] if len(args) > 2 else 0))))
+    )
+
+
+def index_select(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``x.index_select(0, ids)`` by numbers of vertices that no edge named."""
+    held = rows_base(scope, args, kwargs)
+    index = kwargs.get("index", args[2] if len(args) > 2 else None)
+    if held is None or not isinstance(index, Tensor) or _known(scope, index) or from_library():
+        return NotImplemented
+    return take(scope, *held, index) if dim_of(args, kwargs, 1, held[0]) == held[1].axis else NotImplemented
+
+
+def split(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``split``, ``chunk``, ``tensor_split`` along the vertices: spans of all of them."""
+    held = rows_base(scope, args, kwargs)
+    if held is None or dim_of(args, kwargs, 2, held[0]) != held[1].axis or from_library():
+        return NotImplemented
+    whole = length(scope, held[1])
+    if whole < 0:
+        raise refused(scope, f"{name} counts rows that a mask has chosen")
+    how = next((kwargs[k] for k in ("split_size_or_sections", "split_size", "chunks") if k in kwargs), None)
+    how = kwargs.get("indices_or_sections", args[1] if how is None and len(args) > 1 else how)
+    ends = _ends(name, whole, how)
+    return tuple(take(scope, *held, slice(a, b)) for a, b in zip([0, *ends], [*ends, whole], strict=True))
+
+
+def _ends(name: str, whole: int, how: Any) -> list[int]:
+    """Where pieces end, but for the last one."""
+    if isinstance(how, Tensor):
+        how = how.tolist()
+    if name == "tensor_split":
+        if isinstance(how, (tuple, list)):
+            return [int(as_place(each)) for each in how]
+        how = int(how)
+        sizes = [whole // how + (i < whole % how) for i in range(how)]
+    elif isinstance(how, (tuple, list)):
+        sizes = [int(as_place(each)) for each in how]
+        if sum(sizes) != whole:
+            raise RuntimeError(f"split sizes sum to {sum(sizes)}, the dimension has {whole}")
+    else:
+        size = int(as_place(how)) if name != "chunk" else -(-whole // int(how))
+        sizes = [size] * (whole // size) + ([whole % size] if whole % size else [])
+    ends, total = [], 0
+    for size in sizes[:-1]:
+        total += size
+        ends.append(total)
+    return ends
+
+
+def setitem(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``x[...] = value`` where something stands at the row axis that is a place."""
+    base, index, value = args
+    mark, held = scope.marks.get(base), scope.marks.get(value)
+    if held is not None and held.kind is Kind.LOST:
+        scope.marks.put(base, held)
+    if mark is None or mark.kind not in VERTICES or not scope.parted:
+        return NotImplemented
+    items, at = items_of(index, base.dim(), mark.axis)
+    item = items[at]
+    held_here = isinstance(item, Tensor) and _known(scope, item)
+    if (type(item) is slice and item == FULL) or held_here or from_library():
+        return NotImplemented
+    scope.numbered = True
+    ids, whole = scope.ids_of(mark), length(scope, mark)
+    if mark.each > 1 or mark.subset is not None:
+        raise refused(scope, "rows of some vertices are written by number")
+    if isinstance(item, (list, range)):
+        item = torch.as_tensor(list(item), device=base.device)
+    with torch._C.DisableTorchFunction():
+        if isinstance(item, slice):
+            wanted = torch.tensor(list(span_of(scope, mark, item)), dtype=torch.int64, device=ids.device)
+        elif isinstance(item, Tensor) and item.dtype == torch.bool:
+            wanted = item.nonzero().view(-1)
+        else:
+            wanted = torch.as_tensor(item, device=ids.device).reshape(-1)
+            wanted = torch.where(wanted < 0, wanted + whole, wanted)
+        known = torch.full((scope.vertices,), -1, device=ids.device)
+        known[ids] = torch.arange(ids.numel(), device=ids.device)
+        local = known[wanted]
+        mine = local >= 0
+    items[at] = local[mine]
+    return func(
+        base, tuple(items), _written(scope, value, mine, base, mark, items, single=isinstance(item, int))
+    )
+
+
+def _written(
+    scope: Places, value: Any, mine: Tensor, base: Tensor, mark: Mark, items: list[Any], *, single: bool
+) -> Any:
+    """What own rows get of a value for all rows that are written."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or single:
+        return value
+    held = scope.marks.get(value)
+    if held is not None and held.kind in VERTICES:
+        with torch._C.DisableTorchFunction():
+            same = held.subset is not None and torch.equal(held.subset.places(), items[mark.axis])
+        if not same:
+            raise refused(scope, "rows are written by number from rows of other vertices")
+        with torch._C.DisableTorchFunction():
+            shared = now(value).untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+        return now(value).clone() if shared else now(value)  # x[:n] += 1 writes what it has read
+    right = mark.axis - base.dim() + sum(isinstance(each, int) for each in items[mark.axis + 1 :])
+    if value.dim() < -right or value.size(right) == 1:
+        return value
+    return value.index_select(value.dim() + right, mine.nonzero().view(-1).to(value.device))
+
+
+def written_by_place(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``index_put``, ``index_fill`` and ``index_copy`` of rows by numbers of vertices: an assignment."""
+    held = rows_base(scope, args, kwargs)
+    if held is None or from_library():
+        return NotImplemented
+    base, mark = held
+    if name.startswith("index_put"):
+        index, value = _argument(args, kwargs, 1, "indices"), _argument(args, kwargs, 2, "values")
+        adds, index = bool(_argument(args, kwargs, 3, "accumulate")), tuple(index)
+    else:
+        if dim_of(args, kwargs, 1, base) != mark.axis:
+            return NotImplemented
+        index = (FULL,) * mark.axis + (_argument(args, kwargs, 2, "index"),)
+        value, adds = _argument(args, kwargs, 3, "value" if "fill" in name else "source"), False
+    items, at = items_of(index, base.dim(), mark.axis)
+    item = items[at]
+    if not isinstance(item, Tensor) or _known(scope, item):
+        return NotImplemented
+    if adds:
+        raise refused(scope, f"{name} adds to rows by numbers that are not those of the graph's edges")
+    if not name.endswith("_"):
+        base = scope.marks.put(now(base).clone(), mark)
+    done = setitem(scope, "__setitem__", Tensor.__setitem__, (base, index, value), {})
+    return NotImplemented if done is NotImplemented else base
+
+
+def _argument(args: Args, kwargs: Kwargs, place: int, name: str) -> Any:
+    return kwargs.get(name, args[place] if len(args) > place else None)
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    "__getitem__": getitem,
+    "__setitem__": setitem,
+    **dict.fromkeys(("index_put", "index_put_", "index_fill", "index_fill_"), written_by_place),
+    **dict.fromkeys(("index_copy", "index_copy_"), written_by_place),
+    "index_select": index_select,
+    "narrow": narrow,
+    "select": select,
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), split),
+}
+"""Asked before all others: they turn places among all vertices into own rows."""

@@ -1,0 +1,104 @@
+"""Distinct: ``torch.unique`` and ``torch.bincount`` of values that vertices or edges hold, of all ranks.
+
+Where it sits: one of ``intercept.interceptor``'s handlers, on a part of the graph::
+
+    for kind in edge_type.unique():     every rank goes through the same kinds, in the same order,
+        out += conv[kind](x, ...)       also one whose part has no edge of a kind
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kagome.placement.placement import ALIGNED, Kind, Mark
+from kagome.placement.symbolic_size import as_place
+from kagome.positions.refusals import Args, Func, Kwargs, Places, refused
+from kagome.user_frame import from_library
+
+WIDEST: Final = 2**22
+"""Between the least and the greatest value: ranks compare a number for each value that lies between."""
+
+
+def unique(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``unique(values, return_inverse, return_counts)`` of whole numbers or truth values.
+
+    Shapes:
+        ``[k]`` values -> ``[u]`` on every rank alike, inverse ``[k]``, counts ``[u]``.
+
+    Cost:
+        A message between the ranks of one number for each value from the least to the greatest.
+    """
+    values: Tensor = args[0] if args else kwargs["input"]
+    mark = scope.marks.get(values)
+    if not scope.parted or mark is None or mark.kind not in ALIGNED or from_library():
+        return NotImplemented
+    if name == "unique_consecutive" or kwargs.get("dim") is not None or values.is_floating_point():
+        raise refused(scope, f"{name} of {values.dtype} tells a part's own values apart")
+    with torch._C.DisableTorchFunction():
+        whole = values.long()
+    low, high = _ends(scope, whole)
+    if high - low >= WIDEST:
+        raise refused(scope, f"unique of values from {low:,} to {high:,} is more than ranks compare")
+    with torch._C.DisableTorchFunction():
+        there = torch.zeros(max(high - low + 1, 0), dtype=torch.float64, device=values.device)
+        there[whole.reshape(-1) - low] = 1.0
+    there = scope.greatest(there)
+    with torch._C.DisableTorchFunction():
+        found = there.nonzero().view(-1) + low
+        inverse = torch.searchsorted(found, whole)
+        counts = torch.bincount(inverse.reshape(-1), minlength=found.numel()).double()
+    out = [found.to(values.dtype)]
+    if kwargs.get("return_inverse"):
+        out.append(scope.marks.put(inverse, _attribute(mark)))
+    if kwargs.get("return_counts"):
+        out.append(scope.total(counts).long())
+    return out[0] if len(out) == 1 else tuple(out)
+
+
+def _ends(scope: Places, values: Tensor) -> tuple[int, int]:
+    """The least and the greatest value of all ranks."""
+    with torch._C.DisableTorchFunction():
+        far = torch.full((2,), -float(2**53), dtype=torch.float64, device=values.device)
+        if values.numel():
+            far = torch.stack([-values.min(), values.max()]).double()
+    most = scope.greatest(far).tolist()
+    return -int(most[0]), int(most[1])
+
+
+def _attribute(mark: Mark) -> Mark:
+    """The mark of values that vertices or edges hold."""
+    return Mark(
+        Kind.ROWS if mark.kind is Kind.NUMBERS else mark.kind,
+        *(mark.view, mark.axis, mark.edges),
+        subset=mark.subset,
+        each=mark.each,
+    )
+
+
+def bincount(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``bincount`` of whole numbers that vertices or edges hold: the counts of all ranks."""
+    values: Tensor = args[0] if args else kwargs["input"]
+    mark = scope.marks.get(values)
+    if not scope.parted or mark is None or mark.kind not in ALIGNED or from_library():
+        return NotImplemented
+    weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
+    least: Any = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+    with torch._C.DisableTorchFunction():
+        whole = values.long()
+    _, high = _ends(scope, whole)
+    with torch._C.DisableTorchFunction():
+        counts = torch.bincount(whole, weights, max(int(as_place(least)), high + 1))
+    summed = scope.total(counts.double())
+    if weights is None:
+        return summed.long()  # torch gives whole numbers for no values at all, with weights too
+    return summed.to(torch.float32 if weights.dtype is torch.float32 else torch.float64)
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    "bincount": bincount,
+    **dict.fromkeys(("unique", "unique_consecutive"), unique),
+}

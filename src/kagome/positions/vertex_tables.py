@@ -1,0 +1,360 @@
+"""Whole tables: tensors with a row for every vertex of the graph, the same on all ranks.
+
+Where it sits: ``intercept.interceptor`` and ``intercept.gather_scatter`` ask it where such a tensor meets
+rows of own vertices, or is read or written by the part's ids: a parameter or buffer ``[N, d]``,
+``torch.zeros(8000, d)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kagome.errors import ModelError
+from kagome.placement.axis_rules import ELEMENTWISE
+from kagome.placement.placement import IDS, VERTICES, Kind, Mark
+from kagome.placement.symbolic_size import Count, as_place
+from kagome.placement.writes import IN_PLACE, written_by
+from kagome.positions.refusals import FULL, Args, Func, Kwargs, Places, lost, refused
+from kagome.user_frame import from_library
+
+
+def of_table(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``table[:x.size(0)]`` and ``table[torch.arange(x.size(0))]``: own rows of a tensor with all rows."""
+    base, index = args[0], args[1]
+    if type(index) not in (slice, tuple) or scope.marks.get(base) is not None:
+        return NotImplemented
+    head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+    if type(head) is slice and isinstance(head.stop, Count) and head.stop.of_vertices:
+        if (
+            not isinstance(base, Tensor)
+            or as_place(head.start)
+            or head.step not in (None, 1)
+            or base.dim() == 0
+        ):
+            return NotImplemented
+        mark = head.stop.mark
+        if not mark.whole or base.size(0) < scope.vertices:
+            return NotImplemented
+        scope.numbered = True
+        own = func(base, scope.ids_of(mark)) if scope.parted else func(base, head)
+        scope.marks.put(own, Mark(Kind.ROWS))
+        if scope.parted and not scope.keeping.copy(scope, base, own):
+            scope.copies.note(own)
+        return own[(FULL, *rest)] if rest else own
+    return NotImplemented
+
+
+def set_rows(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``table[row] = value`` by ids of edges: a tensor with all rows is written by original numbers.
+
+    Raises:
+        ModelError: If rows of a part are written into such a tensor.
+    """
+    base, index, value = args
+    held = scope.marks.get(value)
+    if has_all(scope, base, 0) and not from_library():
+        if held is not None and held.kind in VERTICES:
+            raise all_rows_written(scope, name)
+        head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+        if type(head) is slice and isinstance(head.stop, Count) and head.stop.mark == Mark(Kind.ROWS):
+            whole = slice(head.start, scope.vertices, head.step)
+            return func(base, (whole, *rest), value)
+    mark = scope.marks.get(index) if isinstance(index, Tensor) else None
+    if mark is None or mark.kind not in IDS or base.dim() == 0 or not has_all(scope, base, 0):
+        return NotImplemented
+    numbers = original(scope, base, 0, index, mark, library=True)
+    return NotImplemented if numbers is None else func(base, numbers, value)
+
+
+def own_rows(scope: Places, table: Tensor, axis: int) -> Tensor:
+    """Own rows of a tensor that has a row for each vertex of the graph, the same on all ranks.
+
+    Shapes:
+        table ``[..., N, ...]`` -> ``[..., n, ...]``.
+    """
+    scope.numbered = True
+    mark = Mark(Kind.ROWS, axis=axis)
+    with torch._C.DisableTorchFunction():
+        out = table.index_select(axis, scope.ids_of(mark).to(table.device))
+    return scope.marks.put(out, mark)
+
+
+def has_all(scope: Places, value: Any, axis: int) -> bool:
+    """Whether an unmarked tensor has a row for each vertex of the graph along an axis."""
+    if not scope.parted or not isinstance(value, Tensor) or scope.marks.get(value) is not None:
+        return False
+    with torch._C.DisableTorchFunction():
+        return -value.dim() <= axis < value.dim() and value.size(axis) == scope.vertices
+
+
+def original(
+    scope: Places, table: Any, axis: int, ids: Tensor, mark: Mark, *, library: bool = False
+) -> Tensor | None:
+    """Original numbers for ids of the part, where they index a tensor that is the same on all ranks.
+
+    Args:
+        scope: The running interception.
+        table: What is indexed.
+        axis: Along which axis.
+        ids: Ids of own and halo rows.
+        mark: Their mark.
+        library: Whether to answer PyG's own code as well: its tables may be a part's, of any size.
+
+    Returns:
+        None where the tensor has a row for each own vertex, so that the ids are its own.
+
+    Raises:
+        ModelError: If it has fewer rows than there are vertices.
+    """
+    if not scope.parted or table.dim() == 0:
+        return None
+    held = scope.marks.get(table)
+    if held is not None and held.kind is Kind.LOST:
+        raise lost(scope, held)
+    if held is not None and held.kind in VERTICES and not held.whole:
+        raise refused(scope, "edges read rows of some vertices only, by ids of all of them")
+    if held is not None or table.size(axis) == scope.own:
+        return None
+    if from_library() and not library and table.size(axis) != scope.vertices:
+        return None
+    if table.size(axis) < scope.vertices:
+        raise refused(
+            scope,
+            f"a tensor of shape {list(table.shape)} is indexed by ids of {scope.vertices:,} vertices",
+            hint="index tensors with a row for each vertex of the graph, or rows that forward was given",
+        )
+    scope.numbered = True
+    with torch._C.DisableTorchFunction():
+        return scope.ids_in(mark)[ids]
+
+
+def written_to(scope: Places, base: Tensor, axis: int, index: Tensor, name: str) -> Tensor:
+    """What a write by ids of the part goes to: own rows of a tensor that has a row for each vertex.
+
+    Raises:
+        ModelError: If it goes to such a tensor in place, or to rows of some vertices.
+    """
+    held = scope.marks.get(base)
+    if held is not None and held.kind is Kind.LOST:
+        raise lost(scope, held)
+    if held is not None and held.kind in VERTICES and not held.whole:
+        raise refused(scope, "edges write to rows of some vertices only, by ids of all of them")
+    if not has_all(scope, base, axis) or base.size(axis) == scope.own:
+        return base
+    if index.numel() and int(index.max()) >= scope.own and scope.marks.get(index) == Mark(Kind.TARGET):
+        return base  # a layer's own groups, made from ids of targets
+    if name.endswith("_") and not from_library():
+        raise all_rows_written(scope, name)
+    return own_rows(scope, base, axis)
+
+
+def all_rows_written(scope: Places, name: str) -> ModelError:
+    """The error of a call that writes rows of a part into a tensor that has a row for each vertex."""
+    return refused(
+        scope,
+        f"{name} writes into a tensor of all {scope.vertices:,} rows",
+        hint="make it with a row for each row of the input: x.new_zeros(x.size(0), ...)",
+    )
+
+
+def refuse_unknown_write(scope: Places, name: str, base: Any, dim: Any) -> None:
+    """Refuse a write to rows of vertices by ids that no edge of the graph gave.
+
+    Raises:
+        ModelError: If the rows that are written to lie apart.
+    """
+    held = scope.marks.get(base) if scope.parted else None
+    rows = held is not None and held.kind in VERTICES and isinstance(dim, int)
+    if rows and held is not None and dim % base.dim() == held.axis and not from_library():
+        raise refused(
+            scope,
+            f"{name} writes to rows of vertices by ids that are not those of the graph's edges",
+            hint="edges that forward makes itself go into the Data before training (data.edge_index)",
+        )
+
+
+def refuse_unfit(scope: Places, name: str, args: Args, kwargs: Kwargs, error: Exception) -> None:
+    """Say of a call that torch refuses that it was given the rows of a part.
+
+    Raises:
+        ModelError: If it was, by the user's code.
+    """
+    marks = [scope.marks.get(tensor) for tensor in _flat(args, kwargs)] if scope.parted else []
+    gone = next((mark for mark in marks if mark is not None and mark.kind is Kind.LOST), None)
+    if gone is not None:
+        raise lost(scope, gone) from error
+    if any(mark is not None and mark.kind in VERTICES for mark in marks) and not from_library():
+        words = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise refused(scope, f"{name} does not take the {scope.own:,} rows of a part: {words}") from error
+
+
+def given_rows(scope: Places, values: Any, axis: int) -> Any:
+    """What a layer is given, with own rows in the place of tables with a row for each vertex.
+
+    Args:
+        scope: The running interception.
+        values: Arguments, in tuples or tables.
+        axis: Where the layer expects its rows.
+    """
+    if isinstance(values, tuple) and not hasattr(values, "_fields"):
+        return tuple(given_rows(scope, value, axis) for value in values)
+    if isinstance(values, dict):
+        return {key: given_rows(scope, value, axis) for key, value in values.items()}
+    if not has_all(scope, values, axis):
+        return values
+    table = values.dim() > 1 and values.layout is torch.strided
+    return own_rows(scope, values, axis % values.dim()) if table else values
+
+
+def refuse_some_rows(scope: Places, given: Any, what: str) -> None:
+    """Refuse what leaves a forward, or a stage of it, and has not a row for each vertex, or is not known.
+
+    Args:
+        scope: The running interception.
+        given: Tensors, in tuples or tables.
+        what: What gives them.
+
+    Raises:
+        ModelError: If rows were lost, or belong to some vertices only.
+    """
+    if not scope.parted:
+        return
+    if isinstance(given, dict):
+        given = tuple(given.values())
+    for value in given if isinstance(given, (tuple, list)) else (given,):
+        mark = scope.marks.get(value)
+        if mark is not None and mark.kind is Kind.LOST:
+            raise lost(scope, mark)
+        if mark is not None and mark.kind in VERTICES and not mark.whole:
+            raise refused(scope, f"{what} gives rows of some vertices only, of shape {list(value.shape)}")
+
+
+def refuse_unknown_edges(scope: Places, edges: Any) -> None:
+    """Refuse edges that a layer is given and that are not made of the graph's.
+
+    Raises:
+        ModelError: If rows lie apart, so that these ids would be taken for those of a part.
+    """
+    if not scope.parted:
+        return
+    held = scope.marks.get(edges)
+    if held is not None and held.kind is Kind.LOST:
+        raise lost(scope, held, edges=True)
+    if held is None and type(edges) is Tensor and not edges.is_sparse:
+        raise refused(
+            scope,
+            f"a layer is given an edge list of shape {list(edges.shape)} that is not made of edge_index",
+            hint="all edges in data.edge_index, and an attribute an edge that tells their kind",
+        )
+
+
+def refuse_lost_ids(scope: Places, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Refuse rows that are read or written by ids made of lost rows: of the nearest vertices in a part.
+
+    Raises:
+        ModelError: Naming the call that lost them.
+    """
+    for value in _deep((*args[1:], *kwargs.values())):
+        held = scope.marks.get(value)
+        if held is not None and held.kind is Kind.LOST and not value.is_floating_point():
+            raise lost(scope, held, edges=True)
+
+
+def _deep(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _deep(value)
+
+
+BY_IDS: Final = frozenset(
+    [
+        *("__getitem__", "__setitem__", "index_select", "gather", "take_along_dim", "take", "embedding"),
+        *("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
+        *("index_add", "index_add_", "index_put", "index_put_", "index_copy", "index_copy_"),
+    ]
+)
+"""Calls that read or write entries by ids."""
+
+
+def met(scope: Places, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """A call's arguments with own rows of tensors that have all rows, where they meet rows of vertices.
+
+    Returns:
+        None where no argument has rows of vertices, or none has all rows.
+
+    Raises:
+        ModelError: If it writes to such a tensor.
+    """
+    if name != "__getitem__" and name.strip("_") not in ELEMENTWISE:
+        return None
+    marked = next(
+        ((t, m) for t in _flat(args, kwargs) if (m := scope.marks.get(t)) is not None and m.kind in VERTICES),
+        None,
+    )
+    if marked is None or not marked[1].whole:
+        return None
+    right = marked[1].axis - marked[0].dim()
+    # What an operator like += gives is put in the place of what it is given.
+    targets = [] if name in IN_PLACE else written_by(name, "", args, kwargs)
+    cut = False
+
+    def own(value: Any) -> Any:
+        nonlocal cut
+        if isinstance(value, (tuple, list)):
+            return type(value)(own(each) for each in value)
+        if has_all(scope, value, right):
+            if any(value is target for target in targets):
+                raise all_rows_written(scope, name)
+            cut = True
+            return own_rows(scope, value, value.dim() + right)
+        return value
+
+    args, kwargs = tuple(own(value) for value in args), {key: own(value) for key, value in kwargs.items()}
+    return (args, kwargs) if cut else None
+
+
+def _flat(args: Sequence[Any], kwargs: Kwargs) -> Sequence[Tensor]:
+    out: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        inner = value if isinstance(value, (tuple, list)) else (value,)
+        out.extend(each for each in inner if isinstance(each, Tensor))
+    return out
+
+
+def embedding(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``F.embedding(edge_index[0], table)``: a table is the same on all ranks, so ids are the graph's own."""
+    ids = args[0] if args else kwargs.get("input")
+    mark = scope.marks.get(ids)
+    table = kwargs.get("weight", args[1] if len(args) > 1 else None)
+    if mark is None or not isinstance(table, Tensor) or not isinstance(ids, Tensor):
+        return NotImplemented
+    held = scope.marks.get(table)
+    if held is not None and mark.kind in (*VERTICES, Kind.PAIRS):
+        # Rows of vertices, or what was lost of them: no table that all ranks have.
+        return scope.__torch_function__(Tensor.__getitem__, (), (table, ids))
+    axis = ids.dim() - 1 if mark.kind in IDS else mark.axis
+    if mark.kind in VERTICES:
+        out = func(*args, **kwargs)
+        return scope.marks.put(out, replace(mark, kind=Kind.ROWS))
+    if mark.kind not in IDS:
+        return NotImplemented
+    own = original(scope, table, 0, ids, mark)
+    named = {key: value for key, value in kwargs.items() if key not in ("input", "weight")}
+    out = func(ids if own is None else own, table, *args[2:], **named)
+    if mark.kind is Kind.EDGES:
+        return scope.marks.put(out, Mark(Kind.PAIRS, mark.view, axis, ids))
+    return scope.marks.put(out, Mark(Kind.PAIRS, mark.view, axis, mark.edges))
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    "__getitem__": of_table,
+    "__setitem__": set_rows,
+    "embedding": embedding,
+}

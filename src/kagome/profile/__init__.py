@@ -1,0 +1,1 @@
+"""What a model costs by row and edge, measured here."""

@@ -1,0 +1,227 @@
+"""Profile: measure a module's operators here: seconds by samples, bytes of outputs, weights, what is kept.
+
+Where it sits: the one file of the planner that loads torch; planners are given the graph that it returns.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from kagome.errors import KagomeError, ModelError
+from kagome.model.buffers import Buffers
+from kagome.model.operators.graph import Branches, branches_of
+from kagome.model.operators.pieces import Piece
+from kagome.model.operators.sample_dropout import Masks
+from kagome.model.operators.samples import Batch, count_of, inputs_of
+from kagome.model.trace.graph import Step
+from kagome.model.weight_hooks import hooks_off
+from kagome.planner.stages.operator_costs import Operator, OperatorGraph
+
+SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
+
+
+def measure(
+    model: nn.Module,
+    sample_batch: Batch,
+    sizes: Sequence[int] = SIZES,
+    *,
+    repeats: int = 3,
+    batch_norm: str = "refuse",
+) -> OperatorGraph:
+    """Measure each operator of a module alone, forward and backward.
+
+    Args:
+        model: The module, on the device that counts; its weights, gradients, buffers and modes are left as
+            they are.
+        sample_batch: Two samples or more; they are repeated where a size needs more.
+        sizes: Samples of a micro-batch to measure with, ascending.
+        repeats: Runs of each, of which the fastest counts; one more comes before.
+        batch_norm: ``refuse``, or ``micro-batch``.
+
+    Returns:
+        The operators, in an order in which those that are read come first.
+
+    Raises:
+        DataError: If the sample does not fit the model.
+        ModelError: If the model cannot be traced, or its samples read each other.
+
+    Cost:
+        ``repeats + 2`` forwards and ``repeats + 1`` backwards a size.
+    """
+    branches = branches_of(model, sample_batch, batch_norm=batch_norm)
+    return measured(model, branches, inputs_of(model, sample_batch), sizes, repeats=repeats)
+
+
+def measured(
+    model: nn.Module,
+    branches: Branches,
+    inputs: Mapping[str, Tensor],
+    sizes: Sequence[int],
+    *,
+    repeats: int = 3,
+) -> OperatorGraph:
+    """The same of a module whose operators are known."""
+    found: dict[str, list[tuple[int, float, float, int]]] = {name: [] for name in branches.operators}
+    pieces = {name: branches.alone(name) for name in branches.operators}
+    gradients = [(weight, weight.grad) for weight in model.parameters()]
+    buffers = Buffers(model)
+    tensors, before = buffers.now(), buffers.copies()
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    for weight, _ in gradients:
+        weight.grad = None
+    try:
+        with torch.random.fork_rng(devices=[]), hooks_off(model.parameters()):
+            for size in sizes:
+                with _telling(f"{size} samples"):
+                    bench = _Bench(model, branches, inputs, size)
+                for name, piece in pieces.items():
+                    with _telling(f"operator {name!r}"):
+                        runs = [bench.run(piece) for _ in range(repeats + 1)][1 if repeats else 0 :]
+                    forward, backward = min(run[0] for run in runs), min(run[1] for run in runs)
+                    found[name].append((size, forward, backward, runs[0][2]))
+    finally:
+        for weight, gradient in gradients:
+            weight.grad = gradient
+        buffers.restore(tensors, before)
+        for module, mode in modes:
+            module.training = mode
+    weights = {name: weight.nbytes for name, weight in model.named_parameters()}
+    joint = joint_norms(model, branches)
+    return OperatorGraph(
+        tuple(
+            Operator(
+                name,
+                branches.reads(name),
+                tuple((size, forward) for size, forward, _, _ in found[name]),
+                tuple((size, backward) for size, _, backward, _ in found[name]),
+                weights=sum(weights[weight] for weight in piece.parameters),
+                output=sum(branches.facts[value].bytes for value in piece.given),
+                kept=found[name][-1][3] // sizes[-1],
+                least=2 if name in joint else 1,
+            )
+            for name, piece in pieces.items()
+        )
+    )
+
+
+@contextmanager
+def _telling(where: str) -> Iterator[None]:
+    """Say what of a model fails while it is measured.
+
+    Raises:
+        ModelError: For any other error.
+    """
+    try:
+        yield
+    except KagomeError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            "a pipeline's operators are run forward and backward by themselves, to time them",
+            f"{type(error).__name__}: {error}",
+            where=where,
+            hint="try one forward and backward of the model on the sample batch by itself",
+        ) from error
+
+
+def joint_norms(model: nn.Module, branches: Branches) -> dict[str, str]:
+    """The operators with a batch norm that needs two samples, with the norm's path.
+
+    One sample of several positions, an image say, is enough for a batch norm.
+    """
+    found: dict[str, str] = {}
+    for operator, steps in branches.operators.items():
+        for step in steps:
+            if step.kind != "module":
+                continue
+            module, shape = model.get_submodule(step.path), branches.facts[step.name].shape
+            norms = [name for name, inner in module.named_modules() if isinstance(inner, _BatchNorm)]
+            if norms and (norms != [""] or math.prod(shape[1:]) == 1):
+                found[operator] = ".".join(part for part in (step.path, norms[0]) if part)
+    return found
+
+
+class _Bench:
+    """A forward of so many samples, of which every operator's values are known."""
+
+    def __init__(self, model: nn.Module, branches: Branches, inputs: Mapping[str, Tensor], size: int) -> None:
+        self.model, self.branches = model, branches
+        rows = torch.arange(size) % count_of(inputs)
+        self.inputs = {name: value[rows.to(value.device)] for name, value in inputs.items()}
+        self.device = next(iter(self.inputs.values())).device
+        self.masks = Masks(0, branches.places)
+        self.ids = torch.arange(size)
+        self.own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+        self.values: dict[str, Any] = {}
+        graph = branches.graph
+
+        def after(step: Step, value: Any) -> None:
+            if step.name in graph_taken:
+                self.values[step.name] = tree_map_only(Tensor, Tensor.clone, value)
+
+        graph_taken = {v for name in branches.operators for v in branches.alone(name).taken}
+        with self.masks.on(0, self.ids), torch.no_grad():
+            copies = {name: value.clone() for name, value in self.inputs.items()}
+            graph.run(model, copies, training=True, before=self.masks.at, after=after)
+
+    def run(self, piece: Piece) -> tuple[float, float, int]:
+        """Seconds forward, seconds backward, bytes kept."""
+        kept: dict[int, int] = {}
+
+        def pack(saved: Tensor) -> Tensor:
+            place = saved.untyped_storage().data_ptr()
+            if place not in self.own:
+                kept[place] = max(kept.get(place, 0), saved.nbytes)
+            return saved
+
+        values: dict[str, Any] = dict(self.inputs)
+        for name in piece.taken:
+            values[name] = tree_map_only(Tensor, Tensor.detach, self.values[name])
+            if self.branches.facts[name].grad:
+                values[name].requires_grad_()
+        for name in piece.copied:
+            values[name] = values[name].clone()
+        graph = self.branches.graph
+        outs: dict[str, Any] = {}
+
+        def forward() -> None:
+            outs.update(
+                graph.run(
+                    self.model,
+                    values,
+                    training=True,
+                    steps=piece.steps,
+                    before=self.masks.at,
+                    keep=piece.given,
+                )
+            )
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
+        with self.masks.on(0, self.ids), torch.enable_grad(), hooks:
+            there = self._timed(forward)
+        leaves = tree_leaves(outs)
+        roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        ones = [torch.ones_like(root) for root in roots]
+        back = self._timed(lambda: torch.autograd.backward(roots, ones)) if roots else 0.0
+        return there, back, sum(kept.values())
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        self._wait()
+        begun = time.perf_counter()
+        work()
+        self._wait()
+        return time.perf_counter() - begun
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,247 @@
+"""Timing: seconds of each step of a model, on samples of a graph.
+
+Where it sits: ``pipeline.staging`` asks before it cuts; ``memory.saved_tensors`` meters other things in the
+same way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from kagome.config import Train
+from kagome.deferred import rewrite_rules
+from kagome.errors import KagomeError
+from kagome.graph.partition.partition import Partition
+from kagome.intercept.interceptor import Interception
+from kagome.model.trace.graph import LayerGraph, Ref, Step, failed, mapped, over_after
+from kagome.model.trace.shapes import Survey
+from kagome.profile.step_shapes import SAMPLE, Asked, On, sample_scope
+
+TIMED: Final = 20_000
+"""Most vertices of the sample on which steps are timed."""
+RUNS: Final = 3
+"""How often, after a first run that builds what the others use."""
+
+Seconds = tuple[float, float]
+"""Seconds forward, and backward."""
+
+
+def timed(
+    model: nn.Module,
+    graph: LayerGraph,
+    seen: Survey,
+    part: Partition,
+    train: Train,
+    device: torch.device,
+    *,
+    fast: bool,
+    parted: bool = False,
+) -> tuple[dict[str, Seconds], dict[str, Seconds]]:
+    """Seconds of a call of each step, and of each row in it.
+
+    ``fast``: with messages reduced by kernels; ``parted``: on parts of the graph.
+
+    A sample of most rows and one of few tell them apart. Steps that are alike take alike: one that the
+    machine held up says nothing of its layer.
+
+    Raises:
+        EscapeError: If a message reaches code that fast paths do not see.
+    """
+    (most, many), (least, few) = (
+        _fastest(model, graph, part, vertices, train, device, fast=fast, parted=parted)
+        for vertices in (TIMED, SAMPLE)
+    )
+    kinds: dict[Hashable, list[str]] = {}
+    for step in graph.steps:
+        kinds.setdefault(_alike(step, model, seen), []).append(step.name)
+
+    def by_row(name: str, way: int) -> float:
+        # A graph of no more than the few is in both samples, which differ by noise alone.
+        more = max(most[name][way] - least[name][way], 0.0)
+        return more / (many - few) if many > few else 0.0
+
+    calls: dict[str, Seconds] = {}
+    rows: dict[str, Seconds] = {}
+    for alike in kinds.values():
+        call = median(least[name][0] for name in alike), median(least[name][1] for name in alike)
+        row = median(by_row(name, 0) for name in alike), median(by_row(name, 1) for name in alike)
+        calls |= dict.fromkeys(alike, call)
+        rows |= dict.fromkeys(alike, row)
+    return calls, rows
+
+
+def _alike(step: Step, model: nn.Module, seen: Survey) -> Hashable:
+    """What is the same for steps that do the same work."""
+    reads = tuple(
+        (value.kind, value.shape, value.dtype, value.grad)
+        for value in map(seen.values.get, step.reads)
+        if value
+    )
+    given = mapped((step.args, dict(step.kwargs)), lambda leaf: type(leaf) if isinstance(leaf, Ref) else leaf)
+    if step.kind != "module":
+        return step.kind, step.target if step.kind != "attribute" else "", reads, repr(given)
+    module = model.get_submodule(step.target)
+    shapes = tuple(tuple(weight.shape) for weight in module.parameters())
+    return step.kind, type(module), repr(module), shapes, reads, repr(given)
+
+
+def _fastest(
+    model: nn.Module,
+    graph: LayerGraph,
+    part: Partition,
+    vertices: int,
+    train: Train,
+    device: torch.device,
+    *,
+    fast: bool,
+    parted: bool,
+) -> tuple[dict[str, Seconds], int]:
+    """Seconds of each step on a sample, each way the least of :data:`RUNS` after a first; its vertices."""
+    scope = sample_scope(part, vertices, train, Asked(device, parted=parted), fast=fast)
+    seconds: dict[str, list[Seconds]] = {step.name: [] for step in graph.steps}
+    # A thread's own time does not count what the machine gives to others meanwhile.
+    alone = scope.device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
+    for _ in range(1 + RUNS):
+        with On(model, scope, train):
+            for step, spent in step_by_step(model, graph, scope, clock):
+                seconds[step.name].append(spent)
+    fastest = {}
+    for name, each in seconds.items():
+        forward, backward = zip(*each[1:], strict=True)
+        fastest[name] = min(forward), min(backward)
+    return fastest, scope.own
+
+
+def step_by_step(
+    model: nn.Module, graph: LayerGraph, scope: Interception, clock: Callable[[], float]
+) -> Iterator[tuple[Step, tuple[float, float]]]:
+    """Run all steps, each forward and at once backward.
+
+    Args:
+        model: With the interception's hooks.
+        graph: Its steps.
+        scope: The interception.
+        clock: Seconds, or whatever else goes up meanwhile.
+
+    Yields:
+        Each step, and by how much the clock went up in its forward and in its backward.
+
+    Raises:
+        ModelError: If a step fails, with its line.
+    """
+    values: dict[str, Any] = dict(scope.inputs)
+    changed = {name for step in graph.steps for name in step.changes}
+    for step, over in zip(graph.steps, over_after(graph.steps), strict=True):
+        with _named(step):
+            spent = _one(step, model, values, scope, clock=clock, copies=step.name in changed)
+        yield step, spent
+        for name in over:  # the model may be too large for one rank
+            del values[name]
+
+
+@contextmanager
+def _named(step: Step) -> Iterator[None]:
+    """Where a step fails, say which."""
+    try:
+        yield
+    except KagomeError:
+        raise
+    except Exception as error:
+        raise failed(step, error) from error
+
+
+def _one(
+    step: Step,
+    model: nn.Module,
+    values: dict[str, Any],
+    scope: Interception,
+    *,
+    clock: Callable[[], float],
+    copies: bool,
+) -> tuple[float, float]:
+    """Run a step forward and backward; by how much the clock went up in each.
+
+    What it gives are leaves for the steps that read it, each of which comes backward alone; or copies of
+    leaves, where a later step writes to them.
+    """
+    _wait(scope.device)
+    begun = clock()
+    out = mapped(step.call(model, values, training=True), _computed)
+    _wait(scope.device)
+    turned = clock()
+    roots: list[Tensor] = []
+    leaves: list[Tensor] = []
+
+    def leaf_of(value: Any) -> Any:
+        if not _learns(value):
+            return value
+        roots.append(value)
+        leaves.append(value.detach().requires_grad_())
+        given = leaves[-1].clone() if copies else leaves[-1]
+        return _marked(given, value, scope)
+
+    # Those who read a weight know it by itself: it may have a row for each edge of the graph.
+    values[step.name] = out if step.kind == "attribute" else mapped(out, leaf_of)
+    token = scope.turn.token
+    if token.grad_fn is not None:  # peers come by all exchanges in backward, also where no rows are read
+        roots.append(token)
+        leaves.append(token.detach().requires_grad_())
+        scope.turn.token = leaves[-1]
+    back = 0.0
+    if roots:
+        views = [leaf.view_as(leaf) for leaf in leaves]
+        ones = [torch.ones_like(root) for root in roots]
+        # The call of autograd's engine is one a chunk, not one a step: it is timed apart.
+        with scope.turn.paused():
+            empty, back = (_backward(each, ones, clock, scope.device) for each in (views, roots))
+        back = max(back - empty, 0.0)
+    for tensor in (*leaves, *model.parameters()):
+        tensor.grad = None
+    if scope.edge_tables is not None:  # rows of tables are cut anew: theirs have come backward
+        scope.edge_tables.forget()
+    # What has come backward by now is gone: those who read what the step wrote to do not come by it again.
+    for name in step.changes:
+        if name in values:
+            values[name] = mapped(values[name], lambda value: _copied(value, scope))
+    return turned - begun, back
+
+
+def _learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
+
+
+def _copied(value: Any, scope: Interception) -> Any:
+    """A copy of a new leaf, where the value needs a gradient."""
+    return _marked(value.detach().requires_grad_().clone(), value, scope) if _learns(value) else value
+
+
+def _marked(given: Tensor, like: Tensor, scope: Interception) -> Tensor:
+    mark = scope.marks.get(like)
+    return given if mark is None else scope.mark(given, mark)
+
+
+def _computed(value: Any) -> Any:
+    return rewrite_rules.computed(value) if isinstance(value, Tensor) else value
+
+
+def _backward(
+    roots: Sequence[Tensor], gradients: Sequence[Tensor], clock: Callable[[], float], device: torch.device
+) -> float:
+    begun = clock()
+    with torch._C.DisableTorchFunction():  # it is not the user's computation
+        torch.autograd.backward(roots, gradients)
+    _wait(device)
+    return clock() - begun
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,155 @@
+"""Sample: a small connected piece of a graph, or of a rank's part, to check a model on.
+
+Where it sits: ``verify.check`` takes one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+from kagome.graph.partition.partition import Partition, kinds_of
+from kagome.graph.structure.attributes import Attributes, Sorted, attributes_of
+from kagome.positions.edge_tables import fit
+
+
+def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
+    """A connected piece of a graph where it has one: breadth first from random vertices.
+
+    Shapes:
+        At most ``vertices`` rows; all edges among them.
+    """
+    if isinstance(data, Partition):
+        inside = data.edge_index[0] < data.own.numel()
+        edge_index, places = data.edge_index[:, inside], data.edge_ids[inside]
+        kinds = kinds_of(data)
+        given = replace(kinds, edges={name: value[inside] for name, value in kinds.edges.items()})
+        count = data.own.numel()
+    else:
+        count, edge_index = int(data.num_nodes or 0), data.edge_index
+        places = torch.arange(edge_index.size(1))
+        given = attributes_of(data)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.zeros(count, dtype=torch.bool)
+    if count <= vertices:
+        chosen[:] = True
+    while (missing := vertices - int(chosen.sum())) > 0 and count > vertices:
+        # Random vertices that are not among them and the sources of their in-edges; then those of theirs.
+        rest = (~chosen).nonzero().view(-1)
+        front = rest[torch.randperm(rest.numel(), generator=generator)[: max(missing // 16, 1)]]
+        for _ in range(3):
+            new = torch.zeros(count, dtype=torch.bool)
+            new[front] = True
+            fresh = (new & ~chosen).nonzero().view(-1)
+            room = vertices - int(chosen.sum())
+            chosen[fresh[torch.randperm(fresh.numel(), generator=generator)[:room]]] = True
+            front = edge_index[0][new[edge_index[1]]]
+            if not front.numel():
+                break
+    kept = chosen.nonzero().view(-1)
+    place = torch.full((count,), -1)
+    place[kept] = torch.arange(kept.numel())
+    inside = chosen[edge_index[0]] & chosen[edge_index[1]]
+    taken = Attributes(
+        {name: value[kept] for name, value in given.nodes.items()},
+        {name: value[inside] for name, value in given.edges.items()},
+        given.shared,
+        given.refused,
+    )
+    sample = Sorted(place[edge_index[:, inside]], kept.numel(), taken)
+    sample.__dict__["edge_places"], sample.__dict__["vertices"] = places[inside], kept
+    return sample
+
+
+def sample_part(part: Partition, vertices: int, seed: int) -> Partition:
+    """A sample of a part as one part of two of the graph: its vertices and edges keep their numbers.
+
+    No edge leads to what is not among it, so that nothing is sent.
+
+    Shapes:
+        At most ``vertices`` rows, and one less than the graph has; all edges among them.
+    """
+    sample = take_sample(part, max(1, min(vertices, part.num_nodes - 1)), seed)
+    kept, taken, none = sample.__dict__["vertices"], attributes_of(sample), part.send[:0]
+    return replace(
+        part,
+        part=0,
+        num_parts=2,
+        own=part.own[kept],
+        halo=none,
+        edge_index=sample.edge_index,
+        edge_ids=sample.__dict__["edge_places"],
+        send=none,
+        send_counts=(0, 0),
+        recv_counts=(0, 0),
+        nodes=taken.nodes,
+        edges=taken.edges,
+    )
+
+
+NUMBERED: Final = 2**25
+"""Entries that the attributes of all vertices may have for a sample in which these keep their numbers."""
+
+
+def numbered_sample(data: Data | Partition, sample: Data) -> Data | None:
+    """The sample's edges among all vertices of the graph, each with its own number.
+
+    Vertices that a part does not own have the attributes of some that it does: split and whole are given the
+    same, whatever it is.
+
+    Args:
+        data: What the sample was taken from.
+        sample: By :func:`take_sample`.
+
+    Returns:
+        None where the graph has too many vertices, or where the sample has them all already.
+
+    Shapes:
+        N rows; the sample's edges.
+
+    Cost:
+        The attributes of all vertices once more.
+    """
+    part = isinstance(data, Partition)
+    own = data.own if part else torch.arange(int(data.num_nodes or 0))
+    given = kinds_of(data) if part else attributes_of(data)
+    count, kept = int(data.num_nodes or 0), own[sample.__dict__["vertices"]]
+    entries = sum(math.prod(value.shape[1:]) for value in given.nodes.values()) * count
+    if entries > NUMBERED or kept.numel() == count:
+        return None
+    like = torch.arange(count) % max(own.numel(), 1)
+    like[own] = torch.arange(own.numel())
+    found = attributes_of(sample)
+    nodes = {name: value[like] for name, value in given.nodes.items()}
+    every = Sorted(
+        kept[sample.edge_index], count, Attributes(nodes, found.edges, found.shared, found.refused)
+    )
+    every.__dict__["edge_places"] = sample.__dict__["edge_places"]
+    return every
+
+
+def fitted(twin: nn.Module, data: Data | Partition, sample: Data) -> bool:
+    """Cut what a copy of a model keeps for each edge of a graph to the edges of a sample; whether it does."""
+    part = isinstance(data, Partition)
+    edges = data.num_edges if part else data.edge_index.size(1)
+    return fit(twin, int(edges), int(data.num_nodes or 0), sample.__dict__["edge_places"])
+
+
+def cast(sample: Data, dtype: torch.dtype) -> Data:
+    """The sample with its floating point attributes in another type."""
+
+    def turned(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    found = attributes_of(sample)
+    nodes, edges, shared = (
+        {name: turned(value) for name, value in kind.items()}
+        for kind in (found.nodes, found.edges, found.shared)
+    )
+    attributes = Attributes(nodes, edges, shared, found.refused)
+    return Sorted(sample.edge_index, int(sample.num_nodes or 0), attributes)

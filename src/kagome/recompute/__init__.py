@@ -1,0 +1,1 @@
+"""Layers that keep their inputs alone and run once more in backward."""

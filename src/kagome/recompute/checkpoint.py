@@ -1,0 +1,145 @@
+"""Recompute: layers that keep their inputs alone, and run once more in backward without asking the peers.
+
+Where it sits: ``train.graph_engine`` puts it on a model after ``model.exact.layer_rules`` and
+``intercept.hooks``. ``halo.comm_recorder`` holds what came over the wire, ``snapshot`` all else that a layer
+found; ``torch.utils.checkpoint`` keeps and gives back what autograd saves.
+
+::
+
+    forward     inputs ──> layer ──> outputs           kept: inputs, halo rows, sums over ranks
+    backward    inputs ──> layer again <── tape        same draws, same statistics; nothing is sent
+                              └──> what autograd had saved ──> gradients ──> halo gradients, once
+
+[Note: again] The graph of the first pass is the one that backward walks: its exchanges and its token are the
+only ones. The second pass fills in what it had saved, by order, so it must make the same calls on the same
+numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch_geometric import nn as pyg
+
+from kagome.deferred.lazy_tensor import now
+from kagome.halo.comm_recorder import Tape
+from kagome.intercept.interceptor import Interception
+from kagome.recompute.snapshot import Given, Moment, Standing, mapped, pardoned
+
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, pyg.Sequential)
+"""What holds a model's layers."""
+
+
+def recompute(model: nn.Module, scope: Interception) -> Callable[[], None]:
+    """Let each layer of a model keep its inputs alone in training, and run again in backward.
+
+    Args:
+        model: With its rules and the interception's hooks on.
+        scope: The interception.
+
+    Returns:
+        A function that takes it off again.
+
+    Cost:
+        Each layer's forward once more, without its exchanges. Kept between forward and backward: the layers'
+        inputs and what came to them from peers; beside these, one layer's inner tensors at a time.
+    """
+    scope.calls.on = False  # what backward runs has to save what forward saved
+    undo = [
+        _wrap(layer, scope) for layer in layers_of(model) if not isinstance(layer, torch.jit.ScriptModule)
+    ]
+
+    def remove() -> None:
+        for take_off in undo:
+            take_off()
+
+    return remove
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that run again, each as a whole.
+
+    A list's child that is a message-passing layer, or has some, is one (a list's only child that has lists of
+    its own is looked into instead). Message-passing layers outside of any list are one each.
+    """
+    return list({id(layer): layer for layer in _layers(model)}.values())
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, pyg.MessagePassing):
+        yield module
+        return
+    passing = [child for child in module.children() if _passes(child)]
+    for child in passing:
+        inside = any(isinstance(m, LISTS) and any(map(_passes, m.children())) for m in child.modules())
+        whole = isinstance(module, LISTS) and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if whole and not (inside and len(passing) == 1):
+            yield child
+        else:
+            yield from _layers(child)
+
+
+def _passes(module: nn.Module) -> bool:
+    return any(isinstance(m, pyg.MessagePassing) for m in module.modules())
+
+
+def _wrap(layer: nn.Module, scope: Interception) -> Callable[[], None]:
+    own, inner = vars(layer).get("forward"), layer.forward
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if (
+            not (scope.turn.grad and scope.turn.follows()) or scope.channel.runs
+        ):  # evaluation; a layer inside a layer
+            return inner(*args, **kwargs)
+        return _kept(layer, inner, scope, args, kwargs)
+
+    layer.__dict__["forward"] = forward
+
+    def unwrap() -> None:
+        if own is None:
+            layer.__dict__.pop("forward", None)
+        else:
+            layer.__dict__["forward"] = own
+
+    return unwrap
+
+
+def _kept(
+    layer: nn.Module, inner: Callable[..., Any], scope: Interception, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Run a layer, and let backward run it again."""
+    with torch._C.DisableTorchFunction():  # it is not the user's computation
+        args, kwargs = mapped(args, now), mapped(kwargs, now)  # nothing put off comes in, or goes out
+        scope.forget_reads()
+        given, standing, moment = Given(scope, args, kwargs), Standing(layer), Moment(scope)
+    tape: Tape = []
+    ran = False
+
+    def run(*tensors: Tensor) -> Any:
+        nonlocal ran
+        hook = torch._C._autograd._top_saved_tensors_default_hooks(True)[0]
+        if not ran:
+            ran = True
+            with scope.channel.writing(tape), pardoned(scope.turn, hook):
+                return mapped(inner(*args, **kwargs), now)
+        again, named = given.again(tensors)
+        with ExitStack() as stack:
+            for state in (moment.again(hook), standing.again(), scope.channel.reading(tape), scope):
+                stack.enter_context(state)
+            return mapped(inner(*again, **named), now)
+
+    try:
+        # Without a tensor torch would not know whose generators to keep.
+        tensors = given.tensors or [torch.empty(0, device=scope.device)]
+        return checkpoint(run, *tensors, use_reentrant=False)
+    finally:
+        with torch._C.DisableTorchFunction():
+            standing.compare()
+        scope.forget_reads()

@@ -1,0 +1,232 @@
+"""Moment: what a layer finds when it begins, so that it can find it once more.
+
+Where it sits: ``checkpoint`` takes one of each kind before a layer runs, and goes back to them in backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+from kagome.errors import ModelError
+from kagome.halo.forward_pass import Turn
+from kagome.intercept.interceptor import Interception
+from kagome.placement.placement import Mark
+
+_STATE = ("path", "arguments", "draws", "training", "fault", "layers", "fast")
+_NOTHING = object()
+
+
+class Moment:
+    """Where the forward stands: its turn, the modules that run, the number of draws, Python's generators.
+
+    Torch's own generators are the business of ``torch.utils.checkpoint``.
+
+    Args:
+        scope: The interception.
+    """
+
+    def __init__(self, scope: Interception) -> None:
+        self._scope, self._turn, self._collectives = scope, scope.turn, scope.turn.collectives
+        self._state, self._draws = self._read()
+
+    @contextmanager
+    def again(self, hook: Any) -> Iterator[None]:
+        """The same moment of a turn of its own, in which torch's ``hook`` may run layers again."""
+        scope, then = self._scope, self._turn
+        found, there = self._read(), scope.turn
+        turn = scope.turn = Turn(then.epoch, checked=then.checked, device=scope.device, grad=True)
+        turn.collectives = self._collectives
+        scope.forget_reads()
+        self._write((self._state, self._draws))
+        try:
+            with pardoned(turn, hook):
+                yield
+        finally:
+            scope.forget_reads()
+            scope.turn = there
+            self._write(found)
+            # Its graph knows the turn, and would live in a circle with it.
+            turn.token = turn.token.detach()
+
+    def _read(self) -> tuple[dict[str, Any], tuple[Any, Any]]:
+        state = {name: _copied(getattr(self._scope, name)) for name in _STATE}
+        return state, (random.getstate(), np.random.get_state())
+
+    def _write(self, found: tuple[dict[str, Any], tuple[Any, Any]]) -> None:
+        for name, value in found[0].items():
+            setattr(self._scope, name, _copied(value))
+        random.setstate(found[1][0])
+        np.random.set_state(found[1][1])
+
+
+def _copied(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
+
+
+@contextmanager
+def pardoned(turn: Turn, hook: Any) -> Iterator[None]:
+    """Around a layer that this hook of torch's saved tensors may run again."""
+    turn.pardoned = hook
+    try:
+        yield
+    finally:
+        turn.pardoned = None
+
+
+class Standing:
+    """A layer's buffers and attributes: running statistics move and caches fill while it runs.
+
+    The second pass works on copies of what was there before the first, which are thrown away.
+
+    Args:
+        layer: With all modules inside it.
+
+    Cost:
+        A copy of the buffers while the layer runs the first time; then of those that it has written to.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._buffers = [module._buffers for module in layer.modules()]
+        self._tables = [*self._buffers, *(vars(module) for module in layer.modules())]
+        self._before = [dict(table) for table in self._tables]
+        self._tensors = [
+            (table, name, value, value._version, value.clone() if number < len(self._buffers) else None)
+            for number, table in enumerate(self._tables)
+            for name, value in table.items()
+            if isinstance(value, Tensor) and not value.requires_grad
+        ]
+        self._changed: list[tuple[dict[str, Any], str, Any, bool]] = []
+        self._lost = ""
+
+    def compare(self) -> None:
+        """The first pass has ended: keep what it has changed."""
+        for table, before in zip(self._tables, self._before, strict=True):
+            for name in before.keys() | table.keys():
+                value = before.get(name, _NOTHING)
+                if table.get(name, _NOTHING) is not value:
+                    self._changed.append((table, name, value, False))
+        for table, name, value, version, kept in self._tensors:
+            if value._version != version:
+                self._changed.append((table, name, kept, True))
+                self._lost = name if kept is None else self._lost
+        self._before, self._tensors = [], []
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """As it stood; afterwards as it was found.
+
+        Raises:
+            ModelError: If a tensor that is no buffer was written to.
+        """
+        if self._lost:
+            raise ModelError(
+                "a layer that runs again finds its tensors as they were",
+                f"it has written to {self._lost!r} in place, which is no buffer",
+                hint=f"self.register_buffer({self._lost.lstrip('_')!r}, ...), or leave --model.recompute out",
+            )
+        found = [dict(table) for table in self._tables]
+        for buffers in self._buffers:
+            for name, buffer in buffers.items():
+                # Torch's own norms write to theirs unseen: no version tells.
+                if buffer is not None and buffer.dim() == 1 and buffer.is_floating_point():
+                    buffers[name] = buffer.clone()
+        for table, name, value, copied in self._changed:
+            if value is _NOTHING:
+                table.pop(name, None)
+            else:
+                table[name] = value.clone() if copied else value
+        try:
+            yield
+        finally:
+            for table, before in zip(self._tables, found, strict=True):
+                table.clear()
+                table.update(before)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of a tensor that autograd keeps."""
+
+    number: int
+
+
+class Given:
+    """What a layer is given: tensors with a gradient for autograd to keep, all else as it is.
+
+    Args:
+        scope: The interception.
+        args: By place.
+        kwargs: By name.
+    """
+
+    def __init__(self, scope: Interception, args: Any, kwargs: dict[str, Any]) -> None:
+        self.tensors: list[Tensor] = []
+        self._marks, self._slots = scope.marks, dict[int, _Slot]()
+        self._found: list[Mark | None] = []
+        self._versions: list[tuple[Tensor, int]] = []
+        # Containers are copied: a layer may write its result into the one that it was given.
+        self._args, self._kwargs = mapped(args, self._keep, anew=True), mapped(kwargs, self._keep, anew=True)
+
+    def again(self, tensors: tuple[Tensor, ...]) -> tuple[Any, dict[str, Any]]:
+        """The same once more, with what autograd has kept, marked as it was.
+
+        Raises:
+            ModelError: If something was written to since.
+        """
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise ModelError(
+                "what a layer is given stays as it is until backward has run it again",
+                "it was written to in place",
+                hint="leave --model.recompute out",
+            )
+        for tensor, mark in zip(tensors, self._found, strict=False):
+            self._marks.put(tensor, mark)
+
+        def take(value: Any) -> Any:
+            return tensors[value.number] if isinstance(value, _Slot) else value
+
+        return mapped(self._args, take, anew=True), mapped(self._kwargs, take, anew=True)
+
+    def _keep(self, tensor: Tensor) -> Any:
+        if not tensor.requires_grad:
+            self._versions.append((tensor, tensor._version))
+            return tensor
+        if id(tensor) not in self._slots:
+            self._slots[id(tensor)] = _Slot(len(self.tensors))
+            self.tensors.append(tensor)
+            self._found.append(self._marks.get(tensor))
+        return self._slots[id(tensor)]
+
+
+def mapped(value: Any, do: Callable[[Any], Any], *, anew: bool = False) -> Any:
+    """A value with ``do`` of each tensor inside it.
+
+    Args:
+        value: A tensor, or lists, tuples, dicts and ``Data`` of some; all else is left as it is.
+        do: What is done.
+        anew: Copy containers even where nothing changes.
+    """
+    if isinstance(value, (Tensor, _Slot)):
+        return do(value)
+    if isinstance(value, (tuple, list)):
+        items = [mapped(item, do, anew=anew) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)) and not anew:
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if not isinstance(value, (dict, Data)):
+        return value
+    out = copy.copy(value) if anew else value
+    for key, item in (value if isinstance(value, dict) else value.to_dict()).items():
+        new = mapped(item, do, anew=anew)
+        if new is not item:
+            out[key] = new
+    return out

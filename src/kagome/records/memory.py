@@ -1,0 +1,136 @@
+"""Holdings: what a rank holds in memory, by kind, predicted and measured side by side.
+
+Where it sits: ``run`` fills them; ``report.summary`` writes them, ``report.page.sections`` and the terminal's
+table show them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Final
+
+from kagome.records.units import bytes_text
+
+GRAVE: Final = ("weights", "features", "activations", "halo")
+"""Kinds that a sentence names even where they are small: what a user can change."""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Bytes that one rank holds, by kind; a tensor's memory counts once, for the first kind that has it."""
+
+    weights: int = 0
+    """Parameters, buffers, and the best epoch's copy of both."""
+    gradients: int = 0
+    """Of the parameters, from one backward to the next."""
+    optimizer: int | None = 0
+    """The optimizer's state; None where it is not known."""
+    features: int = 0
+    """Features, labels, masks and all else with a row a vertex that the data has."""
+    edges: int = 0
+    """Edges with their ids and attributes."""
+    tables: int = 0
+    """What is computed of the graph once and kept: edges by target and by source, lists of rows to send, ids,
+    normalisation, sums of constant features."""
+    activations: int | None = 0
+    """What autograd keeps of one forward for its backward; None where it is not known."""
+    halo: int | None = 0
+    """Rows of other ranks that are kept, for backward or for good; None where it is not known."""
+    other: int | None = None
+    """What the measured peak has beyond all this: gradients of activations on their way, memory between two
+    uses, libraries. None where no peak was measured."""
+
+    @property
+    def total(self) -> int:
+        """All that is known."""
+        return sum(value or 0 for value in asdict(self).values())
+
+    @property
+    def known(self) -> bool:
+        """Whether nothing but the rest is unknown."""
+        return all(getattr(self, name) is not None for name in KINDS if name != "other")
+
+    def beside(self, peak: int) -> Holdings:
+        """The same with the rest up to a measured peak."""
+        return replace(self, other=max(peak - replace(self, other=None).total, 0))
+
+    def as_dict(self) -> dict[str, int | None]:
+        """Kinds and ``total`` as plain values."""
+        return {**asdict(self), "total": self.total}
+
+    def text(self) -> str:
+        """One phrase: ``1.2 GB (weights 3 MB, features 200 MB, ...)``."""
+        parts = [(name, getattr(self, name)) for name in KINDS]
+        told = [
+            f"{name} {'unknown' if value is None else bytes_text(value)}"
+            for name, value in parts
+            if (name in GRAVE or _large(value, self.total)) and not (name == "other" and value is None)
+        ]
+        return f"{bytes_text(self.total)} ({', '.join(told)})"
+
+
+KINDS: Final = tuple(field.name for field in fields(Holdings))
+"""The kinds, in the order in which they are shown."""
+
+
+def _large(value: int | None, total: int) -> bool:
+    return value is None or value * 20 >= max(total, 1)
+
+
+def fullest(holdings: Sequence[Holdings]) -> Holdings:
+    """The one that holds most."""
+    return max(holdings, key=lambda one: one.total)
+
+
+def side_by_side(predicted: Holdings | None, measured: Holdings) -> dict[str, Any]:
+    """What ``summary.json`` says of one rank."""
+    return {
+        "predicted": None if predicted is None else predicted.as_dict(),
+        "measured": measured.as_dict(),
+    }
+
+
+def line(memory: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+    """The fullest rank in the terminal's table, as name and text.
+
+    Args:
+        memory: ``summary.json``'s, a rank each.
+
+    Returns:
+        None where nothing was measured.
+    """
+    ranks = [rank["measured"] for rank in memory if rank.get("measured")]
+    if not ranks:
+        return None
+    full = max(ranks, key=lambda rank: rank.get("total") or 0)
+    kinds = sorted((k for k in KINDS if full.get(k) and k != "other"), key=lambda k: -full[k])[:4]
+    return "held on the fullest rank", ", ".join(f"{kind} {bytes_text(full[kind])}" for kind in kinds)
+
+
+def table(memory: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the report's table: a row a kind, two columns a rank.
+
+    Args:
+        memory: ``summary.json``'s, a rank each.
+    """
+    predicts = any(rank.get("predicted") for rank in memory)
+    head = ["", *(f"rank {number}" for number in range(len(memory)))]
+    rows = []
+    for kind in (*KINDS, "total"):
+        cells = [_cell(rank, kind, predicts) for rank in memory]
+        if any(cells):
+            rows.append([kind, *(cell or "-" for cell in cells)])
+    return head, rows
+
+
+def _cell(rank: Mapping[str, Any], kind: str, predicts: bool) -> str:
+    found = (rank.get("measured") or {}).get(kind)
+    guess = (rank.get("predicted") or {}).get(kind)
+    if not found and not guess:
+        return ""
+    text = "-" if found is None else bytes_text(found)
+    if not predicts or kind in ("other", "total"):
+        return text
+    told = "-" if not rank.get("predicted") else "unknown" if guess is None else bytes_text(guess)
+    return f"{text} ({told})"

@@ -1,0 +1,302 @@
+"""Pipeline: how much of an epoch the ranks of a pipeline compute, wait and send, measured and predicted.
+
+Where it sits: reads the spans that ``run`` names after its programs' actions; ``report.summary`` keeps the
+figures, ``report.page.lanes`` draws them.
+
+All shares are of one window: from the first action's begin to the last action's end, on all ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from statistics import fmean
+
+from kagome.errors import ScheduleError
+from kagome.records.spans import MOVE, Span, action_of, common_epochs, median_epoch, training
+from kagome.schedule.actions import Action, Kind, Program, Programs
+from kagome.schedule.simulator import Run, Seconds, simulate
+from kagome.schedule.simulator import Span as Slice
+
+Interval = tuple[float, float]
+_Key = tuple[int, Kind] | tuple[int, Kind, int, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What one rank, or the mean of all, does with the window; each is a share of it."""
+
+    computing: float
+    """In F and B, exchanges within them included."""
+    waiting: float
+    """In RECV."""
+    sending: float
+    """In SEND."""
+    other: float
+    """In what is recorded and no action: weights, optimizer, history."""
+    exposed: float
+    """In communication that no computing hides: exchanges, SEND, and of a RECV what comes after its SEND
+    began. It is part of the shares above; a wait for a message that was not sent yet is none of it."""
+
+    @property
+    def bubble(self) -> float:
+        """Without computing."""
+        return 1 - self.computing
+
+    @property
+    def idle(self) -> float:
+        """In nothing that is recorded."""
+        return max(0.0, 1 - self.computing - self.waiting - self.sending - self.other)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One epoch of a pipeline as it was."""
+
+    epoch: int
+    """Which."""
+    seconds: float
+    """From the first action's begin to the last action's end."""
+    slices: tuple[tuple[Slice, ...], ...]
+    """Each rank's actions in order, in seconds after the window's begin."""
+    ranks: tuple[Shares, ...]
+    """One a rank."""
+
+    @property
+    def stages(self) -> tuple[int | None, ...]:
+        """Each rank's stage; None where it has no action."""
+        return tuple(slices[0].action.stage if slices else None for slices in self.slices)
+
+    @property
+    def whole(self) -> Shares:
+        """The mean of all ranks."""
+        return Shares(*(fmean(column) for column in zip(*map(astuple, self.ranks), strict=True)))
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time without computing."""
+        return self.whole.bubble
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest rank's computing over the mean, less 1."""
+        mean = self.whole.computing
+        return max(rank.computing for rank in self.ranks) / mean - 1 if mean else 0.0
+
+
+def measure(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None) -> Measured | None:
+    """What the ranks did in one epoch of a pipeline.
+
+    Args:
+        spans_by_rank: One list a rank (:meth:`Spans.as_list`), with one common zero.
+        epoch: Which epoch; by default that of median length among those after the first, and among those
+            that passed the stages once: one that is measured (a probe) computes its gradient twice.
+
+    Returns:
+        Its actions and shares; None where no action was recorded of it.
+    """
+    kept = [list(training(spans)) for spans in spans_by_rank]
+    actions = [[span for span in spans if action_of(span.name) is not None] for spans in kept]
+    epoch = _usual_epoch(actions) if epoch is None else epoch
+    wanted = [[span for span in spans if span.epoch == epoch] for spans in actions]
+    if epoch is None or not any(wanted):
+        return None
+    begin = min(span.start for spans in wanted for span in spans)
+    end = max(span.start + span.duration for spans in wanted for span in spans)
+    slices = tuple(_slices(spans, begin) for spans in wanted)
+    # An epoch's span that reaches out of the window counts as far as it is in it.
+    others = [
+        [
+            (span.name, (max(span.start - begin, 0.0), min(span.start + span.duration - begin, end - begin)))
+            for span in spans
+            if span.epoch == epoch and action_of(span.name) is None
+        ]
+        for spans in kept
+    ]
+    transits = _transits(slices)
+    ranks = tuple(
+        _shares(mine, [(name, part) for name, part in rest if part[1] > part[0]], transit, end - begin)
+        for mine, rest, transit in zip(slices, others, transits, strict=True)
+    )
+    return Measured(epoch, end - begin, slices, ranks)
+
+
+def predict(
+    programs: Sequence[Program] | None,
+    spans_by_rank: Sequence[Sequence[Span]],
+    *,
+    epoch: int | None = None,
+    transfer: Seconds | None = None,
+) -> Run | None:
+    """What the programs would take on imaginary devices with the seconds that the actions took here.
+
+    An F or a B takes the mean of its stage's ranks over the recorded epochs after the first; one that was
+    never seen, the mean of its stage's others.
+
+    Args:
+        programs: One a stage; if None, what the ranks did in the epoch.
+        spans_by_rank: One list a rank, with one common zero.
+        epoch: Of which epoch the programs are taken; by default as in :func:`measure`.
+        transfer: Seconds of a SEND on its link; 0 if None.
+
+    Returns:
+        The simulation, with its ``bubble``, ``imbalance`` and ``seconds``; None where no action was recorded.
+
+    Raises:
+        ScheduleError: If the programs cannot end, as where the spans lack a part of the epoch.
+    """
+    measured = measure(spans_by_rank, epoch)
+    if measured is None:
+        return None
+    programs = _programs(measured) if programs is None else programs
+    actions = [
+        [(action, span) for span in training(spans) if (action := action_of(span.name)) is not None]
+        for spans in spans_by_rank
+    ]
+    epochs = {measured.epoch, *common_epochs([[span for _, span in pairs] for pairs in actions if pairs])}
+    seen: defaultdict[_Key, list[float]] = defaultdict(list)
+    for action, span in (pair for pairs in actions for pair in pairs):
+        if action.kind.computes and span.epoch in epochs:
+            for key in _keys(action):
+                seen[key].append(span.duration)
+    means = {key: fmean(durations) for key, durations in seen.items()}
+
+    def compute(action: Action) -> float:
+        return next((means[key] for key in _keys(action) if key in means), 0.0)
+
+    return simulate(programs, compute, transfer=transfer)
+
+
+def pipeline_summary(
+    spans_by_rank: Sequence[Sequence[Span]],
+    programs: Sequence[Program] | None = None,
+    *,
+    epoch: int | None = None,
+    transfer: Seconds | None = None,
+) -> dict[str, float | None] | None:
+    """What ``summary.json`` says of a pipeline.
+
+    Args:
+        spans_by_rank: One list a rank, with one common zero.
+        programs: One a stage; by default what the ranks did in the epoch.
+        epoch: Which epoch; by default as in :func:`measure`.
+        transfer: Seconds of a SEND on its link; 0 if None.
+
+    Returns:
+        ``bubble``, ``predicted_bubble`` (of the same order, each action at its mean time and a message at
+        ``transfer``, by default none; None where the spans lack a part of the epoch), ``imbalance``,
+        ``waiting`` and ``computing``; None where there is no pipeline.
+    """
+    measured = measure(spans_by_rank, epoch)
+    if measured is None:
+        return None
+    try:
+        run = predict(programs, spans_by_rank, epoch=measured.epoch, transfer=transfer)
+    except ScheduleError:
+        run = None
+    whole = measured.whole
+    return {
+        "bubble": measured.bubble,
+        "predicted_bubble": None if run is None else run.bubble,
+        "imbalance": measured.imbalance,
+        "waiting": whole.waiting,
+        "computing": whole.computing,
+    }
+
+
+def _usual_epoch(actions: Sequence[Sequence[Span]]) -> int | None:
+    counts = Counter((rank, span.epoch, span.name) for rank, spans in enumerate(actions) for span in spans)
+    twice = {epoch for (_, epoch, _), count in counts.items() if count > 1}
+    once = [[span for span in spans if span.epoch not in twice] for spans in actions if spans]
+    found = median_epoch(once) if all(once) else None
+    return median_epoch([spans for spans in actions if spans]) if found is None else found
+
+
+def _slices(spans: Iterable[Span], zero: float) -> tuple[Slice, ...]:
+    """A rank's actions in order; one that took no time comes before the one that begins at its end."""
+    found = [
+        Slice(action, span.start - zero, span.start + span.duration - zero)
+        for span in spans
+        if (action := action_of(span.name)) is not None
+    ]
+    return tuple(sorted(found, key=lambda one: (one.begin, one.end)))
+
+
+def _shares(
+    slices: Sequence[Slice], rest: Sequence[tuple[str, Interval]], transit: float, seconds: float
+) -> Shares:
+    begins = [one.begin for one in slices]
+
+    def around(part: Interval) -> bool:
+        """Whether an action is inside: a phase around actions is not something beside them."""
+        at = bisect_left(begins, part[0])
+        inner = (slices[at].begin, slices[at].end) if at < len(slices) else part
+        return inner != part and inner[0] < part[1] and inner[1] <= part[1]
+
+    def within(found: Iterable[Slice]) -> list[Interval]:
+        return [(one.begin, one.end) for one in found]
+
+    computing = within(one for one in slices if one.action.kind.computes)
+    waiting = within(one for one in slices if one.action.kind.receives)
+    sending = within(one for one in slices if one.action.kind.sends)
+    actions = within(slices)
+    beside = [part for _, part in rest if not around(part)]
+    moving = [part for name, part in rest if name in MOVE and not around(part)]
+    exchange = _length(moving) + _length(computing) - _length(computing + moving)
+    exposed = exchange + _beyond(moving, actions) + _length(sending) + transit
+    parts = (_length(computing), _length(waiting), _length(sending), _beyond(beside, actions), exposed)
+    return Shares(*(part / seconds if seconds else 0.0 for part in parts))
+
+
+def _transits(slices: Sequence[Sequence[Slice]]) -> list[float]:
+    """Seconds of each rank's RECVs after their SENDs began; ranks of a stage are its parts, in order."""
+    parts, counts = [], defaultdict[int, int](int)
+    for mine in slices:
+        stage = mine[0].action.stage if mine else -1
+        parts.append(counts[stage])
+        counts[stage] += 1
+    sent = {
+        (one.action, part): one.begin
+        for mine, part in zip(slices, parts, strict=True)
+        for one in mine
+        if one.action.kind.sends
+    }
+    return [
+        sum(
+            max(0.0, one.end - max(one.begin, sent.get((one.action.answer, part), one.end)))
+            for one in mine
+            if one.action.kind.receives
+        )
+        for mine, part in zip(slices, parts, strict=True)
+    ]
+
+
+def _programs(measured: Measured) -> Programs:
+    """What each stage did: the actions of its rank that has most of them."""
+    longest: dict[int, Program] = {}
+    for stage, slices in zip(measured.stages, measured.slices, strict=True):
+        if stage is not None and len(slices) > len(longest.get(stage, ())):
+            longest[stage] = tuple(one.action for one in slices)
+    return tuple(longest.get(stage, ()) for stage in range(max(longest) + 1))
+
+
+def _keys(action: Action) -> tuple[_Key, _Key]:
+    """Under what an action's seconds are kept, the closest first."""
+    stage, kind = action.stage, action.kind
+    return (stage, kind, action.chunk, action.piece), (stage, kind)
+
+
+def _length(parts: Sequence[Interval]) -> float:
+    """Seconds that intervals cover, each moment counted once."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(parts):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def _beyond(parts: Sequence[Interval], known: Sequence[Interval]) -> float:
+    """Seconds that intervals cover and the known ones do not."""
+    return _length([*parts, *known]) - _length(known)

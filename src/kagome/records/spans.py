@@ -1,0 +1,226 @@
+"""Spans: what one rank did when, phase by phase.
+
+Where it sits: ``run`` opens a phase around each piece of its work; ``report.chrome_trace`` and
+``report.summary`` read them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from statistics import median_low
+from types import TracebackType
+from typing import NamedTuple
+
+from kagome.errors import ScheduleError
+from kagome.schedule.actions import Action, Kind, parse
+
+SET_UP = ("partition", "load", "check")
+COMPUTE = ("forward", "backward", "optimizer")
+MOVE = ("exchange", "weights")
+BESIDE = ("evaluate", "checkpoint")
+PHASES = (*SET_UP, "forward", "backward", "exchange", "weights", "optimizer", *BESIDE)
+
+# What happens inside these is not training: an exchange within an evaluation is part of the evaluation.
+OPAQUE = frozenset((*SET_UP, *BESIDE))
+
+
+class Span(NamedTuple):
+    """One phase, once."""
+
+    name: str
+    """The phase, usually one of :data:`PHASES`."""
+    start: float
+    """Seconds after the common zero."""
+    duration: float
+    """Seconds, those of inner phases included."""
+    epoch: int | None
+    """The epoch it belongs to; None before and after training."""
+
+
+@lru_cache(maxsize=1 << 16)
+def action_of(name: str) -> Action | None:
+    """The action that a span is named after, or None."""
+    if not name[:1].isdigit():
+        return None
+    try:
+        return parse(name)
+    except ScheduleError:
+        return None
+
+
+def phase_of(name: str) -> str:
+    """The phase that a span counts for: forward, backward or exchange for an action, else its own name."""
+    action = action_of(name)
+    if action is None:
+        return name
+    return {Kind.F: "forward", Kind.B: "backward"}.get(action.kind, "exchange")
+
+
+def by_phase(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase, those of actions added to their phases."""
+    found: dict[str, float] = {}
+    for name, value in seconds.items():
+        found[phase_of(name)] = found.get(phase_of(name), 0.0) + value
+    return found
+
+
+def training(spans: Sequence[Span]) -> Iterator[Span]:
+    """The spans of a rank's epochs, less evaluation and checkpoints and what happens inside them."""
+    closed_until = float("-inf")
+    for span in sorted(spans, key=lambda span: (span.start, -span.duration)):
+        if span.name in OPAQUE:
+            closed_until = max(closed_until, span.start + span.duration)
+        elif span.epoch is not None and span.start >= closed_until:
+            yield span
+
+
+def common_epochs(spans_by_rank: Sequence[Sequence[Span]]) -> list[int]:
+    """The epochs of which every rank has spans, in order, less the first of them if there are more."""
+    by_rank = [{span.epoch for span in spans} for spans in spans_by_rank]
+    common = sorted(epoch for epoch in set.intersection(*by_rank) if epoch is not None) if by_rank else []
+    # The first epoch warms caches up: it stands for none but itself.
+    return common[1:] or common
+
+
+def median_epoch(spans_by_rank: Sequence[Sequence[Span]]) -> int | None:
+    """The epoch of median length among :func:`common_epochs`; None where there is none."""
+    common = common_epochs(spans_by_rank)
+    if not common:
+        return None
+    ends: dict[int, tuple[float, float]] = {}
+    for spans in spans_by_rank:
+        for span in spans:
+            if span.epoch is not None:
+                low, high = ends.get(span.epoch, (span.start, span.start))
+                ends[span.epoch] = min(low, span.start), max(high, span.start + span.duration)
+    lengths = {epoch: ends[epoch][1] - ends[epoch][0] for epoch in common}
+    middle = median_low(lengths.values())
+    return next(epoch for epoch in common if lengths[epoch] == middle)
+
+
+class Spans:
+    """Records the phases of one rank in bounded memory.
+
+    Phases nest (an exchange inside a forward). :meth:`as_list` gives each span whole; :meth:`seconds` counts
+    each moment once, for the innermost phase, except within set-up, evaluation and checkpoints, which keep
+    what happens inside them.
+
+    Args:
+        first: How many of the first epochs are kept.
+        last: How many of the last epochs are kept.
+        most: Most spans kept of one epoch, and of all that is outside epochs.
+        clock: Seconds; on one Linux machine ``time.perf_counter`` has the same zero in all processes.
+    """
+
+    def __init__(
+        self,
+        *,
+        first: int = 20,
+        last: int = 50,
+        most: int = 1000,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.clock = clock
+        self._zero = clock()
+        self._first, self._last, self._most = first, last, most
+        self._kept: dict[int | None, list[Span]] = {}
+        self._early: set[int] = set()
+        self._late: deque[int] = deque()
+        self._sums: dict[str, float] = {}
+        # One stack for all threads: autograd may run a backward's exchange in a device thread, while the
+        # thread that called backward waits inside its own phase.
+        self._open: list[Phase] = []
+
+    def phase(self, name: str, epoch: int | None = None) -> Phase:
+        """A context manager that records what runs inside it.
+
+        Args:
+            name: The phase.
+            epoch: Its epoch; by default that of the phase it is opened in.
+
+        Returns:
+            The context manager.
+        """
+        return Phase(self, name, epoch)
+
+    def align(self, zero: float | None = None) -> None:
+        """Set the common zero: call it on every rank right after a barrier.
+
+        Args:
+            zero: The clock's value that counts as 0; by default now. Earlier spans start below 0.
+        """
+        self._zero = self.clock() if zero is None else zero
+
+    def as_list(self) -> list[Span]:
+        """The kept spans in the order of their starts, in seconds after the common zero."""
+        spans = (span for kept in self._kept.values() for span in kept)
+        # An outer phase is recorded after its inner ones: reversed, it comes first where both start at once.
+        shifted = [span._replace(start=span.start - self._zero) for span in spans][::-1]
+        return sorted(shifted, key=lambda span: (span.start, -span.duration))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase over the whole run, of forgotten epochs too, each moment counted once."""
+        return dict(self._sums)
+
+    def _enter(self, phase: Phase) -> None:
+        if self._open:
+            outer = self._open[-1]
+            phase.inside = outer.inside or outer.name in OPAQUE
+            if phase.epoch is None:
+                phase.epoch = outer.epoch
+        self._open.append(phase)
+
+    def _leave(self, phase: Phase, duration: float) -> None:
+        if phase in self._open:
+            # What was opened later and never closed (an exception in another thread) goes with it.
+            del self._open[self._open.index(phase) :]
+        if not phase.inside:
+            if self._open:
+                self._open[-1].inner += duration
+            self._sums[phase.name] = self._sums.get(phase.name, 0.0) + max(duration - phase.inner, 0.0)
+        kept = self._list_of(phase.epoch)
+        if len(kept) < self._most:
+            kept.append(Span(phase.name, phase.start, duration, phase.epoch))
+
+    def _list_of(self, epoch: int | None) -> list[Span]:
+        kept = self._kept.get(epoch)
+        if kept is not None:
+            return kept
+        if epoch is not None:
+            if len(self._early) < self._first:
+                self._early.add(epoch)
+            else:
+                self._late.append(epoch)
+                if len(self._late) > self._last:
+                    self._kept.pop(self._late.popleft(), None)
+        return self._kept.setdefault(epoch, [])
+
+
+class Phase:
+    """An open phase of a :class:`Spans`; use it with ``with``."""
+
+    __slots__ = ("_spans", "epoch", "inner", "inside", "name", "start")
+
+    def __init__(self, spans: Spans, name: str, epoch: int | None) -> None:
+        self._spans = spans
+        self.name = name
+        self.epoch = epoch
+        self.start = 0.0
+        self.inner = 0.0
+        self.inside = False
+
+    def __enter__(self) -> Phase:
+        self._spans._enter(self)
+        self.start = self._spans.clock()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._spans._leave(self, self._spans.clock() - self.start)

@@ -1,0 +1,236 @@
+"""Calls: what a layer did to rows the last time is done to other rows, without running its Python.
+
+Where it sits: ``intercept.hooks`` asks it around the forward of each layer; each interception keeps one.
+``propagate`` does the same for ``propagate`` alone, where the rest of a layer has to run.
+
+::
+
+    conv(x, edge_index)    the first calls    run and watched: propagate is learned, then every torch call
+                           from then on       those calls, on x' and today's weights
+
+Only for layers of PyG as they are, with modules of torch or PyG inside: code of the user's may do more than
+torch shows. A hook, a setting, another weight, shape or mode is another call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
+
+from kagome.placement.placement import Mark
+from kagome.replay.arguments import Rows, StandIns, State, fits, leaves_of, stand_ins, state_of
+from kagome.replay.propagate import plain
+from kagome.replay.recorded_ops import Notes, Op
+
+TRIES = 4
+"""A layer of which so many calls could not be learned is watched no more."""
+_OWN = ("torch_geometric.nn.", "torch.nn.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Learned:
+    """A call, and what it did.
+
+    Args:
+        given: What stood at each place.
+        rows: The places of what is another in each call, each tensor once.
+        marks: What those stand for.
+        state: Of the layer and all modules in it.
+        ops: The torch calls that it made.
+        out: Where its result is among the values.
+        bare: Whether nobody else has a hook on the layer.
+    """
+
+    given: StandIns
+    rows: tuple[int, ...]
+    marks: tuple[Mark | None, ...]
+    state: tuple[State, ...]
+    ops: tuple[Op, ...]
+    out: int
+    bare: bool
+
+    def fits(self, scope: Any, leaves: Sequence[Any]) -> bool:
+        """Whether a call is given the like."""
+        return fits(self.given, leaves) and all(
+            _same(scope.marks.get(leaves[place]), mark) and not scope.lasting(leaves[place])
+            for place, mark in zip(self.rows, self.marks, strict=True)
+        )
+
+    def again(self, scope: Any, leaves: Sequence[Any]) -> Any:
+        """Do the same to other rows."""
+        values = [leaves[place] for place in self.rows]
+        for op in self.ops:
+            out = op.again(scope, values)
+            if isinstance(out, Tensor):
+                values.append(out)
+            else:
+                values.extend(out)
+        return values[self.out]
+
+
+class States:
+    """A layer's state and that of all modules in it, looked up once an epoch, and where it has changed.
+
+    A forward may change it between two calls: other weights (``torch.func.functional_call``), another share
+    of dropout. So each call compares settings and weights, a hundredth of the time that the rest takes.
+
+    Args:
+        layer: The layer.
+        path: Its name in the model.
+    """
+
+    def __init__(self, layer: nn.Module, path: str) -> None:
+        self.layer, self.path = layer, path
+        self._fields: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        self._epoch = -1
+        self._looked: list[Any] = []
+        self._known: tuple[State, ...] = ()
+
+    def now(self, epoch: int) -> tuple[State, ...]:
+        """The state in an epoch."""
+        if not self._fields or self._epoch != epoch or self._looks() != self._looked:
+            modules = list(self.layer.modules())
+            self._fields = [(vars(module), _settings(module)) for module in modules]
+            self._epoch, self._looked = epoch, self._looks()
+            self._known = tuple(state_of(module) for module in modules)
+        return self._known
+
+    def _looks(self) -> list[Any]:
+        """Settings, and which weights and modules there are."""
+        found: list[Any] = []
+        for own, names in self._fields:
+            found.append(len(own))
+            found += [value if type(value) in _PLAIN else id(value) for value in map(own.get, names)]
+            for table in _TABLES:
+                if held := own[table]:
+                    found += map(id, held.values())
+        return found
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+def _settings(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, value in vars(module).items() if type(value) in _PLAIN)
+
+
+class Calls:
+    """The last calls of each layer, by whether it trains and whether gradients are on.
+
+    Args:
+        scope: The interception.
+    """
+
+    def __init__(self, scope: Any) -> None:
+        self.scope, self.on = scope, True
+        self._learned: dict[tuple[int, bool, bool], Learned] = {}
+        self._tries: dict[int, int] = {}
+
+    def call(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What a call gives, if it is like the last one; else None."""
+        scope, layer = self.scope, states.layer
+        learned = self._learned.get((id(layer), layer.training, torch.is_grad_enabled()))
+        if learned is None or not self._may():
+            return None
+        with torch._C.DisableTorchFunction():  # it is not the user's computation
+            leaves = tuple(leaves_of((args, kwargs)))
+            if learned.state != states.now(scope.epoch) or not learned.fits(scope, leaves):
+                return None
+            return learned.again(scope, leaves)
+
+    def whole(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """As ``call``, for a call of the module itself: no hook of torch's runs; None where one would."""
+        scope, layer = self.scope, states.layer
+        learned = self._learned.get((id(layer), layer.training, torch.is_grad_enabled()))
+        if learned is None or not learned.bare:
+            return None
+        scope.turn.refuse_again(states.path)
+        passes = isinstance(layer, MessagePassing)
+        scope.layers += passes
+        try:
+            out = self.call(states, args, kwargs)
+        except BaseException:
+            scope.fault = scope.fault or states.path
+            raise
+        if out is None:
+            scope.layers -= passes
+            return None
+        return scope.leave_layer(out) if passes else out
+
+    def _may(self) -> bool:
+        scope = self.scope
+        if nn.modules.module._has_any_global_hook():  # of modules inside too
+            return False
+        able = self.on and scope.fast and not scope.slices and scope.notes is None
+        return able and not _cast() and not scope.own_seed()
+
+    def watch(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> Notes | None:
+        """Take notes of the call that begins, if there is something to learn of it; else None."""
+        layer = states.layer
+        if self._tries.get(id(layer), 0) >= TRIES or not self._may():
+            return None
+        with torch._C.DisableTorchFunction():
+            self._tries[id(layer)] = self._tries.get(id(layer), 0) + 1
+            leaves = tuple(leaves_of((args, kwargs)))
+            given = stand_ins(leaves, self.scope.lasting)
+            if given is None or not _plain(layer):
+                return None
+            rows = [leaves[place] for place in _rows(given)]
+            fixed = (*layer.parameters(), *layer.buffers())
+            self.scope.notes = Notes(self.scope, rows, fixed)
+        return self.scope.notes  # type: ignore[no-any-return]
+
+    def learn(self, notes: Notes, states: States, args: Sequence[Any], kwargs: Any, out: Any) -> None:
+        """Keep what was noted of a call that has ended, if it is all of it."""
+        layer, scope = states.layer, self.scope
+        with torch._C.DisableTorchFunction():
+            place = notes.place_of(out)
+            leaves = tuple(leaves_of((args, kwargs)))
+            given = stand_ins(leaves, scope.lasting)
+            if place is None or given is None:
+                return
+            rows = _rows(given)
+            marks = tuple(scope.marks.get(leaves[at]) for at in rows)
+            key = id(layer), layer.training, torch.is_grad_enabled()
+            state = tuple(state_of(module) for module in layer.modules())
+            self._learned[key] = Learned(given, rows, marks, state, tuple(notes.ops), place, _bare(layer))
+
+
+def _rows(given: StandIns) -> tuple[int, ...]:
+    return tuple(at for at, one in enumerate(given) if isinstance(one, Rows) and one.first == at)
+
+
+def _same(one: Mark | None, other: Mark | None) -> bool:
+    """Whether marks say the same, of the same edges."""
+    if one is other:
+        return True
+    if one is None or other is None or one.edges is not other.edges or one.each != other.each:
+        return False
+    if one.subset is not other.subset and not (one.subset is not None and one.subset.same(other.subset)):
+        return False
+    return one.told == other.told
+
+
+def _cast() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+def _plain(layer: nn.Module) -> bool:
+    """Whether a layer and all in it are as torch and PyG made them, and nobody watches those inside."""
+    if isinstance(layer, MessagePassing) and not plain(layer):
+        return False
+    modules = list(layer.modules())
+    own = all(type(module).__module__.startswith(_OWN) for module in modules)
+    return own and all(_bare(module) for module in modules if module is not layer)
+
+
+def _bare(module: nn.Module) -> bool:
+    """Whether no hook is on a module but the interception's: one of each kind."""
+    ours = len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1
+    return ours and not module._backward_hooks and not module._backward_pre_hooks

@@ -1,0 +1,181 @@
+"""Notes: the torch calls of one layer's call, and how to make them again on other rows.
+
+Where it sits: ``layer_calls`` has the interception take notes while a layer runs; what is noted is run again
+later.
+
+::
+
+    conv(x)     lin: h = linear(x, W)    propagate: s = sums of h, put off    y = s + b
+                     │                          │                               │
+    noted       linear[0, W] -> 1       sums again[1] -> 2              add[now 2, b] -> 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kagome.deferred.lazy_tensor import Lazy, now
+from kagome.placement.placement import Mark, tensors
+
+Part = tuple[int, Any]
+"""How an argument comes about, and from what."""
+FIXED, VALUE, COMPUTED, NEST = range(4)
+"""The same each time; a value; a value that is computed if it was put off; a list or tuple of parts."""
+
+
+class _UnknownError(Exception):
+    """A tensor came from where no torch call showed it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """One call.
+
+    Args:
+        run: What is called.
+        whole: Whether it takes arguments as a tuple and a table.
+        args: Arguments by place.
+        kwargs: Arguments by name.
+        path: The module in which it was made, where that matters.
+        mark: What the result stands for.
+    """
+
+    run: Callable[..., Any]
+    whole: bool
+    args: tuple[Part, ...]
+    kwargs: tuple[tuple[str, Part], ...]
+    path: str | None
+    mark: Mark | None
+
+    def again(self, scope: Any, values: Sequence[Any]) -> Any:
+        """Make the call on other values."""
+        args = tuple([filled(part, values) for part in self.args])
+        kwargs = {name: filled(part, values) for name, part in self.kwargs} if self.kwargs else {}
+        if not self.whole:
+            out = self.run(*args, **kwargs)
+        elif self.path is None or self.path == scope.where():
+            out = self.run(args, kwargs)
+        else:
+            scope.path.append(self.path)
+            out = self.run(args, kwargs)
+            scope.path.pop()
+        if self.mark is not None:
+            scope.marks.put(out, self.mark)
+        return out
+
+
+def filled(part: Part, values: Sequence[Any]) -> Any:
+    """An argument."""
+    how, what = part
+    if how == FIXED:
+        return what
+    if how == VALUE:
+        return values[what]
+    if how == COMPUTED:
+        return now(values[what])
+    kind, parts = what
+    return kind(filled(each, values) for each in parts)
+
+
+class Notes:
+    """What is noted of one call of a layer.
+
+    Args:
+        scope: The interception.
+        rows: What the layer was given that is another in each call.
+        fixed: Its weights and buffers.
+    """
+
+    def __init__(self, scope: Any, rows: Sequence[Tensor], fixed: Iterable[Tensor]) -> None:
+        self.scope, self.ops, self.sound = scope, list[Op](), True
+        self._values: list[Any] = list(rows)
+        self._places = {id(value): place for place, value in enumerate(rows)}
+        self._fixed = {id(tensor): tensor for tensor in fixed}
+        self._kept = len(scope.remembered)
+        self._grad, self._aside = torch.is_grad_enabled(), 0
+
+    def torch_call(self, func: Callable[..., Any], given: Any, passed: Any, out: Any, *, asked: bool) -> None:
+        """Note a call that torch answered.
+
+        Args:
+            func: What was called.
+            given: Its arguments, by place and by name.
+            passed: The same with what had to be computed.
+            out: What it gave.
+            asked: Whether it asks for what no row decides.
+        """
+        self._add(func, False, given, passed, out, None, asked)
+
+    def answered(self, by: Callable[..., Any], given: Any, passed: Any, out: Any, *, asked: bool) -> None:
+        """Note a call that a handler or a rule answered."""
+        self._add(by, True, given, passed, out, self.scope.where(), asked)
+
+    def summed(self, run: Callable[[Tensor], Tensor], rows: Tensor, out: Tensor) -> None:
+        """Note a sum over neighbours that was put off as it was the last time."""
+        self._add(run, False, ((rows,), {}), ((rows,), {}), out, None, False)
+
+    def aside(self) -> Callable[[], None]:
+        """Note nothing until the function that this returns is called."""
+        self._aside += 1
+        return self._back
+
+    def _back(self) -> None:
+        self._aside -= 1
+
+    def _add(
+        self, run: Any, whole: bool, given: Any, passed: Any, out: Any, path: str | None, asked: bool
+    ) -> None:
+        if self._aside or not self.sound:
+            return
+        outs = list(out) if isinstance(out, (tuple, list)) and not asked else [out]
+        if not all(isinstance(value, Tensor) for value in outs):
+            # A number that Python may branch on.
+            self.sound = asked or all(self.scope.lasting(tensor) for tensor in tensors(*given))
+            return
+        if torch.is_grad_enabled() != self._grad:
+            self.sound = False
+            return
+        try:
+            args = tuple(self._part(one, other) for one, other in zip(given[0], passed[0], strict=True))
+            kwargs = tuple((name, self._part(one, passed[1][name])) for name, one in given[1].items())
+        except _UnknownError:
+            self.sound = False
+            return
+        single = isinstance(out, Tensor)
+        self.ops.append(Op(run, whole, args, kwargs, path, self.scope.marks.get(out) if single else None))
+        self.sound = single or all(self.scope.marks.get(value) is None for value in outs)
+        for value in outs:
+            self._places[id(value)] = len(self._values)
+            self._values.append(value)
+
+    def _part(self, value: Any, passed: Any) -> Part:
+        if isinstance(value, Tensor):
+            return self._of(value, computed=not isinstance(passed, Lazy))
+        if isinstance(value, (tuple, list)) and any(isinstance(each, Tensor) for each in value):
+            parts = zip(value, passed, strict=True)
+            return NEST, (type(value), tuple(self._part(one, other) for one, other in parts))
+        if isinstance(value, slice) and any(isinstance(end, Tensor) for end in (value.start, value.stop)):
+            raise _UnknownError
+        return FIXED, value
+
+    def _of(self, tensor: Tensor, *, computed: bool) -> Part:
+        place = self._places.get(id(tensor))
+        if place is not None:
+            return (COMPUTED if isinstance(tensor, Lazy) and computed else VALUE), place
+        for place, value in enumerate(self._values):
+            if isinstance(value, Lazy) and value.value is tensor:
+                return COMPUTED, place
+        if id(tensor) not in self._fixed and not self.scope.lasting(tensor):
+            raise _UnknownError
+        return FIXED, tensor
+
+    def place_of(self, out: Any) -> int | None:
+        """Where among the values the layer's result is; None where it did more, or not all of it is known."""
+        if not self.sound or len(self.scope.remembered) != self._kept:  # later calls find what this one kept
+            return None
+        return self._places.get(id(out)) if isinstance(out, Tensor) else None

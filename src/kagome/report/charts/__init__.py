@@ -1,0 +1,1 @@
+"""Figures as HTML with inline SVG, and how they look."""

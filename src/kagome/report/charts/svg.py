@@ -1,0 +1,204 @@
+"""Small charts as HTML with inline SVG: curves, stacked bars, legends.
+
+Where it sits: drawn by ``report.page.page`` and ``report.chrome_trace`` from plain numbers; colours and type
+come from ``style``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+Text = Callable[[float], str]
+MOST_POINTS = 400
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve."""
+
+    name: str
+    """What the legend calls it."""
+    ink: str
+    """The colour's class (``style``)."""
+    points: Sequence[tuple[float, float]]
+    """Pairs of x and y, by rising x, all finite."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of stacked segments."""
+
+    label: str
+    """What stands left of it."""
+    segments: Sequence[tuple[str, str, float]]
+    """Colour class, name, value."""
+    text: str
+    """What stands right of it."""
+
+
+def legend(items: Sequence[tuple[str, str]]) -> str:
+    """A legend that wraps.
+
+    Args:
+        items: Colour class and text.
+
+    Returns:
+        HTML.
+    """
+    keys = "".join(f'<li><i class="{escape(ink)}"></i>{escape(text)}</li>' for ink, text in items)
+    return f'<ul class="legend">{keys}</ul>'
+
+
+def bars(rows: Sequence[Bar], value_text: Text) -> str:
+    """Horizontal bars, one a row, stacked, to one scale; each segment names itself on hovering.
+
+    Args:
+        rows: The rows.
+        value_text: How a segment's value is written.
+
+    Returns:
+        HTML.
+    """
+    whole = max((sum(value for _, _, value in row.segments) for row in rows), default=0.0) or 1.0
+    lines = []
+    for row in rows:
+        at, rects = 0.0, []
+        for ink, name, value in row.segments:
+            if value <= 0:
+                continue
+            share = 100 * value / whole
+            tip = escape(f"{row.label}, {name}: {value_text(value)}")
+            rects.append(
+                f'<rect class="{escape(ink)}" x="{at:.2f}%" width="{share:.2f}%" height="100%">'
+                f"<title>{tip}</title></rect>"
+            )
+            at += share
+        lines.append(
+            f'<span class="name">{escape(row.label)}</span>'
+            f'<svg class="bar" role="img" aria-label="{escape(f"{row.label} {row.text}")}">'
+            f"{''.join(rects)}</svg>"
+            f'<span class="value">{escape(row.text)}</span>'
+        )
+    return f'<div class="bars">{"".join(lines)}</div>'
+
+
+def curves(
+    title: str,
+    series: Sequence[Series],
+    value_text: Text,
+    *,
+    mark: tuple[float, str] | None = None,
+    from_zero: bool = False,
+) -> str:
+    """A line chart that stretches to its column; the type keeps its size.
+
+    Where all values are above 0 and span more than a factor of 50, the axis is logarithmic and says so.
+
+    Args:
+        title: What is drawn.
+        series: The curves; those without points are left out.
+        value_text: How a value on the axis is written.
+        mark: An x to mark, and its text.
+        from_zero: Start the axis at 0.
+
+    Returns:
+        HTML, or nothing where there is no point.
+    """
+    series = [line for line in series if line.points]
+    if not series:
+        return ""
+    xs = [x for line in series for x, _ in line.points]
+    ys = [y for line in series for _, y in line.points]
+    log = not from_zero and min(ys) > 0 and max(ys) > 50 * min(ys)
+    scale = math.log10 if log else float
+    ticks = log_ticks(min(ys), max(ys)) if log else nice_ticks(0.0 if from_zero else min(ys), max(ys))
+    low, high = scale(min(ticks[0], *ys)), scale(max(ticks[-1], *ys))
+    left, right = min(xs), max(xs)
+
+    def x_at(x: float) -> float:
+        return 100 * (x - left) / (right - left) if right > left else 50.0
+
+    def y_at(y: float) -> float:
+        return 100 * (high - scale(y)) / (high - low) if high > low else 50.0
+
+    grid = "".join(f'<line class="grid" x2="100" y1="{y_at(t):.2f}" y2="{y_at(t):.2f}"/>' for t in ticks)
+    if mark is not None and left <= mark[0] <= right:
+        at = x_at(mark[0])
+        grid += f'<line class="mark" x1="{at:.2f}" x2="{at:.2f}" y2="100"/>'
+    lines = []
+    for line in series:
+        points = [(x_at(x), y_at(y)) for x, y in thinned(line.points)]
+        if len(points) == 1:
+            # One point draws no line: a dash in its place can be seen.
+            points = [(points[0][0] - 1, points[0][1]), (points[0][0] + 1, points[0][1])]
+        path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+        lines.append(f'<polyline class="{escape(line.ink)}" points="{path}"/>')
+    y_labels = "".join(
+        f'<span style="top:{y_at(t):.2f}%">{escape(short(value_text(t)))}</span>' for t in ticks
+    )
+    x_ticks = [t for t in nice_ticks(left, right, most=6) if left <= t <= right and t == int(t)]
+    x_labels = "".join(f'<span style="left:{x_at(t):.2f}%">{int(t)}</span>' for t in x_ticks)
+    tag = ""
+    if mark is not None and left <= mark[0] <= right:
+        side = "before" if x_at(mark[0]) > 60 else "after"
+        tag = f'<b class="{side}" style="left:{x_at(mark[0]):.2f}%">{escape(mark[1])}</b>'
+    unit = " <small>log scale</small>" if log else ""
+    last = [(line.ink, f"{line.name}, last {value_text(line.points[-1][1])}") for line in series]
+    return (
+        f"<figure><figcaption>{escape(title)}{unit}</figcaption>{legend(last)}"
+        f'<div class="plot"><div class="y">{y_labels}</div><div class="area">'
+        f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
+        f'{grid}{"".join(lines)}</svg>{tag}</div><div class="x">{x_labels}<em>epoch</em></div></div></figure>'
+    )
+
+
+def short(text: str) -> str:
+    """A tick's text without zeros that say nothing: ``50.0 ms`` becomes ``50 ms``."""
+    number, _, unit = text.partition(" ")
+    if "." in number and number[-1].isdigit() and "e" not in number:
+        number = number.rstrip("0").rstrip(".")
+    return f"{number} {unit}".rstrip()
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most :data:`MOST_POINTS` points that keep every peak: lowest and highest of each stretch."""
+    if len(points) <= MOST_POINTS:
+        return list(points)
+    edges = [round(i * len(points) / (MOST_POINTS // 2)) for i in range(MOST_POINTS // 2 + 1)]
+    kept: list[tuple[float, float]] = []
+    for start, end in pairwise(edges):
+        stretch = points[start:end]
+        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+    return kept
+
+
+def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers from at or below ``low`` to at or above ``high``.
+
+    Args:
+        low: Least value.
+        high: Largest value.
+        most: About how many steps.
+
+    Returns:
+        At least two numbers.
+    """
+    if not high > low:
+        pad = abs(low) * 0.1 or 1.0
+        low, high = low - pad, high + pad
+    raw = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten around the values; at most about six."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    step = max(1, math.ceil((last - first) / 6))
+    return [10.0**power for power in range(first, last + step, step)]

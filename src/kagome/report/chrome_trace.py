@@ -1,0 +1,214 @@
+"""The timeline of a run: ``trace.json`` for Perfetto, and one epoch as a Gantt chart.
+
+Where it sits: rank 0 writes it from the spans that all ranks gathered; ``report.page.page`` reads it back for
+the chart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from kagome.config.fields import shown
+from kagome.errors import ConfigError
+from kagome.records.spans import (
+    COMPUTE,
+    MOVE,
+    PHASES,
+    SET_UP,
+    Span,
+    action_of,
+    median_epoch,
+    phase_of,
+    training,
+)
+from kagome.records.units import seconds_text
+from kagome.report.charts.style import ink
+from kagome.report.charts.svg import legend, nice_ticks, short
+from kagome.schedule.actions import Action
+from kagome.storage import text_files
+from kagome.storage.atomic import write_json
+
+MOST_RECTS = 2000
+MOST_RANKS = 64
+
+_CNAMES = {"F": "rail_response", "B": "rail_load", "SEND": "rail_idle", "RECV": "generic_work"}
+"""Colours that chrome://tracing has by name. Perfetto colours a slice by its name without numbers, so each
+kind of action has its own colour there already."""
+
+
+def write_trace(path: str | Path, spans_by_rank: Sequence[Sequence[Span]]) -> Path:
+    """Write a trace that https://ui.perfetto.dev and chrome://tracing open: a process a rank.
+
+    Args:
+        path: The file, usually ``trace.json`` of the run directory.
+        spans_by_rank: One list a rank (:meth:`Spans.as_list`), with one common zero; the earliest start is 0.
+
+    Returns:
+        The path.
+    """
+    zero = min((span.start for spans in spans_by_rank for span in spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(spans_by_rank):
+        for name, args in (
+            ("process_name", {"name": f"rank {rank}"}),
+            ("process_sort_index", {"sort_index": rank}),
+            ("thread_name", {"name": "phases"}),
+        ):
+            events.append({"name": name, "ph": "M", "pid": rank, "tid": 0, "args": args})
+        for span in spans:
+            # Whole nanoseconds, of both ends: rounding a duration by itself could let an inner span end after
+            # its outer one, and Perfetto drops such.
+            start, end = (round((t - zero) * 1e9) for t in (span.start, span.start + span.duration))
+            action = action_of(span.name)
+            event: dict[str, Any] = {
+                "name": span.name,
+                "cat": _category(span.name) if action is None else "pipeline",
+                "ph": "X",
+                "pid": rank,
+                "tid": 0,
+                "ts": start / 1e3,
+                "dur": (end - start) / 1e3,
+                "args": {} if span.epoch is None else {"epoch": span.epoch},
+            }
+            if action is not None:
+                event["args"] |= _arguments(action)
+                event["cname"] = _CNAMES[action.kind.value.split("_")[0]]
+            events.append(event)
+    return write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"}, indent=None)
+
+
+def read_trace(path: str | Path) -> list[list[Span]]:
+    """Read the spans back from a trace.
+
+    Args:
+        path: What :func:`write_trace` wrote.
+
+    Returns:
+        One list a rank, in seconds after the trace's zero.
+
+    Raises:
+        ConfigError: If the file is no such trace.
+    """
+    try:
+        found = text_files.json_file(path)
+        events = found.get("traceEvents") if isinstance(found, dict) else None
+        if not isinstance(events, list):
+            raise text_files.UnreadableError("it has no list of traceEvents")
+        ranks: dict[int, list[Span]] = {}
+        for event in events:
+            rank, span = _span(event)
+            spans = ranks.setdefault(rank, [])
+            spans += [] if span is None else [span]
+    except text_files.UnreadableError as error:
+        raise ConfigError("a trace was asked for", f"{path} is none: {error}") from None
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _span(event: Any) -> tuple[int, Span | None]:
+    """An event's rank, and its span if it is one.
+
+    Raises:
+        UnreadableError: If it is no event that :func:`write_trace` writes.
+    """
+    rank = event.get("pid") if isinstance(event, dict) else None
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < 2**20:
+        raise text_files.UnreadableError(f"an event has the pid {shown(rank, 80)}")
+    if event.get("ph") != "X":
+        return rank, None
+    name, args = event.get("name"), event.get("args", {})
+    epoch = args.get("epoch") if isinstance(args, dict) else None
+    times = [event.get("ts"), event.get("dur")]
+    fine = isinstance(name, str) and all(
+        isinstance(time, int | float) and not isinstance(time, bool) and 0 <= time < 1e15 for time in times
+    )
+    if not fine or not (epoch is None or (type(epoch) is int and 0 <= epoch < 2**53)):
+        raise text_files.UnreadableError(
+            f"an event of rank {rank} has the name {shown(name, 80)}, ts {shown(times[0], 40)}, "
+            f"dur {shown(times[1], 40)} and epoch {shown(epoch, 40)}"
+        )
+    return rank, Span(name, times[0] / 1e6, times[1] / 1e6, epoch)
+
+
+def representative_epoch(spans_by_rank: Sequence[Sequence[Span]]) -> int | None:
+    """The epoch of median length among those that every rank kept, less the first if there are more."""
+    return median_epoch([list(training(spans)) for spans in spans_by_rank])
+
+
+def gantt_svg(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None) -> str:
+    """One epoch's training as bars, a row a rank, with its legend; evaluation and checkpoints are left out.
+
+    Of more than :data:`MOST_RANKS` ranks the first are drawn.
+
+    Args:
+        spans_by_rank: One list a rank, with one common zero.
+        epoch: Which epoch; by default :func:`representative_epoch`.
+
+    Returns:
+        A legend and an inline SVG that stretches to its column, or nothing where no epoch was kept.
+    """
+    epoch = representative_epoch(spans_by_rank) if epoch is None else epoch
+    rows = [[span for span in training(spans) if span.epoch == epoch] for spans in spans_by_rank[:MOST_RANKS]]
+    if epoch is None or not any(rows):
+        return ""
+    zero = min(span.start for spans in rows for span in spans)
+    length = max(span.start + span.duration for spans in rows for span in spans) - zero or 1e-9
+    height, step = (20, 26) if len(rows) <= 16 else (8, 11)
+    most = max(MOST_RECTS // len(rows), 8)
+    bottom = len(rows) * step
+    drawn = axis(length, bottom)
+    for rank, spans in enumerate(rows):
+        top = rank * step
+        label_at = top + height / 2 + 4
+        if len(rows) <= 16 or rank % 4 == 0:
+            drawn.append(f'<text x="-8" y="{label_at:g}" text-anchor="end">rank {rank}</text>')
+        drawn.append(f'<rect class="track" y="{top}" width="100%" height="{height}"/>')
+        # An action of a pipeline has the colour of the phase that it is part of.
+        longest = sorted(spans, key=lambda span: -span.duration)[:most]
+        # Inner phases are drawn after, so over, the phase around them.
+        for span in sorted(longest, key=lambda span: (span.start, -span.duration)):
+            x, width = 100 * (span.start - zero) / length, 100 * span.duration / length
+            tip = escape(f"rank {rank}, {span.name}: {seconds_text(span.duration)}")
+            drawn.append(
+                f'<rect class="{ink(phase_of(span.name))}" x="{x:.3f}%" y="{top}" width="{width:.3f}%" '
+                f'height="{height}"><title>{tip}</title></rect>'
+            )
+    seen = {phase_of(span.name) for spans in rows for span in spans}
+    names = [name for name in PHASES if name in seen] + sorted(seen - set(PHASES))
+    return (
+        f"{legend([(ink(name), name) for name in names])}"
+        f'<svg class="gantt" height="{bottom + 20}" role="img" '
+        f'aria-label="Epoch {escape(str(epoch))}, phases of each rank over time">{"".join(drawn)}</svg>'
+    )
+
+
+def axis(length: float, bottom: float) -> list[str]:
+    """Lines and times below and behind the bars of a chart that is as wide as ``length`` seconds."""
+    drawn = []
+    for tick in nice_ticks(0.0, length, most=5):
+        if tick <= length:
+            at = 100 * tick / length
+            side = "start" if at < 3 else "end" if at > 97 else "middle"
+            text = short(seconds_text(tick))
+            drawn.append(f'<line class="grid" x1="{at:.2f}%" x2="{at:.2f}%" y2="{bottom + 3}"/>')
+            drawn.append(f'<text x="{at:.2f}%" y="{bottom + 15}" text-anchor="{side}">{text}</text>')
+    return drawn
+
+
+def _arguments(action: Action) -> dict[str, Any]:
+    """What a trace says of an action; piece and peer only where it has one."""
+    found = {
+        "stage": action.stage,
+        "chunk": action.chunk,
+        "kind": action.kind.value,
+        "piece": action.piece,
+        "peer": None if action.kind.computes else action.other,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _category(name: str) -> str:
+    groups = {"compute": COMPUTE, "exchange": MOVE, "set-up": SET_UP}
+    return next((group for group, names in groups.items() if name in names), "other")

@@ -1,0 +1,142 @@
+"""Stages page: a pipeline of any module, its stages beside each other and an update of them over time.
+
+Where it sits: ``run.dag`` writes it at the end; it draws what ``records.pipeline`` measures of the ranks'
+spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kagome.records.pipeline import pipeline_summary
+from kagome.records.spans import Span, common_epochs
+from kagome.records.units import bytes_text, count_text, seconds_text
+from kagome.report.chrome_trace import write_trace
+from kagome.report.page.html import document, section, table
+from kagome.report.page.over_time import over_time
+from kagome.schedule.actions import Program
+from kagome.storage.atomic import write_json, write_text
+
+NAMED = 6
+"""Operators of a stage that are named in its row; of more, the first and the last."""
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage.
+
+    Args:
+        operators: Their names.
+        devices: Replicas.
+        micro_batch: Samples of a micro-batch, over all replicas.
+        k: Micro-batches that go forward in one turn.
+        reads: Stages that it reads.
+        weights: Bytes.
+    """
+
+    operators: Sequence[str]
+    devices: int
+    micro_batch: int
+    k: int
+    reads: Sequence[int]
+    weights: int
+
+
+def write_stages(
+    folder: str | Path,
+    stages: Sequence[StageRow],
+    programs: Sequence[Program],
+    spans: Sequence[Sequence[Span]],
+    facts: Mapping[str, Any],
+) -> Path:
+    """Write ``report.html``, ``summary.json`` and ``trace.json``.
+
+    Args:
+        folder: Where; it is made where it is missing.
+        stages: In their order.
+        programs: One a stage.
+        spans: One list a rank, with one common zero.
+        facts: ``title``, ``batch`` (samples), ``updates``, ``last_loss`` (or None), and ``bytes`` of all
+            ranks by kind.
+
+    Returns:
+        The page's path.
+    """
+    folder = Path(folder)
+    summary = {
+        **facts,
+        "update_seconds": update_seconds(spans),
+        "pipeline": pipeline_summary(spans, programs),
+        "stages": [asdict(one) for one in stages],
+    }
+    write_trace(folder / "trace.json", spans)
+    write_json(folder / "summary.json", summary)
+    return write_text(folder / "report.html", stages_html(stages, programs, spans, facts))
+
+
+def stages_html(
+    stages: Sequence[StageRow],
+    programs: Sequence[Program],
+    spans: Sequence[Sequence[Span]],
+    facts: Mapping[str, Any],
+) -> str:
+    """The page as HTML; arguments as of :func:`write_stages`."""
+    ranks = sum(one.devices for one in stages)
+    told = f"{len(stages)} stages on {ranks} ranks; {count_text(facts['batch'])} samples an update"
+    chart = over_time(spans, programs, epoch="update", chunks="micro-batches")
+    parts = [_figures(facts, update_seconds(spans)), chart, _stages(stages), _traffic(facts)]
+    return document(facts["title"], told, parts, "Kagome")
+
+
+def update_seconds(spans: Sequence[Sequence[Span]]) -> float | None:
+    """Median seconds of the recorded updates but the first, from the first rank's begin to the last's end."""
+    found = []
+    for update in common_epochs(spans):
+        mine = [span for each in spans for span in each if span.epoch == update]
+        found.append(max(span.start + span.duration for span in mine) - min(span.start for span in mine))
+    return median(found) if found else None
+
+
+def _figures(facts: Mapping[str, Any], seconds: float | None) -> str:
+    rows = [["updates", count_text(facts["updates"])]]
+    if seconds:
+        rows.append(["an update", seconds_text(seconds)])
+        rows.append(["samples a second", f"{facts['batch'] / seconds:,.1f}"])
+    if facts["last_loss"] is not None:
+        rows.append(["loss of the last", f"{facts['last_loss']:.4f}"])
+    return section("Updates", table(["", ""], rows))
+
+
+def _stages(stages: Sequence[StageRow]) -> str:
+    rows = []
+    for number, one in enumerate(stages):
+        names = list(one.operators)
+        if len(names) > NAMED:
+            names = [*names[: NAMED - 1], "...", names[-1]]
+        reads = ", ".join(map(str, one.reads)) or "inputs alone"
+        rows.append(
+            [
+                str(number),
+                reads,
+                str(one.devices),
+                str(one.micro_batch),
+                str(one.k),
+                bytes_text(one.weights),
+                f"{len(one.operators)}: {' '.join(names)}",
+            ]
+        )
+    head = ["stage", "reads stages", "ranks", "micro-batch", "k", "weights", "operators"]
+    lead = "Stages that do not read each other run at the same time. A stage's ranks divide each micro-batch."
+    return section("Stages", table(head, rows), lead)
+
+
+def _traffic(facts: Mapping[str, Any]) -> str:
+    kinds = {kind: value for kind, value in facts["bytes"].items() if value}
+    rows = [[kind, bytes_text(value)] for kind, value in kinds.items()]
+    return (
+        section("Traffic", table(["", "bytes"], rows), "Sent by all ranks since the start.") if rows else ""
+    )

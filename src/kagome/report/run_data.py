@@ -1,0 +1,168 @@
+"""A run directory, read: whatever of it is there.
+
+Where it sits: between the files that a run leaves and the sections of ``report.page.page``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Final
+
+from kagome.config.fields import shown
+from kagome.errors import ConfigError
+from kagome.records.epoch import EpochRecord, read_records
+from kagome.records.spans import Span
+from kagome.report.chrome_trace import read_trace
+from kagome.report.summary import summary
+from kagome.storage import text_files
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What a run left behind."""
+
+    path: Path
+    """The run directory."""
+    config: dict[str, Any]
+    """Settings by section; empty where there are none."""
+    records: list[EpochRecord]
+    """The epochs."""
+    summary: dict[str, Any]
+    """``summary.json``, or what can be said from the epochs alone."""
+    spans: list[list[Span]]
+    """The trace's spans by rank; empty where there is none."""
+    finished: bool
+    """Whether the run wrote its summary."""
+    faults: list[str]
+    """What could not be read, in sentences."""
+
+    def setting(self, section: str, name: str) -> Any:
+        """A setting, or None."""
+        values = self.config.get(section)
+        return values.get(name) if isinstance(values, dict) else None
+
+
+def read_folder(path: str | Path) -> RunFolder:
+    """Read a run directory; what is missing is left out, what cannot be read is said.
+
+    Args:
+        path: The run directory.
+
+    Returns:
+        Its content.
+
+    Raises:
+        ConfigError: If it is no folder, or holds neither ``metrics.jsonl`` nor ``summary.json``.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ConfigError(f"a report of the run directory {path} was asked for", "there is no such folder")
+    if not any((path / name).is_file() for name in ("metrics.jsonl", "summary.json")):
+        raise ConfigError(
+            f"a report of the run directory {path} was asked for",
+            "neither metrics.jsonl nor summary.json is in it",
+            hint="give the folder that kagome train named with --out; it holds both",
+        )
+    faults: list[str] = []
+    config: dict[str, Any] = {}
+    records: list[EpochRecord] = []
+    found: dict[str, Any] = {}
+    spans: list[list[Span]] = []
+    try:
+        if (path / "config.toml").exists():
+            config = text_files.toml(path / "config.toml")
+    except text_files.UnreadableError as error:
+        faults.append(f"config.toml cannot be read: {error}")
+    try:
+        if (path / "metrics.jsonl").exists():
+            records = read_records(path / "metrics.jsonl")
+    except ConfigError as error:
+        faults.append(str(error))
+    try:
+        if (path / "summary.json").exists():
+            found = _known(text_files.json_file(path / "summary.json"), faults)
+    except text_files.UnreadableError as error:
+        faults.append(f"summary.json cannot be read: {error}")
+    try:
+        if (path / "trace.json").exists():
+            spans = read_trace(path / "trace.json")
+    except ConfigError as error:
+        faults.append(str(error))
+    values = found or _provisional(
+        records, {name: each for name, each in config.items() if isinstance(each, dict)}
+    )
+    return RunFolder(path, config, records, values, spans, bool(found), faults)
+
+
+SUMMARY: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("test_metric", "val_metric", "epoch_seconds"), Real),
+    **dict.fromkeys(("seconds_total", "set_up_seconds"), Real),
+    **dict.fromkeys(("best_epoch", "epochs", "max_age", "world_size", "seed"), Integral),
+    **dict.fromkeys(("working_memory_bytes", "activations_moved_bytes"), Integral),
+    "metric_name": str,
+    **{name: {} for name in ("bytes_per_epoch", "waited_per_epoch", "hidden_share")},
+    **{name: [Integral] for name in ("peak_memory_bytes", "threads")},
+    "notes": [str],
+    **{name: [dict] for name in ("phases", "memory")},
+    **dict.fromkeys(("predicted", "parallel", "pipeline", "crossing", "history", "partition"), dict),
+}
+"""What a summary's values are: a number, a text, a list or an object of such; ``{}`` is one of numbers."""
+SIGNED: Final = frozenset({"test_metric", "val_metric"})
+"""Numbers that may be below 0."""
+
+
+def _known(found: Any, faults: list[str]) -> dict[str, Any]:
+    """A summary without the values that are not what a run writes; each is told of."""
+    if not isinstance(found, dict):
+        faults.append("summary.json holds no object")
+        return {}
+    kept = {}
+    for name, value in found.items():
+        if value is None or name not in SUMMARY or _is(value, SUMMARY[name], signed=name in SIGNED):
+            kept[name] = value
+        else:
+            faults.append(f"summary.json: {name} is {shown(value, 80)}, which no run writes")
+    return kept
+
+
+def _is(value: Any, kind: Any, *, signed: bool = False) -> bool:
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_is(each, kind[0]) for each in value)
+    if kind == {}:
+        return isinstance(value, dict) and all(each is None or _is(each, Real) for each in value.values())
+    if kind in (Real, Integral):
+        number = isinstance(value, kind) and not isinstance(value, bool)
+        return number and isfinite(value) and (signed or value >= 0) and abs(value) < MOST
+    return isinstance(value, kind)
+
+
+MOST: Final = 1e21
+"""No number of a run is larger."""
+
+
+def _provisional(records: list[EpochRecord], config: dict[str, Any]) -> dict[str, Any]:
+    """What the epochs alone tell of a run that did not end."""
+    # Which way is better only the run knows, where its metric is the user's own: it notes the best each time.
+    known = next((record.best_epoch for record in reversed(records) if record.best_epoch is not None), None)
+    best = next((record for record in records if record.epoch == known), None)
+    train, parallel = config.get("train", {}), config.get("parallel", {})
+    metric = str(train.get("metric", "auto")).rpartition(":")[2]  # of a function its name alone
+    values = summary(
+        records=records,
+        test_metric=None,
+        val_metric=best.val_metric if best else None,
+        metric_name="metric" if metric == "auto" else metric,
+        epochs=records[-1].epoch if records else 0,
+        best_epoch=known,
+        peak_memory_bytes=[],
+        world_size=0,
+        parallel=parallel,
+        seed=train.get("seed", 0),
+    )
+    if not records:
+        values["bytes_per_epoch"] = {}
+    return values

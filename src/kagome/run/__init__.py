@@ -1,1 +1,0 @@
-"""Do it: one rank's work, epochs, checkpoints."""

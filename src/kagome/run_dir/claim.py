@@ -1,0 +1,175 @@
+"""Claim: a run's folder belongs to one run at a time, and to no other files.
+
+Where it sits: ``run_dir.run_dir`` claims the folder before it writes; the command line asks
+:func:`refuse_taken` before it starts ranks. The lock goes with the process that holds it, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from kagome.config.fields import path_of
+from kagome.errors import ConfigError
+
+LOCK: Final = ".kagome.lock"
+"""Marks a folder as a run's; locked while a run writes there."""
+MADE_BEFORE: Final = frozenset({"plan.json", "plan.html"})
+"""What the command line puts there before the run begins."""
+OF_A_RUN: Final = (
+    *("metrics.jsonl", "summary.json", "predictions.npz", "model.safetensors", "trace.json", "report.html"),
+    *("checkpoints", "tensorboard", "config.toml"),
+)
+_PASSING: Final = (".*.tmp", ".predictions.npz", ".model.safetensors", "checkpoints/.epoch-*.new")
+"""Files on their way, which a run that was killed leaves."""
+
+
+class Claim:
+    """The right to write to a run's folder, kept until it is closed.
+
+    Args:
+        folder: Made if it is not there.
+
+    Raises:
+        ConfigError: If another run writes there, or the folder is no run's and holds files.
+        OSError: If it cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        _refuse_foreign(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip()
+            os.close(self._lock)
+            raise ConfigError(
+                f"the run's files go to {folder}",
+                f"another run writes there ({holder or 'it has just begun'})",
+                hint="another --out, or wait until it ends",
+            ) from None
+        except OSError:
+            return  # a file system without locks: two runs at once are not told apart
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        with suppress(OSError):  # who holds it is for people
+            os.ftruncate(self._lock, 0)
+            holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
+            os.pwrite(self._lock, holder.encode(), 0)
+        for pattern in _PASSING:
+            for passing in folder.glob(pattern):
+                _remove(passing)
+
+    @property
+    def stands(self) -> bool:
+        """Whether the folder is still the one that was claimed."""
+        try:
+            there, held = os.stat(self.folder / LOCK), os.fstat(self._lock)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+
+    def close(self) -> None:
+        """Give the folder free; closing twice does no harm."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def refuse_taken(folder: str | Path, *, resume: str | Path | None, overwrite: bool) -> None:
+    """Refuse a folder that holds another run.
+
+    Args:
+        folder: Of the run that begins.
+        resume: What it goes on from: its own folder may hold what it did.
+        overwrite: Whether what is there may go.
+
+    Raises:
+        ConfigError: If it holds another run, or is no run's and holds files.
+    """
+    folder = path_of(folder, "out")
+    _refuse_foreign(folder)
+    if goes_on(folder, resume) or overwrite or not holds_run(folder):
+        return
+    finished = (folder / "summary.json").exists()
+    raise ConfigError(
+        f"the files of a new run go to {folder}",
+        f"a run that {'has finished' if finished else 'was stopped'} is there",
+        hint=f"--resume {folder} goes on with it, --overwrite removes it; or another --out",
+    )
+
+
+def goes_on(folder: Path, resume: str | Path | None) -> bool:
+    """Whether what is resumed lies in this folder."""
+    if resume is None:
+        return False
+    there = path_of(resume, "resume").resolve()
+    return folder.resolve() in (there, *there.parents)
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has done an epoch here."""
+    metrics = folder / "metrics.jsonl"
+    return (
+        (metrics.exists() and metrics.stat().st_size > 0)
+        or (folder / "summary.json").exists()
+        or any((folder / "checkpoints").glob("epoch-*"))
+    )
+
+
+def remove_run(folder: Path) -> None:
+    """Remove what a run has written and the plan that it went by, and nothing else.
+
+    A plan that is newer than the run is the next one's.
+
+    Raises:
+        OSError: If a file cannot be removed.
+    """
+    with suppress(FileNotFoundError):
+        begun = (folder / "config.toml").stat().st_mtime_ns
+        for path in (folder / name for name in sorted(MADE_BEFORE)):
+            if path.exists() and path.stat().st_mtime_ns <= begun:
+                _remove(path)
+    for name in OF_A_RUN:
+        _remove(folder / name)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise unwritable(folder, error) from None
+    foreign = [name for name in names if name not in MADE_BEFORE]
+    if not foreign or LOCK in names:
+        return
+    more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+    raise ConfigError(
+        f"the run's files go to {str(folder)!r}",
+        f"that folder is no run's and holds {foreign[0]}{more}",
+        hint="a folder of its own: --out runs/NAME",
+    )
+
+
+def unwritable(folder: Path, error: Exception) -> ConfigError:
+    """The error of a run's folder that cannot be written."""
+    return ConfigError(
+        f"the run's files go to {str(folder)!r}",
+        f"it cannot be written: {getattr(error, 'strerror', None) or error}",
+        hint="another --out; or free some disk, then --resume",
+    )
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

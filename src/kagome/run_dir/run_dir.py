@@ -1,0 +1,266 @@
+"""The run directory: each file of a run, written by rank 0 as soon as it is known.
+
+Where it sits: ``train.trainer`` writes through it; ``report.page.page`` reads the folder again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_model
+from torch import Tensor, nn
+
+from kagome import config
+from kagome.comm.channel import Channel
+from kagome.components.rank_zero import by_first
+from kagome.config import toml_io
+from kagome.errors import KagomeError
+from kagome.records.epoch import EpochRecord, JsonLines, read_records
+from kagome.records.spans import Span
+from kagome.report.progress import TensorBoard, warn
+from kagome.run_dir.claim import Claim, goes_on, refuse_taken, remove_run, unwritable
+from kagome.run_dir.results import arrays_of, as_array
+from kagome.storage.atomic import write_text
+
+
+class RunWriter:
+    """One run's folder, claimed by rank 0 until it is closed. All ranks make one.
+
+    Args:
+        folder: Made if it is not there.
+        settings: Written to ``config.toml``.
+        channel: All ranks. Only rank 0 writes, but for checkpoints.
+        own: What ``config.toml`` says of a loss and a metric that are functions.
+        overwrite: Whether another run that is there may be removed.
+        say: Takes a sentence to be said.
+
+    Raises:
+        ConfigError: On all ranks, if the folder cannot be made, is another run's, or holds other files.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        settings: config.Run,
+        channel: Channel,
+        *,
+        own: Mapping[str, str] | None = None,
+        overwrite: bool = False,
+        say: Callable[[str], None] = warn,
+    ) -> None:
+        self.folder, self.settings, self.channel, self.own = Path(folder), settings, channel, own
+        self.writes, self.overwrite, self._say = channel.rank == 0, overwrite, say
+        self.checkpoints = self.folder / "checkpoints"
+        self._claim: Claim | None = None
+        self._begun = False
+        self._lines: JsonLines | None = None
+        self._board: TensorBoard | None = None
+        self._records: list[EpochRecord] = []
+        self._together(self._take, "the run's folder")
+
+    def _take(self) -> None:
+        self._claim = Claim(self.folder)
+
+    def _together(self, act: Callable[[], None], action: str) -> None:
+        """Do something on rank 0, and raise on every rank what it raised there."""
+        fault: KagomeError | None = None
+        if self.writes:
+            try:
+                with self._worded():
+                    act()
+            except KagomeError as error:
+                fault = error
+        fault = cast("KagomeError | None", self.channel.gather_objects(fault, action)[0])
+        if fault is not None:
+            raise fault
+
+    @contextmanager
+    def _worded(self) -> Iterator[None]:
+        """Around what writes: a full disk and its kind are errors of the user's."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise unwritable(self.folder, error) from None
+
+    def begin(self, *, resume: str | Path | None) -> None:
+        """Before the first epoch: make sure that no other run is written over. All ranks call it.
+
+        Args:
+            resume: What the run goes on from, if it does.
+
+        Raises:
+            ConfigError: If another run is there.
+        """
+        if self._begun:
+            return
+
+        def look() -> None:
+            refuse_taken(self.folder, resume=resume, overwrite=self.overwrite)
+            if not goes_on(self.folder, resume):
+                remove_run(self.folder)
+            self._write_settings()
+
+        self._together(look, "the run's folder")
+        self._begun = True
+
+    def _write_settings(self) -> None:
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / "config.toml", toml_io.to_toml(self.settings, self.own))
+
+    def open(self, before: Sequence[EpochRecord], *, after: int) -> None:
+        """Begin ``metrics.jsonl``, or go on with it after an epoch.
+
+        Args:
+            before: The records of the epochs that are done, as far as they are known.
+            after: The last of these epochs; 0 begins.
+        """
+        if not self.writes:
+            return
+        with self._worded():
+            self._records = list(before)
+            if self._claim is not None and not self._claim.stands:
+                self._make_again(after)
+            self._lines = JsonLines(self.folder / "metrics.jsonl", before=before)
+            if self.settings.report.tensorboard:
+                self._board = TensorBoard(self.folder / "tensorboard", after=after or None)
+
+    def record(self, record: EpochRecord) -> None:
+        """Write one epoch's line.
+
+        Raises:
+            ConfigError: If it cannot be written.
+        """
+        if self._lines is None:
+            return
+        with self._worded():
+            if self._claim is not None and not self._claim.stands:
+                self._make_again(record.epoch - 1)
+            self._records.append(record)
+            self._lines.write(record)
+            if self._board is not None:
+                self._board.write(record)
+
+    def _make_again(self, epoch: int) -> None:
+        """The folder was deleted: write what is known to a new one, if no other run has taken its place."""
+        self.close()
+        self._take()
+        self._write_settings()
+        self._lines = JsonLines(self.folder / "metrics.jsonl", before=self._records)
+        if self._board is not None:
+            self._board = TensorBoard(self.folder / "tensorboard", after=epoch)
+        self._say(
+            f"the run's folder {self.folder} was deleted after epoch {epoch}: it is made again, "
+            "without the checkpoints of earlier epochs"
+        )
+
+    def close(self) -> None:
+        """Close the files and let go of the folder; closing twice does no harm."""
+        for stream in (self._lines, self._board, self._claim):
+            if stream is not None:
+                stream.close()
+
+    def _predicted(self) -> dict[str, Any] | None:
+        """What the planner said of this run, if it chose the cut; a plan that cannot be read says nothing."""
+        path = self.folder / "plan.json"
+        if not path.exists():
+            return None
+        cut = self.settings.parallel.fit(self.channel.size)
+        try:
+            plan = json.loads(path.read_text(encoding="utf-8"))["plans"][0]
+            if any(getattr(cut, name) != value for name, value in plan["settings"].items()):
+                return None  # a run that goes on may be cut otherwise by now
+            sent = {str(kind): float(size) for kind, size in plan["bytes_per_epoch"].items()}
+            return {
+                "epoch_seconds": float(plan["epoch_seconds"]),
+                "bytes_per_epoch": {**sent, "total": sum(sent.values())},
+                "peak_memory_bytes": plan["memory_bytes"],
+            }
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+            self._say(f"{path} is no plan, so that the summary has none: {type(error).__name__}")
+            return None
+
+    def finish(
+        self,
+        values: Mapping[str, Any],
+        spans: Sequence[Sequence[Span]],
+        scores: Any,
+        label: Tensor | None,
+        target: Tensor,
+        model: nn.Module,
+    ) -> None:
+        """Write what is known at the end: summary, predictions, weights, timeline, page.
+
+        Args:
+            values: What ``summary.json`` holds.
+            spans: One list a rank.
+            scores: Of all vertices, in their original order; a tensor, or a nest of such and of what else
+                forward gave.
+            label: The labels that they stand for, if they do.
+            target: Their true labels.
+            model: With the best epoch's weights, under the user's own names.
+
+        Raises:
+            ConfigError: If it cannot be written.
+
+        Shapes:
+            ``scores [N, C]``, ``label [N]`` or ``[N, C]``, ``target [N, ...]``.
+        """
+        with self._worded():
+            self._finish(values, spans, scores, label, target, model)
+
+    def _finish(
+        self,
+        values: Mapping[str, Any],
+        spans: Sequence[Sequence[Span]],
+        scores: Any,
+        label: Tensor | None,
+        target: Tensor,
+        model: nn.Module,
+    ) -> None:
+        from kagome.report.chrome_trace import write_trace
+        from kagome.report.summary import write_summary
+
+        self.close()
+        given = arrays_of(scores)
+        if label is not None:
+            given["label"] = as_array(label)
+        fresh = self.folder / ".predictions.npz"
+        np.savez_compressed(fresh, target=as_array(target), **given)
+        fresh.rename(self.folder / "predictions.npz")
+        with torch.no_grad():
+            save_model(model, str(self.folder / ".model.safetensors"))
+        (self.folder / ".model.safetensors").rename(self.folder / "model.safetensors")
+        write_summary(self.folder / "summary.json", {**values, "predicted": self._predicted()})
+        if self.settings.report.trace:
+            write_trace(self.folder / "trace.json", spans)
+        if self.settings.report.page:
+            from kagome.report.page.page import write_page
+
+            write_page(self.folder)
+
+
+def earlier_records(channel: Channel, checkpoint: Path, epoch: int) -> list[EpochRecord]:
+    """The records of the epochs that led to a checkpoint, as far as they are there. All ranks call it.
+
+    Args:
+        channel: All ranks.
+        checkpoint: Its folder.
+        epoch: The last epoch that it holds; later ones are another run's by now.
+
+    Raises:
+        ConfigError: If the folder's ``metrics.jsonl`` cannot be read.
+    """
+    path = checkpoint.resolve().parent.parent / "metrics.jsonl"
+
+    def read() -> list[EpochRecord]:
+        found = read_records(path) if path.is_file() else []
+        return [record for record in found if record.epoch <= epoch]
+
+    return by_first(channel, read, "earlier epochs", [EpochRecord])

@@ -1,0 +1,1 @@
+"""Differentiable sums, scores and softmaxes over a part's edges."""

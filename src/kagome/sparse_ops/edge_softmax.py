@@ -1,0 +1,187 @@
+"""Attention: differentiable scores and softmaxes over a part's edges, a number an edge and head.
+
+Where it sits: beside ``edge_sum``, for layers that weigh their neighbours; the loops are ``kagome.kernels``.
+What has a column a feature and a row an edge is computed where it is used and never stored. Each function
+keeps its inputs and outputs alone, so that its backward can be differentiated: see [Note: second derivatives]
+in ``kernels.ops``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kagome.kernels import ops
+from kagome.kernels.csr import Structure
+
+
+def dots(own: Tensor, whole: Tensor, edges: Structure) -> Tensor:
+    """``<own[target], whole[source]>`` an edge and head: attention by scalar product.
+
+    Shapes:
+        own ``[own, H, C]``, whole ``[whole, H, C]`` -> ``[E, H]``.
+    """
+    out: Tensor = _Dots.apply(own.contiguous(), whole.contiguous(), edges)  # type: ignore[no-untyped-call]
+    return out
+
+
+def leaky_dots(own: Tensor, whole: Tensor, att: Tensor, slope: float, edges: Structure) -> Tensor:
+    """``<att, leaky_relu(own[target] + whole[source])>`` an edge and head.
+
+    Shapes:
+        own ``[own, H, C]``, whole ``[whole, H, C]``, att ``[H, C]`` -> ``[E, H]``.
+
+    Source: Brody et al., How Attentive are Graph Attention Networks?, ICLR 2022, equation 7.
+    """
+    out: Tensor = _LeakyDots.apply(  # type: ignore[no-untyped-call]
+        own.contiguous(), whole.contiguous(), att.contiguous(), slope, edges
+    )
+    return out
+
+
+def edge_softmax(logits: Tensor, edges: Structure) -> Tensor:
+    """Softmax over each row's in-edges.
+
+    Shapes:
+        ``[E, H]`` -> ``[E, H]``.
+    """
+    out: Tensor = _EdgeSoftmax.apply(logits, edges)  # type: ignore[no-untyped-call]
+    return out
+
+
+def joint_softmax(own: Tensor, whole: Tensor, slope: float, edges: Structure) -> Tensor:
+    """Softmax over each row's in-edges of ``leaky_relu(own[target] + whole[source])``, which is never stored.
+
+    Shapes:
+        own ``[own, H]``, whole ``[whole, H]`` -> ``[E, H]``.
+
+    Source: Velickovic et al., Graph Attention Networks, ICLR 2018, equation 3.
+    """
+    out: Tensor = _JointSoftmax.apply(  # type: ignore[no-untyped-call]
+        own.contiguous(), whole.contiguous(), slope, edges
+    )
+    return out
+
+
+def join(own: Tensor, whole: Tensor, slope: float | None, edges: Structure) -> Tensor:
+    """``own[target] + whole[source]``, through a leaky relu if a slope is given.
+
+    Shapes:
+        own ``[own, ...]``, whole ``[whole, ...]`` -> ``[E, ...]``.
+
+    Cost:
+        Keeps own and whole for backward, no row an edge.
+    """
+    out: Tensor = _Join.apply(  # type: ignore[no-untyped-call]
+        own.contiguous(), whole.contiguous(), slope, edges
+    )
+    return out
+
+
+def column_softmax(z: Tensor, m: Tensor, edges: Structure) -> Tensor:
+    """``sum of softmax(z)[source] * m[source]`` over in-edges, each column with a softmax of its own.
+
+    Shapes:
+        z and m ``[whole, F]`` -> ``[own, F]``.
+
+    Source: Li et al., DeeperGCN: All You Need to Train Deeper GCNs, 2020, definition 3.
+    """
+    out: Tensor = _ColumnSoftmax.apply(z.contiguous(), m.contiguous(), edges)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Dots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, whole: Tensor, edges: Structure) -> Tensor:
+        ctx.edges = edges
+        ctx.save_for_backward(own, whole)
+        return ops.dot_edges(edges.by_target, own, whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own, whole = ctx.saved_tensors
+        g = grads[0].contiguous()
+        g_own = ops.sum_rows(ctx.edges.by_target, whole, g) if ctx.needs_input_grad[0] else None
+        g_whole = ops.sum_rows(ctx.edges.by_source, own, g) if ctx.needs_input_grad[1] else None
+        return g_own, g_whole, None
+
+
+class _LeakyDots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, whole: Tensor, att: Tensor, slope: float, edges: Structure) -> Tensor:
+        ctx.edges, ctx.slope = edges, slope
+        ctx.save_for_backward(own, whole, att)
+        return ops.leaky_dots(edges.by_target, own, whole, att, slope)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own, whole, att = ctx.saved_tensors
+        back = ops.leaky_dots_back(ctx.edges, own, whole, att, ctx.slope, grads[0].contiguous())
+        return (*back, None, None)
+
+
+class _EdgeSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, edges: Structure) -> Tensor:
+        ctx.edges = edges
+        alpha = ops.softmax_edges(edges.by_target, logits.contiguous())
+        ctx.save_for_backward(alpha)
+        return alpha
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (alpha,) = ctx.saved_tensors
+        return ops.softmax_edges_back(ctx.edges.by_target, alpha, grads[0].contiguous()), None
+
+
+class _JointSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, whole: Tensor, slope: float, edges: Structure) -> Tensor:
+        ctx.edges, ctx.slope = edges, slope
+        alpha = ops.softmax_sum(edges.by_target, own, whole, slope)
+        ctx.save_for_backward(own, whole, alpha)
+        return alpha
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own, whole, alpha = ctx.saved_tensors
+        back = ops.softmax_sum_back(ctx.edges, own, whole, ctx.slope, alpha, grads[0].contiguous())
+        return (*back, None, None)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, whole: Tensor, slope: float | None, edges: Structure) -> Tensor:
+        ctx.edges, ctx.slope = edges, slope
+        ctx.save_for_backward(*((own, whole) if slope is not None else (None, None)))
+        ctx.shapes = own.shape, whole.shape
+        return ops.join_edges(edges, own, whole, slope)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        g = grads[0].contiguous()
+        if ctx.slope is None:
+            g_own = ops.sum_edges(ctx.edges.by_target, g).view(ctx.shapes[0])
+            return g_own, ops.sum_edges(ctx.edges.by_source, g).view(ctx.shapes[1]), None, None
+        own, whole = ctx.saved_tensors
+        return (*ops.join_edges_back(ctx.edges, own, whole, ctx.slope, g), None, None)
+
+
+class _ColumnSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, m: Tensor, edges: Structure) -> Tensor:
+        ctx.edges = edges
+        out, top, total = ops.column_softmax(edges.by_target, z, m)
+        ctx.save_for_backward(z, m, out, top, total)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        z, m, out, top, total = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # To be differentiated again: the largest and the total are made of z, and no outputs.
+            out, top, total = ops.column_softmax(ctx.edges.by_target, z, m)
+        back = ops.column_softmax_back(ctx.edges.by_source, z, m, out, top, total, grads[0].contiguous())
+        return (*back, None)

@@ -1,0 +1,313 @@
+"""Aggregate: differentiable sums and extremes over a part's edges, without a tensor of a row an edge.
+
+Where it sits: ``deferred.reduce`` calls it where a layer's messages are of a form known here; the loops
+themselves are ``kagome.kernels``, the ways to the peers ``halo.exchange``; attention has its own in
+``edge_softmax``.
+
+::
+
+    forward    out[i] = sum over in-edges e of i   w[e] * x[source[e]]      the edges by target
+    backward   gx[u]  = sum over out-edges e of u  w[e] * g[target[e]]      the edges by source, kept
+               gw[e]  = <g[target[e]], x[source[e]]>
+
+[Note: overlap] A sum is linear, so it takes own rows while the halo's travel, and what lies on halo rows
+leaves in backward before own rows are summed. Own and halo rows are never put into one tensor::
+
+    forward    send own rows ──────> sum over own sources ──────> take halo rows, add the sum over them
+    backward   sum on halo rows, send it ──────> sum on own rows ──────> take the peers' sums, add them
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, Literal
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from kagome.halo.exchange import Road
+from kagome.halo.forward_pass import Turn, inside
+from kagome.halo.table_view import Lying
+from kagome.kernels import ops
+from kagome.kernels.csr import Structure
+
+
+def neighbor_sum(
+    rows: Tensor,
+    edges: Structure,
+    *,
+    weight: Tensor | None = None,
+    scale: Tensor | None = None,
+    factor: Tensor | None = None,
+    road: Road | None = None,
+    turn: Turn | None = None,
+) -> Tensor:
+    """The sum over each row's in-edges of its neighbours' rows, each times its edge's weight.
+
+    Weights that are a product of a number at each end are no weights: see [Note: root] in ``roots``.
+
+    Args:
+        rows: Own rows, if a road leads to the others; else all rows that edges read.
+        edges: The edges.
+        weight: One an edge, or one an edge and head.
+        scale: A factor a result row (a mean's).
+        factor: A factor a row that edges read.
+        road: The way to the halo rows: see [Note: overlap].
+        turn: With a road, the turn whose token goes along.
+
+    Shapes:
+        rows ``[own or whole, F]`` and weight ``[E]``, or rows ``[.., H, C]`` and weight ``[E, H]``; scale
+        ``[own]``; factor ``[whole]``; result ``[own, F]`` or ``[own, H, C]``.
+
+    Cost:
+        Keeps ``weight``, and where it has a gradient the rows too. Sends what ``road`` says.
+    """
+    out: Tensor
+    if road is None or turn is None:
+        out = _Sum.apply(rows, weight, scale, factor, edges)  # type: ignore[no-untyped-call]
+        return out
+    given = turn.token
+    out, token = _SumOverRoad.apply(  # type: ignore[no-untyped-call]
+        rows, weight, scale, factor, given, edges, road, turn
+    )
+    if road.site.grad:
+        turn.token = token
+    return out
+
+
+def gather(rows: Tensor, edges: Structure, end: Literal["source", "target"]) -> Tensor:
+    """``rows[end of each edge]``; backward sums by that end instead of adding by index.
+
+    Shapes:
+        ``[own or whole, ...]`` -> ``[E, ...]``.
+    """
+    out: Tensor = _Gather.apply(rows, edges, end)  # type: ignore[no-untyped-call]
+    return out
+
+
+def edge_sum(values: Tensor, edges: Structure) -> Tensor:
+    """The sum of a row an edge over each row's in-edges.
+
+    Shapes:
+        ``[E, ...]`` -> ``[own, ...]``.
+    """
+    out: Tensor = _EdgeSum.apply(values, edges)  # type: ignore[no-untyped-call]
+    return out
+
+
+def edge_extreme(values: Tensor, edges: Structure, sign: int) -> Tensor:
+    """The largest (sign 1) or smallest (-1) of a row an edge over each row's in-edges; zeros without any.
+
+    Shapes:
+        ``[E, F]`` -> ``[own, F]``.
+
+    Cost:
+        Keeps the values and two numbers an entry of the result; equals share a gradient.
+    """
+    out: Tensor = _EdgeExtreme.apply(values, edges, sign)  # type: ignore[no-untyped-call]
+    return out
+
+
+def neighbor_extreme(whole: Tensor, edges: Structure, sign: int) -> Tensor:
+    """The largest (sign 1) or smallest (-1) of the neighbours' rows, column by column; zeros without any.
+
+    Shapes:
+        ``[whole, F]`` -> ``[own, F]``.
+
+    Cost:
+        Keeps the rows and two numbers an entry of the result; equals share a gradient.
+    """
+    out: Tensor = _NeighborExtreme.apply(whole, edges, sign)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _column(scale: Tensor, like: Tensor) -> Tensor:
+    scale = scale if scale.dtype == like.dtype else scale.to(like.dtype)
+    return scale.unsqueeze(-1) if like.dim() == 2 else scale.view(-1, *[1] * (like.dim() - 1))
+
+
+def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
+    return rows if factor is None else rows * _column(factor, rows)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor | None,
+        scale: Tensor | None,
+        factor: Tensor | None,
+        edges: Structure,
+    ) -> Tensor:
+        ctx.edges, ctx.scale, ctx.factor = edges, scale, factor
+        ctx.save_for_backward(weight, rows if ctx.needs_input_grad[1] else None)
+        return ops.sum_rows(edges.by_target, _times(rows, factor), weight, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, rows = ctx.saved_tensors
+        g = _times(grads[0], ctx.scale).contiguous()
+        g_rows = None
+        if ctx.needs_input_grad[0]:
+            g_rows = ops.sum_rows(ctx.edges.by_source, g, weight, ctx.factor)
+        g_weight = None
+        if ctx.needs_input_grad[1]:
+            rows = _times(rows, ctx.factor)
+            g_weight = ops.dot_edges(ctx.edges.by_target, *_headed(weight, g, rows)).view_as(weight)
+        return g_rows, g_weight, None, None, None
+
+
+class _SumOverRoad(torch.autograd.Function):
+    """Own rows in, own sums out; the exchange lies behind the sum. See [Note: token] in ``rows``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor | None,
+        scale: Tensor | None,
+        factor: Tensor | None,
+        token: Tensor,
+        edges: Structure,
+        road: Road,
+        turn: Turn,
+    ) -> tuple[Tensor, Tensor]:
+        coming = road.fetch(rows)
+        near, far = (None, None) if factor is None else (factor[: edges.own], factor[edges.own :])
+        given, rows = rows, _times(rows, near)
+        out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
+        keep = ctx.needs_input_grad[1]
+        halo = coming.wait().view(-1, *rows.shape[1:]) if keep else None
+        if isinstance(coming, Lying) and halo is None and rows.dim() == 2:
+            each = weight if factor is None else coming.weights(factor, edges)
+            ops.sum_rows(coming.where.layout(edges), coming.table(), each, scale, into=out)
+        else:
+            with coming.lent() if halo is None else nullcontext(halo) as come:
+                come = _times(come.view(-1, *rows.shape[1:]), far)
+                ops.sum_rows(edges.by_target, come, weight, scale, span="halo", offset=edges.own, into=out)
+        ctx.edges, ctx.scale, ctx.factor, ctx.road, ctx.turn = edges, scale, factor, road, ref(turn)
+        ctx.save_for_backward(weight, given if keep else None, halo if keep else None)
+        return out, torch.zeros_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        turn = inside(ctx.turn)
+        if turn is not None and torch.is_grad_enabled():
+            g_rows, g_weight = _SumOverRoad.again(ctx, turn, grads[0])
+            return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
+        weight, rows, halo = ctx.saved_tensors
+        edges, road, g_rows, g_weight = ctx.edges, ctx.road, None, None
+        near, far = (None, None) if ctx.factor is None else (ctx.factor[: edges.own], ctx.factor[edges.own :])
+        g = _times(grads[0], ctx.scale).contiguous()
+        if ctx.needs_input_grad[0]:
+            beyond = slice(edges.own, edges.whole)
+            away = ops.sum_rows(edges.by_source, g, weight, far, rows=beyond)
+            coming = road.give(away)
+            g_rows = ops.sum_rows(edges.by_source, g, weight, near, rows=slice(0, edges.own))
+        if ctx.needs_input_grad[1]:
+            g3, own3 = _headed(weight, g, _times(rows, near))
+            g_weight = ops.dot_edges(edges.by_target, g3, own3, span="own")
+            _, halo3 = _headed(weight, g, halo)
+            ops.dot_edges(edges.by_target, g3, halo3, span="halo", offset=edges.own, into=g_weight)
+            g_weight = g_weight.view_as(weight)
+        if g_rows is not None:
+            with coming.lent() as come:
+                road.add(come, g_rows)
+        return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
+
+    @staticmethod
+    def again(ctx: Any, turn: Turn, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Backward that can be differentiated, exchange and sum apart: [Note: again] in rows."""
+        weight, rows, _ = ctx.saved_tensors
+        edges, road, g_rows, g_weight = ctx.edges, ctx.road, None, None
+        g = _times(grad, ctx.scale).contiguous()
+        if ctx.needs_input_grad[0]:
+            lies = ops.sum_rows(edges.by_source, g, weight, ctx.factor, rows=slice(0, edges.whole))
+            own = road.plan.given_back(lies.reshape(lies.size(0), _width(lies)), turn, road.site)
+            g_rows = own.view(-1, *lies.shape[1:])
+        if ctx.needs_input_grad[1]:
+            whole = road.plan.extended(rows.reshape(rows.size(0), _width(rows)), turn, road.site)
+            whole = _times(whole.view(-1, *rows.shape[1:]), ctx.factor)
+            g_weight = ops.dot_edges(edges.by_target, *_headed(weight, g, whole)).view_as(weight)
+        return g_rows, g_weight
+
+
+def _headed(weight: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Rows as ``[.., H, C]``, as many heads as the weight has."""
+    if weight.dim() == 2:
+        return rows
+    return tuple(r.reshape(r.size(0), 1, _width(r)) for r in rows)
+
+
+def _width(rows: Tensor) -> int:
+    width = 1
+    for size in rows.shape[1:]:
+        width *= size
+    return width
+
+
+class _Gather(torch.autograd.Function):
+    """``rows[index]`` for one end of the edges; backward sums by that end instead of adding by index."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, edges: Structure, end: str) -> Tensor:
+        ctx.edges, ctx.end, ctx.shape = edges, end, rows.shape
+        index = edges.target if end == "target" else edges.source
+        flat = rows.reshape(rows.size(0), _width(rows))
+        out = ops.gather(index, flat)
+        # Not a view: what comes out may be written to in place.
+        return torch.ops.aten._unsafe_view(out, [index.numel(), *rows.shape[1:]])  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layout = ctx.edges.by_target if ctx.end == "target" else ctx.edges.by_source
+        return ops.sum_edges(layout, grads[0].contiguous()).view(ctx.shape), None, None
+
+
+class _EdgeSum(torch.autograd.Function):
+    """The sum over each row's in-edges of a row an edge."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, edges: Structure) -> Tensor:
+        ctx.edges = edges
+        return ops.sum_edges(edges.by_target, values.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        g = grads[0].contiguous()
+        target, flat = ctx.edges.target, g.view(g.size(0), _width(g))
+        return ops.gather(target, flat).view(target.numel(), *g.shape[1:]), None
+
+
+class _EdgeExtreme(torch.autograd.Function):
+    """The largest or smallest of a row an edge; equals share a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, edges: Structure, sign: int) -> Tensor:
+        ctx.edges = edges
+        best, ties = ops.extreme_edges(edges.by_target, values, sign)
+        ctx.save_for_backward(values, best, ties)
+        return best
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        values, best, ties = ctx.saved_tensors
+        g = grads[0].contiguous()
+        return ops.extreme_edges_back(ctx.edges.by_target, values, best, ties, g), None, None
+
+
+class _NeighborExtreme(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, edges: Structure, sign: int) -> Tensor:
+        ctx.edges = edges
+        best, ties = ops.extreme_rows(edges.by_target, whole, sign)
+        ctx.save_for_backward(whole, best, ties)
+        return best
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        whole, best, ties = ctx.saved_tensors
+        g = grads[0].contiguous()
+        return ops.extreme_back(ctx.edges.by_source, whole, best, ties, g), None, None

@@ -1,0 +1,178 @@
+"""View: the edges of a rank's own vertices in one direction, with who supplies the rows they read.
+
+Where it sits: made from a ``graph.partition.Partition``; ``intercept.interceptor`` gives its tensors to the
+user's model. View 0 holds the in-edges. View 1, the out-edges, is fetched from the peers when a layer first
+flips the edges (DirGNNConv) or lets messages flow from target to source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kagome.graph.partition.partition import Partition
+from kagome.halo.exchange import Carrier, NeighborRows
+
+
+@dataclass(frozen=True)
+class View:
+    """Edges of own vertices in one direction.
+
+    Args:
+        ids: Original ids of own rows, then of halo rows.
+        edge_index: Local ids; row 0 is read (own or halo), row 1 is own. In the order of the whole graph.
+        given: The same edges as a user's model is given them: row 0 is the graph's own row 0.
+        edge_ids: Position of each edge in the whole graph, ascending; view 0's lie where the partition has
+            them.
+        attributes: Edge attributes, in the order of ``edge_index``.
+        rows: Who supplies the rows that row 0 names.
+        across: View 1: who supplies what belongs to these edges, from rows of view 0's.
+        pick: View 1: where among those each edge is.
+
+    Shapes:
+        ``ids [n + H]``, ``edge_index [2, E]``, ``edge_ids [E]``, ``pick [E]``, attributes ``[E, ...]``.
+    """
+
+    ids: Tensor
+    edge_index: Tensor
+    given: Tensor
+    edge_ids: Tensor
+    rows: NeighborRows
+    attributes: dict[str, Tensor] = field(default_factory=dict)
+    across: NeighborRows | None = None
+    pick: Tensor | None = None
+
+
+def in_view(
+    part: Partition, channel: Carrier, device: torch.device, rows: NeighborRows | None = None
+) -> View:
+    """The in-edges of a part's own vertices, as the partition holds them; ``rows`` if others supply them."""
+    ids, send = torch.cat([part.own, part.halo]).to(device), part.send.to(device)
+    edge_index, own = part.edge_index.to(device), part.own.numel()
+    reads = torch.bincount(edge_index[0], minlength=ids.numel())[own:]
+    rows = rows or NeighborRows(
+        own, part.halo.numel(), send, part.send_counts, part.recv_counts, channel, ids, reads
+    )
+    return View(
+        ids=ids,
+        edge_index=edge_index,
+        given=edge_index,
+        edge_ids=part.edge_ids,
+        rows=rows,
+        attributes={name: value.to(device) for name, value in part.edges.items()},
+    )
+
+
+def out_view(view: View, channel: Carrier) -> View:
+    """The out-edges of own vertices, fetched from the ranks that hold them as in-edges. All ranks call it.
+
+    Cost:
+        Once: three ids and the attributes of each edge that is cut, and the ids of the new halo.
+    """
+    plan, own = view.rows, view.rows.own
+    counts = torch.tensor([own, *plan.recv_counts])
+    holder = torch.repeat_interleave(torch.tensor([channel.rank, *range(channel.size)]), counts)
+    to = holder.to(view.ids.device)[view.edge_index[0]]
+    places = order = torch.argsort(to, stable=True)
+    give = torch.bincount(to, minlength=channel.size).tolist()
+    take = _swap_counts(give, channel)
+
+    def send(values: Tensor) -> Tensor:
+        return channel.exchange(values[order], give, take, action="out-edges", kind="other")
+
+    ends = send(
+        torch.stack([*(view.ids[view.edge_index[k]] for k in (1, 0)), view.edge_ids.to(to.device)], dim=1)
+    )
+    attributes = {name: send(value) for name, value in view.attributes.items()}
+    read, owned, edge_ids = ends.t().contiguous().unbind(0)
+    mine = view.ids[:own]
+    target = torch.searchsorted(mine, owned)
+    order = torch.argsort(edge_ids)
+    read, target, edge_ids = read[order], target[order], edge_ids[order]
+    origin = torch.repeat_interleave(torch.arange(channel.size), torch.tensor(take)).to(read.device)[order]
+
+    # Halo rows by owner, then by id, as in a partition; the owners learn from us which rows they send.
+    away = origin != channel.rank
+    halo_key = torch.unique(torch.stack([origin[away], read[away]], dim=1), dim=0)
+    halo = halo_key[:, 1]
+    recv_counts = torch.bincount(halo_key[:, 0], minlength=channel.size).tolist()
+    send_counts = _swap_counts(recv_counts, channel)
+    asked = channel.exchange(halo.unsqueeze(1), recv_counts, send_counts, action="out-edges", kind="other")
+    source = torch.empty_like(read)
+    source[~away] = torch.searchsorted(mine, read[~away])
+    by_id = torch.argsort(halo)
+    source[away] = own + by_id[torch.searchsorted(halo[by_id], read[away])]
+    edge_index = torch.stack([source, target])
+    ids = torch.cat([mine, halo])
+    return View(
+        ids=ids,
+        edge_index=edge_index,
+        given=edge_index.flip(0),
+        edge_ids=edge_ids,
+        rows=NeighborRows(
+            own,
+            halo.numel(),
+            torch.searchsorted(mine, asked.squeeze(1)),
+            tuple(send_counts),
+            tuple(recv_counts),
+            channel,
+            ids,
+        ),
+        attributes={name: value[order] for name, value in attributes.items()},
+        across=(across := _across(places, give, take, channel)),
+        pick=_picked(places, give, take, across)[order],
+    )
+
+
+def _across(places: Tensor, give: list[int], take: list[int], channel: Carrier) -> NeighborRows:
+    """Who supplies rows of edges that others hold as in-edges.
+
+    Args:
+        places: The part's in-edges by the rank that holds their source.
+        give: How many of them go to each rank, this one too.
+        take: How many come from each.
+        channel: The way to the peers.
+    """
+    me = channel.rank
+    begin = sum(give[:me])
+    send = torch.cat([places[:begin], places[begin + give[me] :]])
+    gives = tuple(0 if peer == me else count for peer, count in enumerate(give))
+    takes = tuple(0 if peer == me else count for peer, count in enumerate(take))
+    return NeighborRows(places.numel(), sum(takes), send, gives, takes, channel)
+
+
+def _picked(places: Tensor, give: list[int], take: list[int], across: NeighborRows) -> Tensor:
+    """Where among own in-edges and those of others each edge is, in the order in which they came."""
+    me = across.channel.rank
+    begin, before = sum(give[:me]), sum(take[:me])
+    away = torch.arange(across.own, across.own + across.halo, device=places.device)
+    return torch.cat([away[:before], places[begin : begin + give[me]], away[before:]])
+
+
+def _swap_counts(give: list[int], channel: Carrier) -> list[int]:
+    """How many rows each peer sends me, from how many I send to each."""
+    ones = [1] * channel.size
+    counts = torch.tensor(give, dtype=torch.long).unsqueeze(1)
+    return [int(c) for c in channel.exchange(counts, ones, ones, action="counts", kind="other").squeeze(1)]
+
+
+def pair_ids(source: Tensor, target: Tensor) -> Tensor:
+    """Which of several edges with the same ends each one is: 0, 1, ... in their order.
+
+    Shapes:
+        ``source [E]``, ``target [E]`` -> ``[E]``.
+    """
+    if source.numel() == 0:
+        return torch.zeros_like(source)
+    order = torch.argsort(source, stable=True)
+    order = order[torch.argsort(target[order], stable=True)]
+    s, t = source[order], target[order]
+    first = torch.ones_like(s, dtype=torch.bool)
+    first[1:] = (s[1:] != s[:-1]) | (t[1:] != t[:-1])
+    place = torch.arange(s.numel(), device=s.device)
+    start = torch.cummax(torch.where(first, place, 0), dim=0).values
+    out = torch.empty_like(s)
+    out[order] = place - start
+    return out

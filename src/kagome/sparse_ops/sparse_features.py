@@ -1,0 +1,170 @@
+"""Thin: rows that last and are nearly all zeros, the words of a text, say, times a weight.
+
+Where it sits: ``intercept.deferral`` makes one of features that last, ``deferred.reduce`` one of a sum of
+such features over neighbours; ``dense.linear`` takes it in place of the rows. A sum is never computed: it
+would have ten or fifty times as many numbers that are not zero.
+
+::
+
+    x W^T       entries of x by row       each a number times a row of W^T, added
+    A x W^T     the same, then the edges  each a row of x W^T, own or another rank's, added
+    g^T A x     the edges by source, then entries of x by column
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kagome.kernels import ops
+from kagome.kernels.csr import LARGEST, Layout, Structure
+
+SHARE: Final = 1 / 16
+"""Of a product's numbers. With more entries oneDNN's product of all numbers is as fast: on one core with
+AVX-512 an entry costs 7 to 12 times what a number costs there."""
+LEAST: Final = 1 << 16
+"""Numbers of the rows from which it matters."""
+
+
+@dataclass(frozen=True, eq=False)
+class Thin:
+    """Rows, or weighted sums of rows over in-edges, by what in them is not zero.
+
+    Args:
+        by_row: Entries of the rows: a layout whose columns are those of the rows, ``edge`` a place in values.
+        by_column: The same, grouped by column.
+        values: Their numbers.
+        columns: How many columns the rows have.
+        edges: The edges over which the rows are summed; None for the rows themselves.
+        weight: One an edge.
+        scale: A factor a row of the sum.
+
+    Cost:
+        20 bytes an entry of float32.
+    """
+
+    by_row: Layout
+    by_column: Layout
+    values: Tensor
+    columns: int
+    edges: Structure | None = None
+    weight: Tensor | None = None
+    scale: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """All tensors but those of the edges, which others keep."""
+        for layout in (self.by_row, self.by_column):
+            yield from (layout.pointer, layout.middle, layout.column, layout.edge)
+        yield self.values
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The numbers' type."""
+        return self.values.dtype
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x W^T + b``.
+
+        Shapes:
+            weight ``[G, columns]``, bias ``[G]`` -> ``[n, G]``.
+
+        Cost:
+            A multiplication and an addition an entry, and an edge, and column of the result.
+        """
+        out: Tensor = _Linear.apply(weight, bias, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def times(self, right: Tensor) -> Tensor:
+        """``x R``.
+
+        Shapes:
+            ``[columns, G]`` -> ``[n, G]``.
+        """
+        out = ops.sum_rows(self.by_row, right.contiguous(), self.values)
+        return out if self.edges is None else self._summed(out)
+
+    def transposed_times(self, left: Tensor) -> Tensor:
+        """``x^T L``.
+
+        Shapes:
+            ``[n, G]`` -> ``[columns, G]``.
+        """
+        left = left.contiguous()
+        if self.edges is not None:
+            left = left if self.scale is None else left * self.scale.unsqueeze(1)
+            left = ops.sum_rows(self.edges.by_source, left, self.weight)
+        return ops.sum_rows(self.by_column, left, self.values, rows=slice(0, self.columns))
+
+    def whole(self) -> Tensor:
+        """The rows themselves.
+
+        Shapes:
+            ``[n, columns]``.
+        """
+        row = torch.repeat_interleave(self.by_row.pointer.diff())
+        out = self.values.new_zeros(self.by_row.rows, self.columns)
+        out[row, self.by_row.column.long()] = self.values[self.by_row.edge.long()]
+        return out if self.edges is None else self._summed(out)
+
+    def _summed(self, rows: Tensor) -> Tensor:
+        assert self.edges is not None
+        return ops.sum_rows(self.edges.by_target, rows, self.weight, self.scale)
+
+
+def thin_of(
+    rows: Tensor,
+    edges: Structure | None = None,
+    weight: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Thin | None:
+    """Rows that are nearly all zeros, by what is not; None where a product of all numbers is as fast.
+
+    Args:
+        rows: Those, or with edges all that these read.
+        edges: Over which to sum them.
+        weight: One an edge.
+        scale: A factor a row of the sum.
+
+    Shapes:
+        rows ``[n, F]``, or ``[whole, F]`` with edges; weight ``[E]``; scale ``[own]``.
+
+    Cost:
+        A pass over the rows.
+    """
+    if any(t is not None and (t.dtype != rows.dtype or t.dim() != 1) for t in (weight, scale)):
+        return None
+    if not is_thin(rows, edges):
+        return None
+    row, column = rows.nonzero(as_tuple=True)
+    found = Structure(column, row, rows.size(0), max(rows.shape))
+    values = rows[row, column]
+    return Thin(found.by_target, found.by_source, values, rows.size(1), edges, weight, scale)
+
+
+def is_thin(rows: Tensor, edges: Structure | None = None) -> bool:
+    """Whether a product of what is not zero is faster than one of all numbers: see :func:`thin_of`."""
+    if rows.device.type != "cpu" or rows.dtype not in ops.LOOPED or rows.dim() != 2:
+        return False
+    numbers = (rows.size(0) if edges is None else edges.own) * rows.size(1)
+    if numbers < LEAST or max(rows.shape) > LARGEST:
+        return False
+    entries = int(rows.count_nonzero()) + (0 if edges is None else edges.edges)
+    return entries <= min(SHARE * numbers, LARGEST)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Thin) -> Tensor:
+        ctx.x = x
+        out = x.times(weight.t())
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        g = grads[0]
+        g_weight = ctx.x.transposed_times(g).t() if ctx.needs_input_grad[0] else None
+        return g_weight, g.sum(0) if ctx.needs_input_grad[1] else None, None

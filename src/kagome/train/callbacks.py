@@ -1,0 +1,154 @@
+"""Callbacks: a user's objects, told of each epoch, each checkpoint, and the start and end of training.
+
+Where it sits: ``trainer`` tells them; what one of them raises ends all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from kagome.comm.channel import Channel
+from kagome.errors import CallbackError, ConfigError
+from kagome.train.rank_agreement import Marks, refuse_unlike
+
+EVENTS: Final = ("on_fit_start", "on_epoch_end", "on_checkpoint", "on_fit_end")
+"""The methods that a callback may have."""
+
+
+class Callbacks:
+    """The callbacks of a run.
+
+    A callback runs on rank 0 alone, unless its attribute ``all_ranks`` is true. All ranks learn of what it
+    raised before they go on. Where one hears of each epoch, a pipeline gives every rank the weights of all
+    stages first, so that it reads the model as it is.
+
+    Args:
+        given: Objects with some of the methods in :data:`EVENTS`.
+        world: All ranks.
+        marks: Of the model, and of what trains it.
+
+    Raises:
+        ConfigError: If one has none of the methods, or one of another name that begins with ``on_``.
+    """
+
+    def __init__(self, given: Sequence[object], world: Channel, marks: Marks) -> None:
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise ConfigError("callbacks=... takes a list of objects", f"it was given {type(given).__name__}")
+        for callback in given:
+            _refuse_other(callback)
+        self._world, self._marks = world, marks
+        self._mine = [each for each in given if world.rank == 0 or _everywhere(each)]
+        found: Any = world.gather_objects([_events(each) for each in self._mine], "callbacks")
+        self._heard = {event for events in found for names in events for event in names}
+        self._shared = world.size > 1 and len(found[-1]) > 0  # some run on every rank
+        self._running: object | None = None
+
+    def hear(self, event: str) -> bool:
+        """Whether any callback on any rank has a method."""
+        return event in self._heard
+
+    def tell(self, event: str, argument: object) -> bool:
+        """Call one method of all callbacks, in order. All ranks call it.
+
+        Args:
+            event: One of :data:`EVENTS`.
+            argument: What the method is given.
+
+        Returns:
+            Whether one of them changed the model: weights, or numbers of its modules.
+
+        Raises:
+            Exception: What a callback raised, on its own rank.
+            CallbackError: On the other ranks; on all where one changed the model, the optimizer or the
+                scheduler on rank 0 alone.
+            ConfigError: If one changed the optimizer or the scheduler in another way on another rank.
+
+        Cost:
+            A few bytes from each rank; nothing where no callback has the method.
+        """
+        if not self.hear(event):
+            return False
+        raised, fault, changed, rules = None, None, False, None
+        for callback in self._mine:
+            method = getattr(callback, event, None)
+            if method is None:
+                continue
+            alone = self._world.size > 1 and not _everywhere(callback)
+            before, name = self._marks.now(alone=alone), f"{type(callback).__name__}.{event}"
+            try:
+                with self._runs(callback):
+                    method(argument)
+            except Exception as error:  # whatever it is, the other ranks must not wait for this one
+                error.add_note(f"raised in callback {name} on rank {self._world.rank}")
+                raised, fault = error, (name, f"it raised {type(error).__name__}: {error}", "")
+                break
+            after = self._marks.now(alone=alone)
+            moved = [thing for thing, marked in after.items() if marked != before[thing]]
+            changed |= "model" in moved
+            if moved and alone:
+                hint = f"all_ranks = True in {type(callback).__name__}, so that every rank runs it"
+                fault = name, f"it changed the {moved[0]}, which all ranks share", hint
+                break
+        if self._shared:
+            rules = self._marks.facts()
+        faults: Any = self._world.gather_objects((fault, changed, rules), f"callbacks: {event}")
+        if raised is not None:
+            raise raised
+        for rank, (found, *_) in enumerate(faults):
+            if found is not None:
+                what, text, hint = found
+                raise CallbackError(
+                    f"callback {what} was to leave the run as it is",
+                    f"{text}",
+                    where=f"rank {rank}",
+                    hint=hint,
+                )
+        if self._shared:
+            refuse_unlike([theirs for *_, theirs in faults])
+        return any(moved for _, moved, _ in faults)
+
+    def refuse_alone(self, what: str) -> None:
+        """Refuse a call of all ranks from a callback that runs on one.
+
+        Raises:
+            CallbackError: If such a callback runs now.
+        """
+        if self._running is None or self._world.size == 1 or _everywhere(self._running):
+            return
+        raise CallbackError(
+            f"all ranks call {what} together",
+            f"callback {type(self._running).__name__} calls it on rank 0 alone",
+            hint=f"all_ranks = True in {type(self._running).__name__}",
+        )
+
+    @contextmanager
+    def _runs(self, callback: object) -> Iterator[None]:
+        self._running = callback
+        try:
+            yield
+        finally:
+            self._running = None
+
+
+def _everywhere(callback: object) -> bool:
+    return bool(getattr(callback, "all_ranks", False))
+
+
+def _events(callback: object) -> list[str]:
+    return [event for event in EVENTS if callable(getattr(callback, event, None))]
+
+
+def _refuse_other(callback: object) -> None:
+    name, known = type(callback).__name__, ", ".join(EVENTS)
+    if isinstance(callback, type):
+        raise ConfigError(
+            "callbacks=[...] takes objects",
+            f"it was given the class {callback.__name__}",
+            hint=f"{callback.__name__}()",
+        )
+    others = sorted(n for n in dir(callback) if n.startswith("on_") and n not in EVENTS)
+    if others or not _events(callback):
+        found = f"it has {others[0]}" if others else "it has none of them"
+        raise ConfigError(f"a callback has some of {known}", found, where=f"callback {name}")

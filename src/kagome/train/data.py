@@ -1,0 +1,310 @@
+"""Source: how each rank comes by its part - from a graph in memory, a saved partition, or settings.
+
+Where it sits: the first step of ``trainer``. From settings, one process of each host loads the whole graph,
+cuts it, writes the parts and ends (``host_parts``), so that no rank ever holds more than its own; where the
+user's cache has the parts, not even that.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch_geometric.data import Data
+
+from kagome import config
+from kagome.comm.channel import Channel
+from kagome.comm.mesh import Mesh
+from kagome.errors import DataError, KagomeError, PartitionError
+from kagome.graph.datasets.load import load_data
+from kagome.graph.partition import cache, store
+from kagome.graph.partition.choice import choose, is_auto
+from kagome.graph.partition.partition import Partition, extract, fingerprint
+from kagome.graph.partition.store import Meta
+from kagome.graph.prepare import owners, prepare
+from kagome.graph.structure.validate import validate
+from kagome.launch.host_memory import available_bytes
+from kagome.train.host_parts import Look, Offer, Parts
+
+__all__ = [
+    "degree_histogram",
+    "for_all_stages",
+    "for_model",
+    "from_data",
+    "from_folder",
+    "from_settings",
+    "prepare",
+]
+
+
+def for_all_stages(
+    take: Callable[[Channel], tuple[Partition, Meta]], mesh: Mesh, chunks: int | None = None
+) -> tuple[Partition, Meta]:
+    """The part of this rank; the first stage's ranks take theirs and give them to the other stages.
+
+    Args:
+        take: Takes it.
+        mesh: All ranks.
+        chunks: Of each part.
+
+    Raises:
+        KagomeError: What taking raised, on every rank.
+
+    Cost:
+        A part to each other stage's rank.
+    """
+    if mesh.pipe.size == 1:
+        own, meta = take(mesh.graph)
+        return (uncut(own) if mesh.world.size == (chunks or 1) == 1 else own), meta
+    found: object = None
+    if mesh.stage == 0:
+        try:
+            found = take(mesh.graph)
+        except KagomeError as error:
+            found = error
+    if isinstance(found, tuple):
+        found = replace(found[0], unclear={}), found[1]
+    found = mesh.pipe.gather_objects(found, "the part, for all stages", [Partition, Meta])[0]
+    if isinstance(found, KagomeError):
+        raise found
+    part: tuple[Partition, Meta] = found  # type: ignore[assignment]
+    return part
+
+
+def uncut(part: Partition) -> Partition:
+    """One part as one rank takes it that cuts nothing: what is unclear goes to forward as it is."""
+    refused = {name: why for name, why in part.refused.items() if name not in part.unclear}
+    return replace(part, shared={**part.shared, **part.unclear}, refused=refused, unclear={})
+
+
+def from_data(
+    data: object, channel: Channel, *, method: str, seed: int, split: int = 0, reuse: bool = False
+) -> tuple[Partition, Meta]:
+    """The part of this rank, of a graph that every rank has in memory.
+
+    Args:
+        data: A PyG ``Data``; every rank gives the same.
+        channel: The graph group; rank 0 cuts and tells the others.
+        method: The partitioner's name, or ``auto``.
+        seed: Its seed.
+        split: Which of several masks.
+        reuse: Take the owners of vertices from the user's cache, and keep them there.
+
+    Raises:
+        DataError: If the data has a fault.
+
+    Cost:
+        One number a vertex to each rank.
+    """
+    clean, notes = validate(data, split=split)
+    return _from_clean(clean, notes, channel, method, seed, reuse)
+
+
+def _from_clean(
+    clean: Data, notes: Sequence[str], channel: Channel, method: str, seed: int, reuse: bool
+) -> tuple[Partition, Meta]:
+    count = int(clean.num_nodes or 0)
+    available = None
+    if is_auto(method) and channel.size > 1:  # what rank 0, which cuts, has left
+        available = channel.gather_objects(available_bytes(), "ask for rank 0's memory")[0]
+    assert isinstance(available, int | None)
+    method, said = choose(method, clean.edge_index, count, channel.size, available)
+    mark = fingerprint(clean, method, seed, channel.size)
+    # Before anything whose size depends on the graph: gloo ends the process where sizes differ.
+    marks = channel.gather_objects(mark, "compare the ranks' data")
+    if len(set(marks)) > 1:
+        raise PartitionError(
+            "every rank gives the same graph",
+            f"rank {channel.rank}'s differs from another's: fingerprints "
+            f"{', '.join(sorted(set(map(str, marks))))}",
+            hint="seed whatever makes the data, or load it from one file",
+        )
+    owner = torch.zeros(count, dtype=torch.int64, device=channel.device)
+    entry = None
+    if channel.rank == 0:
+        found, entry = owners(
+            clean, mark, method=method, seed=seed, parts=channel.size, kept=cache.opened(reuse)
+        )
+        owner = found.to(channel.device)
+    owner = channel.broadcast(owner, 0, action="broadcast of the partition").cpu()
+    if entry is not None:
+        said = (*said, cache.reused(entry))
+    meta, readers = store.measure(
+        clean, owner, channel.size, fingerprint=mark, method=method, seed=seed, notes=(*notes, *said)
+    )
+    return extract(clean, owner, channel.rank, channel.size, fingerprint=mark, readers=readers), meta
+
+
+def from_folder(folder: str | Path, channel: Channel) -> tuple[Partition, Meta]:
+    """The part of this rank, of a saved partition; no other is read.
+
+    Raises:
+        PartitionError: If the folder has another number of parts than there are ranks, or is damaged.
+    """
+    meta = store.load_meta(folder)
+    if meta.num_parts != channel.size:
+        raise PartitionError(
+            f"{channel.size} ranks need a partition of {channel.size} parts",
+            f"{folder} holds {meta.num_parts}",
+            hint=f"start {meta.num_parts} ranks, or kagome partition --parts {channel.size}",
+        )
+    found: Partition | KagomeError
+    try:
+        found = store.load_part(folder, channel.rank)
+        mine: object = found.fingerprint, found.send_counts, found.recv_counts
+    except KagomeError as error:
+        found = mine = error
+    told = channel.gather_objects(mine, "compare the ranks' parts")
+    for each in (found, *told):
+        if isinstance(each, KagomeError):
+            raise each
+    assert isinstance(found, Partition)
+    facts = cast("list[tuple[str, tuple[int, ...], tuple[int, ...]]]", told)
+    marks = [mark for mark, *_ in facts]
+    if len(set(marks)) > 1:
+        raise PartitionError(
+            "all ranks read parts of one cut", f"they read parts of {len(set(marks))}: {marks}"
+        )
+    _refuse_unlike_lists(found, facts, channel, folder)
+    return found, meta
+
+
+def _refuse_unlike_lists(
+    part: Partition,
+    facts: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]],
+    channel: Channel,
+    folder: str | Path,
+) -> None:
+    """Refuse parts that do not send each other the rows that they expect. All ranks call it.
+
+    Cost:
+        8 bytes a halo row.
+    """
+    sends = torch.tensor([send for _, send, _ in facts]).view(channel.size, -1)
+    expects = torch.tensor([recv for *_, recv in facts]).view(channel.size, -1)
+    unlike = (sends != expects.t()).nonzero().tolist()
+    if not unlike:
+        ids = part.own[part.send].to(channel.device)
+        came = channel.exchange(ids, part.send_counts, part.recv_counts, action="compare the ranks' halos")
+        differs = not torch.equal(came.cpu(), part.halo)
+        ranks = channel.gather_objects(differs, "compare the ranks' halos")
+        unlike = [[rank] for rank, each in enumerate(ranks) if each]
+    if unlike:
+        raise PartitionError(
+            f"the parts in {folder} send each other the rows that they expect",
+            f"part {unlike[0][-1]} expects others",
+            hint="make them again with kagome partition",
+        )
+
+
+def from_settings(
+    settings: config.Data, channel: Channel, *, method: str, seed: int, reuse: bool = False
+) -> tuple[Partition, Meta]:
+    """The part of this rank, of a graph named by settings; see the head of this file.
+
+    Args:
+        settings: The graph.
+        channel: The graph group.
+        method: The partitioner's name, or ``auto``.
+        seed: Its seed.
+        reuse: Take the parts from the user's cache if nothing that decides them has changed; keep them there.
+
+    Raises:
+        KagomeError: What loading or cutting raised, on every rank.
+
+    Cost:
+        One more process a host while the graph is loaded and cut, none where the parts are reused; the parts
+        on its disk until all have read, or in the cache.
+    """
+    if settings.partition is not None:
+        part, meta = from_folder(settings.partition, channel)
+        return part, replace(meta, notes=(*meta.notes, *_unheeded(settings)))
+    if channel.size == 1:
+        data = load_data(settings)
+        return _from_clean(data, data.notes, channel, method, seed, reuse)
+    host = socket.gethostname()
+    hosts = channel.gather_objects(host, "find the hosts")
+    first = hosts.index(host) == channel.rank
+    with ExitStack() as stack:
+        source = Parts(settings, method, seed, channel.size, cache.opened(reuse)) if first else None
+        # All hosts cut alike: with the least memory of any, and by the partitioner that one has parts of.
+        facts = channel.gather_objects(source and source.look(), "look for kept parts", [Look])
+        seen = [fact for fact in facts if isinstance(fact, Look)]
+        made = source and source.make(stack, seen)
+        offers = channel.gather_objects(made, "load and cut the graph", [Offer])
+        for offer in offers:
+            if isinstance(offer, Offer) and offer.error is not None:
+                raise offer.error
+        place = offers[hosts.index(host)]
+        assert isinstance(place, Offer)
+        try:
+            part, meta = from_folder(place.folder, channel)
+        except PartitionError as error:
+            if source is None or not source.forget(place):
+                raise
+            hint = "start again: what was kept is thrown away, and the graph is cut anew"
+            raise PartitionError(error.asked, error.found, where=error.where, hint=hint) from None
+        channel.barrier("all parts are read")
+        if source is not None:
+            source.end()
+    return part, replace(meta, notes=(*meta.notes, *place.said))
+
+
+def for_model(name: str, part: Partition, meta: Meta) -> tuple[Partition, Meta]:
+    """A part as a named model takes it: the zoo's take rows of float32, a user's takes what is there.
+
+    Args:
+        name: ``model.name``.
+        part: As the data has it.
+        meta: Its facts.
+    """
+    if name.startswith("python:"):
+        return part, meta
+    x, turned = part.nodes.get("x"), []
+    if x is None or x.dim() > 2 or x.is_complex() or 0 in x.shape[1:]:
+        found = "the data has none" if x is None else f"it is {[meta.num_nodes, *x.shape[1:]]}"
+        raise DataError(f"the model {name} takes real features x [N, F]", found, where="data.x")
+
+    def floats(attribute: str, value: torch.Tensor) -> torch.Tensor:
+        rows = value.unsqueeze(1) if attribute == "x" and value.dim() == 1 else value
+        if rows.dtype == torch.float32 or rows.is_complex():
+            return rows
+        turned.append(f"data.{attribute} is {str(rows.dtype).removeprefix('torch.')}")
+        return rows.float()
+
+    nodes = {k: floats(k, v) if k == "x" else v for k, v in part.nodes.items()}
+    kinds = ("edge_weight", "edge_attr")
+    edges = {k: floats(k, v) if k in kinds else v for k, v in part.edges.items()}
+    part = replace(part, nodes=nodes, edges=edges)
+    if not turned:
+        return part, meta
+    said = f"{', '.join(turned)}: {name} computes in float32"
+    return part, replace(meta, notes=(*meta.notes, said))
+
+
+def _unheeded(settings: config.Data) -> tuple[str, ...]:
+    """What was asked of the data that a saved partition has long decided."""
+    plain = config.Data()
+    names = [f.name for f in fields(plain) if f.name not in ("partition", "root")]
+    asked = [f"data.{name}" for name in names if getattr(settings, name) != getattr(plain, name)]
+    if not asked:
+        return ()
+    return (f"the graph is as {settings.partition} has it: {', '.join(asked)} had their say when it was cut",)
+
+
+def degree_histogram(part: Partition, channel: Channel) -> torch.Tensor:
+    """How many vertices of the whole graph have 0, 1, 2, ... in-edges (PNA asks for it).
+
+    Shapes:
+        ``[largest in-degree + 1]``, int64.
+    """
+    degree = torch.bincount(part.edge_index[1], minlength=part.own.numel())
+    top = degree.max() if degree.numel() else torch.zeros((), dtype=torch.int64)
+    most = int(channel.all_reduce(top.to(channel.device), "max", action="largest degree", kind="other"))
+    local = torch.bincount(degree, minlength=most + 1).to(channel.device)
+    return channel.all_reduce(local, action="degrees", kind="other").cpu()

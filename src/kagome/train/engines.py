@@ -1,0 +1,81 @@
+"""Engines: which one runs a rank - the whole model on its part at once, or stages and chunks.
+
+Where it sits: ``trainer`` asks for one; both have the same face.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from kagome import config
+from kagome.comm.mesh import Mesh
+from kagome.components.engine import Phases, Runner
+from kagome.errors import ConfigError
+from kagome.graph.partition.partition import Partition
+from kagome.objective.optimizers import Aim
+from kagome.pipeline.chunk_engine import Pipeline
+from kagome.train.graph_engine import Engine
+
+
+def engine_for(
+    model: nn.Module, part: Partition, mesh: Mesh, *, settings: config.Run, aim: Aim, phases: Phases
+) -> Runner:
+    """The engine that a mesh and its chunks need.
+
+    Raises:
+        ConfigError: If settings clash.
+        ModelError: If the model cannot be run so.
+    """
+    parallel = settings.parallel.fit(mesh.size)
+    refuse_slices_by_pyg(settings, mesh.device)
+    if settings.model.recompute and parallel.activations in ("host", "disk"):
+        raise ConfigError(
+            f"parallel.activations={parallel.activations!r} moves what layers save for backward",
+            "model.recompute=True lets them save nothing",
+            hint="one of the two",
+        )
+    if parallel.pipe == 1 and parallel.chunks == 1:
+        return Engine(
+            model,
+            part,
+            mesh.graph,
+            weights=mesh.weights,
+            parallel=parallel,
+            settings=settings.train,
+            aim=aim,
+            phases=phases,
+            fast=settings.model.fast,
+            recompute=settings.model.recompute,
+        )
+    if settings.model.recompute:
+        raise ConfigError(
+            "model.recompute runs each layer again in backward",
+            f"with pipe={parallel.pipe}, chunks={parallel.chunks} a layer's rows have gone on by then",
+            hint="leave --model.recompute out, or --parallel.graph alone",
+        )
+    return Pipeline(
+        model,
+        part,
+        mesh,
+        parallel=parallel,
+        settings=settings.train,
+        aim=aim,
+        phases=phases,
+        fast=settings.model.fast,
+    )
+
+
+def refuse_slices_by_pyg(settings: config.Run, device: torch.device) -> None:
+    """Feature slices are sums by kernels; where PyG's own gather and scatter run there would be none.
+
+    Raises:
+        ConfigError: If features are to be sliced there.
+    """
+    tensor, bare = settings.parallel.tensor, settings.train.amp == "bf16" and device.type == "cpu"
+    if tensor > 1 and (bare or not settings.model.fast):
+        raise ConfigError(
+            f"tensor={tensor} sums columns by kernels",
+            "train.amp='bf16' has none on a CPU" if bare else "model.fast=False leaves them out",
+            hint="leave it out, or graph instead of tensor",
+        )

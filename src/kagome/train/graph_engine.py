@@ -1,0 +1,467 @@
+"""Engine: one rank's model on its part: an epoch of training, an evaluation. All layers are here.
+
+Where it sits: ``trainer`` tells it which epoch to train or to evaluate; it enters ``intercept.interceptor``
+around each forward and sums gradients over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from kagome.adaptive.gradient_probe import agreement, products
+from kagome.adaptive.precision import EXACT, Ladder, LateProbe, Rung
+from kagome.adaptive.report import Tally
+from kagome.checkpoint.epoch_state import Carried, Layout, Told, said_of
+from kagome.comm.channel import Channel
+from kagome.components.attached import Installed, while_installed
+from kagome.components.engine import Phases, without_fast
+from kagome.components.forward_reuse import Ahead, Forward
+from kagome.components.gradients import Gradients
+from kagome.components.model_setup import refused_input
+from kagome.components.offload import Offload
+from kagome.components.rank_zero import by_all
+from kagome.components.task import check_finite, check_rows, draws_of, in_float32, rows_of
+from kagome.config import Parallel, Train
+from kagome.deferred.lazy_tensor import EscapeError
+from kagome.errors import KagomeError, ModelError
+from kagome.feature_parallel.tiled_reduce import Bound
+from kagome.graph.partition.partition import Partition
+from kagome.halo.compressed_exchange import Crossing
+from kagome.halo.resumed_rows import NOTHING
+from kagome.intercept.hooks import install
+from kagome.intercept.interceptor import Interception
+from kagome.launch.os_errors import in_words
+from kagome.memory.tensor_bytes import Saved, measure
+from kagome.model.buffers import Buffers
+from kagome.model.exact.handlers import HANDLERS
+from kagome.model.exact.layer_rules import apply_rules
+from kagome.model.forward_call import Calling, failed
+from kagome.objective.kept_rows import RefusesKept
+from kagome.objective.loss_weights import Weighed
+from kagome.objective.optimizers import Aim, step_optimizer
+from kagome.recompute.checkpoint import recompute
+from kagome.records.memory import Holdings
+from kagome.user_frame import raised_at
+
+
+class Engine:
+    """One rank's model on its part.
+
+    Args:
+        model: The user's module, already on the device, the same weights on all ranks.
+        part: This rank's part.
+        channel: The way to the other parts.
+        weights: The way of gradients.
+        parallel: What crosses, and how late.
+        settings: Seed, clipping, mixed precision.
+        aim: The loss and the metric.
+        phases: Where the time of each phase goes.
+        fast: Whether messages are put off and reduced by kernels.
+        recompute: Whether each layer keeps its inputs only, and runs again in backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        part: Partition,
+        channel: Channel,
+        *,
+        weights: Channel,
+        parallel: Parallel,
+        settings: Train,
+        aim: Aim,
+        phases: Phases,
+        fast: bool = True,
+        recompute: bool = False,
+    ) -> None:
+        self.model, self.channel, self.settings, self.phases = model, channel, settings, phases
+        self.aim, self.objective = aim, aim.objective
+        self.crossing = Crossing(channel, parallel, settings.seed, late=channel.patient)
+        self.scope = Interception(
+            part,
+            self.crossing,
+            device=channel.device,
+            seed=settings.seed,
+            handlers=HANDLERS,
+            fast=fast,
+            tensor=parallel.tensor,
+            sums_only=parallel.halo_sample < 1,
+        )
+        if parallel.memory_gib is not None:
+            self.scope.bound = Bound(int(parallel.memory_gib * 2**30), channel.device)
+        # Layers that run again save next to nothing.
+        moved = replace(parallel, activations="device") if recompute else parallel
+        self.offload = Offload(moved, channel.device, self.scope.lasting)
+        self._notes: list[str] = []
+        if fast and settings.amp == "bf16" and channel.device.type == "cpu":
+            self._notes.append(
+                "bf16 has no compiled kernels on a CPU: messages are computed edge by edge, in more time and "
+                "memory than float32 takes with them."
+            )
+        self.recompute = recompute
+        self._calling = Calling.of(model, set(self.scope.inputs))
+        self.installed = Installed(self._put_on, channel.tell)
+        inputs = self.scope.inputs
+        self.train_rows = part.nodes["train_mask"].nonzero().view(-1).to(channel.device)
+        self.target = self.objective.target(inputs, self.train_rows)
+        self._weighed = Weighed(self.objective, channel)
+        self._weighed.settle(self.target, None)
+        self.layout = Layout.of(parallel, part.fingerprint, part.own, part=channel.rank)
+        learning = [p for p in model.parameters() if p.requires_grad]
+        self.gradients = Gradients(learning, weights, codec=parallel.codec_weights)
+        self._watched = parallel if channel.size > 1 else Parallel()
+        self.ladder = Ladder(self._watched)
+        self.tally = Tally(channel, self.crossing, self.gradients)
+        self.ahead = Ahead(model)
+        if not self.crossing.exact:
+            self.ahead.allowed = False  # what training computes is not what evaluation would
+        self._checked = False
+        self.saved: Mapping[str, int] | None = None
+        assert "edge_index" in inputs
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """What the model is given of own rows and edges."""
+        return self.scope.inputs
+
+    @property
+    def fast(self) -> bool:
+        """Whether messages are put off and reduced by kernels; a forward that cannot be turns it off."""
+        return self.scope.fast
+
+    def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Holdings:
+        """What this rank holds, and what the first forward kept."""
+        beside = [self.train_rows]
+        return measure(self.scope, self.model, optimizer, self.saved, best=best, beside=beside)
+
+    def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Give this rank's model, or a copy of its weights, those of all stages: it has them."""
+
+    @contextmanager
+    def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """Weights, the optimizer's state and the best weights whole, for a block: they are."""
+        yield
+
+    def carried(self, epoch: int) -> Carried:
+        """What the epoch after this one may read of it, and what the ladder knows."""
+        return Carried.of(
+            self.layout, {"ladder": self.ladder.state_dict()}, self.crossing.known.carried(epoch)
+        )
+
+    def resumed(self, optimizer: Optimizer, told: Told) -> str:
+        """Weights and the optimizer's state were read from a checkpoint. All ranks call it.
+
+        Returns:
+            How it goes on with late rows.
+        """
+        self.ladder = Ladder(self._watched, told.guards.get("ladder"))
+        recall = told.recall(self.layout, self.channel, self.channel.device)
+        self.crossing.forget(recall or NOTHING)
+        return said_of(recall, late=self.crossing.late)
+
+    def goes(self, way: Literal["fast", "plain", "aside"]) -> None:
+        """How one rank with the whole graph runs the model: see ``check.way_alone``."""
+        self.scope.fast = self.scope.fast and way == "fast"
+        self.scope.aside = way == "aside"
+
+    @contextmanager
+    def _put_on(self) -> Iterator[None]:
+        if self.scope.aside:
+            yield
+            return
+        with ExitStack() as undo:
+            undo.callback(apply_rules(self.model, self.scope))  # refuses before it touches the model
+            undo.callback(install(self.model, self.scope))
+            if self.recompute:
+                undo.callback(recompute(self.model, self.scope))
+            yield
+
+    def _call(self) -> Any:
+        try:
+            return self._calling.call(self.model, self.scope.inputs)
+        except KagomeError:
+            raise
+        except Exception as error:
+            if _transformed(error) and not _of_hooks(error):
+                raise self._untransformed(error) from error
+            found = refused_input(self.model, self.scope.part, self._calling.wants(self.inputs), error)
+            if found is error and self._checked:
+                raise  # it has run once: a fault of its own, with its traceback
+            if found is error and self.channel.size == 1:
+                raise in_words(error) or failed(error) from error
+            raise (self._unlike_whole(error) if found is error else found) from error
+
+    def _unlike_whole(self, error: Exception) -> ModelError:
+        """The error for what a part cannot run."""
+        words = (str(error).strip().splitlines() or [""])[0]
+        return ModelError(
+            "forward and backward run on a part of the graph as they do on the whole",
+            f"on a part {type(error).__name__} was raised: {words[:300]}",
+            where="; ".join(filter(None, (self.scope.fault, raised_at(error)))),
+            hint="train on one rank, which runs what plain PyTorch Geometric runs",
+        )
+
+    def _untransformed(self, error: Exception) -> ModelError:
+        """The error for a transform of ``torch.func`` that meets code it cannot go through."""
+        kind = EscapeError if self.scope.fast else ModelError
+        return kind(
+            "derivatives inside forward are taken by torch.autograd.grad",
+            f"torch.func (grad, vjp, jacrev, vmap) goes through a layer: {str(error).splitlines()[0][:200]}",
+            hint="torch.autograd.grad(..., create_graph=True)",
+        )
+
+    @while_installed
+    def forward(self, epoch: int, *, training: bool) -> Any:
+        """Scores of own rows.
+
+        Shapes:
+            ``[n, C]``, or a nest of such.
+
+        Raises:
+            ModelError: If the output has not a row a vertex.
+        """
+        self.model.train(training)
+        amp = self.settings.amp == "bf16"
+        cast = torch.autocast(self.channel.device.type, torch.bfloat16) if amp else nullcontext()
+        checked = not self._checked
+        # A forward that is given up half way has moved some of them.
+        buffers = Buffers(self.model) if training and checked and self.fast else None
+        before = None if buffers is None else (buffers.now(), buffers.copies())
+        try:
+            with self.scope.running(epoch, training=training, checked=checked), cast:
+                out = self._call()
+        except EscapeError as error:
+            # All ranks run the same code: they all come here, at the same call.
+            self.scope.fast = False
+            if buffers is not None and before is not None:
+                buffers.restore(*before)
+            self._notes.append(without_fast(error.found, slices=self.scope.slices))
+            error.__traceback__ = None  # it would keep all tensors of this forward
+            with self.scope.running(epoch, training=training, checked=checked), cast:
+                out = self._call()
+        beside: Literal["any", "numbers"] = "any" if self.channel.size == 1 else "numbers"
+        rows = check_rows(out, self.scope.own, self.channel.rank, beside=beside)
+        if not isinstance(rows, Tensor):
+            self.ahead.allowed = False
+        return in_float32(rows) if amp else rows
+
+    @while_installed
+    def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:
+        """One weight update: forward, loss, backward, the sum of gradients, clipping, step.
+
+        Args:
+            epoch: Counted from 1.
+            optimizer: Over the model's parameters.
+            stop: Whether this rank was asked to stop.
+
+        Returns:
+            The mean loss over all training vertices before the update; whether any rank was asked to stop.
+
+        Raises:
+            ModelError: If the loss is not finite on some rank.
+            ConfigError: If the loss averages over rows by itself.
+        """
+        optimizer.zero_grad(set_to_none=True)
+        value, stops = self._probed(epoch, stop) if self.ladder.probes() else self._gradient(epoch, stop)
+        self._say(self.ladder.done(epoch))
+        check_finite(value, epoch)
+        with self.phases.phase("optimizer", epoch):
+            if self.settings.clip is not None:
+                nn.utils.clip_grad_norm_(self.gradients.parameters, self.settings.clip)
+            step_optimizer(optimizer)
+        return value, stops > 0
+
+    def _probed(self, epoch: int, stop: bool) -> tuple[float, float]:
+        """The exact gradient, after that of rows that cross as they would have."""
+        rung = self.ladder.rung
+        with Buffers(self.model).unmoved(), self.objective.tried():
+            self._gradient(epoch, stop, rung, asks=True)
+        guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
+        with self.tally.aside():
+            found = self._gradient(epoch, stop, EXACT)
+        squares = products(zip(self.gradients.parameters, guess, strict=True)).tolist()
+        self._say(self.ladder.see(LateProbe(epoch, rung, *agreement(*squares))))
+        return found
+
+    def _say(self, said: str) -> None:
+        if said:
+            self._notes.append(said)
+
+    def _gradient(
+        self, epoch: int, stop: bool, rung: Rung | None = None, *, asks: bool = False
+    ) -> tuple[float, float]:
+        """Forward, backward and the sum of gradients: the loss, and how many ranks were asked to stop."""
+        rung = rung or self.ladder.rung
+        ways = {"waits": rung.waits, "chooses": rung.chooses, "asks": asks}
+        compares = self.ahead.asks
+        with (
+            draws_of(self.settings.seed, epoch),
+            self.crossing.using(rung.codec, rung.codec_backward, **ways),
+        ):
+            forward = self.ahead.take(epoch) or self._train_forward(epoch, watched=compares)
+            with self.phases.phase("forward", epoch):
+                out = forward.out
+                rows = self.train_rows
+                shown = rows_of(out, rows, self.scope.own)
+                if not self._checked:
+                    self._refuse_own_numbers(out)
+                    by_all(self.channel, lambda: self._check(shown, out), "check loss and metric")
+                    self._weighed.settle(self.target, shown)
+                lost = None
+                if rows.numel():
+                    lost = self._weighed.mean(*self.objective.lost(shown, self.target))
+                    self._weighed.done()
+            # The loss, a wish to stop, and a doubt travel with the gradients.
+            notes = (
+                0.0 if lost is None else lost.detach(),
+                float(stop),
+                float(compares and self.ahead.differs(forward)),
+                *self.crossing.drifts,
+            )
+            with (
+                self.phases.phase("backward", epoch),
+                self.gradients.during(notes, f"sum of gradients, epoch {epoch}"),
+            ):
+                # [Note: token] in neighbors.rows: it makes backward visit every site on every rank.
+                whole = forward.token if lost is None else lost + forward.token.to(lost.dtype)
+                if whole.requires_grad:
+                    self._backward(whole)
+        self._checked = True
+        with self.phases.phase("weights", epoch):
+            value, stops, doubts, *drift = self.gradients.finish()
+            self.gradients.tell_hooks()
+        self.crossing.moved(drift, epoch)
+        if compares:
+            self.ahead.allowed = not doubts
+        return value, stops
+
+    def _backward(self, whole: Tensor) -> None:
+        try:
+            whole.backward()
+        except RuntimeError as error:
+            if self.channel.size == 1 or self._checked or "second time" not in str(error):
+                raise
+            raise self._unlike_whole(error) from error
+
+    def _check(self, shown: Any, out: Any) -> None:
+        with self._without_kept():
+            self.objective.check(shown, self.target, trains=True)
+        self.aim.metric.check(out)
+
+    def _refuse_own_numbers(self, out: Any) -> None:
+        """Numbers that forward returns beside rows are the whole graph's. All ranks call it."""
+        mine = [leaf.item() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.dim() == 0]
+        found = self.channel.gather_objects(mine, "numbers beside the scores")
+        if any(each != found[0] for each in found):
+            raise ModelError(
+                "what forward returns beside rows is the same on all ranks",
+                f"a number that it gives differs: {found}",
+                hint="a mean or sum over all rows by torch, or a row a vertex",
+            )
+
+    def _without_kept(self) -> AbstractContextManager[Any]:
+        if self.channel.size == 1:
+            return nullcontext()
+        return RefusesKept(lambda tensor: self.scope.axis(tensor) is not None, self.model)
+
+    def take_uncoded(self) -> Mapping[str, int]:
+        """Bytes that this rank would have sent without codecs since the last call; kinds that have none."""
+        return self.tally.take()
+
+    def facts(self) -> dict[str, Any]:
+        """What the summary is told of what crossed. All ranks call it."""
+        bound = self.scope.bound
+        used = {} if bound is None else bound.used(self.channel)
+        used |= self.offload.facts(self.channel)
+        return {**self.tally.facts(self.ladder.found, self.ladder), **used}
+
+    def sum_up(self) -> tuple[str, ...]:
+        """What there is to say at the end of a run."""
+        return self.tally.sentence(self.ladder.found, self.ladder)
+
+    def take_notes(self) -> tuple[str, ...]:
+        """What there is to say of the forwards since the last call."""
+        taken, self._notes = tuple(self._notes), []
+        return taken
+
+    def _train_forward(self, epoch: int, *, watched: bool) -> Forward:
+        self.model.train(True)
+        if not self._checked:
+            buffers = Buffers(self.model)
+            before = buffers.now(), buffers.copies()
+            try:
+                return self._kept(epoch, Saved(self.scope, self.model), watched=watched)
+            except RuntimeError as error:
+                if not _of_hooks(error):
+                    raise
+                buffers.restore(*before)  # torch.func takes none: what the forward keeps is not measured
+        return self._kept(epoch, None, watched=watched)
+
+    def _kept(self, epoch: int, saved: Saved | None, *, watched: bool) -> Forward:
+        with (
+            self.phases.phase("forward", epoch),
+            self.ahead.watching(watched) as unchanged,
+            saved or nullcontext(),
+            self.offload.saving(),
+        ):
+            out = self.forward(epoch, training=True)
+        self.saved = self.saved if saved is None else saved.bytes
+        plain = unchanged[0] and self.scope.draws == 0
+        return Forward(epoch, out, self.scope.turn.token, plain, self.ahead.state())
+
+    def look_ahead(self, epoch: int) -> Tensor | None:
+        """Scores of own rows from the forward of the coming epoch, which is kept for its update.
+
+        Args:
+            epoch: The coming one.
+
+        Returns:
+            What :meth:`evaluate` would give; None where that must run on its own.
+
+        Shapes:
+            ``[n, C]``.
+        """
+        if not self.ahead.allowed:
+            return None
+        buffers = Buffers(self.model)
+        tensors, before = buffers.now(), buffers.copies()
+        with draws_of(self.settings.seed, epoch):
+            forward = self._train_forward(epoch, watched=True)
+        doubt = torch.tensor(float(not forward.plain), device=self.channel.device)
+        if self.channel.all_reduce(doubt, "max", action=f"plain forward, epoch {epoch}", kind="other"):
+            self.ahead.allowed = False
+            buffers.restore(tensors, before)  # the epoch will run it again
+            return None
+        self.ahead.keep(forward)
+        found: Tensor = forward.out.detach()
+        return found
+
+    @torch.no_grad()
+    def evaluate(self, epoch: int) -> Any:
+        """Scores of own rows with dropout off: exact, and distributed like training.
+
+        Shapes:
+            ``[n, ...]`` as the model gives it, or a nest of such.
+        """
+        self.crossing.settle()  # any number of evaluations may follow
+        out = self.forward(epoch, training=False)
+        if isinstance(out, Tensor):
+            self.ahead.evaluated(out)
+        return out
+
+
+def _transformed(error: Exception) -> bool:
+    """Whether an error is of a transform of ``torch.func`` that met what it cannot go through."""
+    return any(word in str(error) for word in ("torch.func", "functorch"))
+
+
+def _of_hooks(error: Exception) -> bool:
+    return "saved tensor hooks" in str(error)

@@ -1,0 +1,196 @@
+"""Parts: one host's parts of a graph named by settings - found in the user's cache, or made by a process.
+
+Where it sits: ``source.from_settings`` has one on the first rank of each host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from kagome import config, errors
+from kagome.errors import KagomeError, PartitionError
+from kagome.graph.datasets.load import raw_files
+from kagome.graph.partition import cache
+from kagome.graph.partition.cache import Cache
+from kagome.graph.partition.choice import SHARE, is_auto, metis_bytes
+from kagome.graph.partition.store import PAGE, Meta, load_meta
+from kagome.launch.host_memory import available_bytes
+from kagome.storage import temporary
+
+
+class Look(NamedTuple):
+    """What a host has before anything is made: memory, and the partitioner of parts that were kept."""
+
+    available: int | None
+    method: str | None
+
+
+class Offer(NamedTuple):
+    """Where a host's parts are, what to say of it; or the error that making them ended with."""
+
+    folder: str
+    said: tuple[str, ...]
+    error: KagomeError | None
+
+
+@dataclass
+class Parts:
+    """One host's parts.
+
+    Args:
+        settings: The graph.
+        method: The partitioner's name, or ``auto``.
+        seed: Its seed.
+        count: Parts.
+        kept: The user's cache, if it is to be used.
+    """
+
+    settings: config.Data
+    method: str
+    seed: int
+    count: int
+    kept: Cache | None
+    _key: str | None = None
+    _found: tuple[Path, Meta] | None = None
+
+    def look(self) -> Look:
+        """Look for parts that were kept."""
+        available = available_bytes()
+        if self.kept is not None:
+            try:
+                files = raw_files(self.settings)
+            except KagomeError:
+                files = None  # loading says what is wrong
+            self._key = cache.parts_key(
+                self.settings, files, method=self.method, seed=self.seed, parts=self.count
+            )
+            self._found = None if self._key is None else self.kept.parts(self._key)
+            if self._found is not None and self._outgrown(self._found[1], available):
+                self.kept.drop(self._found[0])
+                self._found = None
+        return Look(available, None if self._found is None else self._found[1].method)
+
+    def _outgrown(self, meta: Meta, available: int | None) -> bool:
+        """Whether these parts were streamed for want of memory that is there now."""
+        if not is_auto(self.method) or not meta.method.startswith("streaming"):
+            return False
+        loaded = 16 * meta.num_edges + 4 * meta.features * meta.num_nodes
+        need = metis_bytes(meta.num_nodes, meta.num_edges, 2 * meta.num_edges)
+        return available is None or need <= SHARE * (available - loaded)
+
+    def make(self, stack: ExitStack, seen: Sequence[Look]) -> Offer:
+        """Make the parts, unless they were found.
+
+        Args:
+            stack: Removes what is not kept.
+            seen: What every host has; the same on each.
+        """
+        methods = [look.method for look in seen if look.method is not None]
+        method = methods[0] if methods else self.method
+        if self._found is not None and self._found[1].method == method:
+            return Offer(str(self._found[0]), (cache.reused(self._found[0]),), None)
+        amounts = [look.available for look in seen if look.available is not None]
+        temporary.clear(Path(tempfile.gettempdir()), "kagome-parts-*")
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kagome-parts-")), "parts")
+        stack.enter_context(temporary.held(folder.parent))
+        if self.kept is None or self._key is None:
+            error = self._run([folder], method, min(amounts, default=None))
+            return Offer(str(folder), (), error)
+        fresh = stack.enter_context(self.kept.making())
+        inside = [] if fresh is None else [fresh / "parts"]
+        error = self._run([*inside, folder], method, min(amounts, default=None))
+        if error is not None or not inside or not (inside[0] / PAGE).exists():
+            return Offer(str(folder), (), error)
+        mark = load_meta(inside[0]).fingerprint
+        entry = self.kept.keep(self._key, inside[0])
+        if entry is None or load_meta(entry).fingerprint != mark:  # parts by another method stand there
+            return Offer(str(inside[0]), (), None)
+        size = cache.size(entry)
+        kept = (
+            f"The partition, {size / 2**30:.1f} GiB, is kept in {cache.shown(entry)} (--parallel.no-reuse)."
+        )
+        return Offer(str(entry), (kept,) if size >= cache.LARGE_BYTES else (), None)
+
+    def forget(self, offer: Offer) -> bool:
+        """Throw parts that turned out to be damaged out of the cache; False if they are not of it."""
+        if self.kept is None or self._found is None or offer.folder != str(self._found[0]):
+            return False
+        self.kept.drop(self._found[0])
+        return True
+
+    def end(self) -> None:
+        """Once all ranks have opened their parts: keep the cache within its limits."""
+        if self.kept is not None and self._found is None:
+            self.kept.sweep()
+
+    def _run(self, folders: list[Path], method: str, available: int | None) -> KagomeError | None:
+        """Load and cut in a process of its own; its error, if it had one."""
+        asked = {
+            "method": method,
+            "seed": self.seed,
+            "parts": self.count,
+            "folder": [str(folder) for folder in folders],
+            "available": available,
+            "reuse": self.kept is not None and self._key is None,
+        }
+        order = json.dumps([dataclasses.asdict(self.settings), asked])
+        # -P: nothing of the current folder is imported.
+        command = [sys.executable, "-P", "-m", "kagome.graph.prepare", order, str(os.getpid())]
+        with _unwinding():
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=_environment()
+            )
+        if done.returncode == 0:
+            return None
+        lines = done.stdout.decode(errors="replace").strip().splitlines()
+        try:
+            leaf, asked_for, found, where, hint = json.loads(lines[-1])
+            kind: type[KagomeError] = getattr(errors, leaf)
+            return kind(asked_for, found, where=where, hint=hint)
+        except (IndexError, ValueError):
+            return PartitionError(
+                "the graph was to be loaded and cut in a process of its own",
+                f"that process ended with {done.returncode}",
+                hint="see its message above; with too little memory, kagome partition on a larger machine",
+            )
+
+
+def _environment() -> dict[str, str]:
+    """An environment in which another process finds the Kagome of this one."""
+    place = str(Path(errors.__file__).parents[1])
+    spec = PathFinder.find_spec("kagome", [entry for entry in sys.path if entry not in ("", os.getcwd())])
+    if spec is not None:
+        return dict(os.environ)
+    known = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": place if not known else f"{known}{os.pathsep}{place}"}
+
+
+@contextmanager
+def _unwinding() -> Iterator[None]:
+    """Let SIGTERM end what is inside in order: the other process, and files that are half made."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

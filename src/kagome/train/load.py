@@ -1,0 +1,35 @@
+"""Load a graph by name: what ``kagome train --data.name`` does, as a function.
+
+Where it sits: the public face re-exports it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from torch_geometric.data import Data
+
+from kagome import config
+from kagome.errors import ConfigError
+from kagome.graph.datasets.load import load_data
+
+
+def load(name: str = "digits", **settings: Any) -> Data:
+    """Load a graph by any name that the command line takes.
+
+    Args:
+        name: ``digits``, ``sbm:vertices=...``, ``Cora``, ``pyg:Class[:name]``, ``npz:FILE``, ...
+        settings: Further fields of :class:`kagome.config.Data` (``root``, ``undirected``, ``project``, ...).
+
+    Returns:
+        A validated PyG ``Data`` with one training, validation and test mask.
+
+    Raises:
+        ConfigError: If there is no such setting, or it is of another kind.
+        DataError: If the data set is unknown, cannot be had, or has a fault.
+    """
+    known = [field.name for field in fields(config.Data) if field.name != "name"]
+    if other := [key for key in settings if key not in known]:
+        raise ConfigError(f"load(name, ...) takes {', '.join(known)}", f"it was given {other[0]!r}")
+    return load_data(config.Data(name=name, **settings))

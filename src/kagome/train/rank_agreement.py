@@ -1,0 +1,210 @@
+"""Alike: whether all ranks train by the same optimizer, scheduler, loss and metric.
+
+Where it sits: ``trainer`` compares what :func:`facts_of` tells of each rank's; ``callbacks`` asks for marks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import CodeType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kagome.checkpoint.best_weights import bits, mark, unlike_on_ranks
+from kagome.comm.channel import Channel
+from kagome.config.toml_io import own_name
+from kagome.errors import ConfigError
+
+Facts = Mapping[str, str]
+"""What is compared, by a name that an error may call it."""
+
+NOTHING: Final = "none"
+LONGEST: Final = 64
+"""Characters of a value in an error; numbers of a tensor that is compared."""
+TRIAL: Final = "the loss of made-up rows"
+CLOSE: Final = 1e-3
+"""How near that must be on two ranks, which may be two kinds of machine."""
+DEPTH: Final = 8
+"""Lists in lists that are looked into."""
+
+
+def facts_of(optimizer: Optimizer, scheduler: Any, trial: float | None = None) -> dict[str, str]:
+    """Class, groups and hyperparameters of an optimizer; class and plain state of a scheduler.
+
+    Args:
+        optimizer: Of the run.
+        scheduler: Of the run; None for none.
+        trial: What the user's loss gave of made-up rows; None where it was not tried.
+    """
+    found = {"the optimizer": type(optimizer).__qualname__}
+    found[TRIAL] = NOTHING if trial is None else repr(trial)
+    found["the scheduler"] = NOTHING if scheduler is None else type(scheduler).__qualname__
+    found["the number of param_groups"] = str(len(optimizer.param_groups))
+    for place, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            shown = len(value) if key == "params" else value
+            found[f"optimizer.param_groups[{place}][{key!r}]"] = _plain(shown)
+    if type(scheduler).__module__.startswith("torch."):  # another one may keep the time of day
+        found |= _state_of_scheduler(scheduler)
+    return found
+
+
+def _state_of_scheduler(scheduler: Any) -> dict[str, str]:
+    held = getattr(scheduler, "__dict__", {})
+    return {f"the scheduler's {name}": _plain(value) for name, value in held.items() if name != "optimizer"}
+
+
+def code_of(given: object) -> str:
+    """What a name, a function or an object that is called does, as far as its code tells; the rest is tried.
+
+    Two ranks of one script have the same text for the same thing.
+    """
+    if given is None or isinstance(given, str | bool | int | float):
+        return repr(given)
+    if isinstance(given, partial):
+        bound = ", ".join(
+            [*map(_plain, given.args), *(f"{k}={_plain(v)}" for k, v in given.keywords.items())]
+        )
+        return f"{code_of(given.func)} of {bound}"
+    called: Any = given
+    if not hasattr(given, "__code__"):
+        called = getattr(type(given), "forward" if isinstance(given, nn.Module) else "__call__", None)
+    code = getattr(called, "__code__", None)
+    text = own_name(given)
+    defaults = _plain(getattr(called, "__defaults__", None))
+    return text if code is None else f"{text} #{_digest(code)} {defaults}"
+
+
+def refuse_unlike(found: Sequence[Facts]) -> None:
+    """Refuse ranks that would train by different rules.
+
+    Args:
+        found: What each rank has.
+
+    Raises:
+        ConfigError: Naming the first difference.
+    """
+    for rank, theirs in enumerate(found):
+        for name in {**found[0], **theirs} if theirs != found[0] else ():
+            one, other = found[0].get(name, NOTHING), theirs.get(name, NOTHING)
+            if one != other and not (name == TRIAL and _near(one, other)):
+                raise ConfigError(
+                    "all ranks train by the same optimizer, scheduler, loss and metric",
+                    f"{name} is {one[:LONGEST]} on rank 0 and {other[:LONGEST]} on rank {rank}",
+                    where=f"rank {rank}",
+                    hint="give and change them on every rank in the same way",
+                )
+
+
+def refuse_unlike_codes(world: Channel, given: Mapping[str, object]) -> None:
+    """Refuse losses and metrics that are other code on other ranks. All ranks call it.
+
+    Raises:
+        ConfigError: Naming the first.
+    """
+    mine = {f"the {name}": code_of(value) for name, value in given.items()}
+    found: Any = world.gather_objects(mine, "compare the ranks' loss and metric")
+    refuse_unlike(found)
+
+
+def compared(world: Channel, model: nn.Module, rules: Facts, changed: bool, *, whole: bool) -> bool:
+    """Compare what ranks train, and by what. All ranks call it.
+
+    Args:
+        world: All ranks.
+        model: That which is trained.
+        rules: What :func:`facts_of` says on this rank.
+        changed: Whether its weights were changed on this rank.
+        whole: Whether each rank has all of them as they are now.
+
+    Returns:
+        Whether they were changed on some rank.
+
+    Raises:
+        ConfigError: If the rules differ.
+        ModelError: If weights were changed so that they differ.
+    """
+    sums = [bits(parameter) for parameter in model.parameters()]
+    found: Any = world.gather_objects((changed, sums, rules), "compare the ranks' weights")
+    refuse_unlike([theirs for *_, theirs in found])
+    anywhere = any(each for each, *_ in found)
+    if anywhere and whole and any(theirs != sums for _, theirs, _ in found):
+        raise unlike_on_ranks(model, [theirs for _, theirs, _ in found])
+    return anywhere
+
+
+class Marks:
+    """What a callback on one rank must leave as it is.
+
+    Args:
+        model: Which all ranks share.
+        optimizer: Likewise.
+        scheduler: Likewise; None for none.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+
+    def facts(self) -> dict[str, str]:
+        """What :func:`facts_of` says now."""
+        return facts_of(self._optimizer, self._scheduler)
+
+    def now(self, *, alone: bool) -> dict[str, Any]:
+        """A mark of the model, and where one rank is alone of the others, by name; a change makes another.
+
+        Cost:
+            One pass over weights and buffers; alone, over the optimizer's state too.
+        """
+        found: dict[str, Any] = {"model": mark(self._model)}
+        if alone:
+            found["optimizer"] = facts_of(self._optimizer, None), _state_of(self._optimizer)
+            found["scheduler"] = _state_of_scheduler(self._scheduler)
+        return found
+
+
+def _state_of(optimizer: Optimizer) -> list[Any]:
+    """A mark of all that an optimizer keeps."""
+    # To read the state of a weight that has none makes an empty one.
+    return [
+        (id(weight), [(key, _kept(value)) for key, value in held.items()])
+        for weight, held in optimizer.state.items()
+        if held
+    ]
+
+
+def _kept(value: Any) -> Any:
+    return (value._version, bits(value)) if isinstance(value, Tensor) else _plain(value)
+
+
+def _plain(value: Any, depth: int = DEPTH) -> str:
+    """Numbers and texts in full, also in lists and dicts; of other things the class."""
+    if value is None or isinstance(value, str | bool | int | float | complex):
+        return repr(value)
+    if isinstance(value, Tensor):
+        few = value.numel() <= LONGEST and value.layout is torch.strided
+        return repr(value.detach().tolist()) if few else f"{list(value.shape)}"
+    within = depth > 0
+    if isinstance(value, Mapping) and within:
+        pairs = (f"{_plain(key, depth - 1)}: {_plain(each, depth - 1)}" for key, each in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list | tuple) and within:
+        return "[" + ", ".join(_plain(each, depth - 1) for each in value) + "]"
+    return type(value).__qualname__
+
+
+def _digest(code: CodeType) -> str:
+    text = hashlib.sha256(code.co_code)
+    for const in code.co_consts:
+        text.update((_digest(const) if isinstance(const, CodeType) else _plain(const)).encode())
+    text.update(" ".join(code.co_names).encode())
+    return text.hexdigest()[:8]
+
+
+def _near(one: str, other: str) -> bool:
+    return NOTHING in (one, other) or math.isclose(float(one), float(other), rel_tol=CLOSE)

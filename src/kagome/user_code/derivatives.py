@@ -1,0 +1,123 @@
+"""Derivatives: ``torch.autograd.grad`` inside forward, as models of energies and forces take it.
+
+Where it sits: one of ``intercept.gather_scatter``; it runs backward of ``halo.exchange`` and the kernels
+inside the user's forward. On one rank torch's own runs. On several::
+
+    energy   the same on all ranks: a sum over all of them    each rank seeds its share of 1
+    rows     a number a vertex or edge                        seeded as on one rank
+    by rows                 each rank has its own, halo shares come by the exchanges' backward
+    by what all ranks have  a weight, a cell: the ranks' shares are summed
+
+A backward that is to be differentiated again keeps a graph: [Note: again] in ``halo.exchange`` for what is
+sent, [Note: second derivatives] in ``kernels.ops`` for what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kagome.deferred.lazy_tensor import EscapeError, Lazy, now
+from kagome.errors import ModelError
+from kagome.halo.forward_pass import Turn
+
+_SIGNATURE = signature(torch.autograd.grad)
+
+
+class Scope(Protocol):
+    """What this file needs of the running interception."""
+
+    turn: Turn
+
+    @property
+    def size(self) -> int:
+        """Ranks that share the graph."""
+
+    def axis(self, tensor: Any) -> int | None:
+        """The row axis of a tensor with a row a vertex or an edge."""
+
+    def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
+        """Mark ``out`` as having the rows of ``tensor``."""
+
+    def total(self, part: Tensor) -> Tensor:
+        """Sum over ranks, with gradient."""
+
+    def where(self) -> str:
+        """Module path."""
+
+    def loose(self) -> str:
+        """Why rows of this forward do not cross as they are, in this epoch; empty if they do."""
+
+
+def _grad(scope: Scope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.grad``: the derivative of the whole graph's."""
+    if func is not torch.autograd.grad:
+        return NotImplemented
+    given = _SIGNATURE.bind(*args, **kwargs).arguments
+    inputs = _listed(given["inputs"])
+    if any(isinstance(each, Lazy) for each in inputs):
+        raise EscapeError(
+            "fast paths see each torch call of a model",
+            "a derivative is taken by what is computed where it is used",
+            hint="--model.no-fast",
+        )
+    if scope.size == 1:
+        return NotImplemented
+    loose = scope.loose()
+    if loose:
+        raise _refused("torch.autograd.grad", scope, f"with {loose} its exchanges cannot be differentiated")
+    if given.get("is_grads_batched"):
+        raise _refused("torch.autograd.grad", scope, "is_grads_batched=True is not served")
+    outputs = list(map(now, _listed(given["outputs"])))
+    seeds = _listed(given.get("grad_outputs")) or [None] * len(outputs)
+    given["outputs"], given["inputs"] = outputs, inputs
+    given["grad_outputs"] = [_seed(scope, out, seed) for out, seed in zip(outputs, seeds, strict=True)]
+    keeps = bool(given.get("create_graph")) and torch.is_grad_enabled()
+    given["retain_graph"] = True  # the token of the whole forward passes through the same exchanges
+    with scope.turn.differentiating():
+        found = func(**given)
+        with torch.set_grad_enabled(keeps):
+            return tuple(map(_whole, [scope] * len(inputs), inputs, found))
+
+
+def _listed(values: Any) -> list[Any]:
+    if values is None:
+        return []
+    return list(values) if isinstance(values, Sequence) else [values]
+
+
+def _seed(scope: Scope, out: Tensor, seed: Tensor | None) -> Tensor | None:
+    """The gradient of an output on this rank: of what all ranks have, each has its share."""
+    if scope.axis(out) is not None:
+        return seed
+    return (torch.ones_like(out) if seed is None else seed) / scope.size
+
+
+def _whole(scope: Scope, of: Tensor, found: Tensor | None) -> Tensor | None:
+    """A gradient by rows is this rank's; by what all ranks have, the sum over ranks."""
+    if found is None:
+        return None
+    return scope.total(found) if scope.axis(of) is None else scope.like(found, of)
+
+
+def _backward(scope: Scope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``backward()`` inside forward adds to gradients that ranks sum after the loss."""
+    if scope.size == 1:
+        return NotImplemented
+    raise _refused("backward()", scope, "it adds to gradients that are summed over ranks after the loss")
+
+
+def _refused(what: str, scope: Scope, why: str) -> ModelError:
+    return ModelError(
+        "a derivative inside forward is one of the whole graph's",
+        f"{what} is called there, and {why}",
+        where=scope.where(),
+        hint="torch.autograd.grad(..., create_graph=True) where rows cross exactly, or train on one rank",
+    )
+
+
+DERIVATIVES: dict[str, Callable[..., Any]] = {"grad": _grad, "backward": _backward}

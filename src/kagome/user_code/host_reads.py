@@ -1,0 +1,77 @@
+"""Taken: what a user's forward takes out of torch - lists, arrays, truth values: no mark goes there.
+
+Where it sits: one of ``intercept.gather_scatter``, on a part of the graph::
+
+    x.tolist(), x.numpy()       rows of a part for those of the graph: refused
+    float(x.quantile(0.5))      a number made of lost rows: refused as it is where it stays a tensor
+    torch.equal(x, y)           true where it is on all ranks, so that all take one branch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kagome.deferred.lazy_tensor import now
+from kagome.placement.placement import ALIGNED, IDS, VERTICES, Kind, tensors
+from kagome.positions.refusals import Args, Func, Kwargs, Places, lost, refused
+from kagome.user_frame import by_kagome, from_library
+
+_WHOLE: Final = ("tolist", "numpy", "__array__", "__dlpack__")
+_ONE: Final = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__")
+
+
+def _theirs(scope: Places) -> bool:
+    """Whether the user's own code asks on a part."""
+    return scope.parted and not from_library() and not by_kagome()
+
+
+def taken(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``x.tolist()``, ``x.numpy()``, ``x.item()``."""
+    mark = scope.marks.get(args[0])
+    if mark is None or not _theirs(scope):
+        return NotImplemented
+    if mark.kind is Kind.LOST:
+        raise lost(scope, mark)
+    if name in _WHOLE and mark.kind in ALIGNED:
+        rows = "vertices" if mark.kind in VERTICES else "edges"
+        raise refused(
+            scope,
+            f"{name} takes a part's own {rows} out of torch for those of the graph",
+            hint="compute it with tensors, or before training (an attribute of the Data); "
+            "or train on one rank",
+        )
+    return NotImplemented
+
+
+def alike(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.equal(x, y)`` and ``torch.allclose(x, y)`` of rows: whether it holds on all ranks.
+
+    Cost:
+        One number between the ranks.
+    """
+    marks = [mark for tensor in tensors(args, kwargs) if (mark := scope.marks.get(tensor)) is not None]
+    if not marks or not _theirs(scope):
+        return NotImplemented
+    gone = next((mark for mark in marks if mark.kind is Kind.LOST), None)
+    if gone is not None:
+        raise lost(scope, gone)
+    if not any(mark.kind in (*ALIGNED, *IDS) for mark in marks):
+        return NotImplemented
+    with torch._C.DisableTorchFunction():
+        same = func(*map(_now, args), **{key: _now(value) for key, value in kwargs.items()})
+        differs = torch.tensor(0.0 if same else 1.0, dtype=torch.float64, device=scope.device)
+    return not bool(scope.greatest(differs))
+
+
+def _now(value: Any) -> Any:
+    return now(value) if isinstance(value, Tensor) else value
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys((*_WHOLE, *_ONE), taken),
+    **dict.fromkeys(("equal", "allclose"), alike),
+}

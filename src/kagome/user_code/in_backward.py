@@ -1,0 +1,436 @@
+"""In backward: what a user's hooks and autograd functions compute of gradients, looked at call by call.
+
+Where it sits: ``intercept.gather_scatter`` has the hooks of tensors, ``autograd_functions`` those of modules
+and the functions; ``halo.exchange`` and ``halo.forward_pass`` ask here before anything crosses. Ranks need
+not come to the steps of backward in one order, so nothing may cross there.
+
+::
+
+    gradient of rows            clamp, -0.5 * g, g / g.norm(dim=1)          ROWS, as in forward
+                                g.sum(0), x.t() @ g                         a share
+                                g.norm(), g - g.mean(0), g.sort(0)          refused
+    gradient of what all ranks  each rank has a share, which ranks sum:
+    have (a mean, a weight)     -0.5 * g, g * mask, g @ w                   a share
+                                clamp, g / g.norm(), a share with a row     refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from kagome.deferred.lazy_tensor import now
+from kagome.deferred.rewrite_rules import asks
+from kagome.errors import ModelError
+from kagome.halo.forward_pass import Turn, transformed
+from kagome.placement.axis_rules import attribute
+from kagome.placement.placement import ALIGNED, VERTICES, Kind, Mark, Marks, tensors
+from kagome.placement.weak_map import ByIdentity
+from kagome.user_frame import by_user_itself, user_line
+
+_SUMS: Final = frozenset(["sum", "matmul", "mm", "bmm", "__matmul__", "__rmatmul__", "mv", "dot", "einsum"])
+"""Calls that add rows up: a rank's result is its share of what all have."""
+_KEEP: Final = frozenset(
+    [
+        "t",
+        "transpose",
+        "permute",
+        "view",
+        "reshape",
+        "view_as",
+        "flatten",
+        "unflatten",
+        "contiguous",
+        "clone",
+        "detach",
+        "neg",
+        "negative",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "expand_as",
+        "repeat",
+        "to",
+        "type",
+        "type_as",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "cpu",
+        "cuda",
+        "sum",
+        "cumsum",
+        "flip",
+        "getitem",
+        "select",
+        "narrow",
+        "split",
+        "chunk",
+        "unbind",
+        "index_select",
+        "zeros_like",
+        "new_zeros",
+        "alias",
+        "zero",
+        "tril",
+        "triu",
+        "diag",
+        "diagonal",
+        "movedim",
+        "swapaxes",
+        "requires_grad",
+        "T",
+        "mT",
+        "data",
+        "mean",
+    ]
+)
+"""Calls whose result is linear in their first argument."""
+_TIMES: Final = frozenset(["mul", "matmul", "mm", "bmm", "mv", "dot", "outer", "einsum", "linear"])
+"""Calls that are linear in each of their tensors."""
+_PLUS: Final = frozenset(["add", "sub", "cat", "stack", "copy"])
+"""Calls that are linear in all their tensors together."""
+_NAMES: Final = {
+    **{f"{way}{name}": name for name in ("add", "sub", "mul", "matmul") for way in "ri"},
+    **dict.fromkeys(("truediv", "true_divide", "divide", "itruediv", "idiv"), "div"),
+    "multiply": "mul",
+    "subtract": "sub",
+    "concat": "cat",
+    "concatenate": "cat",
+}
+_ASKED: Final = "what a model computes in backward is done to each row of a gradient by itself"
+_HINT: Final = (
+    "calls that change each entry or row by itself (clamp, a number times it, g.norm(dim=-1)), a hook of "
+    "the weights (parameter.register_hook) for what all rows decide, or train on one rank"
+)
+
+
+class Scope(Protocol):
+    """What this file needs of the running interception."""
+
+    marks: Marks
+    parted: bool
+    turn: Turn
+    path: list[str]
+
+    def where(self) -> str:
+        """The path of the module to which the backward belongs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
+        """Answer a torch call."""
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Something of a user's that runs in backward.
+
+    Args:
+        scope: The interception that has seen it put there; gone with its model.
+        what: What it is, for messages.
+        where: The module that put it there.
+        given: What the tensors stand for whose gradients it is given; None for what all ranks have.
+        gives: The same of the gradients that it returns.
+        sizes: How many rows the tensors of some marks have.
+    """
+
+    scope: ref[Any]
+    what: str
+    where: str
+    given: tuple[Mark | None, ...]
+    gives: tuple[Mark | None, ...]
+    sizes: tuple[tuple[Mark, int], ...] = ()
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any], grads: Sequence[Any]) -> Any:
+        """Run it, and look at what it does.
+
+        Args:
+            function: The user's.
+            args: Its arguments.
+            grads: The gradients among them, one for each of ``given``.
+
+        Raises:
+            ModelError: If it looks from row to row.
+        """
+        scope = self.scope()
+        if scope is None or transformed():
+            return function(*args)
+        mode = InBackward(scope, self, function)
+        for grad, mark in zip(grads, self.given, strict=False):
+            if isinstance(grad, Tensor):
+                mode.meet(grad, mark)
+        with mode.running():
+            result = function(*args)
+        found = result if isinstance(result, (tuple, list)) else (result,)
+        with torch._C.DisableTorchFunction():
+            for grad, mark in zip(found, self.gives, strict=False):
+                if isinstance(grad, Tensor):
+                    mode.accept(grad, mark)
+        return result
+
+
+def behind(scope: Any, what: str, given: Sequence[Any], gives: Sequence[Any]) -> Behind:
+    """What runs in backward, of the tensors whose gradients it is given and gives."""
+    with torch._C.DisableTorchFunction():
+        marks = [tuple(map(scope.marks.get, values)) for values in (given, gives)]
+        rows = zip((*given, *gives), (*marks[0], *marks[1]), strict=True)
+        sizes = tuple((m, t.size(m.axis)) for t, m in rows if m is not None and m.kind in ALIGNED)
+    return Behind(ref(scope), what, scope.where(), marks[0], marks[1], sizes)
+
+
+@dataclass
+class _State:
+    name: str = ""
+    shares: ByIdentity[bool] = field(default_factory=ByIdentity)
+    made: ByIdentity[bool] = field(default_factory=ByIdentity)
+
+
+class InBackward(TorchFunctionMode):
+    """The torch calls of something that runs in backward.
+
+    Args:
+        scope: The interception whose forward it belongs to.
+        behind: What runs.
+        function: The user's, for its line.
+    """
+
+    def __init__(self, scope: Scope, behind: Behind, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._scope, self._behind, self._function = scope, behind, function
+        self._held = _State()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the user's function."""
+        scope, turn = self._scope, self._scope.turn
+        before, turn.backward = turn.backward, self
+        path, scope.path = scope.path, [self._behind.where]
+        try:
+            with torch._C._EnableTorchFunction(), self:  # whoever runs backward may have hidden its calls
+                yield
+        finally:
+            turn.backward, scope.path = before, path
+
+    def meet(self, grad: Tensor, mark: Mark | None) -> None:
+        """Say what a gradient is that the function is given."""
+        if mark is not None and mark.kind in ALIGNED:
+            self._scope.marks.put(grad, _rows(mark))
+        else:
+            self._held.shares[grad] = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer one torch call, or refuse it."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        found = list(tensors(args, kwargs))
+        with torch._C.DisableTorchFunction():
+            for tensor in found:
+                self._adopt(tensor)
+        if any(tensor in self._held.shares for tensor in found):
+            return self._of_shares(name, func, args, kwargs)
+        marks = self._scope.marks
+        rows = any((mark := marks.get(tensor)) is not None and mark.kind in ALIGNED for tensor in found)
+        outer, self._held.name = self._held.name, name
+        try:
+            result = self._scope.__torch_function__(func, types, args, kwargs)
+        finally:
+            self._held.name = outer
+        if not asks(name, func):
+            for out in tensors((result,), {}):
+                self._came(out, name, rows=rows)
+        return result
+
+    def _adopt(self, tensor: Tensor) -> None:
+        """What was saved of an output is another tensor here: as many rows as a gradient has are its rows."""
+        held, marks = self._held, self._scope.marks
+        if type(tensor) is nn.Parameter or tensor in held.shares or tensor in held.made:
+            return
+        if marks.get(tensor) is not None:
+            return
+        for mark, size in self._behind.sizes:
+            if size > 1 and tensor.dim() > mark.axis and tensor.size(mark.axis) == size:
+                marks.put(tensor, _rows(mark))
+                return
+
+    def _came(self, out: Tensor, name: str, *, rows: bool) -> None:
+        """Look at what a call gave that was given no share."""
+        if out in self._held.shares:
+            return
+        mark = self._scope.marks.get(out)
+        if (mark is not None and mark.kind is Kind.LOST) or (
+            mark is None and rows and not name.startswith("new_")
+        ):
+            raise self._looks(name)
+        if mark is None:
+            self._held.made[out] = True
+
+    # What ranks sum afterwards -------------------------------------------------------------------
+
+    def summed(self, part: Tensor) -> Tensor:
+        """A sum over this rank's rows: its share of what all have, which no rank may ask for here."""
+        if self._held.name not in _SUMS:
+            raise self.refused()
+        self._held.shares[part] = True
+        return part
+
+    def _of_shares(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that was given a share: linear in it, or refused."""
+        if asks(name, func) or name in ("__set__", "__hash__"):
+            return func(*args, **kwargs)
+        called = attribute(func) if name == "__get__" else name.strip("_")
+        called = _NAMES.get(called, called)
+        if called in ("grad_fn", "is_leaf", "_base", "retain_grad"):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            linear = self._linear(called, args, kwargs)
+        if not linear:
+            raise self._looks(name, share=True)
+        result = func(*args, **kwargs)
+        for out in tensors((result,), {}):
+            self._held.shares[out] = True
+        return result
+
+    def _linear(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of shares gives the share of what it would give of their sum."""
+        found = list(tensors(args, kwargs))
+        shared = [tensor in self._held.shares for tensor in found]
+        others = [tensor for tensor, share in zip(found, shared, strict=True) if not share]
+        if any(self._scope.marks.get(tensor) is not None for tensor in others):
+            return False  # a value for each row, of a share
+        first = bool(found) and bool(args) and args[0] is found[0] and shared[0]
+        if name in _KEEP:
+            return first and sum(shared) == 1
+        if name in _TIMES:
+            return sum(shared) == 1 and (name != "linear" or len(found) == 2)
+        if name == "div":
+            return first and sum(shared) == 1
+        if name in _PLUS:
+            return not others and not any(_number(value) for value in args)
+        if name in ("where", "masked_fill", "setitem", "index_fill"):
+            at = 1 if name == "where" else 0
+            ends = args[1:] if name == "where" else (args[0], args[-1])
+            told = len(args) > 2 and not kwargs and all(map(self._is_share, ends))
+            return told and (at == 0 or not self._is_share(args[0]))
+        return False
+
+    def _is_share(self, value: Any) -> bool:
+        return value in self._held.shares if isinstance(value, Tensor) else _number(value) and value == 0
+
+    # What comes out ------------------------------------------------------------------------------
+
+    def accept(self, grad: Tensor, mark: Mark | None) -> None:
+        """Look at a gradient that the function returns.
+
+        Raises:
+            ModelError: If it is not known to be of the rows that it goes to.
+        """
+        have = self._scope.marks.get(grad)
+        if grad in self._held.shares:
+            right = mark is None or mark.kind not in ALIGNED
+        elif have is None:
+            right = not bool(grad.any())  # nothing is the share of nothing
+        else:
+            right = mark is None or _alike(have, mark)
+        if not right:
+            raise self._error(
+                f"{self._behind.what} returns what is not known to be made of the same rows of it", line=False
+            )
+
+    def refused(self) -> ModelError:
+        """The error for a call that all ranks would have to make together."""
+        return self._looks(self._held.name)
+
+    def _looks(self, name: str, *, share: bool = False) -> ModelError:
+        why = (
+            "of a gradient of which each rank has a share, what all rows make together"
+            if share
+            else "which needs more than each row by itself"
+        )
+        return self._error(f"{self._behind.what} calls {name!r}{' ' if share else ', '}{why}")
+
+    def _error(self, why: str, *, line: bool = True) -> ModelError:
+        code = getattr(self._function, "__code__", None)
+        at = user_line() if line or code is None else f"{code.co_filename.rpartition('/')[2]}, line "
+        at += "" if line or code is None else str(code.co_firstlineno)
+        return ModelError(
+            _ASKED,
+            why,
+            where="; ".join(filter(None, (self._behind.where, at))),
+            hint=_HINT,
+        )
+
+
+def _rows(mark: Mark) -> Mark:
+    """The mark of a gradient: of numbers of vertices it is no number of a vertex."""
+    return Mark(Kind.ROWS, mark.view, mark.axis) if mark.kind is Kind.NUMBERS else mark
+
+
+def _alike(one: Mark, other: Mark) -> bool:
+    """Whether marks say the same rows."""
+    if one.subset is not other.subset and not (one.subset is not None and one.subset.same(other.subset)):
+        return False
+    kinds = one.kind is other.kind or {one.kind, other.kind} <= set(VERTICES)
+    return kinds and one.axis == other.axis and one.each == other.each
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# Hooks of tensors --------------------------------------------------------------------------------
+
+
+def register_hook(scope: Scope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``h.register_hook(hook)``: on a part the hook's own calls are looked at."""
+    if not scope.parted or isinstance(args[0], nn.Parameter):
+        return NotImplemented  # those of weights run on whole gradients
+    tensor, hook = now(args[0]), kwargs.get("hook", args[1] if len(args) > 1 else None)
+    if not callable(hook):
+        return NotImplemented
+    seen = behind(scope, "a hook of a gradient", (tensor,), (tensor,))
+
+    def watched(grad: Tensor) -> Any:
+        return seen.run(hook, (grad,), (grad,))
+
+    return func(tensor, watched)
+
+
+class _Node:
+    """A step of backward, as a user sees it: no hook can be put on it, as none of its gradients is known.
+
+    Args:
+        node: Torch's.
+        where: The module path.
+    """
+
+    def __init__(self, node: Any, where: str) -> None:
+        self._node, self._where = node, where
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            raise ModelError(
+                _ASKED,
+                f"grad_fn.{name} puts a hook on a step of backward, whose gradients may be of anything",
+                where="; ".join(filter(None, (self._where, user_line()))),
+                hint="a hook of the tensor (h.register_hook), or train on one rank",
+            )
+        return getattr(self._node, name)
+
+
+def grad_fn(scope: Scope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``h.grad_fn``, where a user asks for it."""
+    if attribute(func) != "grad_fn" or not by_user_itself():
+        return NotImplemented
+    node = func(now(args[0]))
+    return None if node is None else _Node(node, scope.where())
+
+
+HANDLERS: Final[dict[str, Callable[..., Any]]] = {"register_hook": register_hook, "__get__": grad_fn}

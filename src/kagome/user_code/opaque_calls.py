@@ -1,0 +1,102 @@
+"""Compiled: functions that run outside Python, so that no torch call inside them is seen.
+
+Where it sits: ``autograd_functions`` puts it on with what else torch does not show; ``intercept.interceptor``
+asks it about operators that torch does not have. A part sees rows meet other rows by the calls of a forward.
+What a compiled function calls it cannot see: a mean inside one would be the mean of the part's own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from kagome.errors import ModelError
+from kagome.placement.placement import tensors
+from kagome.positions.refusals import Placed
+
+_SCRIPTED: Final = "ScriptFunction"
+"""The name that ``torch.jit.script`` gives to a function; a traced one keeps its own."""
+_WAY: Final = "call the Python function or module that it was made of"
+_OURS: Final = frozenset(["aten", "prim", "prims", "mkldnn", "quantized"])
+"""Namespaces of the operators that torch itself has."""
+_BY_PYG: Final = {
+    "pyg": "WITH_PYG_LIB",
+    "torch_cluster": "WITH_TORCH_CLUSTER",
+    "torch_scatter": "WITH_TORCH_SCATTER",
+    "torch_sparse": "WITH_TORCH_SPARSE",
+    "torch_spline_conv": "WITH_TORCH_SPLINE_CONV",
+}
+"""What in ``torch_geometric.typing`` tells PyG to use a library's operators where they are installed."""
+
+
+def watch(running: Callable[[], Any]) -> Callable[[], None]:
+    """Run scripted functions call by call where a part runs, and refuse what cannot be run so.
+
+    Args:
+        running: Gives the interception under which a part runs; None if there is none.
+
+    Returns:
+        A function that takes it off again.
+    """
+    function, method = torch._C.ScriptFunction, torch._C.ScriptMethod
+    plain = function.__call__, method.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = running()
+        if scope is not None and _has_rows(scope, args, kwargs):
+            source = getattr(self, "_torchdynamo_inline", None)
+            if getattr(self, "__name__", "") == _SCRIPTED and source is not None:
+                return source(*args, **kwargs)
+            raise _refused(scope, f"torch.jit has compiled {self.name}")
+        return plain[0](self, *args, **kwargs)
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = running()
+        if scope is not None and _has_rows(scope, args, kwargs):
+            raise _refused(scope, f"torch.jit has compiled {self.name} of {self.owner._type().name()}")
+        return plain[1](self, *args, **kwargs)
+
+    for kind, put in ((function, call), (method, run)):
+        setattr(kind, "__call__", put)  # noqa: B010 (mypy takes no assignment to a method)
+
+    def remove() -> None:
+        for kind, back in zip((function, method), plain, strict=True):
+            setattr(kind, "__call__", back)  # noqa: B010
+
+    return remove
+
+
+def refuse_operator(scope: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse an operator of a library's or a user's own that is given rows of a part.
+
+    Raises:
+        ModelError: If it is given any: what it does with them is not known.
+    """
+    if isinstance(func, OpOverload):
+        space = func.namespace
+    elif isinstance(func, OpOverloadPacket):
+        space = func._qualified_op_name.partition("::")[0]
+    else:
+        return
+    if space not in _OURS and _has_rows(scope, args, kwargs):
+        switch = _BY_PYG.get(space)
+        way = switch and f"set torch_geometric.typing.{switch} = False before the model is made"
+        raise _refused(
+            scope, f"{space}::{func.__name__} is an operator that torch does not have", way or _WAY
+        )
+
+
+def _has_rows(scope: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(scope.marks.get(tensor) is not None for tensor in tensors(args, kwargs))
+
+
+def _refused(scope: Placed, got: str, way: str = _WAY) -> ModelError:
+    return ModelError(
+        "on several ranks each call inside forward is looked at",
+        f"{got}, which hides its calls",
+        where=scope.where(),
+        hint=f"{way}, or train on one rank",
+    )

@@ -1,0 +1,1 @@
+"""A model split against the same model whole."""

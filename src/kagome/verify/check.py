@@ -1,0 +1,450 @@
+"""Check: a user's model on a small sample of the user's graph, split against whole: outputs and gradients.
+
+Where it sits: ``train.trainer`` runs it before the first training of a model, ``kagome check`` and
+``kagome.check`` on demand. The ranks of the split are threads of this process
+(``comm.in_process.thread_group``), so it takes a second and needs no peers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+from kagome import config
+from kagome.comm.channel import Channel
+from kagome.components.model_setup import twin_of
+from kagome.components.rank_zero import by_first
+from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
+from kagome.config.fields import check_kind
+from kagome.errors import CheckError, ConfigError, ModelError
+from kagome.graph.partition.partition import Partition, split_all
+from kagome.graph.structure.attributes import Sorted
+from kagome.graph.structure.validate import validate
+from kagome.model.copies import copied
+from kagome.model.exact.handlers import HANDLERS
+from kagome.profile.subgraph import cast, fitted, numbered_sample, take_sample
+from kagome.verify.trace import DRAWS, Trace, WholeFailedError, no_draw, split_of, whole_of
+from kagome.verify.unbiased import Bias
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
+"""Largest difference, relative to the largest entry, that is rounding."""
+
+FLOAT32_INSIDE = 1e-5
+"""Up to this a float64 difference may come from a cast to float32 in the model: float32 then decides."""
+
+VERTICES: Final = 200
+"""Of the sample that is checked."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compared tensor.
+
+    Args:
+        name: A module's path (and which call of it), or a parameter's name.
+        kind: ``output``, ``gradient`` or ``buffer``.
+        error: Largest difference over the largest entry.
+    """
+
+    name: str
+    kind: str
+    error: float
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check found.
+
+    Args:
+        first: The first thing that differs, in the order of the forward pass, then of gradients; else None.
+        rows: All that was compared.
+        parts: Ranks of the split.
+        tensor: How many of them slice the features of one part.
+        vertices: Vertices of the sample.
+        edges: Edges of the sample.
+        dtype: The number type it ran in.
+        seconds: How long it took.
+        unseen: What could not be compared, or nothing.
+    """
+
+    first: Row | None
+    rows: tuple[Row, ...] = field(repr=False)
+    parts: int
+    tensor: int
+    vertices: int
+    edges: int
+    dtype: str
+    seconds: float
+    unseen: str = ""
+
+    @property
+    def worst(self) -> float:
+        """The largest of all differences."""
+        return max((row.error for row in self.rows), default=0.0)
+
+    def text(self) -> str:
+        """One line for a person."""
+        verdict = "equal" if self.first is None else f"differ first at {self.first.name} ({self.first.kind})"
+        sliced = f" (features over {self.tensor})" if self.tensor > 1 else ""
+        split = f"split over {self.parts}{sliced} and whole"
+        compared = split if self.parts > 1 else "one rank and plain PyG"
+        unseen = f"; {self.unseen}" if self.unseen else ""
+        return (
+            f"{compared} {verdict}: {len(self.rows)} tensors, "
+            f"largest difference {self.worst:.1e} of the largest entry "
+            f"({self.dtype}; {self.vertices} vertices, {self.edges} edges; {self.seconds:.1f} s){unseen}"
+        )
+
+    def raise_if_different(self) -> None:
+        """Refuse to go on where split and whole differ.
+
+        Raises:
+            CheckError: Naming the first layer that differs.
+        """
+        if self.first is not None:
+            raise CheckError(
+                f"the model gives the same on {self.parts} parts as on the whole graph",
+                f"the {self.first.kind} of {self.first.name} differs by {self.first.error:.1e} "
+                "of its largest entry",
+                where="a sample of your graph",
+                hint="a layer there mixes vertices other than through edges; kagome check shows all rows",
+            )
+
+
+@as_written
+def check(
+    model: nn.Module,
+    data: Data | Partition,
+    *,
+    parts: int = 3,
+    vertices: int = VERTICES,
+    seed: int = 0,
+    tensor: int = 1,
+    fast: bool = True,
+) -> CheckResult:
+    """Run a model on a sample of a graph, whole and split, and compare everything.
+
+    Args:
+        model: The user's module; a copy is run.
+        data: A graph, or a rank's part (its own vertices and the edges among them are sampled).
+        parts: Ranks of the split.
+        vertices: Vertices of the sample.
+        seed: Of the sample, the split and the weights of the sum that is differentiated.
+        tensor: How many ranks slice features together, where they can be.
+        fast: Whether messages of the split are reduced by kernels.
+
+    Returns:
+        What was found; see :meth:`CheckResult.raise_if_different`.
+
+    Raises:
+        ModelError: If it is none, or fails on the whole sample, or on a part.
+        DataError: If the graph has a fault.
+        ConfigError: If a number is none, or too small, or ``parts`` is no multiple of ``tensor``.
+    """
+    begun = time.perf_counter()
+    refuse_no_module(model, "check(model, ...)")
+    way = _way(parts, seed, tensor, fast)
+    check_kind("vertices", vertices, int, least=1)
+    data = data if isinstance(data, Partition | Sorted) else validate(data)[0]
+    twin = twin_of(unwrapped(model))
+    sample, unseen = take_sample(data, int(vertices), way.seed), ""
+    try:
+        found = _on_sample(twin, data, sample, way)
+        if found.numbered and sample.num_nodes != data.num_nodes:
+            whole = numbered_sample(data, sample)
+            unseen = "" if whole is not None else _TOO_MANY.format(int(data.num_nodes or 0))
+            sample = sample if whole is None else whole
+            found = found if whole is None else _on_sample(twin, data, whole, way)
+    except WholeFailedError as failure:
+        whole = numbered_sample(data, sample)
+        if whole is None:
+            raise _no_sample(failure, int(sample.num_nodes or 0)) from failure.cause
+        sample = whole
+        try:
+            found = _on_sample(twin, data, sample, way)
+        except WholeFailedError as again:
+            raise _no_sample(again, int(sample.num_nodes or 0)) from again.cause
+    return CheckResult(
+        first=found.first,
+        rows=tuple(found.rows),
+        parts=way.parts,
+        tensor=way.tensor,
+        vertices=int(sample.num_nodes or 0),
+        edges=sample.edge_index.size(1),
+        dtype=str(found.dtype).removeprefix("torch."),
+        seconds=time.perf_counter() - begun,
+        unseen=unseen,
+    )
+
+
+_TOO_MANY: Final = "what goes by the numbers of {:,} vertices is not compared: they are too many for a check"
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a check splits and runs: as :func:`check` is told."""
+
+    parts: int
+    seed: int
+    tensor: int
+    fast: bool
+
+
+def _way(parts: int, seed: int, tensor: int, fast: bool) -> _Way:
+    """What :func:`check` is told, if it can be done."""
+    for name, value in (("parts", parts), ("tensor", tensor)):
+        check_kind(name, value, int, least=1)
+    check_kind("seed", seed, int)
+    check_kind("fast", fast, bool)
+    if parts % tensor:
+        raise ConfigError("tensor takes a divisor of parts", f"it is {tensor}, of {parts} parts")
+    return _Way(int(parts), int(seed), int(tensor), fast)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one sample showed, and whether forward told its vertices apart by their places."""
+
+    rows: list[Row]
+    first: Row | None
+    dtype: torch.dtype
+    numbered: bool
+
+
+def _on_sample(twin: nn.Module, data: Data | Partition, sample: Data, way: _Way) -> _Found:
+    """Compare on a sample in float64, or in float32 where the model insists on it.
+
+    Raises:
+        WholeFailedError: If plain PyG does not run the model on the sample.
+    """
+    generator = torch.Generator().manual_seed(way.seed)
+    owner = torch.randint(0, way.parts, (int(sample.num_nodes or 0),), generator=generator)
+    attempts = [torch.float64, torch.float32]
+    while True:
+        dtype = attempts.pop(0)
+        try:
+            rows, numbered = _compare(twin.to(dtype), cast(sample, dtype), owner, dtype, way)
+        except WholeFailedError:
+            if not attempts:
+                raise
+            # A layer that insists on float32 gets it, and a table of the edges has the sample's.
+            attempts = [dtype, *attempts] if fitted(twin, data, sample) else attempts
+            continue
+        first = next((row for row in rows if not row.error <= TOLERANCE[dtype]), None)
+        if first is None or max(row.error for row in rows) > FLOAT32_INSIDE or not attempts:
+            return _Found(rows, first, dtype, numbered)
+
+
+def _no_sample(failure: WholeFailedError, count: int) -> ModelError:
+    return ModelError(
+        f"the model runs on {count:,} vertices of your graph in plain PyTorch Geometric",
+        f"it raised {type(failure.cause).__name__}: {failure.cause}",
+        where=failure.where,
+        hint="if it runs on the whole graph: let sizes come from what forward is given (x.size(0))",
+    )
+
+
+Way = Literal["fast", "plain", "aside"]
+"""How one rank runs a model: with kernels, with messages edge by edge, or as plain PyG does."""
+
+
+def before_first(
+    model: nn.Module,
+    part: Partition,
+    channel: Channel,
+    settings: config.Run,
+    goes: Callable[[Way], None] | None = None,
+) -> tuple[str, ...]:
+    """Compare with plain PyG before the first forward. All ranks call it.
+
+    Args:
+        model: The user's module.
+        part: This rank's part.
+        channel: All ranks.
+        settings: Of the run.
+        goes: Tells one rank that has the whole graph how to run the model.
+
+    Returns:
+        What there is to say.
+
+    Raises:
+        CheckError: If split and whole differ.
+        ModelError: As :func:`check_on_first`.
+    """
+    if channel.size > 1 or goes is None:
+        return check_on_first(model, part, channel, settings)
+    way, said = way_alone(model, part, settings)
+    goes(way)
+    return (said,)
+
+
+def check_on_first(
+    model: nn.Module, part: Partition, channel: Channel, settings: config.Run
+) -> tuple[str, ...]:
+    """Rank 0 checks on a sample of its own part; all ranks hear what came out. All ranks call it.
+
+    Returns:
+        What was compared, as a note.
+
+    Raises:
+        CheckError: If split and whole differ.
+        ModelError: If a layer's messages of drawn rows are not right on the mean (``halo_sample``).
+    """
+
+    def look() -> CheckResult:
+        cut, seed = settings.parallel, settings.train.seed
+        # Three of anything, and two by two where parts are sliced.
+        both = 1 < cut.tensor * cut.pipe < channel.size
+        parts, tensor = (4, 2) if cut.tensor > 1 and both else (3, 3 if cut.tensor > 1 else 1)
+        result = check(model, part, seed=seed, parts=parts, tensor=tensor, fast=settings.model.fast)
+        refusal = biased(model, part, cut.halo_sample, seed) if cut.halo_sample < 1 else None
+        if refusal is not None:
+            raise refusal
+        return result
+
+    found = by_first(channel, look, "check of the model", [CheckResult])
+    found.raise_if_different()
+    return (f"check: {found.text()}",)
+
+
+def way_alone(model: nn.Module, part: Partition, settings: config.Run) -> tuple[Way, str]:
+    """How one rank runs a model that has the whole graph: as plain PyG does, and fast where that is the same.
+
+    Returns:
+        ``fast``, ``plain`` (messages edge by edge) or ``aside`` (nothing of Kagome's within the forward), and
+        what there is to say.
+    """
+    ways: list[Literal["fast", "plain"]] = ["fast", "plain"] if settings.model.fast else ["plain"]
+    why = ""
+    for way in ways:
+        try:
+            found = check(model, part, seed=settings.train.seed, parts=1, fast=way == "fast")
+        except ModelError as error:
+            if "plain PyTorch Geometric" in error.asked:  # no sample of the graph shows anything
+                return ways[0], f"the model was not compared with plain PyG: {error.found}"
+            why = error.found
+            continue
+        if found.first is None:
+            return way, f"check: {found.text()}"
+        why = f"the {found.first.kind} of {found.first.name} is another than plain PyG's"
+    return "aside", f"the model runs as plain PyG runs it, without Kagome's own way: {why}"
+
+
+def biased(model: nn.Module, part: Partition, share: float, seed: int) -> ModelError | None:
+    """Why rows cannot be drawn for a model; None where they can."""
+    sample = take_sample(part, VERTICES, seed)
+    whole = split_all(sample, torch.zeros(int(sample.num_nodes or 0), dtype=torch.int64), 1)[0]
+    with Bias(twin_of(model), share) as bias, suppress(WholeFailedError):
+        whole_of(bias.model, whole, seed)  # what it cannot run in float32 was run by the check
+    return bias.refusal()
+
+
+def _compare(
+    model: nn.Module, sample: Data, owner: Tensor, dtype: torch.dtype, way: _Way
+) -> tuple[list[Row], bool]:
+    """Plain PyG against the split, and with draws one rank against the split.
+
+    Returns:
+        What differs by how much; whether forward told vertices apart by their places.
+    """
+    with _default(dtype):
+        whole_data = split_all(sample, torch.zeros_like(owner), 1)[0]
+        pieces = split_all(sample, owner, way.parts)
+        rows: list[Row] = []
+        quiet = {**HANDLERS, **dict.fromkeys(DRAWS, no_draw)}
+        whole = whole_of(copied(model), whole_data, way.seed)
+        split = split_of(model, pieces, quiet, way.seed, tensor=way.tensor, fast=way.fast)
+        rows += _differences(whole, split, pieces, sample, "")
+        for name, buffer in whole.buffers.items():
+            shares = [trace.buffers[name] for trace in split]
+            if all(share.shape == buffer.shape for share in shares):
+                rows.append(Row(name, "buffer", max(_error(share, buffer, None) for share in shares)))
+        if way.parts > 1:
+            # Once more with dropout on, against Kagome on one rank: draws must not know the mesh.
+            one = split_of(model, [whole_data], dict(HANDLERS), way.seed, fast=way.fast, once_only=True)
+            many = split_of(model, pieces, dict(HANDLERS), way.seed, tensor=way.tensor, fast=way.fast)
+            rows += _differences(one[0], many, pieces, sample, " with dropout")
+        return rows, any(trace.numbered for trace in split)
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# Comparing ---------------------------------------------------------------------------------------
+
+
+def _differences(
+    whole: Trace, split: list[Trace], pieces: list[Partition], sample: Data, note: str
+) -> list[Row]:
+    rows: list[Row] = []
+    count = int(sample.num_nodes or 0)
+    for name, value in whole.outputs.items():
+        found = [trace.outputs.get(name) for trace in split]
+        if any(f is None for f in found):
+            continue
+        axis = _row_axis(value, [f for f in found if f is not None], pieces, count)
+        if axis is None:
+            continue
+        joined = torch.zeros_like(value)
+        for piece, part in zip(pieces, found, strict=True):
+            assert part is not None
+            joined.index_copy_(axis, piece.own, part.to(joined.dtype))
+        rows.append(Row(name + note, "output", _error(joined, value, None)))
+    scale = max(
+        (float(g.abs().max()) for g in whole.grads.values() if g is not None and g.numel()), default=0.0
+    )
+    for name, grad in reversed(whole.grads.items()):
+        shares = [trace.grads.get(name) for trace in split]
+        if grad is None and all(s is None for s in shares):
+            continue
+        total = sum(
+            (s for s in shares if s is not None),
+            start=torch.zeros_like(next(g for g in (grad, *shares) if g is not None)),
+        )
+        rows.append(
+            Row(
+                name + note,
+                "gradient",
+                _error(total, torch.zeros_like(total) if grad is None else grad, scale),
+            )
+        )
+    return rows
+
+
+def _row_axis(value: Tensor, found: list[Tensor], pieces: list[Partition], count: int) -> int | None:
+    for axis, size in enumerate(value.shape):
+        rest = [s for a, s in enumerate(value.shape) if a != axis]
+        fits = all(
+            f.dim() == value.dim()
+            and f.size(axis) == piece.own.numel()
+            and [s for a, s in enumerate(f.shape) if a != axis] == rest
+            for f, piece in zip(found, pieces, strict=True)
+        )
+        if size == count and fits:
+            return axis
+    return None
+
+
+def _error(a: Tensor, b: Tensor, scale: float | None) -> float:
+    if not a.numel():
+        return 0.0
+    both = torch.isnan(a) & torch.isnan(b) | (a == b)
+    gap = torch.where(both, torch.zeros_like(a), (a - b).abs())
+    largest = float(b[torch.isfinite(b)].abs().max()) if torch.isfinite(b).any() else 0.0
+    base = max(largest, scale or 0.0, 1e-30)
+    worst = float(gap.max()) / base
+    return worst if worst == worst else float("inf")

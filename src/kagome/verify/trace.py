@@ -1,0 +1,317 @@
+"""Trace: one forward and backward of a model, whole or split, with all outputs and gradients kept.
+
+Where it sits: ``check`` compares two traces. The ranks of a split are threads of this process.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
+from kagome.components.task import has_rows
+from kagome.deferred.lazy_tensor import EscapeError
+from kagome.errors import CommError, KagomeError, ModelError
+from kagome.graph.partition.partition import Partition
+from kagome.graph.structure.sparse_adjacency import inputs_of
+from kagome.intercept.hooks import install
+from kagome.intercept.interceptor import Interception
+from kagome.model.copies import copied
+from kagome.model.exact import dropout
+from kagome.model.exact.distributions import LAWS, Given, given_of, handed_out, likely
+from kagome.model.exact.handlers import DROPOUTS, HANDLERS, counted, drawn_for
+from kagome.model.exact.layer_rules import apply_rules
+from kagome.model.exact.scope import argument
+from kagome.model.forward_call import Calling
+from kagome.user_code.functional import opened
+from kagome.user_code.torch_checkpoint import once
+
+_DROPS = {*DROPOUTS, *(f"dropout{dims}d" for dims in (1, 2, 3))}
+_DROPS_INSIDE = "scaled_dot_product_attention"
+DRAWS = frozenset(dropout.DRAWS) | _DROPS | {_DROPS_INSIDE}
+"""Calls that draw: switched off where split and whole are to agree with plain PyG."""
+
+
+@dataclass
+class Trace:
+    """What one run left: outputs by module in the order they were finished, and gradients by parameter.
+
+    Args:
+        outputs: By module's path and call.
+        grads: By parameter.
+        buffers: By name, afterwards.
+        rows: Original numbers of own rows.
+        numbered: Whether forward told vertices apart by their places.
+    """
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    grads: dict[str, Tensor | None] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    rows: Tensor | None = None
+    numbered: bool = False
+
+
+class WholeFailedError(Exception):
+    """The model failed on the whole sample: ``cause``, in the module ``where``."""
+
+    def __init__(self, cause: Exception, where: str) -> None:
+        super().__init__(str(cause))
+        self.cause, self.where = cause, where
+
+
+class _NoDraws(TorchFunctionMode):
+    """Plain PyG with every draw switched off: what split and whole can share number by number."""
+
+    runs_once = True
+    """In backward a checkpoint's function would draw where this is not seen."""
+    run_once = nullcontext
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        found = no_draw(None, name, func, args, kwargs) if name in DRAWS else NotImplemented
+        if found is not NotImplemented:
+            return found
+        if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
+            with self:  # gumbel_softmax draws inside
+                return opened(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Answer a draw with what is the same for equal rows: dropout keeps all, rand gives one number."""
+    if name in _DROPS:
+        return args[0] if args else kwargs["input"]
+    if isinstance(func, FunctionType):
+        return NotImplemented
+    if name == _DROPS_INSIDE:
+        return _undropped(scope, name, func, args, kwargs)
+    if name in LAWS and kwargs.get("generator") is None:
+        given = given_of(name, args, kwargs)
+        rows = None if scope is None else drawn_for(scope, name, given)
+        like = _like(name, given) if rows is None else rows
+        given["shape"] = tuple(like.shape)
+        out = handed_out(name, given, like, likely(name, given))
+        return out if rows is None else scope.like(out, rows)
+    if name.startswith("rrelu"):
+        bounds = (argument(args, kwargs, 1, "lower", 1 / 8), argument(args, kwargs, 2, "upper", 1 / 3))
+        out = func(args[0] if args else kwargs["input"], *bounds, training=False)
+        return out if scope is None else scope.like(out, args[0] if args else kwargs["input"])
+    if name in LAWS and scope is not None:  # by a generator of the user's
+        return HANDLERS[name](scope, name, func, args, kwargs)
+    if scope is not None:
+        args = counted(scope, name, args, kwargs)
+    return dropout.seeded(func, args, kwargs, 0) if dropout.of_torch(func, kwargs) else func(*args, **kwargs)
+
+
+def _undropped(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Attention that drops nothing."""
+    args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+    kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+    found = NotImplemented if scope is None else HANDLERS[name](scope, name, func, args, kwargs)
+    if found is NotImplemented:
+        found = func(*args, **kwargs)
+        if scope is not None:
+            scope.marks.spread(name, args, kwargs, found)
+    return found
+
+
+def _like(name: str, given: Given) -> Tensor:
+    """A tensor of the shape and kind of what a draw of no rows gives."""
+    if given.get("size") is not None:
+        kind = given.get("dtype") or (torch.int64 if name == "randint" else None)
+        return torch.empty(given["size"], dtype=kind, device=given.get("device"))
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    return tensors[0].expand(torch.broadcast_shapes(*(each.shape for each in tensors)))
+
+
+def _watch(model: nn.Module, trace: Trace) -> Callable[[], None]:
+    calls: dict[str, int] = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def keep(_module: nn.Module, _args: Any, out: Any) -> None:
+            calls[name] = calls.get(name, 0) + 1
+            label = name if calls[name] == 1 else f"{name} (call {calls[name]})"
+            value = next(
+                (v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, Tensor)), None
+            )
+            if value is not None and value.is_floating_point():
+                trace.outputs[label] = value.detach().clone()  # a reversible block frees what it was given
+
+        return keep
+
+    handles = [
+        m.register_forward_hook(hook(name or f"the model ({type(model).__name__})"))
+        for name, m in model.named_modules()
+        if not isinstance(m, torch.jit.ScriptModule)  # takes no Python hooks
+    ]
+
+    def unwatch() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return unwatch
+
+
+def _backward(out: Any, ids: Tensor, token: Tensor | None, model: nn.Module, trace: Trace, seed: int) -> None:
+    value = next((v for v in tree_leaves(out) if has_rows(v, ids.numel())), None)
+    if value is None:
+        shapes = [f"one of shape {list(leaf.shape)}" for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        raise ModelError(
+            f"forward gives a tensor with a row for each of {ids.numel()} vertices, or several",
+            f"it gives {', '.join(shapes) or f'a {type(out).__name__} without any'}",
+            hint="return a row a vertex, in the order of the vertices",
+        )
+    # Weights by original id: the same sum however the rows are spread. Columns weigh differently, or a
+    # softmax would have no gradient.
+    weight = torch.sin(ids.to(value.dtype) * 12.9898 + seed) + 1.5
+    columns = torch.linspace(1, 2, math.prod(value.shape[1:]), dtype=value.dtype, device=value.device)
+    by_row = weight.view(-1, *[1] * (value.dim() - 1))
+    loss = (value * by_row * columns.view(1, *value.shape[1:])).sum()
+    loss = loss if token is None else loss + token
+    if loss.requires_grad:
+        loss.backward()
+    trace.grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    trace.buffers = {name: b.detach().clone() for name, b in model.named_buffers() if b.is_floating_point()}
+
+
+def _note_failure(name: str, failed: list[str]) -> Callable[..., None]:
+    def note(_module: nn.Module, _args: Any, out: Any) -> None:
+        if out is None:
+            failed.append(name)  # called after an error too, innermost first
+
+    return note
+
+
+def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
+    """Run the model in one process, as plain PyG does."""
+    trace = Trace(rows=part.own)
+    edges = inputs_of(part.edges, part.edge_index, part.own.numel())
+    inputs = {
+        "num_nodes": part.num_nodes,
+        **part.shared,
+        "edge_index": part.edge_index,
+        **part.nodes,
+        **edges,
+    }
+    unwatch = _watch(model, trace)
+    failed: list[str] = []
+    handles = [
+        module.register_forward_hook(_note_failure(name or type(model).__name__, failed), always_call=True)
+        for name, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
+    undo = once()
+    try:
+        model.train()
+        with _NoDraws():
+            out = Calling.of(model, set(inputs)).call(model, inputs)
+        _backward(out, part.own, None, model, trace, seed)
+    except KagomeError:
+        raise
+    except Exception as error:
+        raise WholeFailedError(error, failed[0] if failed else type(model).__name__) from error
+    finally:
+        undo()
+        unwatch()
+        for handle in handles:
+            handle.remove()
+    return trace
+
+
+def split_of(
+    model: nn.Module,
+    pieces: list[Partition],
+    handlers: dict[str, Any],
+    seed: int,
+    *,
+    tensor: int = 1,
+    fast: bool = True,
+    once_only: bool = False,
+) -> list[Trace]:
+    """Run copies of the model on the pieces, each in a thread; a trace a piece.
+
+    ``once_only``: one piece that stands for several keeps what it would run again in backward, as they do.
+    """
+    try:
+        return _split_of(model, pieces, handlers, seed, fast=fast, tensor=tensor, once_only=once_only)
+    except EscapeError:
+        return _split_of(
+            model, pieces, handlers, seed, fast=False, tensor=1, once_only=once_only
+        )  # as the engine does
+
+
+def _split_of(
+    model: nn.Module,
+    pieces: list[Partition],
+    handlers: dict[str, Any],
+    seed: int,
+    *,
+    fast: bool,
+    tensor: int,
+    once_only: bool,
+) -> list[Trace]:
+    copies = [copied(model) for _ in pieces]
+
+    def work(channel: LocalChannel) -> Trace:
+        part, mine = pieces[channel.rank], copies[channel.rank]
+        scope = Interception(part, channel, seed=seed, handlers=handlers, fast=fast, tensor=tensor)
+        scope.runs_once = scope.runs_once or once_only
+        unrule = apply_rules(mine, scope)
+        uninstall = install(mine, scope)
+        trace = Trace(rows=part.own)
+        unwatch = _watch(mine, trace)
+        mine.train()
+        try:
+            calling = Calling.of(mine, set(scope.inputs))
+            with scope.running(1, training=True, checked=True):
+                out = calling.call(mine, scope.inputs)
+            trace.numbered = scope.numbered
+            _backward(out, part.own, scope.turn.token, mine, trace, seed)
+        except KagomeError:
+            raise
+        except Exception as error:
+            raise _part_failed(error, scope, channel.rank) from error
+        finally:
+            unwatch()
+            uninstall()
+            unrule()
+        return trace
+
+    try:
+        return LocalGroup(len(pieces)).run(work)
+    except CommError as error:
+        raise ModelError(
+            "every part comes to the same exchanges in the same order",
+            f"{error.asked}, but {error.found}",
+            where=type(model).__name__,
+            hint="a Python loop over rows, or a branch by what a part's rows hold, goes another "
+            "way on each part: make it of torch calls over all rows, or train on one rank",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+def _part_failed(error: Exception, scope: Interception, rank: int) -> ModelError:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/kagome/" not in f.filename]
+    line = next(
+        (f"{f.name}, line {f.lineno}: {f.line}" for f in reversed(frames) if "/torch/" not in f.filename), ""
+    )
+    return ModelError(
+        "the model runs on a part of the graph as it runs on the whole",
+        f"on a part of {scope.own} vertices it raised {_first_line(error)}",
+        where=f"{scope.fault or 'forward'}{'; ' + line if line else ''}",
+        hint="let sizes come from the input (x.size(0)), and reach other vertices through edges only",
+    )
