@@ -9,8 +9,7 @@ import tomllib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kagome import config
 from kagome.config import toml_io

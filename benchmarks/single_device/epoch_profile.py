@@ -161,7 +161,7 @@ def name_kernels(record_function: Any) -> None:
 
     for name in ops.__all__:
         do = getattr(ops, name)
-        if callable(do) and not isinstance(do, type) and name not in ("way_of", "supports", "Span"):
+        if callable(do) and not isinstance(do, type) and name not in ("backend_of", "supports", "Span"):
             setattr(ops, name, named(name, do))
 
 

@@ -123,7 +123,7 @@ def _kagome(edge_index: Tensor, vertices: int) -> tuple[Prepare | None, str]:
     """The kernels themselves, as ``neighbors`` calls them."""
     try:
         ops = import_module("kagome.kernels.ops")
-        structure = import_module("kagome.kernels.csr").Structure(
+        structure = import_module("kagome.kernels.base.csr").Structure(
             edge_index[0].contiguous(), edge_index[1].contiguous(), vertices, vertices
         )
     except ImportError as error:
@@ -139,4 +139,4 @@ def _kagome(edge_index: Tensor, vertices: int) -> tuple[Prepare | None, str]:
             lambda v: ops.sum_rows(structure.by_source, v, weight),
         )
 
-    return prepare, f"by its {ops.way_of(torch.zeros(1))}" if hasattr(ops, "way_of") else ""
+    return prepare, f"by its {ops.backend_of(torch.zeros(1))}" if hasattr(ops, "backend_of") else ""

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kagome.comm.channel import Channel
 from kagome.comm.serialization import ObjectError, from_bytes, pack, to_bytes, unpack

@@ -12,8 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from kagome.comm.channel import Channel

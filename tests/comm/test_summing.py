@@ -6,8 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from kagome.comm import all_reduce

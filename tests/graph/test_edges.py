@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from graphs import cuts
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch_geometric.data import Data
 

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from graphs import multigraphs
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch_geometric.data import Data
 
 from kagome.graph.datasets.builtin import sbm
 from kagome.graph.structure import kernels
-from kagome.kernels import jit
+from kagome.kernels.base import jit
 
 
 def plain(loop: Callable[..., Any]) -> Callable[..., Any]:

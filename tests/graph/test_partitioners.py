@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from graphs import multigraphs
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch_geometric.data import Data
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kagome.kernels.csr import Structure
+from kagome.kernels.base.csr import Structure
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 SPANS = ("all", "own", "halo")

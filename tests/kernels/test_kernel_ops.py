@@ -4,17 +4,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from kernel_cases import CHECKS, cases
 
-from kagome.kernels import ops, reference, thread_pool
+from kagome.kernels import ops
+from kagome.kernels.base import reference, thread_pool
+from kagome.kernels.base.csr import Structure
 from kagome.kernels.cpu import dispatch
-from kagome.kernels.csr import Structure
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("way", [reference, dispatch], ids=["plain", "loops"])
+@pytest.mark.parametrize("way", [reference, dispatch], ids=["torch", "numba"])
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_way_gives_what_autograd_gives(check, way, data):
@@ -131,8 +131,8 @@ def test_no_columns_and_no_heads():
 
 
 def test_what_is_done_how():
-    assert ops.way_of(torch.zeros(1)) == ops.way_of(torch.zeros(1, dtype=torch.float64)) == "loops"
-    assert ops.way_of(torch.zeros(1, dtype=torch.bfloat16)) == "plain"
+    assert ops.backend_of(torch.zeros(1)) == ops.backend_of(torch.zeros(1, dtype=torch.float64)) == "numba"
+    assert ops.backend_of(torch.zeros(1, dtype=torch.bfloat16)) == "torch"
     s = large(rows=600, edges=2000)
     x = torch.randn(s.whole, 8)
     half = ops.sum_rows(s.by_target, x.bfloat16())

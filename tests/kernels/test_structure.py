@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kernel_cases import cases
 
 from kagome.errors import DataError
-from kagome.kernels.csr import LARGEST, Structure, _sorted
+from kagome.kernels.base.csr import LARGEST, Structure, _sorted
 
 
 @settings(deadline=None, max_examples=100)

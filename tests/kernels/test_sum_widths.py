@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kagome.kernels import reference
+from kagome.kernels.base import reference
+from kagome.kernels.base.csr import Structure
 from kagome.kernels.cpu import dispatch
-from kagome.kernels.csr import Structure
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

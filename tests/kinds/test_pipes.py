@@ -8,8 +8,7 @@ from functools import partial
 import pytest
 from cases import Case, with_targets
 from compare import MESHES, Left, judged, plain, ran
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor, nn
 
 from by_hand import ByHand, Given, graph

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch import distributions as dist
+from torch import Tensor, distributions as dist, nn
 from torch_geometric.data import Data
 
 from convolutions import sample_graph

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch_geometric.nn as pyg
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from convolutions import double_precision

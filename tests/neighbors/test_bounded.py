@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_sliced import MODELS, V, graph, sent
 from torch import Tensor
 from torch_geometric.data import Data
@@ -26,7 +25,7 @@ from kagome.feature_parallel.tiled_reduce import (
     largest,
     travelling,
 )
-from kagome.kernels.csr import Structure
+from kagome.kernels.base.csr import Structure
 from parity import assert_equal, joined, parity, whole
 
 BOUND = 5_000

@@ -6,8 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv
@@ -19,7 +18,7 @@ from edge_models import EDGES, FAN_IN, FAN_OUT, NODES, ONE_RANK, ORDERS, TABLES,
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import extract
 from kagome.intercept.interceptor import Interception
-from kagome.kernels.csr import Structure
+from kagome.kernels.base.csr import Structure
 from kagome.model.exact.handlers import HANDLERS
 from kagome.positions.edge_tables import tables_of
 from kagome.verify.check import check

@@ -8,8 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kagome.errors import ModelError
 from kagome.historical.lockstep import Lockstep

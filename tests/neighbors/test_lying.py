@@ -11,7 +11,7 @@ from torch import Tensor
 from kagome.halo.forward_pass import Turn
 from kagome.halo.table_view import Lying, Whereabouts
 from kagome.kernels import ops
-from kagome.kernels.csr import Structure
+from kagome.kernels.base.csr import Structure
 from kagome.placement.weak_map import ByIdentity
 from kagome.sparse_ops.edge_sum import neighbor_sum
 
@@ -106,4 +106,4 @@ def test_places_and_factors_of_edges_are_worked_out_once() -> None:
     one = Lying(lambda: table, where, by_edge).weights(factor, edges)
     assert one is Lying(lambda: table, where, by_edge).weights(factor, edges)
     assert torch.equal(one, factor[edges.source])
-    assert ops.way_of(table) == "loops"
+    assert ops.backend_of(table) == "numba"

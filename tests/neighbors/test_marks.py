@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_axes import Watching
 from torch import Tensor
 

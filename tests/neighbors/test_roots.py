@@ -7,14 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch_geometric.nn as pyg
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from kagome.intercept.deferral import Late
-from kagome.kernels.csr import Structure
+from kagome.kernels.base.csr import Structure
 from kagome.sparse_ops import edge_sum
 from kagome.sparse_ops.factored_weights import roots_of
 from parity import assert_equal, one_rank, random_owner, split, whole

@@ -23,7 +23,7 @@ from kagome.errors import ModelError
 from kagome.feature_parallel.tiled_reduce import refuse_again
 from kagome.halo.exchange import total
 from kagome.halo.forward_pass import Turn
-from kagome.kernels.csr import Structure
+from kagome.kernels.base.csr import Structure
 from kagome.model.exact import dropout
 from kagome.sparse_ops import edge_softmax, edge_sum, linear
 from kagome.sparse_ops.sparse_features import Thin

@@ -11,8 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch_geometric.nn as pyg
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.data import Data
@@ -22,11 +21,10 @@ from kagome.comm.channel import Channel
 from kagome.graph.partition.partition import extract
 from kagome.intercept.hooks import install
 from kagome.intercept.interceptor import Interception
-from kagome.kernels.csr import Structure
+from kagome.kernels.base.csr import Structure
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
-from kagome.sparse_ops import linear as dense
-from kagome.sparse_ops import sparse_features
+from kagome.sparse_ops import linear as dense, sparse_features
 from odd_models import MUST_BE_REFUSED, ODD_MODELS
 from parity import Share, alone, assert_equal, case_build, joined, odd, one_rank, parity, random_owner, whole
 

@@ -22,8 +22,7 @@ from kagome.cli import main
 from kagome.cli.main import _builder
 from kagome.comm.all_reduce import ONE_ROUND_BYTES
 from kagome.comm.channel import Channel
-from kagome.config import Allowed, Model, Parallel, Report, Run, Train, plan_io
-from kagome.config import Data as Source
+from kagome.config import Allowed, Data as Source, Model, Parallel, Report, Run, Train, plan_io
 from kagome.config.commands import PlanCommand
 from kagome.errors import ConfigError, PlanError
 from kagome.graph.partition.partition import Partition

@@ -9,8 +9,7 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kagome.errors import PlanError
 from kagome.planner.baselines.bapipe import BaPipe

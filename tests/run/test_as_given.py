@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 import torch_geometric.nn as pyg
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from training import QUIET
-from training import settings as training
+from training import QUIET, settings as training
 
 from kagome import Trainer
 from kagome.comm.channel import Channel

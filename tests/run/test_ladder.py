@@ -10,8 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pipelines import SEED, data, model
 from test_late import Noted, told
 from training import QUIET, settings

@@ -286,8 +286,7 @@ def test_owners_of_data_in_memory_are_reused(ranks, tmp_path):
 def short_of_memory(channel: Channel, folder: str, amount: int | None) -> tuple:
     import os
 
-    from kagome.train import data as source
-    from kagome.train import host_parts
+    from kagome.train import data as source, host_parts
 
     before = dict(os.environ)
     os.environ["KAGOME_CACHE"] = folder

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kagome.profile.cache import Kept
 from kagome.profile.steady_times import AGREE, AT_LEAST, MOST, again, clock, steady

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kagome.errors import ScheduleError
 from kagome.schedule.actions import Action, Kind, from_text, pairs, parse, pointed, to_text

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kagome.errors import ScheduleError
 from kagome.schedule.actions import Kind, from_text, to_text

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kagome.errors import ScheduleError
 from kagome.schedule.actions import Kind, Programs, from_text, to_text

@@ -30,8 +30,7 @@ from kagome.graph.partition.partition import Partition
 from kagome.graph.partition.store import Meta
 from kagome.graph.structure.validate import validate
 from kagome.launch.host_memory import available_bytes
-from kagome.launch.threads import chosen as chosen_threads
-from kagome.launch.threads import cores, local
+from kagome.launch.threads import chosen as chosen_threads, cores, local
 from kagome.model.copies import copied
 from kagome.model.decouple.decouple import decouple
 from kagome.model.forward_call import told

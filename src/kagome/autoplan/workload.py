@@ -26,8 +26,7 @@ from kagome.comm.channel import Channel
 from kagome.config import Allowed, Parallel, Train, default_chunks
 from kagome.errors import KagomeError, PlanError
 from kagome.graph.partition.partition import Partition
-from kagome.memory.estimate import Rates as Held
-from kagome.memory.estimate import rates_of
+from kagome.memory.estimate import Rates as Held, rates_of
 from kagome.model.fingerprint import identity
 from kagome.model.split.stages import stage_bytes
 from kagome.pipeline.staging import Steps, steps_of

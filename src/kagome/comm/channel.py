@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kagome.comm import all_reduce as summing
-from kagome.comm import serialization, streamed_exchange
+from kagome.comm import all_reduce as summing, serialization, streamed_exchange
 from kagome.comm.all_reduce import PendingSum
 from kagome.comm.exchange import Trip
 from kagome.comm.peers import End

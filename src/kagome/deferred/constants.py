@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, strided
 from torch._C import DisableTorchFunction
 
-from kagome.kernels.address import address
+from kagome.kernels.base.address import address
 
 
 class Lasting:

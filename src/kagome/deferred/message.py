@@ -27,7 +27,7 @@ from kagome.feature_parallel.edge_layout import Slicing
 from kagome.feature_parallel.tiled_reduce import Bound
 from kagome.halo.exchange import NeighborRows
 from kagome.halo.forward_pass import Turn
-from kagome.kernels.csr import Structure
+from kagome.kernels.base.csr import Structure
 from kagome.placement.placement import Kind, Mark
 from kagome.sparse_ops import edge_softmax, edge_sum, linear
 from kagome.sparse_ops.sparse_features import Thin

@@ -17,9 +17,8 @@ from torch import Tensor
 from kagome.deferred import sliced_attention, sliced_reduce
 from kagome.deferred.lazy_tensor import Lazy, now
 from kagome.deferred.message import EdgeSet, Linear, Message, Shared, SoftmaxShare, flat
-from kagome.kernels.address import address
-from kagome.sparse_ops import edge_softmax, edge_sum
-from kagome.sparse_ops import linear as dense
+from kagome.kernels.base.address import address
+from kagome.sparse_ops import edge_softmax, edge_sum, linear as dense
 from kagome.sparse_ops.sparse_features import Thin, is_thin, thin_of
 
 Reduce = Literal["sum", "mean", "max", "min"]

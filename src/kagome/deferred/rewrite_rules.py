@@ -26,8 +26,7 @@ from kagome.deferred.message import Beside, EdgeSet, Linear, Message, Source, Th
 from kagome.deferred.reduce import Total, settled
 from kagome.placement.axis_rules import attribute
 from kagome.placement.placement import Kind, Marks
-from kagome.sparse_ops import edge_softmax
-from kagome.sparse_ops import linear as dense
+from kagome.sparse_ops import edge_softmax, linear as dense
 
 Rule = Callable[[Marks, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 

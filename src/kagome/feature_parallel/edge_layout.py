@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kagome.feature_parallel.all_to_all import Cut, Transposer, by_head, even, everything
 from kagome.halo.exchange import Carrier, NeighborRows
-from kagome.kernels.csr import Structure
+from kagome.kernels.base.csr import Structure
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from kagome.feature_parallel.all_to_all import Cut
 from kagome.feature_parallel.edge_layout import Slicing
 from kagome.feature_parallel.tiled_reduce import Bound, DestinationChunk, Room, refuse_again, walked
 from kagome.kernels import ops
-from kagome.kernels.csr import Layout
+from kagome.kernels.base.csr import Layout
 
 
 class Reduction(Protocol):

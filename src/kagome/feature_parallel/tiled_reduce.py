@@ -32,7 +32,7 @@ from kagome.feature_parallel.edge_layout import Slicing
 from kagome.halo.exchange import Carrier, UnderWay
 from kagome.halo.forward_pass import Site, Turn
 from kagome.kernels import ops
-from kagome.kernels.csr import Layout, Structure
+from kagome.kernels.base.csr import Layout, Structure
 from kagome.placement.weak_map import ByIdentity
 
 MOST = 1 << 16

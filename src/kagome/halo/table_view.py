@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from kagome.kernels import ops
-from kagome.kernels.csr import Layout, Structure
+from kagome.kernels.base.csr import Layout, Structure
 from kagome.placement.weak_map import ByIdentity
 
 

@@ -24,8 +24,8 @@ from kagome.feature_parallel.edge_layout import Places, Slicing, places_of, slic
 from kagome.feature_parallel.tiled_reduce import Bound
 from kagome.halo.comm_recorder import Taped
 from kagome.halo.forward_pass import Turn, transformed
-from kagome.kernels.address import address
-from kagome.kernels.csr import Structure
+from kagome.kernels.base.address import address
+from kagome.kernels.base.csr import Structure
 from kagome.placement.placement import Kind, Mark, Marks
 from kagome.placement.weak_map import ByIdentity
 from kagome.positions.refusals import lost

@@ -32,7 +32,7 @@ from kagome.positions import (
     unique,
     vertex_tables,
 )
-from kagome.positions.refusals import Places, lost
+from kagome.positions.refusals import Places, lost, refused
 from kagome.sparse_ops import linear
 from kagome.sparse_ops.edge_view import View
 from kagome.sparse_ops.sparse_features import Thin
@@ -80,9 +80,6 @@ class Reader(Places, Protocol):
     def number_of(self, mark: Mark, count: int) -> int:
         """How many rows all ranks have."""
 
-    def refuse(self, what: str) -> ModelError:
-        """The error for ids that are no longer known."""
-
     def put_off(self, base: Tensor, index: Tensor, mark: Mark) -> Tensor | None:
         """A gather by an end of the graph's edges, as a message."""
 
@@ -128,7 +125,7 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
         return NotImplemented  # what was lost stays so
     axis = axis % max(base.dim(), 1)
     if mark.kind is Kind.MIXED:
-        raise scope.refuse("indexing")
+        raise _rebuilt(scope, "indexing")
     id_values.refuse_rows_by_value(scope, base, axis, index, mark)
     numbers = vertex_tables.original(scope, base, axis, index, mark) if mark.kind in IDS else None
     if numbers is None and mark.kind in (Kind.SOURCE, Kind.TARGET) and axis == 0 and not rest:
@@ -182,7 +179,7 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
         raise lost(scope, gone)
     axis = dim % max(base.dim(), 1)
     if mark.kind is Kind.MIXED:
-        raise scope.refuse(name)
+        raise _rebuilt(scope, name)
     id_values.refuse_rows_by_value(scope, base, axis, index, mark)
     if mark.kind is Kind.NUMBERS:
         args, kwargs = _by_place(scope, index, args, kwargs)
@@ -513,6 +510,16 @@ _RECKON: Final = (
     *("addcdiv", "addcmul", "mul_", "div_", "tensor", "as_tensor", "new_tensor", "scalar_tensor"),
 )
 """Calls in which a number is no size."""
+
+
+def _rebuilt(scope: Places, what: str) -> ModelError:
+    """The error for ids of which it is no longer known what they name."""
+    return refused(
+        scope,
+        f"{what} uses ids that were computed from them (an edge list rebuilt inside forward)",
+        hint="rebuild the edges before training (data.edge_index), not inside forward",
+        asked="every read of neighbours' rows goes by ids from edge_index",
+    )
 
 
 HANDLERS: dict[str, Handler] = {

@@ -592,12 +592,3 @@ class Interception(Late, TorchFunctionMode):
             hint="draw a row a vertex or a row an edge (torch.rand(x.size(0), k), torch.rand_like(x))",
             asked="what a model draws for vertices and edges is the same on any ranks",
         )
-
-    def refuse(self, what: str) -> ModelError:
-        """The error for ids of which it is no longer known what they name."""
-        return refused(
-            self,
-            f"{what} uses ids that were computed from them (an edge list rebuilt inside forward)",
-            hint="rebuild the edges before training (data.edge_index), not inside forward",
-            asked="every read of neighbours' rows goes by ids from edge_index",
-        )

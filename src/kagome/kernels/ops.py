@@ -27,13 +27,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kagome.kernels import reference
-from kagome.kernels.csr import Layout, Structure
-from kagome.kernels.reference import Span
+from kagome.kernels.base import reference
+from kagome.kernels.base.csr import Layout, Structure
+from kagome.kernels.base.reference import Span
 
 __all__ = [
     "Span",
     "add_rows",
+    "backend_of",
     "column_softmax",
     "column_softmax_back",
     "dot_edges",
@@ -52,16 +53,16 @@ __all__ = [
     "softmax_sum_back",
     "sum_edges",
     "sum_rows",
-    "way_of",
 ]
 
 LOOPED = frozenset((torch.float32, torch.float64))
 LAUNCHED = LOOPED | {torch.float16, torch.bfloat16}
 
 
-def way_of(x: Tensor) -> str:
-    """``loops``, ``gpu`` or ``plain``: how a kernel on this tensor is done."""
-    return _module(x.device.type, x.dtype).__name__.rpartition(".")[2]
+def backend_of(x: Tensor) -> str:
+    """``numba``, ``triton`` or ``torch``: what runs a kernel on this tensor."""
+    found = _module(x.device.type, x.dtype)
+    return "torch" if found is reference else "numba" if x.device.type == "cpu" else "triton"
 
 
 @cache  # what there is to import does not change in a process

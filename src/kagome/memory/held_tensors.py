@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kagome.graph.structure.attributes import tensors_of
 from kagome.intercept.interceptor import Interception
-from kagome.kernels.csr import Layout, Structure
+from kagome.kernels.base.csr import Layout, Structure
 
 
 def holding(scope: Interception) -> Iterator[tuple[str, Tensor]]:

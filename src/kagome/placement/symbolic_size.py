@@ -140,11 +140,10 @@ class Count(int):
 
     def _compared(self) -> int:
         """The whole graph's number where a user compares, in which the ranks must not differ."""
-        return self.of_all() if self._global or by_user(*_ANSWERS) else int(self)
+        return self.of_all() if self._global or by_user() else int(self)
 
 
-_ANSWERS: Final = (__name__, "kagome.positions.edge_positions")
-"""Where numbers of rows answer."""
+__answers__ = True  # to ``user_frame``: its functions are methods of numbers
 
 
 def _known(value: Any) -> Any:
@@ -185,7 +184,7 @@ class Entries(Count):
 
     @property
     def _global(self) -> bool:
-        return by_user(*_ANSWERS)
+        return by_user()
 
     def __floordiv__(self, other: Any) -> Any:
         if type(other) is int and other == self.each:

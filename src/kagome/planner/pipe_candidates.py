@@ -13,8 +13,7 @@ from kagome.planner.candidates import Candidate, settings_of
 from kagome.planner.cluster import Cluster
 from kagome.planner.cost_model import Load, Rates, Sliced, computing, halos, summed
 from kagome.schedule.actions import Action, Kind
-from kagome.schedule.schedules import Shape, fill_drain
-from kagome.schedule.schedules import exact as exact_program
+from kagome.schedule.schedules import Shape, exact as exact_program, fill_drain
 from kagome.schedule.simulator import simulate
 
 HALVES = 2

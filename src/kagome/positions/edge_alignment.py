@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kagome.deferred.lazy_tensor import now
 from kagome.halo.forward_pass import Turn
-from kagome.kernels.address import address
+from kagome.kernels.base.address import address
 from kagome.placement.placement import IDS, Kind, Mark
 from kagome.positions.edge_positions import Edges, refused
 from kagome.positions.edge_tables import flat

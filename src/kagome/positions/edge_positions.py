@@ -30,6 +30,8 @@ from kagome.placement.symbolic_size import Count
 from kagome.positions.edge_tables import WAY_OUT, Cutter, own_edges
 from kagome.user_frame import from_library, user_line
 
+__answers__ = True  # to ``user_frame``: its functions are methods of numbers
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Func = Callable[..., Any]

@@ -14,8 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from kagome.comm.channel import Channel, Op
-from kagome.comm.channel import Kind as Traffic
+from kagome.comm.channel import Channel, Kind as Traffic, Op
 from kagome.comm.exchange import Trip
 from kagome.comm.work import Pending
 from kagome.components.task import draws_of, unmoved

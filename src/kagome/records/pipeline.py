@@ -17,8 +17,7 @@ from statistics import fmean
 from kagome.errors import ScheduleError
 from kagome.records.spans import MOVE, Span, action_of, common_epochs, median_epoch, training
 from kagome.schedule.actions import Action, Kind, Program, Programs
-from kagome.schedule.simulator import Run, Seconds, simulate
-from kagome.schedule.simulator import Span as Slice
+from kagome.schedule.simulator import Run, Seconds, Span as Slice, simulate
 
 Interval = tuple[float, float]
 _Key = tuple[int, Kind] | tuple[int, Kind, int, int | None]

@@ -115,8 +115,7 @@ class Progress:
 
     def _start_live(self) -> RichProgress:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-        from rich.progress import Progress as RichProgress
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn
 
         live = RichProgress(
             TextColumn("epoch"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kagome.kernels import ops
-from kagome.kernels.csr import Structure
+from kagome.kernels.base.csr import Structure
 
 
 def dots(own: Tensor, whole: Tensor, edges: Structure) -> Tensor:

@@ -30,7 +30,7 @@ from kagome.halo.exchange import Road
 from kagome.halo.forward_pass import Turn, inside
 from kagome.halo.table_view import Lying
 from kagome.kernels import ops
-from kagome.kernels.csr import Structure
+from kagome.kernels.base.csr import Structure
 
 
 def neighbor_sum(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kagome.kernels.csr import Structure
+from kagome.kernels.base.csr import Structure
 
 NEAR = 16
 """Roundings that a product of two roots may be away from its weight."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kagome.kernels import ops
-from kagome.kernels.csr import LARGEST, Layout, Structure
+from kagome.kernels.base.csr import LARGEST, Layout, Structure
 
 SHARE: Final = 1 / 16
 """Of a product's numbers. With more entries oneDNN's product of all numbers is as fast: on one core with

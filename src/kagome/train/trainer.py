@@ -30,9 +30,7 @@ from kagome.comm.channel import Channel
 from kagome.comm.mesh import open_mesh
 from kagome.components.model_setup import asks, ready, unlabelled
 from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
-from kagome.config import Loss as LossName
-from kagome.config import Metric as MetricName
-from kagome.config import Parallel, Report, Train
+from kagome.config import Loss as LossName, Metric as MetricName, Parallel, Report, Train
 from kagome.config.fields import check_kind
 from kagome.errors import ConfigError, DataError
 from kagome.graph.partition.partition import Partition, graph_of

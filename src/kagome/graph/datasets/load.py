@@ -12,8 +12,7 @@ from typing import Any
 from torch_geometric.data import Data
 
 from kagome import config
-from kagome.graph.datasets import builtin, catalog, edits, sources
-from kagome.graph.datasets import raw_files as rawfiles
+from kagome.graph.datasets import builtin, catalog, edits, raw_files as rawfiles, sources
 from kagome.graph.structure.attributes import Notes
 from kagome.graph.structure.validate import validate, validate_edges
 

@@ -34,7 +34,7 @@ LIMIT_ENTRIES: Final = 256
 #: Entries of this size are told of when they are made.
 LARGE_BYTES: Final = 2**30
 OWNERS: Final = "owner.npy"
-_CODE: Final = Path(__file__).parent
+_CODE: Final = Path(__file__).parents[1]
 _MAKERS: Final = ("kagome", "numpy", "torch", "torch-geometric", "pymetis", "scikit-learn")
 
 

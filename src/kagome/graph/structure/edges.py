@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from kagome.graph.structure.kernels import Floats, Ints, Longs
-from kagome.kernels.jit import compiled
+from kagome.kernels.base.jit import compiled
 
 
 @compiled

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kagome.kernels.jit import compiled
+from kagome.kernels.base.jit import compiled
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from kagome.kernels.base.csr import Layout, Structure
+from kagome.kernels.base.reference import count_of
+from kagome.kernels.base.thread_pool import array, compiled, flat, share, spread
 from kagome.kernels.cpu.prefetch import ahead_of, fetch
 from kagome.kernels.cpu.spmm import bounds
-from kagome.kernels.csr import Layout, Structure
-from kagome.kernels.reference import count_of
-from kagome.kernels.thread_pool import array, compiled, flat, share, spread
 
 
 @compiled

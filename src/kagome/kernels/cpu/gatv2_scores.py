@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kagome.kernels.base.csr import Layout, Structure
+from kagome.kernels.base.thread_pool import array, compiled, cuts_of, each, flat, share
 from kagome.kernels.cpu.prefetch import ahead_of, fetch
 from kagome.kernels.cpu.simd import add_bent, bent_dot
 from kagome.kernels.cpu.spmm import bounds, known
-from kagome.kernels.csr import Layout, Structure
-from kagome.kernels.thread_pool import array, compiled, cuts_of, each, flat, share
 
 
 @cache

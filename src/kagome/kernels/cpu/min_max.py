@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kagome.kernels.base.csr import Layout
+from kagome.kernels.base.reference import TINY
+from kagome.kernels.base.thread_pool import compiled, flat, share
 from kagome.kernels.cpu.exp import exponential
 from kagome.kernels.cpu.prefetch import ahead_of, fetch
 from kagome.kernels.cpu.spmm import bounds
-from kagome.kernels.csr import Layout
-from kagome.kernels.reference import TINY
-from kagome.kernels.thread_pool import compiled, flat, share
 
 
 @compiled

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kagome.kernels.thread_pool import inlined
+from kagome.kernels.base.thread_pool import inlined
 
 LINE = 64
 """Bytes of a cache line."""

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from kagome.kernels.base.csr import Layout, Structure
+from kagome.kernels.base.reference import TINY
+from kagome.kernels.base.thread_pool import array, compiled, inlined, share
 from kagome.kernels.cpu.edges import sum_edges
 from kagome.kernels.cpu.exp import exponential
 from kagome.kernels.cpu.prefetch import ahead_of, fetch
 from kagome.kernels.cpu.spmm import bounds
-from kagome.kernels.csr import Layout, Structure
-from kagome.kernels.reference import TINY
-from kagome.kernels.thread_pool import array, compiled, inlined, share
 
 HEADS = (1, 2, 4, 8, 16)
 """Numbers of heads that have a loop of their own: a length the compiler knows becomes whole vectors."""

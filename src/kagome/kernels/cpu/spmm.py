@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kagome.kernels.base.csr import Layout
+from kagome.kernels.base.reference import Span, count_of
+from kagome.kernels.base.thread_pool import array, compiled, flat, share
 from kagome.kernels.cpu.prefetch import ahead_of, fetch
 from kagome.kernels.cpu.simd import add_four, add_one, add_products, add_two, dot
-from kagome.kernels.csr import Layout
-from kagome.kernels.reference import Span, count_of
-from kagome.kernels.thread_pool import array, compiled, flat, share
 
 BLOCK = 16
 """Columns of a plain sum that are one vector: more would not stay in a small core's registers."""

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kagome.kernels.base.thread_pool import array, inlined, spread, strict
 from kagome.kernels.cpu.prefetch import SMALL, fetch
 from kagome.kernels.quantize.ops import FIRST, LEAST_SPAN, SECOND, columns
 from kagome.kernels.quantize.simd import encode_columns, extremes
-from kagome.kernels.thread_pool import array, inlined, spread, strict
 
 BLOCK: Final = 16
 """Rows of a block: a multiple of the eight that can share a byte."""

@@ -18,8 +18,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from kagome.kernels.csr import Layout, Structure
-from kagome.kernels.reference import (
+from kagome.kernels.base.csr import Layout, Structure
+from kagome.kernels.base.reference import (
     TINY,
     Span,
     add_rows,
@@ -28,8 +28,7 @@ from kagome.kernels.reference import (
     gather,
     join_edges,
 )
-from kagome.kernels.triton import heads as gpu_heads
-from kagome.kernels.triton import rows as gpu_rows
+from kagome.kernels.triton import heads as gpu_heads, rows as gpu_rows
 
 __all__ = [
     "add_rows",

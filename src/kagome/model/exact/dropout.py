@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kagome.kernels.thread_pool import compiled, inlined, spread
+from kagome.kernels.base.thread_pool import compiled, inlined, spread
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9

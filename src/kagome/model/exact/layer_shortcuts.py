@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_geometric import utils
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from kagome.kernels.address import address
+from kagome.kernels.base.address import address
 from kagome.model.exact.scope import Scope
 
 

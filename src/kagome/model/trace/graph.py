@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from kagome.errors import ModelError
 
+__steps__ = True  # to ``user_frame``: its frames named ``call`` run a step of a forward
+
 StepKind = Literal["module", "function", "method", "attribute"]
 
 

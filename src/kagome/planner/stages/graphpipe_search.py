@@ -17,7 +17,7 @@ import math
 
 import numpy as np
 
-from kagome.kernels.jit import compiled
+from kagome.kernels.base.jit import compiled
 from kagome.planner.stages.operator_groups import Floats, Ints
 
 

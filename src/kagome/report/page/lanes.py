@@ -13,8 +13,7 @@ from kagome.records.units import seconds_text
 from kagome.report.charts.style import ink
 from kagome.report.charts.svg import legend
 from kagome.report.chrome_trace import axis
-from kagome.schedule.simulator import Run
-from kagome.schedule.simulator import Span as Slice
+from kagome.schedule.simulator import Run, Span as Slice
 
 MOST_ROWS = 32
 MOST_SLICES = 4000

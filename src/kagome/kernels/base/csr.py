@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kagome.errors import DataError
-from kagome.kernels.edge_sort import grouped, turned
+from kagome.kernels.base.edge_sort import grouped, turned
 
 LARGEST = 2**31 - 1
 """Columns and edges are int32: half the bytes of what every kernel reads."""

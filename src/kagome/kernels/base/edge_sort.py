@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kagome.kernels.thread_pool import compiled, roomy, share
+from kagome.kernels.base.thread_pool import compiled, roomy, share
 
 SHORT = 24
 """Rows of at most so many entries are sorted by insertion."""

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kagome.kernels.csr import Layout, Structure
+from kagome.kernels.base.csr import Layout, Structure
 
 Span = Literal["all", "own", "halo"]
 """Which entries of each row are walked: all, those that read own rows, or those that read halo rows."""
