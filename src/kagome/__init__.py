@@ -18,7 +18,7 @@ _FACE = {
     "check": "kagome.verify.check",
     "load": "kagome.train.load",
     "plan": "kagome.autoplan.plan",
-    "pipeline": "kagome.pipeline.dag.pipeline",
+    "pipeline": "kagome.pipelining.dag.pipeline",
     "KagomeError": "kagome.errors",
 }
 

@@ -14,7 +14,7 @@ from training import CLASSES, FEATURES
 from kagome.comm.channel import Channel
 from kagome.errors import ModelError
 from kagome.model.buffers import Buffers
-from kagome.pipeline.buffer_isolation import Moved
+from kagome.pipelining.buffer_isolation import Moved
 
 
 class Mean(nn.Module):

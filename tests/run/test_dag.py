@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from dags import plain, plan_of, same, trained
 
-from kagome.pipeline.dag.sample_layout import Layout
+from kagome.pipelining.dag.sample_layout import Layout
 
 TOP = "join act layers.0 act#2 layers.1 act#3 out"
 ONE, TWO = "towers.0 towers.1 towers.1.0#2 towers.1.1#2", "towers.2 towers.2.0#2 towers.2.1#2"

@@ -24,7 +24,7 @@ from kagome.graph.partition.partitioners import assign
 from kagome.memory.estimate import optimizer_bytes, rates_of
 from kagome.model.trace.graph import LayerGraph
 from kagome.model.zoo import build_model
-from kagome.pipeline import staging
+from kagome.pipelining import staging
 from kagome.profile.part_size import UNITS, counts_of, split_counts
 from kagome.profile.run_mode import Way
 from kagome.profile.synthetic_parts import made_pieces

@@ -20,7 +20,7 @@ import kagome
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
 from kagome.errors import KagomeError, ModelError
-from kagome.pipeline.foreign_weights import Reads
+from kagome.pipelining.foreign_weights import Reads
 from weight_readers import PENALTIES, Net, optimizer_of, rows, summed
 
 EPOCHS = 3

@@ -16,7 +16,7 @@ from kagome.config import Parallel
 from kagome.graph.partition.partition import partition
 from kagome.halo.forward_pass import Site
 from kagome.historical.provider import Exact
-from kagome.pipeline.chunking import chunked
+from kagome.pipelining.chunking import chunked
 
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 HISTORY = {"cross_chunk": "history", "guard": False}

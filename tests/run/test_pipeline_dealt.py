@@ -17,7 +17,7 @@ from kagome.comm.channel import Channel
 from kagome.errors import ConfigError
 from kagome.graph.partition.chunks import order_of
 from kagome.model.split.stages import stage_bytes
-from kagome.pipeline import staging
+from kagome.pipelining import staging
 from kagome.schedule.actions import parse
 from kagome.schedule.schedules import Shape, fill_drain
 

@@ -12,7 +12,7 @@ from pipelines import HIDDEN, SEED, data, model, rotated, told, trained
 from kagome.comm.channel import Channel
 from kagome.graph.partition.chunks import order_of
 from kagome.model.split.stages import stage_bytes
-from kagome.pipeline import staging
+from kagome.pipelining import staging
 from kagome.schedule.actions import Action, Kind, parse
 from kagome.schedule.schedules import Shape, exact, fill_drain, k_forward_k_backward
 

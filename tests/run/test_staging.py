@@ -17,7 +17,7 @@ from kagome.comm.channel import Channel
 from kagome.config import Parallel, Train
 from kagome.errors import DataError
 from kagome.graph.partition.partition import partition, split_all
-from kagome.pipeline import staging
+from kagome.pipelining import staging
 from kagome.profile import step_shapes, step_times
 from kagome.verify import check
 

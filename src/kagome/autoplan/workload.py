@@ -29,7 +29,7 @@ from kagome.graph.partition.partition import Partition
 from kagome.memory.estimate import Rates as Held, rates_of
 from kagome.model.fingerprint import identity
 from kagome.model.split.stages import stage_bytes
-from kagome.pipeline.staging import Steps, steps_of
+from kagome.pipelining.staging import Steps, steps_of
 from kagome.planner.candidates import OFF, Candidate, Plans, parts, ranked, slices
 from kagome.planner.cluster import Cluster
 from kagome.planner.cost_model import Load, Rates, Sliced, Timed

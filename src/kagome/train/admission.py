@@ -27,8 +27,8 @@ from kagome.graph.partition.partition import Partition
 from kagome.graph.partition.partitioners import assign
 from kagome.launch.host_memory import available_bytes
 from kagome.memory.estimate import Rates, rates_of
-from kagome.pipeline.chunk_engine import Pipeline
-from kagome.pipeline.memory_estimate import Share, held_by_stages, share_of
+from kagome.pipelining.chunk_engine import Pipeline
+from kagome.pipelining.memory_estimate import Share, held_by_stages, share_of
 from kagome.profile.part_size import Counts, Team, counts_of, split_counts
 from kagome.profile.run_mode import Way
 from kagome.records.epoch import Memory

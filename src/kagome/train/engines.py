@@ -14,7 +14,7 @@ from kagome.components.engine import Phases, Runner
 from kagome.errors import ConfigError
 from kagome.graph.partition.partition import Partition
 from kagome.objective.optimizers import Aim
-from kagome.pipeline.chunk_engine import Pipeline
+from kagome.pipelining.chunk_engine import Pipeline
 from kagome.train.graph_engine import Engine
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kagome.adaptive.stage_codec import Coded, StageCodec
 from kagome.comm.channel import Channel, Pending, Sending
-from kagome.pipeline.stage_run import Job, StageCode
+from kagome.pipelining.stage_run import Job, StageCode
 from kagome.schedule.actions import Action, Kind
 
 

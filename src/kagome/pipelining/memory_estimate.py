@@ -21,7 +21,7 @@ from kagome.components.gradients import message_bytes
 from kagome.config import Parallel
 from kagome.memory.estimate import Rates, optimizer_bytes
 from kagome.memory.saved_tensors import Pair
-from kagome.pipeline.chunk_engine import Pipeline
+from kagome.pipelining.chunk_engine import Pipeline
 from kagome.profile.part_size import Counts, Team
 from kagome.records.memory import Holdings
 from kagome.schedule.simulator import simulate

@@ -14,9 +14,9 @@ from torch import Tensor
 from kagome.comm.channel import Channel
 from kagome.model.operators.graph import Branches
 from kagome.model.operators.pieces import Piece
-from kagome.pipeline.dag.sample_layout import Layout
-from kagome.pipeline.dag.stage_run import Job, StageCode
-from kagome.pipeline.dag.transfers import Messages, names_of
+from kagome.pipelining.dag.sample_layout import Layout
+from kagome.pipelining.dag.stage_run import Job, StageCode
+from kagome.pipelining.dag.transfers import Messages, names_of
 from kagome.records.spans import Spans
 from kagome.schedule.actions import Action, Kind, Program, Programs, pointed
 from kagome.schedule.dag_schedules import DagShape, dag

@@ -21,7 +21,7 @@ from kagome.intercept.interceptor import Interception
 from kagome.model.split.stages import Stage
 from kagome.model.trace.graph import LayerGraph, Step
 from kagome.model.trace.shapes import Survey
-from kagome.pipeline.foreign_weights import watched
+from kagome.pipelining.foreign_weights import watched
 from kagome.placement.placement import Kind, Mark
 from kagome.positions.vertex_tables import refuse_some_rows
 

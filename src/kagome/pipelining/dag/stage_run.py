@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kagome.model.operators.graph import Branches
 from kagome.model.operators.pieces import Piece
 from kagome.model.operators.sample_dropout import Masks
-from kagome.pipeline.dag import autocast
+from kagome.pipelining.dag import autocast
 
 Part = tuple[range, Tensor]
 """Some samples of a value."""

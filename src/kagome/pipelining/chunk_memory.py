@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from kagome.components.offload import Offload
 from kagome.memory.tensor_bytes import HeldTensor, Ledger, add_scope, restored, tensors_in
-from kagome.pipeline.chunking import Chunking
+from kagome.pipelining.chunking import Chunking
 from kagome.records.memory import Holdings
 
 WATCHED: Final = 2

@@ -22,10 +22,10 @@ from kagome.historical.lockstep import Lockstep
 from kagome.historical.provider import History
 from kagome.intercept.interceptor import Interception
 from kagome.model.split.stages import Stage, links
-from kagome.pipeline.buffer_isolation import Moved
-from kagome.pipeline.chunking import Chunking
-from kagome.pipeline.p2p import Messages
-from kagome.pipeline.stage_run import Job, StageCode
+from kagome.pipelining.buffer_isolation import Moved
+from kagome.pipelining.chunking import Chunking
+from kagome.pipelining.p2p import Messages
+from kagome.pipelining.stage_run import Job, StageCode
 from kagome.schedule.actions import Action, Kind, Program, Programs, pointed
 from kagome.schedule.schedules import Shape, arrivals, fill_drain, k_forward_k_backward
 

@@ -29,9 +29,9 @@ from kagome.model.operators.sample_dropout import Masks
 from kagome.model.operators.samples import Batch, count_of, inputs_of
 from kagome.model.weight_hooks import hooks_off, run_hooks
 from kagome.objective.objective import Loss
-from kagome.pipeline.dag import autocast
-from kagome.pipeline.dag.auto_plan import searched
-from kagome.pipeline.dag.checks import (
+from kagome.pipelining.dag import autocast
+from kagome.pipelining.dag.auto_plan import searched
+from kagome.pipelining.dag.checks import (
     agreed,
     check_forms,
     check_norms,
@@ -43,12 +43,12 @@ from kagome.pipeline.dag.checks import (
     rough_operators,
     take_state,
 )
-from kagome.pipeline.dag.executor import Pass, forward_program, update_programs
-from kagome.pipeline.dag.plans import plan_of
-from kagome.pipeline.dag.replicas import Weights
-from kagome.pipeline.dag.sample_layout import Layout
-from kagome.pipeline.dag.stage_run import Job, StageCode
-from kagome.pipeline.foreign_weights import read_by_loss, refused, watch_hooks, watched
+from kagome.pipelining.dag.executor import Pass, forward_program, update_programs
+from kagome.pipelining.dag.plans import plan_of
+from kagome.pipelining.dag.replicas import Weights
+from kagome.pipelining.dag.sample_layout import Layout
+from kagome.pipelining.dag.stage_run import Job, StageCode
+from kagome.pipelining.foreign_weights import read_by_loss, refused, watch_hooks, watched
 from kagome.planner.stages.plan import StagePlan
 from kagome.records.spans import Span, Spans
 from kagome.report.page.stages_page import StageRow, write_stages

@@ -47,10 +47,10 @@ from kagome.objective.kept_rows import RefusesKept
 from kagome.objective.loss_trials import copied
 from kagome.objective.loss_weights import Weighed
 from kagome.objective.optimizers import Aim
-from kagome.pipeline.chunk_memory import Saving, held_by_chunks
-from kagome.pipeline.chunking import chunked
-from kagome.pipeline.executor import Jobs, Passes
-from kagome.pipeline.foreign_weights import (
+from kagome.pipelining.chunk_memory import Saving, held_by_chunks
+from kagome.pipelining.chunking import chunked
+from kagome.pipelining.executor import Jobs, Passes
+from kagome.pipelining.foreign_weights import (
     read_by_loss,
     refuse_mixing,
     unmoving,
@@ -58,9 +58,9 @@ from kagome.pipeline.foreign_weights import (
     watched,
     with_read,
 )
-from kagome.pipeline.ownership import Owners
-from kagome.pipeline.stage_run import Job, StageCode
-from kagome.pipeline.staging import needed, stage_model
+from kagome.pipelining.ownership import Owners
+from kagome.pipelining.stage_run import Job, StageCode
+from kagome.pipelining.staging import needed, stage_model
 from kagome.records.memory import Holdings
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kagome.comm.channel import Channel
 from kagome.launch.host_memory import available_bytes
 from kagome.model.operators.graph import Branches
-from kagome.pipeline.dag.checks import of_first, too_few
+from kagome.pipelining.dag.checks import of_first, too_few
 from kagome.planner.stages.coarsen import coarsened, fused
 from kagome.planner.stages.devices import Devices, StageCost
 from kagome.planner.stages.graphpipe import GraphPipe

@@ -15,8 +15,8 @@ import torch
 from kagome.comm.channel import Channel, Pending, Sending
 from kagome.model.operators.graph import Branches
 from kagome.model.operators.pieces import Piece
-from kagome.pipeline.dag.sample_layout import Layout
-from kagome.pipeline.dag.stage_run import Job
+from kagome.pipelining.dag.sample_layout import Layout
+from kagome.pipelining.dag.stage_run import Job
 from kagome.schedule.actions import Action, Kind, Program
 
 AHEAD: Final = 8

@@ -1,8 +1,8 @@
 """Foreign weights: those that another rank of a pipeline trains, and that are old here.
 
-Where it sits: ``chunk_engine`` and ``pipeline.dag.pipeline`` look which weights a loss reads, and watch what
-optimizers, their hooks and schedulers read. A weight that the loss reads belongs to the loss's stage as well,
-as one that two stages use: its gradients are summed, and both ranks update it alike.
+Where it sits: ``chunk_engine`` and ``pipelining.dag.pipeline`` look which weights a loss reads, and watch
+what optimizers, their hooks and schedulers read. A weight that the loss reads belongs to the loss's stage as
+well, as one that two stages use: its gradients are summed, and both ranks update it alike.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kagome.comm.channel import Channel
 from kagome.model.operators.pieces import Piece
-from kagome.pipeline.dag.sample_layout import Layout
+from kagome.pipelining.dag.sample_layout import Layout
 
 
 class Weights:

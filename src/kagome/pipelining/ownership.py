@@ -21,7 +21,7 @@ from kagome.errors import CheckpointError
 from kagome.model.buffers import Buffers
 from kagome.model.sparse_buffers import laid_out
 from kagome.model.split.stages import Stage, shared_parameters
-from kagome.pipeline.buffer_isolation import Moved
+from kagome.pipelining.buffer_isolation import Moved
 
 
 class Owners:
