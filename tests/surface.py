@@ -169,7 +169,7 @@ def write() -> None:
     import tempfile
 
     def start(words: list[str], folder: Path) -> None:
-        subprocess.run([sys.executable, "-m", "kagome.cli.main", *words], cwd=folder, check=True)
+        subprocess.run([sys.executable, "-m", "kagome", *words], cwd=folder, check=True)
 
     shared = ["--data.name", "npz:graph.npz", "--model.name", "sage", "--model.hidden", "8"]
     with tempfile.TemporaryDirectory() as name:

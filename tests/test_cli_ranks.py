@@ -50,7 +50,7 @@ def start(tmp_path):
     def run(*args: str, through: tuple[str, ...] = ()) -> subprocess.Popen:
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "KAGOME_DATA")}
         env.update(OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-        command = [sys.executable, "-m", *through, "kagome.cli.main", *args]
+        command = [sys.executable, "-m", *through, "kagome", *args]
         pipe = subprocess.PIPE
         jobs.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=env))
         return jobs[-1]

@@ -16,7 +16,7 @@ import surface
 def start(words: list[str], folder: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "kagome.cli.main", *words],
+        [sys.executable, "-m", "kagome", *words],
         cwd=folder,
         capture_output=True,
         text=True,

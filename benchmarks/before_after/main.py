@@ -122,7 +122,7 @@ def commands(before: Path, case: str, turns: int) -> dict[str, list[float]]:
     for turn in range(turns):
         for side in sorted(found, reverse=bool(turn % 2)):
             with tempfile.TemporaryDirectory() as name:
-                command = [sys.executable, "-m", "kagome.cli.main", "train", "--nproc", str(CASES[case][0])]
+                command = [sys.executable, "-m", "kagome", "train", "--nproc", str(CASES[case][0])]
                 command += words(case, 10, Path(name) / "out")
                 env, begin = environment(before if side == "before" else ROOT), time.perf_counter()
                 subprocess.run(

@@ -13,8 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kagome.cli.main import main
-from kagome.train.trainer import Trainer
+try:
+    from kagome.cli.main import main
+    from kagome.train.trainer import Trainer
+except ImportError:  # a checkout of before the folders were what they are
+    from kagome.cli import main
+    from kagome.run.trainer import Trainer
 
 LOOK_SECONDS = 0.001
 

@@ -413,7 +413,7 @@ INPUTS = [
 def command(given: tuple[str, ...], folder: Path) -> Said:
     """Run a command in a folder."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
-    line = [sys.executable, "-m", "kagome.cli.main", *given]
+    line = [sys.executable, "-m", "kagome", *given]
     try:
         done = subprocess.run(
             line, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT

@@ -34,7 +34,7 @@ def run(name: str, ranks: int, epochs: int, data: Path) -> dict[str, object]:
         command = [
             sys.executable,
             "-m",
-            "kagome.cli.main",
+            "kagome",
             "train",
             *RUNS[name],
             "--nproc",

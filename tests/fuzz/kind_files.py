@@ -170,7 +170,7 @@ class Plan(_File):
             "decoupled",
         ]
         self._text = subprocess.run(
-            [sys.executable, "-m", "kagome.cli.main", *words],
+            [sys.executable, "-m", "kagome", *words],
             check=True,
             capture_output=True,
             text=True,

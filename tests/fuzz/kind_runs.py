@@ -75,7 +75,7 @@ class Runs:
         for name, words in RUNS.items():
             line = ["train", "--data.name", SMALL, *words, "--out", name, "--report.no-progress"]
             subprocess.run(
-                [sys.executable, "-m", "kagome.cli.main", *line], check=True, capture_output=True, cwd=shared
+                [sys.executable, "-m", "kagome", *line], check=True, capture_output=True, cwd=shared
             )
             for place in ("checkpoints", "report.html", "predictions.npz", "model.safetensors"):
                 path = shared / name / place

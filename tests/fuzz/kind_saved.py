@@ -49,7 +49,7 @@ class Given:
 
 def kagome(words: tuple[str, ...], cwd: Path) -> None:
     """Run a command in a process of its own."""
-    line = [sys.executable, "-m", "kagome.cli.main", *words]
+    line = [sys.executable, "-m", "kagome", *words]
     subprocess.run(line, check=True, capture_output=True, cwd=cwd)
 
 
