@@ -10,16 +10,15 @@ from __future__ import annotations
 import os
 import sys
 import time
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-try:
-    from kagome.cli.main import main
-    from kagome.train.trainer import Trainer
-except ImportError:  # a checkout of before the folders were what they are
-    from kagome.cli import main
-    from kagome.run.trainer import Trainer
-
+OLDER = find_spec("kagome.train") is None
+"""Whether the checkout is from before the folders were what they are."""
+main = import_module("kagome.cli" if OLDER else "kagome.cli.main").main
+Trainer = import_module("kagome.run.trainer" if OLDER else "kagome.train.trainer").Trainer
 LOOK_SECONDS = 0.001
 
 
@@ -27,7 +26,7 @@ def gated(folder: Path) -> None:
     """Make every epoch wait for its file."""
     epoch, rank = Trainer._one_epoch, os.environ["RANK"]
 
-    def one(trainer: Trainer, *args: Any, **named: Any) -> Any:
+    def one(trainer: Any, *args: Any, **named: Any) -> Any:
         number = trainer.epoch
         while not (folder / f"go-{number}").exists():
             time.sleep(LOOK_SECONDS)
