@@ -10,7 +10,7 @@ from torch_geometric.data import Data
 
 from convolutions import double_precision
 from kagome.comm.channel import Channel
-from kagome.comm.in_process.thread_group import LocalGroup
+from kagome.comm.in_process.thread_group import ThreadGroup
 from kagome.errors import KagomeError
 from parity import Build, Result, Share, alone, joined, parity, seeded
 
@@ -39,7 +39,7 @@ def _outcome(models: list[nn.Module], data: Data, owner: Tensor, more: dict[str,
         return parity(channel, lambda: models[channel.rank], data, owner, **more)
 
     try:
-        shares = [work(alone())] if len(models) == 1 else LocalGroup(len(models)).run(work)
+        shares = [work(alone())] if len(models) == 1 else ThreadGroup(len(models)).run(work)
     except KagomeError as refused:  # one rank's: the others' waits end with it
         return f"{type(refused).__name__}: {refused}"
     return joined(shares, data.num_nodes)

@@ -22,13 +22,13 @@ from torch_geometric.data import Data
 from convolutions import CASES, ConvCase, double_precision
 from kagome.comm.channel import Channel
 from kagome.deferred.lazy_tensor import EscapeError
-from kagome.feature_parallel.tiled_reduce import Bound
+from kagome.feature_parallel.tiled_reduce import TileBound
 from kagome.graph.partition.partition import extract
 from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
-from kagome.model.forward_call import Calling
+from kagome.model.forward_call import ForwardCall
 from odd_models import ODD_MODELS
 
 Build = Callable[[], nn.Module]
@@ -93,7 +93,7 @@ def whole(build: Build, data: Data, *, seed: int = 0, epochs: int = 1) -> Result
         for _ in range(epochs):
             model.zero_grad(set_to_none=True)
             x.grad = None
-            out = Calling.of(model, set(inputs)).call(model, inputs)
+            out = ForwardCall.of(model, set(inputs)).call(model, inputs)
             loss = (out * _weights(out, data.num_nodes, seed)).sum()
             if loss.requires_grad:
                 loss.backward()
@@ -144,9 +144,9 @@ def _parity(
         part = extract(data, owner, channel.rank, channel.size)
         x = part.nodes["x"] = part.nodes["x"].detach().clone().requires_grad_(data.x.requires_grad)
         model = seeded(build, seed)
-        scope = Interception(part, channel, seed=seed, handlers=HANDLERS, fast=fast, tensor=tensor)
+        scope = Interceptor(part, channel, seed=seed, handlers=HANDLERS, fast=fast, tensor=tensor)
         if bound is not None:
-            scope.bound = Bound(bound, scope.device)
+            scope.bound = TileBound(bound, scope.device)
         unrule = apply_rules(model, scope)
         uninstall = install(model, scope)
         model.train()
@@ -158,7 +158,7 @@ def _parity(
                 model.zero_grad(set_to_none=True)
                 x.grad = None
                 with scope.running(epoch, training=True, checked=True) as turn:
-                    out = Calling.of(model, set(scope.inputs)).call(model, scope.inputs)
+                    out = ForwardCall.of(model, set(scope.inputs)).call(model, scope.inputs)
                 loss = (out * _weights(out, data.num_nodes, seed)[part.own]).sum() + turn.token
                 if loss.requires_grad:
                     loss.backward()

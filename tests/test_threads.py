@@ -11,7 +11,7 @@ import pytest
 
 from kagome.launch import threads
 from kagome.launch.launcher import start_local
-from kagome.launch.threads import Seat, chosen, local, quota, set_by_torchrun
+from kagome.launch.threads import CpuShare, chosen, local, quota, set_by_torchrun
 
 EIGHT = tuple(range(8))
 
@@ -19,19 +19,19 @@ EIGHT = tuple(range(8))
 @pytest.mark.parametrize(
     ("seats", "expected"),
     [
-        ([Seat("a", EIGHT)], [8]),
-        ([Seat("a", EIGHT)] * 3, [2, 2, 2]),
-        ([Seat("a", EIGHT)] * 20, [1] * 20),
+        ([CpuShare("a", EIGHT)], [8]),
+        ([CpuShare("a", EIGHT)] * 3, [2, 2, 2]),
+        ([CpuShare("a", EIGHT)] * 20, [1] * 20),
         # Two hosts: each has its own cores.
-        ([Seat("a", EIGHT)] * 2 + [Seat("b", (0, 1))], [4, 4, 2]),
+        ([CpuShare("a", EIGHT)] * 2 + [CpuShare("b", (0, 1))], [4, 4, 2]),
         # Bound by a scheduler: what one rank alone may run on is its own.
-        ([Seat("a", (0, 1, 2)), Seat("a", (3,))], [3, 1]),
-        ([Seat("a", (0, 1, 2, 3)), Seat("a", (2, 3))], [3, 1]),
+        ([CpuShare("a", (0, 1, 2)), CpuShare("a", (3,))], [3, 1]),
+        ([CpuShare("a", (0, 1, 2, 3)), CpuShare("a", (2, 3))], [3, 1]),
         # A quota is shared by the ranks of its group, and by no other.
-        ([Seat("a", EIGHT, 4.0, "job")] * 2, [2, 2]),
-        ([Seat("a", EIGHT, 2.5, "one"), Seat("a", EIGHT, 1.5, "other")], [2, 1]),
-        ([Seat("a", EIGHT, 0.5, "job")], [1]),
-        ([Seat("a", EIGHT, chosen=3), Seat("a", EIGHT)], [3, 4]),
+        ([CpuShare("a", EIGHT, 4.0, "job")] * 2, [2, 2]),
+        ([CpuShare("a", EIGHT, 2.5, "one"), CpuShare("a", EIGHT, 1.5, "other")], [2, 1]),
+        ([CpuShare("a", EIGHT, 0.5, "job")], [1]),
+        ([CpuShare("a", EIGHT, chosen=3), CpuShare("a", EIGHT)], [3, 4]),
     ],
 )
 def test_ranks_of_a_host_share_its_cores(seats, expected):

@@ -24,10 +24,10 @@ from kagome.comm.channel import Channel
 from kagome.config import Model
 from kagome.graph.partition.partition import extract
 from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
-from kagome.model.forward_call import Calling
+from kagome.model.forward_call import ForwardCall
 from kagome.model.zoo import build_model
 from kagome.recompute.checkpoint import recompute
 from parity import alone, random_owner
@@ -102,8 +102,8 @@ def train(
         model = build().double()
         part = extract(data, owner, channel.rank, channel.size)
         x = part.nodes["x"] = part.nodes["x"].detach().clone().requires_grad_(data.x.requires_grad)
-        scope = Interception(part, channel, seed=3, handlers=HANDLERS, fast=fast)
-        calling = Calling.of(model, set(scope.inputs))
+        scope = Interceptor(part, channel, seed=3, handlers=HANDLERS, fast=fast)
+        calling = ForwardCall.of(model, set(scope.inputs))
         undo = [apply_rules(model, scope), install(model, scope)]
         if again:
             undo.append(recompute(model, scope))
@@ -165,10 +165,10 @@ def zoo(name: str, layers: int = 3, hidden: int = 8, heads: int = 2, dropout: fl
     )
 
 
-def on_one_rank(model: nn.Module, data: Data | None = None) -> tuple[Interception, Callable[[], None]]:
+def on_one_rank(model: nn.Module, data: Data | None = None) -> tuple[Interceptor, Callable[[], None]]:
     data = sample_graph(1) if data is None else data
     part = extract(data, torch.zeros(data.num_nodes, dtype=torch.long), 0, 1)
-    scope = Interception(part, alone(), handlers=HANDLERS)
+    scope = Interceptor(part, alone(), handlers=HANDLERS)
     undo = [apply_rules(model, scope), install(model, scope), recompute(model, scope)]
 
     def remove() -> None:

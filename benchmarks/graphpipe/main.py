@@ -34,7 +34,7 @@ from kagome.planner.stages.devices import Devices, StageCost
 from kagome.planner.stages.graphpipe import GraphPipe
 from kagome.planner.stages.operator_costs import OperatorGraph
 from kagome.planner.stages.plan import StagePlan
-from kagome.planner.stages.simulate_plan import Trial, longer_turns, trial
+from kagome.planner.stages.simulate_plan import PlanSimulation, longer_turns, trial
 from kagome.profile.operators import measure
 
 HERE = Path(__file__).parent
@@ -127,7 +127,9 @@ def with_any_k(cost: StageCost, found: Found) -> float:
     return max(trial(cost, plan, sequential=True).throughput for plan in each)
 
 
-def figures(plan: StagePlan | None, found: Trial | None, seconds: float, unended: int) -> dict[str, Any]:
+def figures(
+    plan: StagePlan | None, found: PlanSimulation | None, seconds: float, unended: int
+) -> dict[str, Any]:
     """What is kept of a search."""
     told: dict[str, Any] = {"search_seconds": seconds, "searches_not_ended": unended}
     if plan is not None and found is not None:

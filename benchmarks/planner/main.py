@@ -29,7 +29,7 @@ from kagome.cli.main import _builder, parse_train
 from kagome.config.commands import PlanCommand
 from kagome.planner.candidates import Candidate
 from kagome.planner.cluster import Cluster as Declared
-from kagome.profile.cache import Kept
+from kagome.profile.cache import MeasurementCache
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -89,7 +89,7 @@ def predicted(setting: Setting, options: Options, hosts: Mapping[str, Any]) -> d
     """A setting's plans by rate and name, from what is measured now."""
     run = parse_train(setting.words(options.data))
     asked = PlanCommand(data=run.data, model=run.model, train=run.train, allow=ALLOW, cluster="emulated")
-    study, _ = studied(asked, _builder(asked.model, asked.train), Kept())
+    study, _ = studied(asked, _builder(asked.model, asked.train), MeasurementCache())
     found = {}
     for rate in options.rates:
         plans = study.plans(emulated(rate, hosts), ALLOW)

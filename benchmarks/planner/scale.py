@@ -17,13 +17,13 @@ import torch
 import tyro
 
 from kagome.autoplan.plan import like
-from kagome.autoplan.workload import Study
+from kagome.autoplan.workload import Workload
 from kagome.comm.channel import Channel
 from kagome.config import Model
 from kagome.errors import PlanError
 from kagome.model.zoo import build_model
 from kagome.planner.cluster import READY
-from kagome.profile.synthetic_graphs import Graph
+from kagome.profile.synthetic_graphs import GraphSize
 from kagome.train.data import from_data
 
 HERE = Path(__file__).parent
@@ -55,9 +55,9 @@ class Options:
     """Folder of the results."""
 
 
-def study(options: Options) -> Study:
+def study(options: Options) -> Workload:
     """The model, measured."""
-    graph = Graph(options.vertices, options.edges)
+    graph = GraphSize(options.vertices, options.edges)
     data = like(graph, options.features, options.classes, 0)
     part, meta = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
     torch.manual_seed(0)
@@ -65,10 +65,10 @@ def study(options: Options) -> Study:
     model = build_model(
         settings, in_channels=options.features, out_channels=options.classes, num_nodes=meta.num_nodes
     )
-    return Study.of(model, torch.optim.Adam(model.parameters()), part, graph)
+    return Workload.of(model, torch.optim.Adam(model.parameters()), part, graph)
 
 
-def curve(found: Study, name: str, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+def curve(found: Workload, name: str, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     """The best exact plan on each number of devices, and the best with rows of an earlier epoch."""
     rows, ready = [], READY[name]
     for size in sizes:

@@ -144,7 +144,7 @@ def coders(x: Any, out: Any, few: int, encode: str, decode: str) -> dict[tuple[s
     stamps = torch.arange(x.size(0))
     doing: dict[tuple[str, str], Callable[[], Any]] = {}
     kept = []
-    for name, way in (("loops", cpu), ("plain", ops.Plain)):
+    for name, way in (("loops", cpu), ("plain", ops.ReferenceCodec)):
         body = torch.empty(ops.groups(x.size(0), few), x.size(1), dtype=torch.uint8)
         low, span, bad = way.encode(x, None, stamps, few, few, body)
         assert bad == 0

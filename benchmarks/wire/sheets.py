@@ -84,7 +84,7 @@ def send(options: Options) -> None:
     from kagome.comm import codec as codecs
     from kagome.comm.mesh import open_mesh
     from kagome.config import Parallel
-    from kagome.halo.encoded_message import Coming, Writer, plain
+    from kagome.halo.encoded_message import IncomingRows, Writer, plain
 
     with open_mesh(Parallel(graph=2, shared_memory=False)) as mesh:
         channel, codec = mesh.graph, codecs.Codec(options.rank)
@@ -100,7 +100,7 @@ def send(options: Options) -> None:
                     sheets = letters.sheets(options.width, rows.dtype)
                     writer = Writer(letters, rows, None, stamps, turn, where="a turn")
                     coming = channel.start_bytes(writer.write, sheets, sheets, action="a turn")
-                    Coming(coming, letters, torch.empty_like(rows), None).wait()
+                    IncomingRows(coming, letters, torch.empty_like(rows), None).wait()
                     if turn >= 2:
                         found[way].append(time.perf_counter() - begun)
         sizes = sum(letters.sheets(options.width, rows.dtype)[1 - channel.rank])

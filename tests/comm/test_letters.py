@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kagome.comm.channel import Channel
-from kagome.comm.in_process.thread_group import LocalGroup
-from kagome.comm.transport.process_group import Wire
+from kagome.comm.in_process.thread_group import ThreadGroup
+from kagome.comm.transport.process_group import Transport
 from kagome.errors import ModelError
 
 WORLDS = [1, 2, 3, 4]
@@ -72,7 +72,7 @@ def test_letters_arrive_whole(ranks, world):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_threads_of_one_process_write_and_read_alike(world):
-    LocalGroup(world).run(crossed)
+    ThreadGroup(world).run(crossed)
 
 
 class Group:
@@ -90,7 +90,7 @@ class Group:
 
 def test_what_comes_later_is_written_while_the_first_travels():
     events: list[str] = []
-    wire = object.__new__(Wire)
+    wire = object.__new__(Transport)
     wire.group, wire.lane, wire.shelf, wire.gloo = Group(events), 0, None, True  # type: ignore[assignment]
     wire.rank, wire.size, wire._count = 0, 4, 0
     sent = [[torch.zeros(n, dtype=torch.uint8) for n in each] for each in ((0, 0), (1, 1), (0, 0), (2, 0))]

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from kagome.comm.channel import Channel
-from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 
 
 def drawn_by_threads(channel: Channel) -> list[int]:
     """Four threads read the generator's state while every collection lets another thread run."""
     together = threading.Barrier(4)
 
-    def work(channel: LocalChannel) -> int:
+    def work(channel: ThreadChannel) -> int:
         together.wait(10)
         # The states are all that the collector has to count: collections begin where one is made.
         read = torch.default_generator.get_state
@@ -30,7 +30,7 @@ def drawn_by_threads(channel: Channel) -> list[int]:
     gc.callbacks.append(lets_others_run)
     gc.set_threshold(20)
     try:
-        return LocalGroup(4).run(work)
+        return ThreadGroup(4).run(work)
     finally:
         gc.set_threshold(*before)
         gc.callbacks.remove(lets_others_run)
@@ -43,16 +43,16 @@ def test_a_collection_while_threads_read_the_generator_stops_nothing(ranks):
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_afterwards_as_it_was(enabled):
-    def fails(channel: LocalChannel) -> None:
+    def fails(channel: ThreadChannel) -> None:
         raise KeyError("its own fault")
 
     before = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
-        assert LocalGroup(2).run(lambda channel: gc.isenabled()) == [False, False]
+        assert ThreadGroup(2).run(lambda channel: gc.isenabled()) == [False, False]
         assert gc.isenabled() is enabled
         with pytest.raises(KeyError, match="its own fault"):
-            LocalGroup(2).run(fails)
+            ThreadGroup(2).run(fails)
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kagome.comm.channel import Channel
-from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 from kagome.comm.mesh import open_mesh
-from kagome.comm.watchdog import Watch
+from kagome.comm.watchdog import Watchdog
 from kagome.config import Parallel
 from kagome.errors import CommError
 
@@ -197,7 +197,7 @@ def test_sizes_that_differ_kill_nobody(ranks, shared):
 def late(channel: Channel, shared: bool, sends: bool) -> str:
     prepared(channel, shared)
     store = dist.distributed_c10d._get_default_store()
-    channel.watch = Watch(store, channel.rank, channel.size, say=lambda line: None, every=0.1)
+    channel.watch = Watchdog(store, channel.rank, channel.size, say=lambda line: None, every=0.1)
     channel.timeout = 1.0
     try:
         if channel.rank == 1:
@@ -304,7 +304,7 @@ def test_a_pipe_of_very_many_chunks(ranks, shared):
 
 
 def test_threads_send_to_each_other_too():
-    def work(channel: LocalChannel) -> bool:
+    def work(channel: ThreadChannel) -> bool:
         me, size = channel.rank, channel.size
         after, before = (me + 1) % size, (me - 1) % size
         for backward in (True, False):
@@ -325,29 +325,29 @@ def test_threads_send_to_each_other_too():
             assert each.wait() is rows
         return True
 
-    assert LocalGroup(3).run(work) == [True] * 3
+    assert ThreadGroup(3).run(work) == [True] * 3
 
 
 def test_threads_tell_what_did_not_come():
-    def work(channel: LocalChannel) -> None:
+    def work(channel: ThreadChannel) -> None:
         if channel.rank == 0:
             channel.start_receive((4,), torch.float32, 1, action="chunk 3").wait()
         else:
             channel.start_send(torch.zeros(5), 0, action="chunk 3")
 
     with pytest.raises(CommError, match=r"\[4\].* in 'chunk 3'"):
-        LocalGroup(2).run(work)
+        ThreadGroup(2).run(work)
 
-    def silent(channel: LocalChannel) -> None:
+    def silent(channel: ThreadChannel) -> None:
         if channel.rank == 0:
             channel.start_receive((4,), torch.float32, 1, action="chunk 3").wait()
 
     with pytest.raises(CommError, match=r"rank 0 waited in 'chunk 3' for rank 1.*within 0.2 s"):
-        LocalGroup(2, timeout=0.2).run(silent)
+        ThreadGroup(2, timeout=0.2).run(silent)
 
     begun = threading.Event()
 
-    def stops(channel: LocalChannel) -> None:
+    def stops(channel: ThreadChannel) -> None:
         if channel.rank == 0:
             begun.set()
             channel.start_receive((4,), torch.float32, 1, action="chunk 3").wait()
@@ -355,7 +355,7 @@ def test_threads_tell_what_did_not_come():
         raise KeyError("its own fault")
 
     with pytest.raises(KeyError, match="its own fault"):
-        LocalGroup(2).run(stops)
+        ThreadGroup(2).run(stops)
 
     with pytest.raises(ValueError, match="rank 0 of 2 has no peer 2"):
-        LocalChannel(LocalGroup(2), 0).start_send(torch.zeros(1), 2, action="a")
+        ThreadChannel(ThreadGroup(2), 0).start_send(torch.zeros(1), 2, action="a")

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from kagome.comm.in_process.replay_channel import ReplayChannel
-from kagome.comm.in_process.thread_group import LocalGroup
+from kagome.comm.in_process.thread_group import ThreadGroup
 from kagome.errors import CommError
 
 
 def test_each_rank_in_its_turn_hears_again_what_it_heard() -> None:
-    group, order = LocalGroup(3), []
+    group, order = ThreadGroup(3), []
 
     def work(rank: int) -> list[list[float]]:
         channel = ReplayChannel(group, rank)
@@ -42,7 +42,7 @@ def test_each_rank_in_its_turn_hears_again_what_it_heard() -> None:
 
 
 def test_a_rank_that_fails_in_its_turn_ends_the_others() -> None:
-    group = LocalGroup(2)
+    group = ThreadGroup(2)
 
     def work(rank: int) -> None:
         channel = ReplayChannel(group, rank)

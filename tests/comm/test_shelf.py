@@ -18,8 +18,8 @@ from torch import Tensor
 from kagome.comm.channel import Channel
 from kagome.comm.groups import open_shelf
 from kagome.comm.mesh import open_mesh
-from kagome.comm.transport.mailbox import FORWARD, Box, memory_file
-from kagome.comm.transport.shared_memory import NOWHERE, Allowance, Shelf
+from kagome.comm.transport.mailbox import FORWARD, Mailbox, memory_file
+from kagome.comm.transport.shared_memory import NOWHERE, MemoryAllowance, SharedMemory
 from kagome.config import Parallel
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
@@ -28,14 +28,14 @@ SHORT = timedelta(seconds=0.2)
 
 
 @contextmanager
-def shelves(size: int = 2, most: int = 2**24) -> Iterator[list[Shelf]]:
+def shelves(size: int = 2, most: int = 2**24) -> Iterator[list[SharedMemory]]:
     """The shelves of several ranks, all in this process."""
-    boxes = [Box(rank, size) for rank in range(size)]
+    boxes = [Mailbox(rank, size) for rank in range(size)]
     for mine in boxes:
         for peer, theirs in enumerate(boxes):
             assert peer == mine.rank or mine.open(peer, theirs.offer)
     everyone = frozenset(range(size))
-    found = [Shelf(box, everyone - {box.rank}, Allowance(most)) for box in boxes]
+    found = [SharedMemory(box, everyone - {box.rank}, MemoryAllowance(most)) for box in boxes]
     try:
         yield found
     finally:
@@ -43,7 +43,7 @@ def shelves(size: int = 2, most: int = 2**24) -> Iterator[list[Shelf]]:
             shelf.close()
 
 
-def take(shelf: Shelf, peer: int, token: tuple[int, ...], into: Tensor) -> bool:
+def take(shelf: SharedMemory, peer: int, token: tuple[int, ...], into: Tensor) -> bool:
     found = shelf.find(peer, token, into.numel())
     if found is not None:
         into.copy_(found)
@@ -158,7 +158,7 @@ def test_tokens_far_ahead_of_the_reader_are_put_off_and_come_in_order(count, ran
 
 def test_what_one_box_has_put_off_comes_while_its_rank_waits_at_another():
     with shelves() as (giver, taker):
-        other, theirs = Box(0, 2, giver.box), Box(1, 2, taker.box)
+        other, theirs = Mailbox(0, 2, giver.box), Mailbox(1, 2, taker.box)
         other.open(1, theirs.offer)
         for number in range(1, 131):
             giver.box.put(1, FORWARD, number, 8, (number,) * 5)
@@ -174,9 +174,9 @@ def test_what_one_box_has_put_off_comes_while_its_rank_waits_at_another():
 
 
 def test_shelves_of_one_rank_share_what_they_may_take():
-    boxes = [Box(0, 2), Box(0, 2)]
-    allowance = Allowance(60_000)
-    one, two = (Shelf(box, frozenset({1}), allowance) for box in boxes)
+    boxes = [Mailbox(0, 2), Mailbox(0, 2)]
+    allowance = MemoryAllowance(60_000)
+    one, two = (SharedMemory(box, frozenset({1}), allowance) for box in boxes)
     assert allowance.held == 0
     assert one.room(30_000) is not None
     assert two.room(30_000) is None
@@ -198,7 +198,7 @@ def test_a_wait_ends_at_its_limit_and_when_the_peer_is_gone():
 
 
 def test_a_box_opens_only_with_what_its_owner_wrote():
-    box, other = Box(0, 2), Box(1, 2)
+    box, other = Mailbox(0, 2), Mailbox(1, 2)
     process, descriptor, cookie = box.offer
     assert other.open(0, box.offer)
     assert not other.open(0, (process, descriptor, bytes(16)))

@@ -11,9 +11,9 @@ from bit_cases import KEY, Case, assert_same, cases, code, same, stamp_that_draw
 from hypothesis import HealthCheck, given, settings
 
 from kagome.kernels.quantize import cpu, ops
-from kagome.kernels.quantize.ops import LEAST_SPAN, WIDTHS, Plain, drawn, groups
+from kagome.kernels.quantize.ops import LEAST_SPAN, WIDTHS, ReferenceCodec, drawn, groups
 
-each_way = pytest.mark.parametrize("way", [Plain, cpu], ids=["plain", "loops"])
+each_way = pytest.mark.parametrize("way", [ReferenceCodec, cpu], ids=["plain", "loops"])
 each_width = pytest.mark.parametrize("few", WIDTHS)
 
 
@@ -31,7 +31,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 @given(cases())
 def test_loops_give_the_bits_of_plain(case: Case) -> None:
     x, pick, stamps, key, few = case
-    one, other = (code(way, x, few, pick=pick, stamps=stamps, key=key) for way in (Plain, cpu))
+    one, other = (code(way, x, few, pick=pick, stamps=stamps, key=key) for way in (ReferenceCodec, cpu))
     assert_same(one, other)
     assert one.bad == 0
 
@@ -41,15 +41,15 @@ def test_loops_give_the_bits_of_plain(case: Case) -> None:
 def test_every_width_of_rows_has_its_vectors(width: int, few: int) -> None:
     x = torch.randn(100, width)  # more rows than the loops take at a time
     pick = torch.randint(0, 100, (61,))
-    assert_same(code(Plain, x, few), code(cpu, x, few))
-    assert_same(code(Plain, x, few, pick=pick), code(cpu, x, few, pick=pick))
+    assert_same(code(ReferenceCodec, x, few), code(cpu, x, few))
+    assert_same(code(ReferenceCodec, x, few, pick=pick), code(cpu, x, few, pick=pick))
 
 
 def test_loops_give_the_bits_of_plain_in_a_million_numbers() -> None:
     """Each is rounded as often as the other: what is rounded once more differs in one of a million."""
     for few in (4, 8):
         x = torch.randn(8000, 150)
-        assert_same(code(Plain, x, few), code(cpu, x, few))
+        assert_same(code(ReferenceCodec, x, few), code(cpu, x, few))
 
 
 @each_width
@@ -66,7 +66,7 @@ def test_any_number_of_threads_gives_the_same_bits(few: int, threads: Callable[[
     for every, picked in found[1:]:
         assert same(every.restored[whole], found[0][0].restored[whole])
         assert_same(picked, found[0][1])
-    assert_same(found[0][1], code(Plain, x[20:2800], few, pick=pick.clamp(max=2779)))
+    assert_same(found[0][1], code(ReferenceCodec, x[20:2800], few, pick=pick.clamp(max=2779)))
 
 
 @each_way
@@ -285,4 +285,4 @@ def test_draws_of_rows_columns_and_neighbours_are_apart() -> None:
 
 def test_which_way_a_device_takes() -> None:
     assert ops._module("cpu") is cpu
-    assert ops._module("meta") is Plain
+    assert ops._module("meta") is ReferenceCodec

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from convolutions import sample_graph
 from kagome.comm.channel import Channel
-from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 from kagome.graph.partition.partition import split_all
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.exact.dropout import _scaled, call_key, dropout, edge_ids, plain_scaled, row_keys, uniform
 from kagome.model.exact.handlers import HANDLERS
 from kagome.sparse_ops.edge_view import pair_ids
@@ -159,40 +159,40 @@ def test_an_edge_and_its_reverse_differ() -> None:
 # Under interception ---------------------------------------------------------------------------------
 
 
-def drawn(parts: int, call: Callable[[Interception], Tensor], seed: int = 0, epoch: int = 1) -> dict:
+def drawn(parts: int, call: Callable[[Interceptor], Tensor], seed: int = 0, epoch: int = 1) -> dict:
     """Original edge or vertex -> what was drawn for it, over all parts."""
     data = sample_graph(1)
     owner = torch.randint(0, parts, (30,), generator=torch.Generator().manual_seed(9))
     pieces = split_all(data, owner, parts)
 
-    def work(channel: LocalChannel) -> list[tuple[int, Tensor]]:
+    def work(channel: ThreadChannel) -> list[tuple[int, Tensor]]:
         piece = pieces[channel.rank]
-        scope = Interception(piece, channel, seed=seed, handlers=HANDLERS)
+        scope = Interceptor(piece, channel, seed=seed, handlers=HANDLERS)
         with scope.running(epoch, training=True, checked=True):
             out = call(scope)
         ids = piece.own if out.size(0) == piece.own.numel() else piece.edge_ids
         assert out.size(0) == ids.numel()
         return list(zip(ids.tolist(), out, strict=True))
 
-    return {key: value for rows in LocalGroup(parts, 20).run(work) for key, value in rows}
+    return {key: value for rows in ThreadGroup(parts, 20).run(work) for key, value in rows}
 
 
-def of_vertices(scope: Interception) -> Tensor:
+def of_vertices(scope: Interceptor) -> Tensor:
     return torch.nn.functional.dropout(torch.ones_like(scope.inputs["x"]), 0.5, True)
 
 
-def of_edges(scope: Interception) -> Tensor:
+def of_edges(scope: Interceptor) -> Tensor:
     read = scope.inputs["x"][scope.inputs["edge_index"][0]]
     return torch.nn.functional.dropout(torch.ones_like(read), 0.5, True)
 
 
-def of_given_rows(scope: Interception) -> Tensor:
+def of_given_rows(scope: Interceptor) -> Tensor:
     return torch.rand_like(scope.inputs["x"])
 
 
 @pytest.mark.parametrize("call", [of_vertices, of_edges, of_given_rows])
 @pytest.mark.parametrize("parts", [2, 3, 4])
-def test_any_split_draws_what_one_part_draws(parts: int, call: Callable[[Interception], Tensor]) -> None:
+def test_any_split_draws_what_one_part_draws(parts: int, call: Callable[[Interceptor], Tensor]) -> None:
     one, many = drawn(1, call), drawn(parts, call)
     assert one.keys() == many.keys()
     assert all(torch.equal(one[key], many[key]) for key in one)
@@ -251,7 +251,7 @@ def test_what_is_no_row_s_is_the_same_wherever_it_is_drawn(name: str) -> None:
         pieces = split_all(sample_graph(1), torch.arange(30) % count, count)
         each = []
         for rank, piece in enumerate(pieces):
-            scope = Interception(piece, Channel(None, "cpu"), seed=seed, handlers=HANDLERS)
+            scope = Interceptor(piece, Channel(None, "cpu"), seed=seed, handlers=HANDLERS)
             torch.manual_seed(rank)
             with scope.running(epoch, training=True):
                 scope.draws = before
@@ -267,7 +267,7 @@ def test_what_is_no_row_s_is_the_same_wherever_it_is_drawn(name: str) -> None:
 
 
 def test_a_generator_of_the_user_s_is_left_to_the_user() -> None:
-    scope = Interception(
+    scope = Interceptor(
         split_all(sample_graph(1), torch.zeros(30, dtype=torch.long), 1)[0],
         Channel(None, "cpu"),
         handlers=HANDLERS,

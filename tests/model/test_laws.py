@@ -14,7 +14,7 @@ from convolutions import sample_graph
 from kagome import check
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import extract
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.exact.distributions import LAWS
 from kagome.model.exact.handlers import HANDLERS
 from parity import alone, assert_equal, random_owner, split, whole
@@ -225,7 +225,7 @@ KNOWN: dict[str, tuple[Callable[[Tensor], Tensor], dist.Distribution]] = {
 def test_a_law_has_the_mean_and_the_spread_of_its_distribution(name):
     draw, law = KNOWN[name]
     data = Data(x=torch.zeros(MANY, 1), edge_index=torch.zeros(2, 1, dtype=torch.long))
-    scope = Interception(extract(data, torch.zeros(MANY, dtype=torch.long), 0, 1), alone(), handlers=HANDLERS)
+    scope = Interceptor(extract(data, torch.zeros(MANY, dtype=torch.long), 0, 1), alone(), handlers=HANDLERS)
     with scope.running(1, training=True):
         out = draw(scope.inputs["x"]).double()
     mean, spread = float(law.mean), float(law.stddev)

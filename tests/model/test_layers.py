@@ -17,7 +17,7 @@ from torch_geometric.utils import add_self_loops, degree, dropout_edge, scatter,
 
 from kagome.config import Model
 from kagome.errors import ModelError
-from kagome.model.forward_call import Calling
+from kagome.model.forward_call import ForwardCall
 from kagome.model.trace.shapes import LayerGraph, chain, survey, trace
 from kagome.model.zoo import build_model
 from odd_models import ODD_MODELS
@@ -64,7 +64,7 @@ def equal_in_both_modes(model: nn.Module, inputs: dict[str, Tensor]) -> LayerGra
     for training in (True, False):
         whole, steps = (copy.deepcopy(model).train(training) for _ in range(2))
         torch.manual_seed(3)
-        wanted = Calling.of(whole, list(inputs)).call(whole, inputs)
+        wanted = ForwardCall.of(whole, list(inputs)).call(whole, inputs)
         torch.manual_seed(3)
         got = graph.run(steps, inputs, training=training, keep=[graph.output])
         assert torch.equal(got[graph.output], wanted)

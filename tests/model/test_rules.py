@@ -15,12 +15,12 @@ from torch_geometric.data import Data
 
 from convolutions import CASES, ConvCase, double_precision, sample_graph
 from kagome.comm.channel import Channel
-from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import extract
 from kagome.halo.exchange import Carrier
 from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
 from parity import alone, assert_equal, case_build, random_owner, seeded, split, whole, worst
@@ -128,7 +128,7 @@ def test_what_no_split_makes_exact_is_refused_before_it_runs(build: Callable[[],
     model = nn.ModuleDict({"first": pyg.GCNConv(6, 4), "second": build()})
     before = snapshot(model)
     with pytest.raises(ModelError) as caught:
-        apply_rules(model, scope_of(sample_graph(1), LocalChannel(LocalGroup(2), 0)))
+        apply_rules(model, scope_of(sample_graph(1), ThreadChannel(ThreadGroup(2), 0)))
     assert caught.value.where == "second"
     assert snapshot(model) == before
 
@@ -173,9 +173,9 @@ def test_degrees_are_fetched_in_the_first_epoch_only(ranks: Callable[..., list])
 # Nothing left behind ---------------------------------------------------------------------------------
 
 
-def scope_of(data: Data, channel: Carrier) -> Interception:
+def scope_of(data: Data, channel: Carrier) -> Interceptor:
     part = extract(data, random_owner(30, channel.size), channel.rank, channel.size)
-    return Interception(part, channel, handlers=HANDLERS)
+    return Interceptor(part, channel, handlers=HANDLERS)
 
 
 OWN_CACHES = {"_use_segment_matmul_heuristic_output"}

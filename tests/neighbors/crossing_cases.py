@@ -15,7 +15,7 @@ from kagome.comm.channel import Channel
 from kagome.comm.codec import Codec
 from kagome.comm.exchange import Trip
 from kagome.config import CodecName, Parallel
-from kagome.halo.compressed_exchange import Crossing, _draws
+from kagome.halo.compressed_exchange import CompressedExchange, _draws
 
 OWN, WIDTH, SEED = 9, 7, 5
 
@@ -74,7 +74,7 @@ class Case:
     def trip(self, rank: int) -> Trip:
         return trip(self.epoch, self.stamps(rank), self.direction, self.site, self.training)
 
-    def begin(self, carrier: Crossing | Channel) -> Any:
+    def begin(self, carrier: CompressedExchange | Channel) -> Any:
         rank = carrier.rank
         sends, comes = self.counts(rank)
         pick = self.pick(rank) if self.direction == 0 else None
@@ -111,5 +111,5 @@ class Case:
         return sum(Codec(name).size(count, self.width, self.dtype) for count in sends)
 
 
-def crossing(channel: Channel, **settings: Any) -> Crossing:
-    return Crossing(channel, Parallel(**settings), SEED)
+def crossing(channel: Channel, **settings: Any) -> CompressedExchange:
+    return CompressedExchange(channel, Parallel(**settings), SEED)

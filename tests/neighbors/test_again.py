@@ -16,10 +16,10 @@ from torch_geometric.data import Data
 from kagome.comm.channel import Channel
 from kagome.graph.partition.partition import extract
 from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
-from kagome.placement.placement import Kind, Mark
+from kagome.placement.placement import Placement, PlacementKind
 
 VERTICES, EDGES, WIDTH = 40, 300, 6
 
@@ -33,10 +33,10 @@ def graph() -> Data:
 
 
 @contextmanager
-def watched(layer: nn.Module) -> Iterator[tuple[Interception, list[Any]]]:
+def watched(layer: nn.Module) -> Iterator[tuple[Interceptor, list[Any]]]:
     """An interception of a layer on one rank, and a list that grows with each propagate that runs."""
     data = graph()
-    scope = Interception(
+    scope = Interceptor(
         extract(data, torch.zeros(VERTICES, dtype=torch.long), 0, 1), Channel(None, "cpu"), handlers=HANDLERS
     )
     ran: list[Any] = []
@@ -55,9 +55,9 @@ def rows(seed: int, *, grad: bool = True) -> Tensor:
     return torch.randn(VERTICES, WIDTH, generator=generator, dtype=torch.float64).requires_grad_(grad)
 
 
-def ours(scope: Interception, epoch: int, layer: nn.Module, *given: Any) -> tuple[Tensor, list[Tensor]]:
+def ours(scope: Interceptor, epoch: int, layer: nn.Module, *given: Any) -> tuple[Tensor, list[Tensor]]:
     x = given[0].detach().requires_grad_(given[0].requires_grad)
-    scope.mark(x, Mark(Kind.ROWS))
+    scope.mark(x, Placement(PlacementKind.ROWS))
     with scope.running(epoch, training=True):
         out = layer(x, scope.inputs["edge_index"], *(scope.inputs[name] for name in given[1:]))
     return out.detach(), gradients(layer, out, x)

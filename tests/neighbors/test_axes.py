@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kagome.intercept.gather_scatter import attribute
-from kagome.placement.placement import Kind, Mark, Marks
+from kagome.placement.placement import Placement, PlacementKind, Placements
 
 SIZES = st.integers(1, 4)
 """Columns; the rows are 2 to 4, so that sizes often coincide."""
@@ -23,7 +23,7 @@ class Watching(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.marks = Marks()
+        self.marks = Placements()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -34,7 +34,7 @@ class Watching(TorchFunctionMode):
 
     def axis(self, tensor: Tensor) -> int | None:
         mark = self.marks.get(tensor)
-        return None if mark is None or mark.kind is Kind.LOST or mark.each > 1 else mark.axis
+        return None if mark is None or mark.kind is PlacementKind.LOST or mark.each > 1 else mark.axis
 
 
 def probe(shape: tuple[int, ...], axis: int) -> Tensor:
@@ -149,7 +149,7 @@ def test_the_tracked_axis_is_where_row_numbers_lie(
     shape, axis = start
     x, watching = probe(*start), Watching()
     rows, place = shape[axis], axis
-    watching.marks.put(x, Mark(Kind.ROWS, axis=axis))
+    watching.marks.put(x, Placement(PlacementKind.ROWS, axis=axis))
     for _ in range(data.draw(st.integers(1, 5))):
         with watching:
             x = data.draw(steps(x, place))
@@ -196,7 +196,7 @@ KEPT: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 def test_what_layers_do_to_rows_keeps_their_axis(name: str) -> None:
     call, axis = KEPT[name]
     watching, x = Watching(), probe((3, 4), 0)
-    watching.marks.put(x, Mark(Kind.ROWS))
+    watching.marks.put(x, Placement(PlacementKind.ROWS))
     with watching:
         out = call(x)
     assert watching.axis(out) == axis
@@ -223,7 +223,7 @@ LOST: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", LOST)
 def test_what_is_no_row_of_a_vertex_any_more_has_no_axis(name: str) -> None:
     watching, x = Watching(), probe((3, 3), 0)
-    watching.marks.put(x, Mark(Kind.ROWS))
+    watching.marks.put(x, Placement(PlacementKind.ROWS))
     with watching:
         out = LOST[name](x)
     assert watching.axis(out) is None
@@ -231,7 +231,7 @@ def test_what_is_no_row_of_a_vertex_any_more_has_no_axis(name: str) -> None:
 
 def test_an_empty_part_keeps_its_axis() -> None:
     watching = Watching()
-    x = watching.marks.put(torch.zeros(0, 4), Mark(Kind.ROWS))
+    x = watching.marks.put(torch.zeros(0, 4), Placement(PlacementKind.ROWS))
     with watching:
         out = torch.nn.functional.linear(x, torch.eye(4)).view(-1, 4).relu()
     assert watching.axis(out) == 0

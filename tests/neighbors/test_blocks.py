@@ -10,25 +10,27 @@ from torch import Tensor
 
 from kagome.comm.channel import Channel
 from kagome.comm.codec import Codec
-from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 from kagome.config import CodecName, Parallel
-from kagome.feature_parallel.all_to_all import Cut, Transposer, even
+from kagome.feature_parallel.all_to_all import AllToAll, SliceCut, even
 from kagome.halo.block_exchange import codecs_of
-from kagome.halo.compressed_exchange import Crossing
-from kagome.halo.forward_pass import Turn
+from kagome.halo.compressed_exchange import CompressedExchange
+from kagome.halo.forward_pass import ForwardPass
 
 COUNTS = {2: (9, 7), 3: (8, 0, 5), 4: (5, 3, 1, 7)}
 WIDTH = 38
 """Which neither 3 nor 4 divides, and of which each quarter is wide enough for a header."""
 
 
-def turned(channel: LocalChannel | Channel, rows: Tensor, codec: CodecName, epoch: int) -> tuple[Tensor, ...]:
+def turned(
+    channel: ThreadChannel | Channel, rows: Tensor, codec: CodecName, epoch: int
+) -> tuple[Tensor, ...]:
     """Rows apart, together again, and the gradient of a weighted sum of what came back."""
-    way = Transposer(
-        COUNTS[channel.size], Crossing(channel, Parallel(codec=codec, tensor=channel.size), seed=3)
+    way = AllToAll(
+        COUNTS[channel.size], CompressedExchange(channel, Parallel(codec=codec, tensor=channel.size), seed=3)
     )
     mine = rows.split(COUNTS[channel.size])[channel.rank].clone().requires_grad_()
-    turn = Turn(epoch, checked=True, device=torch.device("cpu"), grad=True)
+    turn = ForwardPass(epoch, checked=True, device=torch.device("cpu"), grad=True)
     cut = even(rows.size(1), channel.size)
     part = way.apart(mine, cut, turn, "site")
     back = way.together(part, cut, turn, "site")
@@ -38,7 +40,7 @@ def turned(channel: LocalChannel | Channel, rows: Tensor, codec: CodecName, epoc
 
 
 def all_turned(size: int, rows: Tensor, codec: CodecName, epoch: int = 1) -> list[tuple[Tensor, ...]]:
-    return LocalGroup(size).run(lambda channel: turned(channel, rows, codec, epoch))
+    return ThreadGroup(size).run(lambda channel: turned(channel, rows, codec, epoch))
 
 
 @pytest.mark.some(4)
@@ -106,17 +108,20 @@ def test_rows_too_narrow_for_a_header_and_one_s_own_go_uncoded() -> None:
 
 def counted(channel: Channel, codec: CodecName) -> tuple[int, int]:
     """Bytes sent there and back, both ways, and those that were spared, before codecs."""
-    crossing = Crossing(channel, Parallel(codec=codec, tensor=channel.size), seed=3)
-    way, counts = Transposer(COUNTS[channel.size], crossing), COUNTS[channel.size]
+    crossing = CompressedExchange(channel, Parallel(codec=codec, tensor=channel.size), seed=3)
+    way, counts = AllToAll(COUNTS[channel.size], crossing), COUNTS[channel.size]
     mine = torch.randn(counts[channel.rank], WIDTH, requires_grad=True)
-    turn, cut = Turn(1, checked=False, device=torch.device("cpu"), grad=True), even(WIDTH, channel.size)
+    turn, cut = (
+        ForwardPass(1, checked=False, device=torch.device("cpu"), grad=True),
+        even(WIDTH, channel.size),
+    )
     channel.take_bytes()
     back = way.together(way.apart(mine, cut, turn, "site"), cut, turn, "site")
     (back.square().sum() + turn.token).backward()
     return channel.take_bytes()["transpose"], crossing.take_counts().sliced
 
 
-def expected(counts: tuple[int, ...], cut: Cut, rank: int, codec: CodecName) -> int:
+def expected(counts: tuple[int, ...], cut: SliceCut, rank: int, codec: CodecName) -> int:
     """Own rows in the peers' columns and the peers' rows in own ones, each twice."""
     size = Codec(codec).size
     others = [peer for peer in range(len(counts)) if peer != rank]

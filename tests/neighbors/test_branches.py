@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from convolutions import double_precision
-from kagome.comm.in_process.thread_group import LocalGroup
+from kagome.comm.in_process.thread_group import ThreadGroup
 from kagome.errors import ModelError
 from parity import differences, joined, parity, whole
 
@@ -100,7 +100,7 @@ def assert_same(body: Body) -> None:
         model = Between(body)
         build = lambda: copy.deepcopy(model)  # noqa: E731 - threads share a generator
         expected = whole(build, data)
-        shares = LocalGroup(2).run(lambda channel: parity(channel, build, data, OWNER))
+        shares = ThreadGroup(2).run(lambda channel: parity(channel, build, data, OWNER))
     found = differences(joined(shares, N), expected)
     assert max(found.values()) < 1e-10, found
 

@@ -7,11 +7,11 @@ import gc
 import pytest
 import torch
 
-from kagome.placement.weak_map import ByIdentity
+from kagome.placement.weak_map import WeakTensorMap
 
 
 def test_equal_tensors_are_told_apart():
-    table: ByIdentity[str] = ByIdentity()
+    table: WeakTensorMap[str] = WeakTensorMap()
     one, other = torch.ones(3), torch.ones(3)
     table[one] = "one"
     assert table.get(one) == "one"
@@ -23,7 +23,7 @@ def test_equal_tensors_are_told_apart():
 
 
 def test_an_entry_goes_with_its_tensor_and_the_next_at_its_place_has_none():
-    table: ByIdentity[int] = ByIdentity()
+    table: WeakTensorMap[int] = WeakTensorMap()
     places = set()
     for number in range(1000):
         tensor = torch.empty(1)
@@ -38,7 +38,7 @@ def test_an_entry_goes_with_its_tensor_and_the_next_at_its_place_has_none():
 
 def test_a_tensor_that_autograd_alone_holds_keeps_its_entry():
     """Its Python object sleeps, and is the same one when autograd gives it back."""
-    table: ByIdentity[str] = ByIdentity()
+    table: WeakTensorMap[str] = WeakTensorMap()
     leaf = torch.ones(2, requires_grad=True)
     inner = leaf * 2
     out = inner.exp()
@@ -58,7 +58,7 @@ def test_a_tensor_that_autograd_alone_holds_keeps_its_entry():
 
 
 def test_taking_away_setting_anew_and_forgetting_all():
-    table: ByIdentity[int] = ByIdentity()
+    table: WeakTensorMap[int] = WeakTensorMap()
     tensor = torch.zeros(1)
     table[tensor] = 1
     table[tensor] = 2

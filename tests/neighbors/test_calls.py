@@ -17,18 +17,18 @@ from torch.func import functional_call
 from kagome.comm.channel import Channel
 from kagome.graph.partition.partition import extract
 from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
-from kagome.placement.placement import Kind, Mark
+from kagome.placement.placement import Placement, PlacementKind
 from kagome.replay.layer_calls import TRIES, Learned
 
 
 @contextmanager
-def intercepted(layer: nn.Module, *, learns: bool = True) -> Iterator[Interception]:
+def intercepted(layer: nn.Module, *, learns: bool = True) -> Iterator[Interceptor]:
     data = graph()
     part = extract(data, torch.zeros(VERTICES, dtype=torch.long), 0, 1)
-    scope = Interception(part, Channel(None, "cpu"), handlers=HANDLERS)
+    scope = Interceptor(part, Channel(None, "cpu"), handlers=HANDLERS)
     scope.calls.on = learns
     removers = [apply_rules(layer, scope), install(layer, scope)]
     try:
@@ -53,9 +53,9 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[Learned]:
 
 
 def run(
-    scope: Interception, epoch: int, layer: nn.Module, *, training: bool = True
+    scope: Interceptor, epoch: int, layer: nn.Module, *, training: bool = True
 ) -> tuple[Tensor, list[Tensor]]:
-    x = scope.mark(rows(epoch), Mark(Kind.ROWS))
+    x = scope.mark(rows(epoch), Placement(PlacementKind.ROWS))
     with scope.running(epoch, training=training):
         out = layer(x, scope.inputs["edge_index"])
     return out.detach(), gradients(layer, out, x)
@@ -118,7 +118,7 @@ def test_what_is_made_again_is_what_the_layer_would_give(name: str, replays: lis
                 args = (rows(epoch),)
                 found = []
                 for which, module in ((scope, layer), (plain, twin)):
-                    x = which.mark(args[0].detach(), Mark(Kind.ROWS))
+                    x = which.mark(args[0].detach(), Placement(PlacementKind.ROWS))
                     with which.running(epoch, training=False):
                         found.append(module(x, which.inputs["edge_index"]))
                 torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
@@ -294,7 +294,7 @@ def test_without_the_module_s_call_it_gives_the_same(replays: list[Learned]) -> 
         for epoch in range(1, 5):
             run(scope, epoch, layer)
         before = len(replays)
-        x = scope.mark(rows(5), Mark(Kind.ROWS))
+        x = scope.mark(rows(5), Placement(PlacementKind.ROWS))
         found = []
         for call in (lambda: layer.forward.known((x, scope.inputs["edge_index"]), {}), None):  # type: ignore[attr-defined]
             with scope.running(5, training=True):
@@ -342,7 +342,7 @@ def test_rows_that_lie_otherwise_are_another_call(replays: list[Learned]) -> Non
         before, found = len(replays), []
         for which, module in ((scope, layer), (plain, twin)):
             x = rows(5).detach().t().contiguous().t().requires_grad_()
-            which.mark(x, Mark(Kind.ROWS))
+            which.mark(x, Placement(PlacementKind.ROWS))
             with which.running(5, training=True):
                 out = module(x, which.inputs["edge_index"])
             found.append((out.detach(), gradients(module, out, x)))

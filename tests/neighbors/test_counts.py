@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch_geometric import utils
 
 from by_hand import ByHand
-from kagome.placement.placement import Kind, Mark
-from kagome.placement.symbolic_size import Count, Shown, behind
+from kagome.placement.placement import Placement, PlacementKind
+from kagome.placement.symbolic_size import Shown, SymbolicSize, behind
 from outcomes import outcome
 from parity import assert_equal, random_owner, whole
 from value_models import C, N
@@ -55,7 +55,7 @@ def test_they_are_those_of_the_whole_graph(name: str) -> None:
 
 
 def test_what_is_shown_is_the_whole_graph_s_and_what_lies_behind_it_is_not() -> None:
-    count = Count(4, Mark(Kind.ROWS), lambda: 10)
+    count = SymbolicSize(4, Placement(PlacementKind.ROWS), lambda: 10)
     shown = Shown.of(count)
     assert (1.0 / shown, 0.5 * shown, f"{shown}", list(range(shown))[-1]) == (0.1, 5.0, "10", 9)
     assert (shown + 1, shown // 3, shown % 3, -shown) == (11, 3, 1, -10)

@@ -11,10 +11,11 @@ import torch
 from crossing_cases import SEED, Case, crossing, trip
 from torch import Tensor
 
-from kagome.comm.channel import Channel, Pending
+from kagome.comm.channel import Channel
+from kagome.comm.work import Work
 from kagome.config import CodecName, Parallel
 from kagome.errors import ModelError
-from kagome.halo.compressed_exchange import Crossing
+from kagome.halo.compressed_exchange import CompressedExchange
 
 WORLDS = [2, 3]
 CODED: list[CodecName] = ["fp32", "bf16", "fp16", "int8", "int4", "int2", "onebit"]
@@ -38,7 +39,7 @@ def as_it_is(channel: Channel) -> None:
             case = Case(size, pattern, direction=direction)
             channel.take_bytes()
             begun = case.begin(way)
-            assert type(begun) is Pending  # the channel's own: nothing in between
+            assert type(begun) is Work  # the channel's own: nothing in between
             found, sent = taken(channel, begun)
             other, also = taken(channel, case.begin(channel))
             assert torch.equal(found, other)
@@ -169,7 +170,7 @@ def test_a_repeated_run_gives_the_same_bits(ranks, world):
 def drawn(channel: Channel) -> None:
     def come(seed: int = SEED, **given: Any) -> Tensor:
         case = Case(channel.size, fixed=True, width=32, **given)
-        return case.begin(Crossing(channel, Parallel(codec="onebit"), seed)).wait()
+        return case.begin(CompressedExchange(channel, Parallel(codec="onebit"), seed)).wait()
 
     first = come()
     assert torch.equal(come(), first)

@@ -17,7 +17,7 @@ from convolutions import BUILDABLE, ConvCase, sample_graph
 from edge_models import EDGES, FAN_IN, FAN_OUT, NODES, ONE_RANK, ORDERS, TABLES, Call, graph, summed, table
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import extract
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.kernels.base.csr import Structure
 from kagome.model.exact.handlers import HANDLERS
 from kagome.positions.edge_tables import tables_of
@@ -41,9 +41,7 @@ REFUSED = {
 @pytest.mark.parametrize("order", ORDERS)
 def test_one_rank_is_given_the_edges_as_they_are(order: str) -> None:
     data = graph(order)
-    scope = Interception(
-        extract(data, torch.zeros(NODES, dtype=torch.long), 0, 1), alone(), handlers=HANDLERS
-    )
+    scope = Interceptor(extract(data, torch.zeros(NODES, dtype=torch.long), 0, 1), alone(), handlers=HANDLERS)
     for name in ("edge_index", "edge_weight", "edge_attr", "e_id", "pair"):
         assert torch.equal(scope.inputs[name], data[name]), name
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kagome.halo.compressed_exchange import Crossing
-from kagome.halo.epoch_rows import DRIFTED, Known
-from kagome.halo.staleness import Line
+from kagome.halo.compressed_exchange import CompressedExchange
+from kagome.halo.epoch_rows import DRIFTED, EpochRows
+from kagome.halo.staleness import StaleRows
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from kagome.halo.staleness import Line
     ],
 )
 def test_epochs_are_late_until_rows_have_moved_far(drift: float, waits: list[int]) -> None:
-    known, found, last = Known(), [], max([13, *waits])
+    known, found, last = EpochRows(), [], max([13, *waits])
     for epoch in range(1, last):
         known.moved(drift, epoch)
         known.moved(5.0, epoch)  # said again of an epoch that computes its gradient twice
@@ -38,10 +38,10 @@ def test_a_checkpoint_knows_how_far_rows_have_moved() -> None:
         def take(self, kind: str, key: object, epoch: int) -> dict | None:
             return dict(states) if (kind, epoch) == ("crossing", 3) else None
 
-    known = Known()
+    known = EpochRows()
     known.moved(0.4, 2)
     states = next(state for kind, _, state in known.carried(2) if kind == "crossing")
-    other = Known()
+    other = EpochRows()
     other.forget(Told())
     for each in (known, other):
         each.moved(0.2, 3)
@@ -50,16 +50,16 @@ def test_a_checkpoint_knows_how_far_rows_have_moved() -> None:
 
 
 def test_drift_is_of_rows_and_not_of_gradients() -> None:
-    known = Known()
+    known = EpochRows()
     for direction, drift in ((0, 0.1), (1, 1.5), (2, 0.2), (3, 2.0)):
-        known.lines["site", direction] = Line("site", 1, drift=drift)
+        known.lines["site", direction] = StaleRows("site", 1, drift=drift)
     assert known.drifts == (0.2, 1.0)
 
 
 def test_a_part_without_neighbours_says_nothing_of_drift() -> None:
     # Once its 0 was among those of the mean, and others' rows looked stiller than they were.
-    known = Known()
-    known.lines["site", 0] = Line("site", 1)
+    known = EpochRows()
+    known.lines["site", 0] = StaleRows("site", 1)
     assert known.drifts == (0.0, 0.0)
 
 
@@ -67,13 +67,13 @@ def test_a_part_without_neighbours_says_nothing_of_drift() -> None:
     ("drifts", "mean"), [((1.2, 2.0), 0.6), ((0.7, 1.0), 0.7), ((0.0, 0.0), 0.0), ((), 0.0)]
 )
 def test_drift_is_the_mean_over_ranks_that_have_some(drifts: tuple[float, ...], mean: float) -> None:
-    way = SimpleNamespace(known=Known())
-    Crossing.moved(way, drifts, 2)
+    way = SimpleNamespace(known=EpochRows())
+    CompressedExchange.moved(way, drifts, 2)
     assert way.known.drifted == pytest.approx(mean)
 
 
 def test_what_a_codec_lost_longer_ago_is_not_made_up_for() -> None:
-    known, rows = Known(), torch.ones(2, 3)
+    known, rows = EpochRows(), torch.ones(2, 3)
     known.residuals["site", 0] = rows, 4
     assert known.residual(("site", 0), 5) is rows
     assert known.residual(("site", 0), 6) is None  # epoch 5 sent rows as they are

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kagome.errors import CommError
-from kagome.halo.staleness import SAMPLE, Line
+from kagome.halo.staleness import SAMPLE, StaleRows
 
 
 class Begun:
@@ -31,7 +31,7 @@ def sent(epoch: float, count: int = 3, width: int = 2) -> Begun:
     return Begun(torch.full((count, width), float(epoch), dtype=torch.float64))
 
 
-def epochs_of(line: Line, epochs, synchronous=()) -> tuple[list[float], dict[int, Begun]]:
+def epochs_of(line: StaleRows, epochs, synchronous=()) -> tuple[list[float], dict[int, Begun]]:
     """Run a line through epochs: of which epoch the rows were that each was given."""
     begun, found = {}, []
     for epoch in epochs:
@@ -43,7 +43,7 @@ def epochs_of(line: Line, epochs, synchronous=()) -> tuple[list[float], dict[int
 
 
 def test_the_first_epoch_waits_and_later_ones_read_the_last():
-    line = Line("conv1.x", 1)
+    line = StaleRows("conv1.x", 1)
     found, begun = epochs_of(line, range(1, 6))
     assert found == [1, 1, 2, 3, 4]
     assert [begun[epoch].waits for epoch in range(1, 6)] == [1, 1, 1, 1, 0]
@@ -52,7 +52,7 @@ def test_the_first_epoch_waits_and_later_ones_read_the_last():
 
 
 def test_age_counts_from_the_epoch_in_which_rows_were_sent():
-    line = Line("conv1.x", 1)
+    line = StaleRows("conv1.x", 1)
     epochs_of(line, [1])
     assert line.oldest == 0
     epochs_of(line, [2])
@@ -64,7 +64,7 @@ def test_age_counts_from_the_epoch_in_which_rows_were_sent():
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_a_row_that_is_too_old_is_never_given_out(limit):
-    line = Line("conv1.x, forward", limit)
+    line = StaleRows("conv1.x, forward", limit)
     with pytest.raises(CommError, match="none have come yet"):
         line.read(1)
     epochs_of(line, [3])
@@ -77,10 +77,10 @@ def test_a_row_that_is_too_old_is_never_given_out(limit):
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_after_a_gap_longer_than_the_limit_it_waits(limit):
-    line = Line("conv1.x", limit)
+    line = StaleRows("conv1.x", limit)
     found, _ = epochs_of(line, [1, 2, 2 + limit])  # within the limit
     assert found == [1, 1, 2]
-    line = Line("conv1.x", limit)
+    line = StaleRows("conv1.x", limit)
     found, begun = epochs_of(line, [1, 2, 3 + limit, 4 + limit])
     assert found == [1, 1, 3 + limit, 3 + limit]
     assert begun[2].waits == 1  # taken, and thrown away
@@ -88,7 +88,7 @@ def test_after_a_gap_longer_than_the_limit_it_waits(limit):
 
 
 def test_synchronous_epochs_give_fresh_rows_and_drop_what_was_under_way():
-    line = Line("conv1.x", 1)
+    line = StaleRows("conv1.x", 1)
     found, begun = epochs_of(line, range(1, 9), synchronous={3, 4, 7})
     assert found == [1, 1, 3, 4, 4, 5, 7, 7]
     assert all(begun[epoch].waits == 1 for epoch in range(1, 8))
@@ -96,7 +96,7 @@ def test_synchronous_epochs_give_fresh_rows_and_drop_what_was_under_way():
 
 def test_an_epoch_that_runs_twice_does_not_read_itself():
     """A forward that begins again without fast paths may send other rows by the same site."""
-    line = Line("conv1.x", 1)
+    line = StaleRows("conv1.x", 1)
     first, again = sent(1.0), sent(1.5)
     assert float(line.turn(first, 1, synchronous=False)[0, 0]) == 1
     assert float(line.turn(again, 1, synchronous=False)[0, 0]) == 1.5
@@ -105,13 +105,13 @@ def test_an_epoch_that_runs_twice_does_not_read_itself():
 
 def test_an_earlier_epoch_reads_nothing_of_a_later_one():
     """Epochs go back where a run resumes from an older checkpoint."""
-    line = Line("conv1.x", 1)
+    line = StaleRows("conv1.x", 1)
     epochs_of(line, range(1, 6))
     assert epochs_of(line, [2, 3])[0] == [2, 2]
 
 
 def test_smoothing_is_a_moving_average_corrected_for_its_beginning():
-    share, line = 0.7, Line("conv1.x", 1, 0.7)
+    share, line = 0.7, StaleRows("conv1.x", 1, 0.7)
     rows = [torch.randn(4, 3, dtype=torch.float64) for _ in range(8)]
     for epoch in range(1, 8):
         got = line.turn(Begun(rows[epoch]), epoch, synchronous=False)
@@ -123,7 +123,7 @@ def test_smoothing_is_a_moving_average_corrected_for_its_beginning():
 
 
 def test_synchronous_rows_are_not_smoothed_but_count_for_later():
-    line = Line("conv1.x", 1, 0.5)
+    line = StaleRows("conv1.x", 1, 0.5)
     rows = {epoch: torch.randn(2, 2, dtype=torch.float64) for epoch in range(1, 5)}
     assert torch.equal(line.turn(Begun(rows[1]), 1, synchronous=False), rows[1])
     line.turn(Begun(rows[2]), 2, synchronous=False)
@@ -134,7 +134,7 @@ def test_synchronous_rows_are_not_smoothed_but_count_for_later():
 
 
 def test_what_was_forgotten_is_not_read_nor_left_under_way():
-    line = Line("conv1.x", 1, 0.5)
+    line = StaleRows("conv1.x", 1, 0.5)
     _, begun = epochs_of(line, range(1, 4))
     line.forget()
     assert begun[3].waits == 1
@@ -147,7 +147,7 @@ def test_what_was_forgotten_is_not_read_nor_left_under_way():
 
 
 def test_settling_changes_nothing_that_is_read():
-    one, other = Line("conv1.x", 1, 0.3), Line("conv1.x", 1, 0.3)
+    one, other = StaleRows("conv1.x", 1, 0.3), StaleRows("conv1.x", 1, 0.3)
     for epoch in range(1, 6):
         rows = torch.randn(3, 2, dtype=torch.float64)
         read = [line.turn(Begun(rows), epoch, synchronous=epoch == 4) for line in (one, other)]
@@ -160,7 +160,7 @@ def test_settling_changes_nothing_that_is_read():
 
 
 def test_drift_is_how_far_rows_moved_within_an_epoch():
-    line = Line("conv1.x", 1)
+    line = StaleRows("conv1.x", 1)
     epochs_of(line, [1])
     assert line.drift is None
     line.settle()
@@ -172,7 +172,7 @@ def test_drift_is_how_far_rows_moved_within_an_epoch():
 
 
 def test_drift_is_that_of_the_mean_which_dropout_moves_least():
-    line, rows = Line("conv1.x", 1), torch.randn(6, 3, dtype=torch.float64)
+    line, rows = StaleRows("conv1.x", 1), torch.randn(6, 3, dtype=torch.float64)
     line.turn(Begun(rows), 1, synchronous=True)
     line.turn(Begun(rows.flip(0)), 2, synchronous=True)
     assert line.drift == pytest.approx(0, abs=1e-12)
@@ -181,7 +181,7 @@ def test_drift_is_that_of_the_mean_which_dropout_moves_least():
 
 
 def test_drift_is_measured_on_a_sample_of_many_rows():
-    line, count = Line("conv1.x", 1), 3 * SAMPLE
+    line, count = StaleRows("conv1.x", 1), 3 * SAMPLE
     first = torch.ones(count, 1)
     second = first.clone()
     second[1::3] = second[2::3] = 7.0  # rows between those that are looked at
@@ -193,7 +193,7 @@ def test_drift_is_measured_on_a_sample_of_many_rows():
 
 
 def test_shapes_that_change_do_not_fit():
-    line, like = Line("conv1.x", 1, 0.5), torch.empty(0, dtype=torch.float64)
+    line, like = StaleRows("conv1.x", 1, 0.5), torch.empty(0, dtype=torch.float64)
     assert line.fits(3, 2, like)
     epochs_of(line, [1, 2])
     assert line.fits(3, 2, like)
@@ -207,7 +207,7 @@ def test_shapes_that_change_do_not_fit():
 
 
 def test_no_rows_at_all():
-    line = Line("conv1.x", 1, 0.5)
+    line = StaleRows("conv1.x", 1, 0.5)
     for epoch in range(1, 4):
         assert line.turn(sent(epoch, count=0), epoch, synchronous=False).shape == (0, 2)
     assert line.oldest == 1

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kagome.halo.forward_pass import Turn
-from kagome.halo.table_view import Lying, Whereabouts
+from kagome.halo.forward_pass import ForwardPass
+from kagome.halo.table_view import TableIndex, TableView
 from kagome.kernels import ops
 from kagome.kernels.base.csr import Structure
-from kagome.placement.weak_map import ByIdentity
+from kagome.placement.weak_map import WeakTensorMap
 from kagome.sparse_ops.edge_sum import neighbor_sum
 
 OWN, HALO, TABLE, EDGES = 7, 11, 40, 90
@@ -60,9 +60,9 @@ def test_the_sum_is_that_of_gathered_rows(width: int, dtype: torch.dtype, how: s
     }[how]
     rows = torch.randn(OWN, width, dtype=dtype).requires_grad_()
     plain = rows.detach().requires_grad_()
-    lying = Lying(lambda: table, Whereabouts(places), ByIdentity())
+    lying = TableView(lambda: table, TableIndex(places), WeakTensorMap())
     road = Road(lying, edges)
-    turn = Turn(1, checked=False, device=torch.device("cpu"), grad=True)
+    turn = ForwardPass(1, checked=False, device=torch.device("cpu"), grad=True)
     found = neighbor_sum(rows, edges, road=road, turn=turn, **more)  # type: ignore[arg-type]
     expected = neighbor_sum(torch.cat([plain, table[places]]), edges, **more)
     torch.testing.assert_close(found, expected)
@@ -74,9 +74,9 @@ def test_the_sum_is_that_of_gathered_rows(width: int, dtype: torch.dtype, how: s
 
 def test_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     edges, table, places, _ = given(4, torch.float64)
-    lying = Lying(lambda: table, Whereabouts(places), ByIdentity())
-    monkeypatch.setattr(Lying, "wait", lambda _: pytest.fail("the halo was copied"))
-    turn = Turn(1, checked=False, device=torch.device("cpu"), grad=True)
+    lying = TableView(lambda: table, TableIndex(places), WeakTensorMap())
+    monkeypatch.setattr(TableView, "wait", lambda _: pytest.fail("the halo was copied"))
+    turn = ForwardPass(1, checked=False, device=torch.device("cpu"), grad=True)
     rows = torch.randn(OWN, 4, dtype=torch.float64)
     neighbor_sum(rows, edges, road=Road(lying, edges), turn=turn)  # type: ignore[arg-type]
 
@@ -89,7 +89,7 @@ def test_rows_are_gathered_for_all_else_and_the_table_is_asked_for_once() -> Non
         asked.append(1)
         return table
 
-    lying = Lying(settle, Whereabouts(places), ByIdentity())
+    lying = TableView(settle, TableIndex(places), WeakTensorMap())
     assert torch.equal(lying.wait(), table[places])
     with lying.lent() as come:
         assert torch.equal(come, table[places])
@@ -99,11 +99,11 @@ def test_rows_are_gathered_for_all_else_and_the_table_is_asked_for_once() -> Non
 
 def test_places_and_factors_of_edges_are_worked_out_once() -> None:
     edges, table, places, _ = given(4, torch.float64)
-    where, by_edge = Whereabouts(places), ByIdentity[Tensor]()
+    where, by_edge = TableIndex(places), WeakTensorMap[Tensor]()
     assert where.layout(edges) is where.layout(edges)
     assert torch.equal(where.layout(edges).column.long(), places[edges.by_target.halo.column.long() - OWN])
     factor = torch.rand(OWN + HALO)
-    one = Lying(lambda: table, where, by_edge).weights(factor, edges)
-    assert one is Lying(lambda: table, where, by_edge).weights(factor, edges)
+    one = TableView(lambda: table, where, by_edge).weights(factor, edges)
+    assert one is TableView(lambda: table, where, by_edge).weights(factor, edges)
     assert torch.equal(one, factor[edges.source])
     assert ops.backend_of(table) == "numba"

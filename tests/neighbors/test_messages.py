@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.data import Data
 
 from kagome.comm.channel import Channel
-from kagome.deferred.lazy_tensor import EscapeError, Lazy
+from kagome.deferred.lazy_tensor import EscapeError, LazyTensor
 from kagome.graph.partition.partition import extract
 from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
 
@@ -43,7 +43,7 @@ class Wide(TorchDispatchMode):
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
             if (
                 isinstance(tensor, Tensor)
-                and not isinstance(tensor, Lazy)
+                and not isinstance(tensor, LazyTensor)
                 and _stored(tensor) >= EDGES * WIDTH / 2
             ):
                 self.found.append((str(func), tuple(tensor.shape)))
@@ -61,7 +61,7 @@ def once(
     data = graph()
     part = extract(data, torch.zeros(VERTICES, dtype=torch.long), 0, 1)
     part.nodes["x"] = data.x
-    scope = Interception(part, Channel(None, "cpu"), handlers=HANDLERS, fast=fast)
+    scope = Interceptor(part, Channel(None, "cpu"), handlers=HANDLERS, fast=fast)
     unrule, uninstall = apply_rules(module, scope), install(module, scope)
     try:
         wide = Wide()

@@ -22,7 +22,7 @@ from kagome.comm.channel import Channel
 from kagome.config import Report, Train
 from kagome.graph.partition.partition import extract
 from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
 from kagome.recompute.checkpoint import recompute
@@ -87,7 +87,7 @@ def cast(channel: Channel, again: bool) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model, data = zoo("transformer"), sample_graph(1)
     data.x = data.x.float()
-    scope = Interception(extract(data, random_owner(30, 2), channel.rank, 2), channel, handlers=HANDLERS)
+    scope = Interceptor(extract(data, random_owner(30, 2), channel.rank, 2), channel, handlers=HANDLERS)
     undo = [apply_rules(model, scope), install(model, scope)]
     undo += [recompute(model, scope)] if again else []
     with scope.running(1, training=True) as turn, torch.autocast("cpu", torch.bfloat16):

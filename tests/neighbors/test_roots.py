@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from kagome.intercept.deferral import Late
+from kagome.intercept.deferral import Deferral
 from kagome.kernels.base.csr import Structure
 from kagome.sparse_ops import edge_sum
 from kagome.sparse_ops.factored_weights import roots_of
@@ -140,7 +140,7 @@ def test_ranks_need_not_agree_whether_their_edges_have_roots(
 
 
 def test_only_weights_that_last_are_looked_at() -> None:
-    class Changing(Late):
+    class Changing(Deferral):
         def lasting(self, tensor: Tensor | None) -> bool:
             return False
 

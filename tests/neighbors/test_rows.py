@@ -13,13 +13,13 @@ from torch_geometric.data import Data
 
 from convolutions import sample_graph
 from kagome.comm.channel import Channel
-from kagome.comm.in_process.thread_group import LocalGroup
+from kagome.comm.in_process.thread_group import ThreadGroup
 from kagome.errors import CommError
 from kagome.graph.partition.partition import extract
 from kagome.halo.exchange import all_rows, total
-from kagome.halo.forward_pass import Turn
+from kagome.halo.forward_pass import ForwardPass
 from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.exact.handlers import HANDLERS
 from kagome.sparse_ops.edge_view import in_view
 from kagome.verify.check import check
@@ -39,8 +39,8 @@ def sent(world: int) -> int:
     return sum(sum(extract(data, owner, part, world).send_counts) for part in range(world))
 
 
-def turn_of(*, grad: bool = True) -> Turn:
-    return Turn(1, checked=True, device=CPU, grad=grad)
+def turn_of(*, grad: bool = True) -> ForwardPass:
+    return ForwardPass(1, checked=True, device=CPU, grad=grad)
 
 
 # Transposes ------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def every_row(channel: Channel) -> tuple[Tensor, Tensor]:
 
 
 def test_everyone_s_lists_lie_where_rows_do() -> None:
-    channel = LocalGroup(1).run(lambda channel: channel)[0]
+    channel = ThreadGroup(1).run(lambda channel: channel)[0]
     assert all_rows(torch.arange(3, device="meta"), channel).send.device.type == "meta"
 
 
@@ -190,7 +190,7 @@ def disagree(channel: Channel, how: str) -> tuple[str, float]:
     plan = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
     odd = channel.rank == 1
     epoch = 2 if odd and how == "epoch" else 1
-    turn = Turn(epoch, checked=True, device=CPU, grad=True)
+    turn = ForwardPass(epoch, checked=True, device=CPU, grad=True)
     if odd and how == "number":
         turn.collectives += 1
     x = torch.zeros(plan.own, 4 if odd and how == "width" else 3, requires_grad=not (odd and how == "grad"))
@@ -237,7 +237,7 @@ def train_without_rows(channel: Channel) -> list[Tensor]:
     data, owner = graph_and_owner(channel.size)
     torch.manual_seed(0)
     model = two_layers().double()
-    scope = Interception(extract(data, owner, channel.rank, channel.size), channel, handlers=HANDLERS)
+    scope = Interceptor(extract(data, owner, channel.rank, channel.size), channel, handlers=HANDLERS)
     install(model, scope)
     with scope.running(1, training=True, checked=True) as turn:
         out = model(scope.inputs["x"], scope.inputs["edge_index"])

@@ -22,11 +22,11 @@ from kagome.comm.channel import Channel
 from kagome.errors import ModelError
 from kagome.feature_parallel.tiled_reduce import refuse_again
 from kagome.halo.exchange import total
-from kagome.halo.forward_pass import Turn
+from kagome.halo.forward_pass import ForwardPass
 from kagome.kernels.base.csr import Structure
 from kagome.model.exact import dropout
 from kagome.sparse_ops import edge_softmax, edge_sum, linear
-from kagome.sparse_ops.sparse_features import Thin
+from kagome.sparse_ops.sparse_features import SparseFeatures
 from parity import TOLERANCE, assert_equal, differences, one_rank, parity, random_owner, split, whole
 
 
@@ -220,15 +220,17 @@ def _thin(weight: Tensor, bias: Tensor) -> Tensor:
     entries, edges = Structure(column, row, 6, 6), structure()
     values = torch.linspace(-1, 1, 12, dtype=torch.float64)
     weights = torch.linspace(0, 1, edges.edges, dtype=torch.float64)
-    return Thin(entries.by_target, entries.by_source, values, 5, edges, weights).linear(weight, bias)
+    return SparseFeatures(entries.by_target, entries.by_source, values, 5, edges, weights).linear(
+        weight, bias
+    )
 
 
-TURNS: list[Turn] = []
+TURNS: list[ForwardPass] = []
 """Kept alive: backward asks its turn."""
 
 
 def _summed(x: Tensor) -> Tensor:
-    TURNS.append(Turn(1, checked=False, device=torch.device("cpu"), grad=True))
+    TURNS.append(ForwardPass(1, checked=False, device=torch.device("cpu"), grad=True))
     TURNS[-1].differentiates = True
     return total(x, TURNS[-1], _Doubling(), "here")  # type: ignore[arg-type]
 

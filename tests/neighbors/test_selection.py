@@ -14,8 +14,8 @@ from kagome.comm.codec import BITS, Codec
 from kagome.comm.exchange import Trip
 from kagome.config import Parallel
 from kagome.errors import CommError, ConfigError
-from kagome.halo.compressed_exchange import Crossing
-from kagome.halo.row_selection import CHOICES, FIT_EVERY, Sample, Skip, shared_out
+from kagome.halo.compressed_exchange import CompressedExchange
+from kagome.halo.row_selection import CHOICES, FIT_EVERY, SampledRows, Skip, shared_out
 
 Ranks = Callable[..., list]
 ROWS, WIDTH = 40, 5
@@ -41,7 +41,7 @@ def crossed(
     channel: Channel, parallel: Parallel, epochs: int, moving: float, direction: int = 0
 ) -> tuple[list[torch.Tensor], list[int]]:
     """What one rank hears in each epoch, and the bytes it sent; all rows of a rank go to each peer."""
-    crossing = Crossing(channel, parallel, seed=3)
+    crossing = CompressedExchange(channel, parallel, seed=3)
     n = counts(channel.size, channel.rank)
     pick = torch.arange(ROWS).repeat(channel.size - 1)
     heard, sent = [], []
@@ -124,7 +124,7 @@ def test_shared_out_bits_lose_less_in_as_many_bytes(ranks: Ranks) -> None:
 
 
 def measured(channel: Channel) -> tuple[dict[str, float], torch.Tensor, torch.Tensor]:
-    crossing = Crossing(channel, Parallel(codec="int4", adaptive_bits=True), seed=3)
+    crossing = CompressedExchange(channel, Parallel(codec="int4", adaptive_bits=True), seed=3)
     n, pick = counts(channel.size, channel.rank), torch.arange(ROWS)
     for epoch in range(1, 12):
         given = trip(epoch, pick, 0, often_read(sum(n)))
@@ -164,7 +164,7 @@ def test_a_sample_is_right_on_the_mean_and_small(ranks: Ranks, direction: int) -
 
 def test_a_seed_below_zero_draws_too() -> None:
     """As it does everywhere else."""
-    chosen = [Sample(0.5, seed, 0, Codec("none"))._piece(1, (0, 1), 40).rows for seed in (-1, -1, 1)]
+    chosen = [SampledRows(0.5, seed, 0, Codec("none"))._piece(1, (0, 1), 40).rows for seed in (-1, -1, 1)]
     assert torch.equal(chosen[0], chosen[1])
     assert not torch.equal(chosen[0], chosen[2])
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kagome.errors import ModelError
-from kagome.halo.comm_recorder import Tape, Taped
+from kagome.halo.comm_recorder import RecordedRows, Tape
 from kagome.halo.exchange import UnderWay
 
 
@@ -48,17 +48,17 @@ class Peers:
         return self._next(action)
 
 
-def rows(taped: Taped, action: str) -> float:
+def rows(taped: RecordedRows, action: str) -> float:
     return float(taped.exchange(torch.zeros(1, 1), [0, 1], [0, 2], action=action)[0])
 
 
-def begun(taped: Taped, action: str) -> UnderWay:
+def begun(taped: RecordedRows, action: str) -> UnderWay:
     return taped.start_exchange(torch.zeros(1, 1), [0, 1], [0, 2], action=action)
 
 
 def test_what_came_comes_again_in_order() -> None:
     peers, tape = Peers(), Tape()
-    taped = Taped(peers)
+    taped = RecordedRows(peers)
     assert (taped.rank, taped.size, taped.runs) == (1, 2, False)
     assert rows(taped, "before") == 1
     with taped.writing(tape):
@@ -81,7 +81,7 @@ def test_what_came_comes_again_in_order() -> None:
 
 
 def test_rows_may_come_late() -> None:
-    taped, tape = Taped(Peers()), Tape()
+    taped, tape = RecordedRows(Peers()), Tape()
     with taped.writing(tape):
         coming = begun(taped, "a")
         assert rows(taped, "b") == 2
@@ -91,7 +91,7 @@ def test_rows_may_come_late() -> None:
 
 
 def test_another_question_is_refused() -> None:
-    taped, tape = Taped(Peers()), Tape()
+    taped, tape = RecordedRows(Peers()), Tape()
     with taped.writing(tape):
         rows(taped, "a")
         assert taped.same("kept", True)
@@ -108,7 +108,7 @@ def test_another_question_is_refused() -> None:
 
 def test_what_is_kept_for_ever_is_asked_for_aside() -> None:
     peers, tape = Peers(), Tape()
-    taped = Taped(peers)
+    taped = RecordedRows(peers)
     with taped.writing(tape):
         rows(taped, "a")
         with taped.aside():

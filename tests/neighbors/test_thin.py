@@ -20,7 +20,7 @@ from convolutions import BUILDABLE, ConvCase, double_precision, sample_graph
 from kagome.comm.channel import Channel
 from kagome.graph.partition.partition import extract
 from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.kernels.base.csr import Structure
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
@@ -232,13 +232,13 @@ def test_a_first_layer_computes_no_product_of_all_numbers(name: str, monkeypatch
         torch.manual_seed(0)
         model = build().double()
         part = extract(data, torch.zeros(300, dtype=torch.long), 0, 1)
-        scope = Interception(part, alone(), handlers=HANDLERS)
+        scope = Interceptor(part, alone(), handlers=HANDLERS)
         unrule, uninstall = apply_rules(model, scope), install(model, scope)
         with scope.running(1, training=True):
             out = model(scope.inputs["x"], scope.inputs["edge_index"])
         uninstall()
         unrule()
     torch.testing.assert_close(out.detach(), expected.out, rtol=0, atol=1e-12)
-    assert sum(isinstance(x, sparse_features.Thin) for x in seen) == count
+    assert sum(isinstance(x, sparse_features.SparseFeatures) for x in seen) == count
     kept = [value for value, _ in scope.remembered.values() if isinstance(value, Tensor)]
     assert not any(value.shape == (300, 400) for value in kept)

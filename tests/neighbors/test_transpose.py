@@ -11,15 +11,15 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from kagome.comm.channel import Channel
-from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
-from kagome.feature_parallel.all_to_all import Cut, Transposer, by_head, even, everything
-from kagome.halo.forward_pass import Turn
+from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
+from kagome.feature_parallel.all_to_all import AllToAll, SliceCut, by_head, even, everything
+from kagome.halo.forward_pass import ForwardPass
 
 COUNTS = {1: (5,), 2: (4, 3), 3: (4, 0, 3), 4: (2, 3, 1, 4)}
 
 
-def running() -> Turn:
-    return Turn(1, checked=True, device=torch.device("cpu"), grad=True)
+def running() -> ForwardPass:
+    return ForwardPass(1, checked=True, device=torch.device("cpu"), grad=True)
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
@@ -45,11 +45,13 @@ def test_a_cut_by_head_leaves_no_rank_with_parts_of_two_heads(heads: int, each: 
     assert {head for rank in range(ranks) for head in range(heads)[touched.of(rank)]} == set(range(heads))
 
 
-def there_and_back(channel: LocalChannel | Channel, rows: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
+def there_and_back(
+    channel: ThreadChannel | Channel, rows: Tensor, cut: SliceCut
+) -> tuple[Tensor, Tensor, Tensor]:
     """The part in feature slices, what came back, and the gradient of a weighted sum of the part."""
     counts = COUNTS[channel.size]
     mine = rows.split(counts)[channel.rank].clone().requires_grad_()
-    turn, way = running(), Transposer(counts, channel)
+    turn, way = running(), AllToAll(counts, channel)
     part = way.apart(mine, cut, turn, "site")
     back = way.together(part, cut, turn, "site") if not cut.overlaps else mine
     weights = torch.arange(1.0, 1.0 + part.numel()).view_as(part) * (channel.rank + 1)
@@ -69,7 +71,7 @@ def test_there_and_back(size: int, width: int, kind: str) -> None:
     }
     rows = torch.randn(sum(COUNTS[size]), width)
     chosen = cut[kind]
-    found = LocalGroup(size).run(lambda channel: there_and_back(channel, rows, chosen))
+    found = ThreadGroup(size).run(lambda channel: there_and_back(channel, rows, chosen))
     expected = 2 * rows
     for rank, (part, _, _) in enumerate(found):
         assert torch.equal(part, rows[:, chosen.of(rank)])
@@ -83,7 +85,7 @@ def bytes_of(channel: Channel, width: int) -> list[int]:
     """What this rank sends apart, together, and back from each."""
     counts, found = COUNTS[channel.size], []
     cut, turn = even(width, channel.size), running()
-    way = Transposer(counts, channel)
+    way = AllToAll(counts, channel)
     mine = torch.randn(counts[channel.rank], width, dtype=torch.float64, requires_grad=True)
     channel.take_bytes()
     part = way.apart(mine, cut, turn, "site")

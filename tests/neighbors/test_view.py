@@ -14,8 +14,8 @@ from torch_geometric.data import Data
 from convolutions import sample_graph
 from kagome.comm.channel import Channel
 from kagome.graph.partition.partition import extract
-from kagome.halo.forward_pass import Turn
-from kagome.sparse_ops.edge_view import View, in_view, out_view, pair_ids
+from kagome.halo.forward_pass import ForwardPass
+from kagome.sparse_ops.edge_view import EdgeView, in_view, out_view, pair_ids
 from parity import alone, random_owner
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def both_views(channel: Channel, data: Data, owner: Tensor) -> dict[str, object]
     inward = in_view(part, channel, CPU)
     outward = out_view(inward, channel)
     named = inward.ids[: inward.rows.own].unsqueeze(1)
-    turn = Turn(1, checked=True, device=CPU, grad=False)
+    turn = ForwardPass(1, checked=True, device=CPU, grad=False)
     return {
         "own": part.own,
         "in": listed(inward),
@@ -64,7 +64,7 @@ def both_views(channel: Channel, data: Data, owner: Tensor) -> dict[str, object]
     }
 
 
-def listed(view: View) -> dict[str, Tensor]:
+def listed(view: EdgeView) -> dict[str, Tensor]:
     ends = view.ids[view.edge_index]
     return {"read": ends[0], "owned": ends[1], "edge": view.edge_ids, **view.attributes}
 

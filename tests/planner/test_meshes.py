@@ -17,7 +17,7 @@ from torch_geometric.nn import GCN, DirGNNConv, SAGEConv, Sequential
 import kagome
 from kagome.autoplan import plan as planning
 from kagome.autoplan.plan import chosen, here, planned
-from kagome.autoplan.workload import Study
+from kagome.autoplan.workload import Workload
 from kagome.cli import main
 from kagome.cli.main import _builder
 from kagome.comm.all_reduce import ONE_ROUND_BYTES
@@ -29,11 +29,11 @@ from kagome.graph.partition.partition import Partition
 from kagome.model.zoo import build_model
 from kagome.planner.candidates import HIDES, WORTH, Candidate, Plans, parts, ranked, slices
 from kagome.planner.cluster import READY, Cluster
-from kagome.planner.cost_model import ONE_ROUND, Load, Rates, Sliced, summed
-from kagome.planner.pipe_candidates import CHUNK, Cut, pipes
+from kagome.planner.cost_model import ONE_ROUND, CostRates, Load, Sliced, summed
+from kagome.planner.pipe_candidates import CHUNK, PipeCut, pipes
 from kagome.profile.cache import opened
 from kagome.profile.contention import contention
-from kagome.profile.synthetic_graphs import Graph
+from kagome.profile.synthetic_graphs import GraphSize
 from kagome.report.page.plan_page import plans_html
 from kagome.train.data import from_data
 
@@ -49,10 +49,10 @@ def model_of(name: str, data: Data, hidden: int = 8, layers: int = 3) -> torch.n
 
 
 def studied(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, part: Partition, graph: Graph
-) -> Study:
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, part: Partition, graph: GraphSize
+) -> Workload:
     """What tests of this session have measured is taken from the folder that they share."""
-    return Study.of(model, optimizer, part, graph, kept=opened(True))
+    return Workload.of(model, optimizer, part, graph, kept=opened(True))
 
 
 def hosts_here(ranks: int, rate: float) -> Cluster:
@@ -78,7 +78,7 @@ def test_bytes_are_those_of_a_run(ranks: Callable[..., list], name: str, size: i
     data = kagome.load(SBM)
     model, alone = model_of(name, data), Channel(None, "cpu")
     part, _ = from_data(data, alone, method="contiguous", seed=0)
-    graph = Graph(300, int(data.edge_index.size(1)), data)
+    graph = GraphSize(300, int(data.edge_index.size(1)), data)
     optimizer = torch.optim.Adam(model.parameters())
     found = studied(model, optimizer, part, graph).plans(hosts_here(size, 1e9), ("onebit", "stale"))
     by_name = {one.name: one for one in found.fitting}
@@ -111,7 +111,7 @@ def test_bytes_of_sliced_parts_are_those_of_a_run(ranks: Callable[..., list], na
     data = kagome.load(SBM)
     model = model_of(name, data)
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
-    graph = Graph(300, int(data.edge_index.size(1)), data)
+    graph = GraphSize(300, int(data.edge_index.size(1)), data)
     found = studied(model, torch.optim.Adam(model.parameters()), part, graph).plans(hosts_here(4, 1e9))
     (predicted,) = (one.bytes_per_epoch for one in found.fitting if one.name == "graph=2 tensor=2")
     told = ranks(4, run, name, {"graph": 2, "tensor": 2})[0]
@@ -128,7 +128,7 @@ def test_bytes_of_stages_are_those_of_a_run(ranks: Callable[..., list], mesh: di
     data = kagome.load(SBM)
     model, size = model_of("gcn", data), 2 * mesh.get("tensor", 1) * mesh.get("graph", 1)
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
-    graph = Graph(300, int(data.edge_index.size(1)), data)
+    graph = GraphSize(300, int(data.edge_index.size(1)), data)
     optimizer = torch.optim.Adam(model.parameters())
     found = studied(model, optimizer, part, graph).plans(hosts_here(size, 1e9), ("history",))
     name = " ".join(
@@ -146,7 +146,7 @@ def test_few_chunks_pass_dealt_stages(ranks: Callable[..., list]) -> None:
     """On a graph where chunks cost more than rows; the usual chunks and a stage a rank stay beside it."""
     data = kagome.load(SBM)
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
-    graph = Graph(300, int(data.edge_index.size(1)), data)
+    graph = GraphSize(300, int(data.edge_index.size(1)), data)
     study = studied(model_of("gcn", data, layers=8), None, part, graph)
     found = {one.name: one for one in study.plans(hosts_here(2, 1e9), ("history",)).fitting}
     history = sorted(name for name, one in found.items() if "pipe" in name and not one.exact)
@@ -166,7 +166,7 @@ def test_bytes_of_weights_in_many_messages(ranks: Callable[..., list]) -> None:
     data = kagome.load(SBM)
     model = model_of("gcn", data, 300)
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
-    graph = Graph(300, int(data.edge_index.size(1)), data)
+    graph = GraphSize(300, int(data.edge_index.size(1)), data)
     found = studied(model, None, part, graph).plans(hosts_here(4, 1e9))
     predicted = next(one for one in found.fitting if one.name == "graph=4").bytes_per_epoch
     told = ranks(4, run, "gcn", {"graph": 4}, 300)[0]
@@ -175,7 +175,7 @@ def test_bytes_of_weights_in_many_messages(ranks: Callable[..., list]) -> None:
 
 
 LOADS = [Load(50, 400, 20, 20, 1e6), Load(60, 500, 30, 30, 2e6)]
-RATES = Rates(0.0, 1e-5, 1e-6, 0.0, 0.0, 1.0, 0, 64.0, 64.0, (1e4,))
+RATES = CostRates(0.0, 1e-5, 1e-6, 0.0, 0.0, 1.0, 0, 64.0, 64.0, (1e4,))
 SLICED = Sliced(2, (0.0, 0.6e-5, 0.6e-6), (0.0, 0.3e-5, 0.3e-6), 6, 4e4)
 ONE = Cluster("test", 1, 2, 4e6, 1.0, 1e6, 1e6, 0.0)
 
@@ -306,7 +306,7 @@ def test_ranks_that_crowd_a_machine_are_slower() -> None:
 
 def test_stages_wait_for_each_other() -> None:
     """Fill-drain over 8 chunks: the second stage begins an eighth later; exact order waits more."""
-    cut = Cut((0.5, 0.5), 8e3, (1, 1), (0.5, 0.5), ((32, 32),) * 2)
+    cut = PipeCut((0.5, 0.5), 8e3, (1, 1), (0.5, 0.5), ((32, 32),) * 2)
     alone = [Load(110, 900, 0, 0, 3e6)]
     rates, fast = replace(RATES, row=1e-2), replace(ONE, inside=1e12)
     history, exact, one = (
@@ -334,7 +334,7 @@ def test_stages_wait_for_each_other() -> None:
     both = pipes(cut, 2, LOADS, RATES, ONE, 0.0, chunks=8)
     assert both.name == "pipe=2 graph=2"
     assert both.bytes_per_epoch["halo"] == 50 * 64 + round(50 * 64 * 2 / 3)
-    dealt = Cut((0.25,) * 4, 3 * 8e3, (1,) * 4, (0.5,) * 2, ((32, 32),) * 2, dealt=2)
+    dealt = PipeCut((0.25,) * 4, 3 * 8e3, (1,) * 4, (0.5,) * 2, ((32, 32),) * 2, dealt=2)
     found = pipes(dealt, 1, [whole], rates, fast, 0.0, chunks=8)
     assert found.name == "pipe=2 stages_per_rank=2"
     # Each rank does half of everything; the second begins a sixteenth of its time later, not an eighth.
@@ -402,8 +402,8 @@ def test_one_rank_has_all_threads() -> None:
     assert parts(2, LOADS, rates, ONE, 0.0) == parts(2, LOADS, RATES, ONE, 0.0)
     data = kagome.load(SBM)
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
-    graph, before = Graph(300, int(data.edge_index.size(1)), data), torch.get_num_threads()
-    found = Study.of(model_of("gcn", data), None, part, graph, most=before + 1)
+    graph, before = GraphSize(300, int(data.edge_index.size(1)), data), torch.get_num_threads()
+    found = Workload.of(model_of("gcn", data), None, part, graph, most=before + 1)
     assert found.models[0].rates.alone >= 1.0
     assert torch.get_num_threads() == before
     assert found.models[0].rates.coded == (0.0, 0.0)  # nobody allowed it
@@ -498,7 +498,7 @@ def test_any_plan_s_file_can_be_trained_by(tmp_path: Path) -> None:
     data = kagome.load(SBM)
     model, file = model_of("gcn", data, layers=8), tmp_path / "plan.json"
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
-    graph = Graph(300, int(data.edge_index.size(1)), data)
+    graph = GraphSize(300, int(data.edge_index.size(1)), data)
     study = studied(model, torch.optim.Adam(model.parameters()), part, graph)
     found = study.plans(hosts_here(4, 1e9), get_args(Allowed))
     for each in found.fitting:
@@ -632,7 +632,7 @@ def test_attributes_of_edges_come_along() -> None:
     data.edge_weight = torch.rand(data.edge_index.size(1))
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
     model = GCN(10, 8, 2, 4)
-    found = Study.of(model, torch.optim.Adam(model.parameters()), part, Graph(300, 1200, data)).plans(
+    found = Workload.of(model, torch.optim.Adam(model.parameters()), part, GraphSize(300, 1200, data)).plans(
         hosts_here(2, 1e9)
     )
     assert {"one rank", "graph=2", "tensor=2"} <= {one.name for one in found.fitting}
@@ -650,7 +650,9 @@ def test_a_layer_that_chunks_cannot_serve_leaves_pipelines_of_one_chunk() -> Non
             (SAGEConv(8, 4), "x, edge_index -> x"),
         ],
     )
-    found = studied(model, None, part, Graph(300, 1200, data)).plans(hosts_here(2, 1e9), allow=("history",))
+    found = studied(model, None, part, GraphSize(300, 1200, data)).plans(
+        hosts_here(2, 1e9), allow=("history",)
+    )
     pipes_of = [one.name for one in found.fitting if "pipe" in one.name]
     assert pipes_of == ["pipe=2 chunks=1"]
 
@@ -659,7 +661,7 @@ def test_the_page_draws_stages_over_time() -> None:
     """Of a pipeline the programs in the simulator, of parts each rank's computing and waiting."""
     load = Load(rows=1e5, edges=1e6, sent=1e4, halo=1e4, memory=1e9)
     uneven = [load, replace(load, edges=3e6)]
-    rates = Rates(
+    rates = CostRates(
         0.0,
         row=1e-6,
         edge=1e-7,
@@ -672,7 +674,7 @@ def test_the_page_draws_stages_over_time() -> None:
         weights=(1e5,),
     )
     cluster = Cluster("two", 1, 2, 2e9, 1.0, 1e9, 1e9, 1e-5)
-    cut = Cut((0.5, 0.5), 1e7, (1, 1), (0.5, 0.5), ((0, 0),) * 2)
+    cut = PipeCut((0.5, 0.5), 1e7, (1, 1), (0.5, 0.5), ((0, 0),) * 2)
     candidates = [
         parts(2, uneven, rates, cluster, 0.0),
         pipes(cut, 1, [load], rates, cluster, 0.0, chunks=8),

@@ -20,9 +20,9 @@ from kagome.planner.stages.coarsen import coarsened, fused
 from kagome.planner.stages.devices import Devices, StageCost
 from kagome.planner.stages.graphpipe import GraphPipe
 from kagome.planner.stages.operator_costs import Operator, OperatorGraph
-from kagome.planner.stages.operator_groups import Facts
+from kagome.planner.stages.operator_groups import GroupFacts
 from kagome.planner.stages.plan import PlannedStage, StagePlan
-from kagome.planner.stages.series_parallel import Tree, tree_of
+from kagome.planner.stages.series_parallel import SeriesParallelTree, tree_of
 from kagome.planner.stages.simulate_plan import estimate, longer_turns, trial
 from kagome.schedule.dag_schedules import DagShape, Turns, windows
 
@@ -47,7 +47,7 @@ def towers(count: int, depth: int, tail: int, **more: int) -> OperatorGraph:
     return OperatorGraph(tuple(found))
 
 
-def shown(node: Tree) -> str:
+def shown(node: SeriesParallelTree) -> str:
     if node.kind == "leaf":
         return node.names[0]
     mark = {"series": "", "parallel": "|"}[node.kind]
@@ -77,7 +77,7 @@ Stages = list[tuple[str, ...]]
 Links = set[tuple[tuple[str, ...], tuple[str, ...]]]
 
 
-def family(node: Tree) -> Iterator[tuple[Stages, Links]]:
+def family(node: SeriesParallelTree) -> Iterator[tuple[Stages, Links]]:
     """All ways to make stages of a node, as the planner's page says, and which it counts as next in a row."""
     if node.kind == "leaf":
         yield [node.names], set()
@@ -86,7 +86,7 @@ def family(node: Tree) -> Iterator[tuple[Stages, Links]]:
         yield from children(way, tuple(range(len(way.children))))
 
 
-def children(node: Tree, left: tuple[int, ...]) -> Iterator[tuple[Stages, Links]]:
+def children(node: SeriesParallelTree, left: tuple[int, ...]) -> Iterator[tuple[Stages, Links]]:
     if not left:
         yield [], set()
         return
@@ -409,7 +409,7 @@ def test_search_does_not_grow_with_the_ways_to_cut() -> None:
 @given(cost=small())
 def test_groups_cost_what_stages_do(cost: StageCost) -> None:
     """All of a node's groups at once, as one stage after the other is counted."""
-    facts, sizes = Facts(cost, (2, 4)), (2, 4)
+    facts, sizes = GroupFacts(cost, (2, 4)), (2, 4)
     tree = tree_of(cost.graph)
     for node in (tree, *tree.rows, *tree.children):
         groups = facts.groups(node)

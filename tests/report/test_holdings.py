@@ -8,17 +8,17 @@ from typing import Any
 
 from test_page import check_page, make_run
 
-from kagome.records.memory import KINDS, Holdings, fullest, line, side_by_side, table
+from kagome.records.memory import KINDS, MemoryByKind, fullest, line, side_by_side, table
 from kagome.report.page.page import write_page
 from kagome.report.summary import headline, summary, write_summary
 
-SMALL = Holdings(weights=1000, features=2_000_000, tables=10, activations=3_000_000, halo=500_000)
+SMALL = MemoryByKind(weights=1000, features=2_000_000, tables=10, activations=3_000_000, halo=500_000)
 
 
 def test_the_total_leaves_out_what_is_not_known() -> None:
     assert SMALL.total == 1000 + 2_000_000 + 10 + 3_000_000 + 500_000
     assert SMALL.known
-    unknown = Holdings(weights=7, activations=None, halo=None)
+    unknown = MemoryByKind(weights=7, activations=None, halo=None)
     assert (unknown.total, unknown.known) == (7, False)
     assert unknown.as_dict()["activations"] is None
     assert list(SMALL.as_dict()) == [*KINDS, "total"]
@@ -33,12 +33,12 @@ def test_the_rest_is_what_the_peak_has_beyond() -> None:
 
 def test_words_name_what_a_user_can_change_and_what_is_large() -> None:
     assert SMALL.text() == ("5.50 MB (weights 1.00 kB, features 2.00 MB, activations 3.00 MB, halo 500 kB)")
-    assert "tables 4.00 MB" in Holdings(tables=4_000_000).text()
-    assert "activations unknown, halo unknown" in Holdings(activations=None, halo=None).text()
+    assert "tables 4.00 MB" in MemoryByKind(tables=4_000_000).text()
+    assert "activations unknown, halo unknown" in MemoryByKind(activations=None, halo=None).text()
 
 
 def two_ranks() -> list[dict[str, Any]]:
-    other = Holdings(weights=1000, features=4_000_000, activations=1_500_000)
+    other = MemoryByKind(weights=1000, features=4_000_000, activations=1_500_000)
     return [side_by_side(SMALL, SMALL.beside(7_000_000)), side_by_side(None, other)]
 
 
@@ -48,7 +48,7 @@ def test_the_line_is_of_the_fullest_rank() -> None:
         "activations 3.00 MB, features 2.00 MB, halo 500 kB, weights 1.00 kB",
     )
     assert line([]) is None
-    assert fullest([SMALL, Holdings()]) is SMALL
+    assert fullest([SMALL, MemoryByKind()]) is SMALL
 
 
 def test_the_table_has_measured_and_in_brackets_predicted() -> None:
@@ -59,7 +59,7 @@ def test_the_table_has_measured_and_in_brackets_predicted() -> None:
     assert cells["other"] == ["1.50 MB", "-"]
     assert cells["total"][0] == "7.00 MB"
     assert "gradients" not in cells
-    head, rows = table([side_by_side(Holdings(activations=None), Holdings(activations=5))])
+    head, rows = table([side_by_side(MemoryByKind(activations=None), MemoryByKind(activations=5))])
     assert rows[0] == ["activations", "5 B (unknown)"]
 
 

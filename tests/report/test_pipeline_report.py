@@ -16,7 +16,7 @@ from kagome.report.chrome_trace import gantt_svg, read_trace, write_trace
 from kagome.report.page.lanes import lanes_svg
 from kagome.report.page.page import write_page
 from kagome.report.summary import headline, summary
-from kagome.schedule.actions import Action, Kind, Program, from_text
+from kagome.schedule.actions import Action, ActionKind, Program, from_text
 from kagome.schedule.schedules import Shape, fill_drain
 from kagome.schedule.simulator import simulate
 
@@ -48,7 +48,7 @@ def two_stages() -> list[list[Span]]:
 def many(stages: int = 8, chunks: int = 32, parts: int = 1) -> list[list[Span]]:
     """What a simulation gives, as if it had been measured."""
     programs = fill_drain(Shape(stages, tuple(range(chunks))))
-    run = simulate(programs, lambda a: 0.01 if a.kind is Kind.F else 0.02)
+    run = simulate(programs, lambda a: 0.01 if a.kind is ActionKind.F else 0.02)
     return [
         [
             Span(str(one.action), one.begin + epoch * 100, one.end - one.begin, epoch)
@@ -64,7 +64,7 @@ def many(stages: int = 8, chunks: int = 32, parts: int = 1) -> list[list[Span]]:
 
 
 def test_names_of_spans() -> None:
-    assert action_of("1RECV_F2<0") == Action(1, Kind.RECV_F, 2)
+    assert action_of("1RECV_F2<0") == Action(1, ActionKind.RECV_F, 2)
     assert [action_of(name) for name in ("forward", "2X0", "")] == [None] * 3
     assert [phase_of(name) for name in ("2F0.1", "1B3", "0SEND_F2", "load")] == [
         "forward", "backward", "exchange", "load",

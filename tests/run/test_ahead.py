@@ -14,7 +14,7 @@ from training import CLASSES, FEATURES, QUIET, graph, losses, settings
 
 from kagome import Trainer
 from kagome.comm.channel import Channel
-from kagome.components.forward_reuse import Ahead, Forward
+from kagome.components.forward_reuse import Forward, ForwardReuse
 
 EPOCHS = 8
 
@@ -156,7 +156,7 @@ def test_only_torch_s_own_schedulers_let_it_share(kind):
 def test_a_kept_forward_is_dropped_when_weights_change_and_when_its_epoch_does_not_come():
     mine = nn.Linear(2, 2)
     mine.register_buffer("seen", torch.zeros(()))
-    ahead = Ahead(mine)
+    ahead = ForwardReuse(mine)
 
     def kept() -> Forward:
         forward = Forward(3, torch.zeros(1), torch.zeros(()), True, ahead.state())

@@ -14,7 +14,7 @@ from training import CLASSES, FEATURES
 from kagome.comm.channel import Channel
 from kagome.errors import ModelError
 from kagome.model.buffers import Buffers
-from kagome.pipelining.buffer_isolation import Moved
+from kagome.pipelining.buffer_isolation import BufferIsolation
 
 
 class Mean(nn.Module):
@@ -134,10 +134,10 @@ def test_the_model_s_own_buffer_has_an_owner(ranks, chunks):
 
 def test_a_buffer_of_two_stages_that_moves_late_is_refused():
     model = Mean("written to")
-    moved = Moved(Buffers(model), set(), alone=(), watches=True)
+    moved = BufferIsolation(Buffers(model), set(), alone=(), watches=True)
     with pytest.raises(ModelError, match="mean, of 32 bytes, first changes now"), moved.by(0, stays=True):
         model.mean += 1
-    with Moved(Buffers(model), set(), alone=(), watches=False).by(0, stays=True):
+    with BufferIsolation(Buffers(model), set(), alone=(), watches=False).by(0, stays=True):
         model.mean += 1  # an evaluation, or chunks that know nothing of each other
 
 

@@ -14,7 +14,7 @@ from pipelines import SEED, data, model, told
 from training import QUIET, settings
 
 from kagome import Trainer
-from kagome.checkpoint.epoch_state import Carried, Layout, Told, said_of
+from kagome.checkpoint.epoch_state import EpochState, RestoredState, StateLayout, said_of
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
 from kagome.errors import CheckpointError
@@ -167,20 +167,20 @@ def test_stages_that_are_cut_otherwise_read_the_same_rows(ranks, tmp_path):
     same_curve(found, expected[0])
 
 
-def layout(stage: int = 0, steps: tuple[str, ...] = ("one",), **settings: Any) -> Layout:
-    return Layout.of(Parallel(**settings), "graph", torch.arange(5), part=0, stage=stage, steps=steps)
+def layout(stage: int = 0, steps: tuple[str, ...] = ("one",), **settings: Any) -> StateLayout:
+    return StateLayout.of(Parallel(**settings), "graph", torch.arange(5), part=0, stage=stage, steps=steps)
 
 
-def told_by(*stages: tuple[Layout, list[tuple[str, Any, dict[str, Any]]]]) -> Told:
-    ranks = [Carried.of(each, {}, entries).plain("rank-00000.safetensors") for each, entries in stages]
-    return Told(Path(), 3, {}, ranks)
+def told_by(*stages: tuple[StateLayout, list[tuple[str, Any, dict[str, Any]]]]) -> RestoredState:
+    ranks = [EpochState.of(each, {}, entries).plain("rank-00000.safetensors") for each, entries in stages]
+    return RestoredState(Path(), 3, {}, ranks)
 
 
 def table(name: str, number: int = 1) -> tuple[str, Any, dict[str, Any]]:
     return "table", (name, number), {"rows": torch.ones(5, 2), "due": None, "due_in": -1}
 
 
-def known(told: Told, mine: Layout) -> set[Any] | None:
+def known(told: RestoredState, mine: StateLayout) -> set[Any] | None:
     found = told.recall(mine, Channel(None, torch.device("cpu")), torch.device("cpu"))
     return None if found is None else {key for _, key in found.entries}
 
@@ -191,7 +191,7 @@ def test_a_rank_takes_its_own_rows_and_those_of_steps_that_came_to_it():
     assert known(alone, layout(chunks=2)) is None
     assert known(alone, replace(layout(), part=1)) is None
     assert known(alone, layout(steps=("one", "two"))) is None, "which of two is which depends on the cut"
-    assert known(Told(Path(), 3, {}, []), layout()) is None
+    assert known(RestoredState(Path(), 3, {}, []), layout()) is None
 
 
 def test_ranks_with_other_steps_find_them_by_name():

@@ -179,7 +179,7 @@ def writes_where_it_cannot(channel: Channel, folder: str) -> str:
 
     mine = Gcn()
     optimizer = torch.optim.Adam(mine.parameters())
-    place = checkpoint.Place(8, 0, 8, None, 0, channel.size, "")
+    place = checkpoint.RunPosition(8, 0, 8, None, 0, channel.size, "")
     with mock.patch.object(os, "mkdir", full if channel.rank == 0 else os.mkdir):
         try:
             checkpoint.save(Path(folder, "checkpoints"), place, channel, model=mine, optimizer=optimizer)
@@ -243,7 +243,7 @@ class Unwritable:
 
 def writes_what_cannot_be(channel: Channel, folder: str) -> str:
     mine = Gcn()
-    place = checkpoint.Place(8, 0, 8, None, 0, channel.size, "")
+    place = checkpoint.RunPosition(8, 0, 8, None, 0, channel.size, "")
     try:
         checkpoint.save(
             Path(folder, "checkpoints"),

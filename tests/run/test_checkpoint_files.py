@@ -22,7 +22,7 @@ from training import QUIET, Gcn, graph, settings
 
 from kagome import Trainer
 from kagome.checkpoint import checkpoint
-from kagome.checkpoint.checkpoint import Place
+from kagome.checkpoint.checkpoint import RunPosition
 from kagome.comm.channel import Channel
 from kagome.errors import CheckpointError
 from kagome.storage import sealed_files
@@ -47,7 +47,7 @@ def written(folder: Path, epoch: int = 7, **given: Any) -> Path:
     model = small()
     optimizer = torch.optim.Adam(model.parameters())
     stepped(model, optimizer)
-    place = Place(epoch, 0, epoch, 0.5, 0, 1, "mark")
+    place = RunPosition(epoch, 0, epoch, 0.5, 0, 1, "mark")
     return checkpoint.save(folder, place, ALONE, model=model, optimizer=optimizer, **given)
 
 
@@ -264,7 +264,7 @@ def test_every_optimizer_goes_on_to_the_bit(tmp_path, name):
     model = small()
     optimizer = OPTIMIZERS[name](model.parameters())
     stepped(model, optimizer)
-    place = Place(3, 0, 0, None, 0, 1, "")
+    place = RunPosition(3, 0, 0, None, 0, 1, "")
     folder = checkpoint.save(tmp_path, place, ALONE, model=model, optimizer=optimizer)
     other = small()
     nn.init.zeros_(other[0].weight)
@@ -312,7 +312,7 @@ def test_every_scheduler_goes_on_to_the_bit(tmp_path, name):
 
     optimizer, scheduler = made(model := small())
     rates(optimizer, scheduler, 3)
-    place = Place(3, 0, 0, float("nan"), 0, 1, "")
+    place = RunPosition(3, 0, 0, float("nan"), 0, 1, "")
     folder = checkpoint.save(tmp_path, place, ALONE, model=model, optimizer=optimizer, scheduler=scheduler)
     other, again = made(twin := small())
     checkpoint.load(folder, ALONE, model=twin, optimizer=other, scheduler=again)
@@ -330,7 +330,7 @@ def test_weights_and_buffers_of_any_type(tmp_path, dtype):
         return model
 
     model, other = made(7), made(0)
-    place = Place(3, 0, 0, None, 0, 1, "")
+    place = RunPosition(3, 0, 0, None, 0, 1, "")
     folder = checkpoint.save(
         tmp_path, place, ALONE, model=model, optimizer=torch.optim.Adam(model.parameters())
     )
@@ -345,7 +345,7 @@ def saves_on_a_small_disk(channel: Channel, folder: str, small: int) -> str:
     """Files on this rank may have a few bytes only, if it is the small one's rank."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     mine = Gcn()
-    place = Place(8, 0, 8, None, 0, channel.size, "")
+    place = RunPosition(8, 0, 8, None, 0, channel.size, "")
     if channel.rank == small:
         resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from dags import plain, plan_of, same, trained
 
-from kagome.pipelining.dag.sample_layout import Layout
+from kagome.pipelining.dag.sample_layout import SampleLayout
 
 TOP = "join act layers.0 act#2 layers.1 act#3 out"
 ONE, TWO = "towers.0 towers.1 towers.1.0#2 towers.1.1#2", "towers.2 towers.2.0#2 towers.2.1#2"
@@ -117,7 +117,7 @@ def test_branches_run_at_the_same_time(ranks):
 def test_every_sample_crosses_once():
     """Whatever the sizes and replicas, both ends agree on each message, and a micro-batch comes whole."""
     for sizes, devices in [((4, 8), (2, 3)), ((6, 3), (2, 3)), ((2, 8), (1, 4)), ((12, 4), (5, 3))]:
-        layout = Layout(24, sizes, devices)
+        layout = SampleLayout(24, sizes, devices)
         for one, other in ((0, 1), (1, 0)):
             come = {rank: [] for rank in layout.ranks(other)}
             for rank in layout.ranks(one):

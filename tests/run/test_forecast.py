@@ -26,9 +26,9 @@ from kagome.model.trace.graph import LayerGraph
 from kagome.model.zoo import build_model
 from kagome.pipelining import staging
 from kagome.profile.part_size import UNITS, counts_of, split_counts
-from kagome.profile.run_mode import Way
+from kagome.profile.run_mode import RunMode
 from kagome.profile.synthetic_parts import made_pieces
-from kagome.records.memory import Holdings
+from kagome.records.memory import MemoryByKind
 from kagome.train import admission
 
 EXACT = ("weights", "gradients", "optimizer", "features", "edges", "tables")
@@ -247,7 +247,7 @@ def measured_on(channel: Channel) -> list[dict[str, Any]]:
 def test_ranks_that_are_not_there_are_foreseen_from_the_whole_graph(ranks) -> None:
     data, mine = graph(), model("gat")
     whole = split_all(data, torch.zeros(200, dtype=torch.int64), 1)[0]
-    rates = rates_of(mine, torch.optim.Adam(mine.parameters()), whole, Way(several=True))
+    rates = rates_of(mine, torch.optim.Adam(mine.parameters()), whole, RunMode(several=True))
     owner = assign("metis", data.edge_index, 200, 3, 0)
     foreseen = [rates.at(one) for one in split_counts(data.edge_index, owner, 3, data.train_mask)]
     for guess, one in zip(foreseen, ranks(3, measured_on)[0], strict=True):
@@ -292,7 +292,7 @@ def test_asking_changes_nothing() -> None:
     part = split_all(data, torch.zeros(200, dtype=torch.int64), 1)[0]
     optimizer = torch.optim.Adam(mine.parameters())
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
-    rates_of(mine, optimizer, part, Way(several=True))
+    rates_of(mine, optimizer, part, RunMode(several=True))
     drawn = torch.rand(1), np.random.rand(), random.random()
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
     assert drawn == (torch.rand(1), np.random.rand(), random.random())
@@ -420,8 +420,8 @@ def wants(monkeypatch: pytest.MonkeyPatch, free: int, **given: Any) -> list[Any]
 
 def test_a_place_s_ranks_are_counted_together() -> None:
     counts = split_counts(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1)[0]
-    offers = [admission.Account(counts, place, 100, 2000, True, None, 0) for place in ("a", "b", "a")]
-    each = [Holdings(weights=1000, features=1000, activations=size) for size in (60, 90, 60)]
+    offers = [admission.RankAccount(counts, place, 100, 2000, True, None, 0) for place in ("a", "b", "a")]
+    each = [MemoryByKind(weights=1000, features=1000, activations=size) for size in (60, 90, 60)]
     (want,) = admission._too_much(each, offers)
     said = want.text(recomputes=False)
     assert said.startswith("memory: 2 ranks on a will want at least 120 B more, and 100 B are left")

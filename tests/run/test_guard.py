@@ -8,10 +8,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from kagome.adaptive.history import FAIR, GOOD, OFTEN, Guard, HistoryProbe
+from kagome.adaptive.history import FAIR, GOOD, OFTEN, HistoryController, HistoryProbe
 
 
-def course(guard: Guard, cosines, epochs: int, loss=lambda epoch: 1 / epoch, said=None) -> list[str]:
+def course(
+    guard: HistoryController, cosines, epochs: int, loss=lambda epoch: 1 / epoch, said=None
+) -> list[str]:
     """The kinds of a run's epochs, each probe finding the next cosine."""
     found, left = [], iter(cosines)
     for epoch in range(1, epochs + 1):
@@ -26,7 +28,7 @@ def course(guard: Guard, cosines, epochs: int, loss=lambda epoch: 1 / epoch, sai
 
 
 def test_trusted_history_is_probed_ever_less():
-    found = course(Guard(20), [], 400)
+    found = course(HistoryController(20), [], 400)
     assert found[:2] == ["exact", "probe"]
     probes = [place for place, kind in enumerate(found) if kind == "probe"]
     gaps = [b - a - 1 for a, b in pairwise(probes)]
@@ -36,11 +38,11 @@ def test_trusted_history_is_probed_ever_less():
     last = found[probes[-2] + 1 : probes[-1]]
     assert [place for place, kind in enumerate(last) if kind == "refresh"] == [19]
     assert found.count("exact") == 1
-    assert course(Guard(1), [], 40)[-10:] == [*["refresh"] * 4, "probe"] * 2
+    assert course(HistoryController(1), [], 40)[-10:] == [*["refresh"] * 4, "probe"] * 2
 
 
 def test_bad_history_is_left():
-    guard = Guard(20)
+    guard = HistoryController(20)
     found = course(guard, [0.1] * 100, 100)
     # Careful epochs are tried first, and then no more.
     assert found[:4] == ["exact", "probe", "refresh", "probe"]
@@ -52,7 +54,7 @@ def test_bad_history_is_left():
 
 
 def test_history_that_is_not_quite_right_is_used_with_care():
-    guard = Guard(20)
+    guard = HistoryController(20)
     found = course(guard, [0.99, 0.99, 0.9, 0.97, 0.97, 0.97], 40)
     before, after = found[: found.index("refresh")], found[found.index("refresh") :]
     assert before == ["exact", "probe", *["history"] * 2, "probe", *["history"] * 4, "probe"]
@@ -64,7 +66,7 @@ def test_history_that_is_not_quite_right_is_used_with_care():
 
 def test_where_errors_grow_careful_epochs_are_fewer():
     """Of a gradient that is bad after three careful epochs there are two at a time from then on."""
-    guard, kinds, run = Guard(20), [], 0
+    guard, kinds, run = HistoryController(20), [], 0
     for epoch in range(1, 200):
         kind = guard.next()
         kinds.append(kind[0])
@@ -79,7 +81,7 @@ def test_where_errors_grow_careful_epochs_are_fewer():
 
 
 def test_careful_history_is_taken_up_again():
-    found = course(Guard(20), [0.1, 0.1, 0.1, 0.95, 0.95], 30)
+    found = course(HistoryController(20), [0.1, 0.1, 0.1, 0.95, 0.95], 30)
     assert found[:14] == [
         "exact", "probe", "refresh", "probe", "exact", "exact", "probe", *["exact"] * 4, "probe", "refresh",
         "probe",
@@ -87,12 +89,12 @@ def test_careful_history_is_taken_up_again():
 
 
 def test_between_good_and_fair_nothing_changes():
-    found = course(Guard(20), [(GOOD + FAIR) / 2] * 100, 30)
+    found = course(HistoryController(20), [(GOOD + FAIR) / 2] * 100, 30)
     assert found == ["exact", "probe", *["refresh", "probe"] * 14]
 
 
 def test_what_is_said():
-    guard = Guard(20)
+    guard = HistoryController(20)
     assert guard.see(HistoryProbe(2, 0.99, 1.0, 0.1, 1)) == ""
     assert "one epoch old" in guard.see(HistoryProbe(3, 0.9, 1.0, 0.1, 1))
     assert "exact epochs come next" in guard.see(HistoryProbe(5, 0.2, 0.4, 0.5, 3))
@@ -100,7 +102,7 @@ def test_what_is_said():
 
 
 def test_the_summary_has_every_probe():
-    guard = Guard(20)
+    guard = HistoryController(20)
     assert guard.facts() == {}
     assert guard.sum_up(stages=True) == ()
     course(guard, [0.99, 0.9, 0.2], 20)
@@ -116,17 +118,17 @@ def test_the_summary_has_every_probe():
 
 
 def test_unwatched_history_is_only_refreshed():
-    found = course(Guard(3, watch=False), [], 10)
+    found = course(HistoryController(3, watch=False), [], 10)
     assert found == ["exact", *["history", "history", "refresh"] * 3]
 
 
 @given(st.lists(st.floats(0.7, 1), max_size=40), st.integers(1, 60), st.integers(1, 20))
 def test_a_guard_goes_on_from_what_another_knew(cosines, at, period):
     """At any epoch, by way of a checkpoint's plain values."""
-    whole, before = Guard(period), Guard(period)
+    whole, before = HistoryController(period), HistoryController(period)
     expected = course(whole, cosines, at + 40)
     assert course(before, cosines, at) == expected[:at]
-    after = Guard(period, state=json.loads(json.dumps(before.state_dict())))
+    after = HistoryController(period, state=json.loads(json.dumps(before.state_dict())))
     assert course(after, cosines[len(before.found) :], 40) == expected[at:]
     assert [found.cosine for found in after.found] == [found.cosine for found in whole.found]
     assert after.exact_epochs == whole.exact_epochs
@@ -135,9 +137,9 @@ def test_a_guard_goes_on_from_what_another_knew(cosines, at, period):
 
 def test_a_model_that_has_learned_nothing_has_exact_epochs():
     """On a first plateau gradients are those of a constant: probes agree, and history holds a model there."""
-    guard, said = Guard(20), []
+    guard, said = HistoryController(20), []
     found = course(guard, [], 60, lambda epoch: 1.946 - 1e-3 * (epoch % 3) if epoch < 35 else 1.7, said)
-    assert found[:20] == course(Guard(20), [], 20)
+    assert found[:20] == course(HistoryController(20), [], 20)
     assert set(found[20:35]) == {"exact"}
     assert found[35] == "probe"
     assert "exact" not in found[35:]
@@ -159,7 +161,7 @@ def test_a_model_that_falls_back_has_exact_epochs_until_it_is_further():
             1.0 if epoch < 30 else 0.89 if epoch < 40 else 0.96 if epoch < 60 else 0.83 if epoch < 70 else 0.8
         )
 
-    guard, said = Guard(20), []
+    guard, said = HistoryController(20), []
     found = course(guard, [], 120, loss, said)
     exact = [place + 1 for place, kind in enumerate(found) if kind == "exact"]
     assert exact == [1, *range(21, 31), *range(45, 71)]
@@ -177,11 +179,11 @@ def test_a_loss_that_sways_is_no_plateau(share):
     def loss(epoch: int) -> float:
         return 1.0 if epoch < 3 or epoch % 5 else 0.89 if epoch % 10 else share
 
-    assert course(Guard(20), [], 200, loss).count("exact") == 1
+    assert course(HistoryController(20), [], 200, loss).count("exact") == 1
 
 
 def test_one_that_never_learns_has_exact_epochs_half_the_time():
-    guard = Guard(20)
+    guard = HistoryController(20)
     found = course(guard, [], 420, lambda epoch: 1.946)
     assert [set(found[at : at + 100]) == {"exact"} for at in (20, 120, 220, 320)] == [
         True,
@@ -196,7 +198,7 @@ def test_one_that_never_learns_has_exact_epochs_half_the_time():
 
 def test_what_a_guard_does_not_know_holds_nothing_up():
     """Losses below 0, of which no share says anything; and where nobody is to watch."""
-    for guard, loss in ((Guard(20), -1.0), (Guard(20, watch=False), 1.0)):
+    for guard, loss in ((HistoryController(20), -1.0), (HistoryController(20, watch=False), 1.0)):
         assert course(guard, [], 60, lambda epoch, loss=loss: loss).count("exact") == 1
 
 
@@ -205,24 +207,24 @@ def test_a_guard_on_a_plateau_goes_on_from_what_another_knew(at, learns):
     def loss(epoch: int) -> float:
         return 1.0 if epoch < learns else 0.5
 
-    whole, before = Guard(20), Guard(20)
+    whole, before = HistoryController(20), HistoryController(20)
     expected = course(whole, [], at + 60, loss)
     assert course(before, [], at, loss) == expected[:at]
-    after = Guard(20, state=json.loads(json.dumps(before.state_dict())))
+    after = HistoryController(20, state=json.loads(json.dumps(before.state_dict())))
     assert course(after, [], 60, loss) == expected[at:]
     assert after.state_dict() == whole.state_dict() | {"found": after.state_dict()["found"]}
 
 
 def test_a_guard_that_does_not_watch_is_not_careful_for_ever():
-    before = Guard(20)
+    before = HistoryController(20)
     course(before, [0.9, 0.5], 9)
     assert before.careful
-    after = Guard(5, watch=False, state=before.state_dict())
+    after = HistoryController(5, watch=False, state=before.state_dict())
     assert set(course(after, [], 20)[1:]) == {"history", "refresh"}
 
 
 def test_a_run_that_goes_on_with_other_chunks_begins_exactly():
-    guard = Guard(20)
+    guard = HistoryController(20)
     course(guard, [], 7)
     guard.go_on(rows=True, kept=True)
     assert guard.next() != "exact"
@@ -232,7 +234,7 @@ def test_a_run_that_goes_on_with_other_chunks_begins_exactly():
 
 @given(st.lists(st.floats(-1, 1), max_size=60), st.integers(1, 30))
 def test_rows_are_never_older_than_a_period(cosines, period):
-    guard = Guard(period)
+    guard = HistoryController(period)
     left = iter(cosines)
     for epoch in range(1, 200):
         assert guard.age <= max(period, 1)

@@ -12,7 +12,7 @@ from kagome.checkpoint.epoch_state import Named, checked
 from kagome.checkpoint.epoch_state_checks import fault
 from kagome.comm.codec import Codec
 from kagome.errors import CheckpointError
-from kagome.halo.epoch_rows import Known
+from kagome.halo.epoch_rows import EpochRows
 from kagome.halo.row_selection import Skip
 
 
@@ -111,7 +111,7 @@ def test_a_selection_among_other_rows_is_refused():
         "last": 2,
         "oldest": 1,
     }
-    known = Known()
+    known = EpochRows()
     known.recall = SimpleNamespace(epoch=3, take=lambda kind, key, epoch: state)
     make = lambda: Skip(0.1, 2, Codec("none"))  # noqa: E731
     assert known.selection(("a", 0), 3, make, (4, 5)) is not None

@@ -15,7 +15,7 @@ from kagome.comm.channel import Channel
 from kagome.config import Parallel
 from kagome.graph.partition.partition import partition
 from kagome.halo.forward_pass import Site
-from kagome.historical.provider import Exact
+from kagome.historical.provider import ExactRows
 from kagome.pipelining.chunking import chunked
 
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2)]
@@ -140,7 +140,7 @@ def test_a_site_that_an_epoch_leaves_out_keeps_the_rows_it_had():
     assert tables is not None
     site = Site("conv", 1, 1, False, True, ("conv", 1), trains=True)
     for epoch, comes in enumerate((True, False, False, True, False), 1):
-        tables.begin(epoch, Exact(tables, trains=True))
+        tables.begin(epoch, ExactRows(tables, trains=True))
         if comes:
             table = tables.table(site, torch.zeros(1, 2))
             tables.current(table).fill_(epoch)

@@ -17,9 +17,9 @@ from torch_geometric.nn import GATConv, SAGEConv
 from kagome.config import Train
 from kagome.graph.partition.partition import Partition, partition
 from kagome.memory import saved_tensors
-from kagome.memory.saved_tensors import Keeping
+from kagome.memory.saved_tensors import ActivationProfile
 from kagome.model.trace.shapes import trace
-from kagome.profile.part_size import Counts
+from kagome.profile.part_size import PartSize
 
 WIDTH, HIDDEN = 6, 10
 
@@ -67,14 +67,14 @@ def part() -> Partition:
     return partition(data, parts=1, method="contiguous")[0]
 
 
-def found(model: nn.Module, train: Train | None = None) -> Keeping:
+def found(model: nn.Module, train: Train | None = None) -> ActivationProfile:
     here = part()
     graph = trace(model, ["edge_index", *here.nodes])
     return saved_tensors.keeping(model, graph, here, train or Train(), fast=True)
 
 
-def of(rows: int, edges: int = 0) -> Counts:
-    return Counts(rows=rows, halo=0, edges=edges, loops=0, cut=0, sent=0, train=0)
+def of(rows: int, edges: int = 0) -> PartSize:
+    return PartSize(rows=rows, halo=0, edges=edges, loops=0, cut=0, sent=0, train=0)
 
 
 def test_what_two_steps_keep_lies_with_both_where_a_cut_parts_them() -> None:
@@ -156,7 +156,7 @@ def test_a_model_that_made_graphs_do_not_suit_is_run_on_its_own() -> None:
 
 def test_of_a_model_that_runs_on_none_all_may_lie_anywhere() -> None:
     kept = found(Around(lambda x: True))
-    assert kept == Keeping({}, None)
+    assert kept == ActivationProfile({}, None)
     assert kept.whole(of(48)) is None
     assert kept.share(["odd"], of(48)) == 1
     assert kept.read(["odd"]) is None

@@ -18,7 +18,7 @@ from kagome.cli.main import _builder
 from kagome.config import Data, Model
 from kagome.config.commands import PlanCommand
 from kagome.model.fingerprint import identity
-from kagome.profile.cache import FRESH_SECONDS, Kept
+from kagome.profile.cache import FRESH_SECONDS, MeasurementCache
 
 SBM = "sbm:vertices=300,degree=8,features=10,classes=4,communities=4"
 
@@ -34,10 +34,10 @@ class Counting:
 
 def test_a_value_is_measured_once_until_its_facts_change(tmp_path: Path) -> None:
     measure = Counting()
-    first = Kept(tmp_path)
+    first = MeasurementCache(tmp_path)
     assert [first.value("it", [1, None], measure) for _ in range(2)] == [[1], [1]]
     assert not first.reused
-    again = Kept(tmp_path)
+    again = MeasurementCache(tmp_path)
     assert again.value("it", [1, None], measure) == [1]
     assert again.reused == {"it"}
     assert again.value("it", [2, None], measure) == [2]
@@ -45,35 +45,35 @@ def test_a_value_is_measured_once_until_its_facts_change(tmp_path: Path) -> None
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        assert Kept(tmp_path).value("it", [1, None], measure) == [4]
+        assert MeasurementCache(tmp_path).value("it", [1, None], measure) == [4]
     finally:
         torch.set_num_threads(threads)
 
 
 def test_without_a_folder_it_lives_as_long_as_its_object(tmp_path: Path) -> None:
-    measure, kept = Counting(), Kept()
+    measure, kept = Counting(), MeasurementCache()
     assert [kept.value("it", 1, measure) for _ in range(2)] == [[1], [1]]
-    assert Kept().value("it", 1, measure) == [2]
+    assert MeasurementCache().value("it", 1, measure) == [2]
 
 
 def test_old_and_damaged_values_are_measured_again(tmp_path: Path) -> None:
     measure = Counting()
-    Kept(tmp_path).value("it", 1, measure)
+    MeasurementCache(tmp_path).value("it", 1, measure)
     (file,) = tmp_path.iterdir()
     file.write_text("[")
-    assert Kept(tmp_path).value("it", 1, measure) == [2]
+    assert MeasurementCache(tmp_path).value("it", 1, measure) == [2]
     before = time.time() - FRESH_SECONDS - 60
     os.utime(file, (before, before))
-    Kept(tmp_path).value("another", 1, measure)
+    MeasurementCache(tmp_path).value("another", 1, measure)
     assert not file.exists()  # old ones go
-    assert Kept(tmp_path).value("it", 1, measure) == [4]
+    assert MeasurementCache(tmp_path).value("it", 1, measure) == [4]
 
 
 def test_a_folder_that_cannot_be_written_is_none(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     measure = Counting()
-    assert Kept(file / "below").value("it", 1, measure) == [1]
+    assert MeasurementCache(file / "below").value("it", 1, measure) == [1]
 
 
 def test_models_that_cost_otherwise_are_others() -> None:

@@ -23,9 +23,9 @@ from kagome.adaptive.precision import (
     FAIR_CODED,
     GOOD,
     LONGEST,
-    Ladder,
-    LateProbe,
-    Rung,
+    PrecisionController,
+    PrecisionLevel,
+    StalenessProbe,
     rungs_of,
 )
 from kagome.comm.channel import Channel
@@ -33,19 +33,21 @@ from kagome.comm.channel import Channel
 BITS = ("onebit", "int2", "int4", "int8", "bf16", "none")
 
 
-def even(*codecs: str) -> list[Rung]:
+def even(*codecs: str) -> list[PrecisionLevel]:
     """Rungs that wait, each with one codec both ways."""
-    return [Rung(codec, codec, True) for codec in codecs]
+    return [PrecisionLevel(codec, codec, True) for codec in codecs]
 
 
-def course(found: Ladder, cosines: Any, epochs: int) -> tuple[list[int], list[Rung], list[str]]:
+def course(
+    found: PrecisionController, cosines: Any, epochs: int
+) -> tuple[list[int], list[PrecisionLevel], list[str]]:
     """Epochs that probed, the rung of every epoch, what was said; each probe finds the next cosine."""
     probed, rungs, said, left = [], [], [], iter(cosines)
     for epoch in range(1, epochs + 1):
         rungs.append(found.rung)
         if found.probes():
             probed.append(epoch)
-            said.append(found.see(LateProbe(epoch, found.rung, next(left, 1.0), 1.0)))
+            said.append(found.see(StalenessProbe(epoch, found.rung, next(left, 1.0), 1.0)))
         said.append(found.done(epoch))
     return probed, rungs, [line for line in said if line]
 
@@ -53,14 +55,14 @@ def course(found: Ladder, cosines: Any, epochs: int) -> tuple[list[int], list[Ru
 @given(st.lists(st.floats(-1, 1), max_size=40), st.integers(1, 60))
 def test_a_ladder_goes_on_from_what_another_knew(cosines, at):
     settings_of = Parallel(codec="int2", codec_backward="int4", max_age=1)
-    whole, before = Ladder(settings_of), Ladder(settings_of)
+    whole, before = PrecisionController(settings_of), PrecisionController(settings_of)
     expected = course(whole, cosines, at + 40)[1]
     assert course(before, cosines, at)[1] == expected[:at]
     state = json.loads(json.dumps(before.state_dict()))
-    after = Ladder(settings_of, state)
+    after = PrecisionController(settings_of, state)
     assert course(after, cosines[len(before.found) :], 40)[1] == expected[at:]
     assert [probe.rung for probe in after.found] == [probe.rung for probe in whole.found]
-    other = Ladder(Parallel(codec="int8"), state)
+    other = PrecisionController(Parallel(codec="int8"), state)
     assert (other.level, other.found) == (0, []), "its rungs are others"
 
 
@@ -71,23 +73,31 @@ def test_a_ladder_goes_on_from_what_another_knew(cosines, at):
     ("given", "expected"),
     [
         ({}, [EXACT]),
-        ({"max_age": 1}, [Rung("none", "none", False), EXACT]),
+        ({"max_age": 1}, [PrecisionLevel("none", "none", False), EXACT]),
         ({"codec": "onebit"}, even(*BITS)),
-        ({"codec": "onebit", "max_age": 2}, [Rung("onebit", "onebit", False), *even(*BITS)]),
-        ({"codec": "int8", "max_age": 1}, [Rung("int8", "int8", False), *even("int8", "bf16", "none")]),
+        ({"codec": "onebit", "max_age": 2}, [PrecisionLevel("onebit", "onebit", False), *even(*BITS)]),
+        (
+            {"codec": "int8", "max_age": 1},
+            [PrecisionLevel("int8", "int8", False), *even("int8", "bf16", "none")],
+        ),
         ({"codec": "bf16"}, even("bf16", "none")),
         ({"codec": "fp16"}, even("fp16", "none")),
         ({"codec": "fp32"}, even("fp32", "none")),
         (
             {"codec": "int4", "codec_backward": "bf16"},
-            [Rung("int4", "bf16", True), Rung("int8", "none", True), Rung("bf16", "none", True), EXACT],
+            [
+                PrecisionLevel("int4", "bf16", True),
+                PrecisionLevel("int8", "none", True),
+                PrecisionLevel("bf16", "none", True),
+                EXACT,
+            ],
         ),
         (
             {"codec_backward": "int8", "max_age": 1},
             [
-                Rung("none", "int8", False),
-                Rung("none", "int8", True),
-                Rung("none", "bf16", True),
+                PrecisionLevel("none", "int8", False),
+                PrecisionLevel("none", "int8", True),
+                PrecisionLevel("none", "bf16", True),
                 EXACT,
             ],
         ),
@@ -100,15 +110,15 @@ def test_rungs_go_from_what_was_asked_for_to_exact(given, expected):
 
 
 def test_what_a_rung_is_called():
-    assert Rung("onebit", "onebit", False).text() == "codec onebit, late"
-    assert Rung("int8", "none", True).text() == "codec int8 and none, none late"
+    assert PrecisionLevel("onebit", "onebit", False).text() == "codec onebit, late"
+    assert PrecisionLevel("int8", "none", True).text() == "codec int8 and none, none late"
 
 
 # By what probes find ----------------------------------------------------------------------------------
 
 
 def test_good_rows_are_probed_ever_less():
-    probed, rungs, said = course(Ladder(Parallel(codec="int8")), [], 400)
+    probed, rungs, said = course(PrecisionController(Parallel(codec="int8")), [], 400)
     assert probed[:2] == [1, 2]  # the first puts off no other
     assert [b - a for a, b in pairwise(probed[1:])] == [2, 4, 8, 16, 32, *[LONGEST] * 5]
     assert {rung.text() for rung in rungs} == {"codec int8, none late"}  # there is no lower one
@@ -117,7 +127,7 @@ def test_good_rows_are_probed_ever_less():
 
 def test_rows_between_good_and_fair_are_probed_a_little_less():
     between = (GOOD + FAIR_CODED) / 2
-    probed, rungs, said = course(Ladder(Parallel(codec="int8")), [between] * 100, 40)
+    probed, rungs, said = course(PrecisionController(Parallel(codec="int8")), [between] * 100, 40)
     assert [b - a for a, b in pairwise(probed)] == list(range(1, len(probed)))
     assert len(set(rungs)) == 1
     assert not said
@@ -125,7 +135,7 @@ def test_rows_between_good_and_fair_are_probed_a_little_less():
 
 @pytest.mark.parametrize("bad", [0.0, FAIR_CODED - 0.01, -1.0, float("nan")])
 def test_bad_rows_go_one_rung_up_at_once_and_never_above_exact(bad):
-    found = Ladder(Parallel(codec="onebit", max_age=1))
+    found = PrecisionController(Parallel(codec="onebit", max_age=1))
     probed, rungs, said = course(found, [bad] * 100, 30)
     # Exact rows are not looked at; no other epoch is trusted before a probe was fair.
     assert probed == list(range(1, 7))
@@ -138,13 +148,17 @@ def test_bad_rows_go_one_rung_up_at_once_and_never_above_exact(bad):
     assert said[-1].startswith("epoch 6: rows cross with codec none, none late from now on")
 
 
-def judged(found: Ladder, probes: list[tuple[float, float]], epochs: int) -> tuple[list[int], list[str]]:
+def judged(
+    found: PrecisionController, probes: list[tuple[float, float]], epochs: int
+) -> tuple[list[int], list[str]]:
     """Epochs that probed and what was said; each probe finds the next cosine and ratio."""
     probed, said = [], []
     for epoch in range(1, epochs + 1):
         if found.probes():
             probed.append(epoch)
-            said.append(found.see(LateProbe(epoch, found.rung, *probes[min(len(probed), len(probes)) - 1])))
+            said.append(
+                found.see(StalenessProbe(epoch, found.rung, *probes[min(len(probed), len(probes)) - 1]))
+            )
         said.append(found.done(epoch))
     return probed, [line for line in said if line]
 
@@ -155,9 +169,9 @@ FAR, NEAR = (0.95, 0.6), (0.98, 0.9)
 
 def test_late_rows_that_are_mostly_far_off_wait_although_their_cosine_is_good():
     """Squirrel and Flickr with late rows: cosines of 0.85 to 0.98, and 5 to 10 points lost."""
-    assert LateProbe(1, EXACT, *FAR).off == pytest.approx(0.469, abs=1e-3)
-    assert LateProbe(1, EXACT, 1.0, 1.0).off == 0
-    found = Ladder(Parallel(max_age=1))
+    assert StalenessProbe(1, EXACT, *FAR).off == pytest.approx(0.469, abs=1e-3)
+    assert StalenessProbe(1, EXACT, 1.0, 1.0).off == 0
+    found = PrecisionController(Parallel(max_age=1))
     probed, said = judged(found, [FAR], 12)
     assert probed[:3] == [2, 3, 4]
     assert said == [
@@ -165,33 +179,35 @@ def test_late_rows_that_are_mostly_far_off_wait_although_their_cosine_is_good():
         "as long, cosine 0.95, mostly off by 0.47 of its length)"
     ]
     assert found.rung.waits
-    one_of_three = Ladder(Parallel(max_age=1))
+    one_of_three = PrecisionController(Parallel(max_age=1))
     assert not judged(one_of_three, [NEAR, FAR, NEAR, NEAR, FAR, NEAR, NEAR], 100)[1]
-    two_of_three = Ladder(Parallel(max_age=1))
+    two_of_three = PrecisionController(Parallel(max_age=1))
     assert judged(two_of_three, [NEAR, NEAR, FAR, NEAR, FAR], 100)[0][:5] == [2, 4, 8, 10, 14]
     assert two_of_three.rung.waits
-    assert not judged(Ladder(Parallel(codec="onebit")), [FAR], 100)[1], "what codecs lose is noise"
+    assert not judged(PrecisionController(Parallel(codec="onebit")), [FAR], 100)[1], (
+        "what codecs lose is noise"
+    )
 
 
 def test_late_rows_that_are_tried_again_are_judged_anew():
-    found = Ladder(Parallel(max_age=1))
+    found = PrecisionController(Parallel(max_age=1))
     _, said = judged(found, [FAR], 200)
     assert [line.split(":")[0] for line in said] == ["epoch 4", "epoch 195", "epoch 199"]
     assert "again, after codec none, none late" in said[1]
 
 
 def test_one_bad_probe_is_one_rung():
-    found = Ladder(Parallel(codec="onebit", max_age=1))
+    found = PrecisionController(Parallel(codec="onebit", max_age=1))
     _, rungs, said = course(found, [1.0, 1.0, 1.0, 0.1], 12)
-    assert rungs[:8] == [Rung("onebit", "onebit", False)] * 8
-    assert rungs[8:] == [Rung("onebit", "onebit", True)] * 4
+    assert rungs[:8] == [PrecisionLevel("onebit", "onebit", False)] * 8
+    assert rungs[8:] == [PrecisionLevel("onebit", "onebit", True)] * 4
     assert len(said) == 1
     assert found.climbed == [found.found[3]]
     assert found.climbed[0].epoch == 8
 
 
 def test_after_the_longest_wait_one_rung_down_is_tried():
-    found = Ladder(Parallel(codec="int4", max_age=1))
+    found = PrecisionController(Parallel(codec="int4", max_age=1))
     low, up = found.rungs[:2]
     probed, rungs, said = course(found, [0.1, *[1.0] * 8, 1.0, 0.1], 240)
     down = probed[8]  # probes after 1, 2, 4 ... epochs, the last two after the longest wait
@@ -208,7 +224,7 @@ def test_after_the_longest_wait_one_rung_down_is_tried():
 
 def test_what_codes_is_looked_at_before_it_is_tried_again():
     """Once that epoch was nobody's: with Squirrel's GAT its gradient was 539 times too long."""
-    found = Ladder(Parallel(codec="onebit"))
+    found = PrecisionController(Parallel(codec="onebit"))
     probed, rungs, said = course(found, [0.1, *[1.0] * 8, -0.1], 300)
     again = rungs.index(found.rungs[0], 1) + 1
     assert again in probed
@@ -218,23 +234,23 @@ def test_what_codes_is_looked_at_before_it_is_tried_again():
 
 
 def test_late_rows_without_a_codec_have_nothing_to_look_at_in_the_first_epoch():
-    probed, _, said = course(Ladder(Parallel(max_age=1)), [(FAIR + FAIR_CODED) / 2], 8)
+    probed, _, said = course(PrecisionController(Parallel(max_age=1)), [(FAIR + FAIR_CODED) / 2], 8)
     assert probed[:3] == [2, 3, 5]
     assert not said, "a codec's noise is judged more strictly"
 
 
 def test_a_rung_that_failed_again_is_left_alone_for_twice_as_long():
-    found, failed = Ladder(Parallel(max_age=1)), []
+    found, failed = PrecisionController(Parallel(max_age=1)), []
     for epoch in range(1, 3000):
         if found.probes():
             failed.append(epoch)
-            assert found.see(LateProbe(epoch, found.rung, 0.0, 1.0))
+            assert found.see(StalenessProbe(epoch, found.rung, 0.0, 1.0))
         found.done(epoch)
     assert [b - a for a, b in pairwise(failed)] == [(n + 1) * LONGEST + 1 for n in (2, 4, 8, 16)]
 
 
 def test_exact_rows_are_left_again():
-    found = Ladder(Parallel(codec="none", max_age=1))
+    found = PrecisionController(Parallel(codec="none", max_age=1))
     _, rungs, said = course(found, [0.1], 260)
     assert rungs[2] == EXACT
     assert rungs[-1] == found.rungs[0]
@@ -243,7 +259,7 @@ def test_exact_rows_are_left_again():
 
 @pytest.mark.parametrize("given", [{"codec": "onebit", "max_age": 1, "guard": False}, {}, {"codec": "none"}])
 def test_without_a_guard_or_anything_to_guard_nothing_is_probed(given):
-    found = Ladder(Parallel(**given))
+    found = PrecisionController(Parallel(**given))
     probed, rungs, said = course(found, [], 200)
     assert not probed
     assert not said
@@ -346,7 +362,7 @@ def test_what_chooses_among_rows_is_left_rung_by_rung(ranks, parallel):
 def test_a_run_whose_probes_are_good_stays_as_it_was_set(ranks):
     found = ranks(2, guarded, -2.0, {"codec": "onebit", "max_age": 1}, 7)
     for rank in found:
-        assert rank["rung"] == Rung("onebit", "onebit", False)
+        assert rank["rung"] == PrecisionLevel("onebit", "onebit", False)
         assert not [note for note in rank["notes"] if "from now on" in note]
     one = found[0]
     probed = [epoch for epoch, *_ in one["probes"]]

@@ -19,9 +19,9 @@ from training import QUIET, losses, settings
 from kagome import Parallel, Trainer
 from kagome.comm import codec
 from kagome.comm.channel import Channel
-from kagome.comm.transport.process_group import Wire
+from kagome.comm.transport.process_group import Transport
 from kagome.errors import ModelError
-from kagome.halo.compressed_exchange import Crossing
+from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.halo.epoch_rows import DRIFTED
 
 RATE = 0.5
@@ -146,13 +146,13 @@ def test_each_so_many_epochs_are_exact(ranks, world, every):
 def watched(channel: Channel, *given: Any) -> dict[str, Any]:
     """As ``trained``, with how far rows moved in each epoch."""
     drifts: list[float] = []
-    moved = Crossing.moved
+    moved = CompressedExchange.moved
 
-    def noted(way: Crossing, drift: Sequence[float], epoch: int) -> None:
+    def noted(way: CompressedExchange, drift: Sequence[float], epoch: int) -> None:
         drifts.append(drift[0] / max(drift[1], 1))
         moved(way, drift, epoch)
 
-    with mock.patch.object(Crossing, "moved", noted):
+    with mock.patch.object(CompressedExchange, "moved", noted):
         return {**trained(channel, *given), "drifts": drifts}
 
 
@@ -205,13 +205,13 @@ def test_one_rank_trains_as_it_does_without_settings(ranks, parallel):
 
 def on_sheets(channel: Channel, *given: Any) -> dict[str, Any]:
     """Letters of as many sheets as there may be; the most that one was sent on."""
-    most, post = [0], Wire.post
+    most, post = [0], Transport.post
 
-    def counted(wire: Wire, sent: Sequence[Sequence[Tensor]], *rest: Any) -> Any:
+    def counted(wire: Transport, sent: Sequence[Sequence[Tensor]], *rest: Any) -> Any:
         most.append(max(sum(part.numel() > 0 for part in letter) for letter in sent))
         return post(wire, sent, *rest)
 
-    with mock.patch.object(codec, "LEAST_SHEET", 16), mock.patch.object(Wire, "post", counted):
+    with mock.patch.object(codec, "LEAST_SHEET", 16), mock.patch.object(Transport, "post", counted):
         return {**trained(channel, *given), "most": max(most)}
 
 
@@ -241,10 +241,10 @@ def test_sheets_change_no_bit(ranks, parallel, shared):
 def nothing_between() -> Iterator[None]:
     """All that crosses goes to the channel as if there were no crossing."""
 
-    def start_exchange(way: Crossing, *given: Any, trip: Any = None, **named: Any) -> Any:
+    def start_exchange(way: CompressedExchange, *given: Any, trip: Any = None, **named: Any) -> Any:
         return way.channel.start_exchange(*given, **named)
 
-    with mock.patch.object(Crossing, "start_exchange", start_exchange):
+    with mock.patch.object(CompressedExchange, "start_exchange", start_exchange):
         yield
 
 

@@ -13,7 +13,7 @@ from training import QUIET, Gcn, graph, settings
 import warm
 from kagome import Trainer
 from kagome.errors import ConfigError
-from kagome.launch.finalizer import Leaving, close_waiting
+from kagome.launch.finalizer import Finalizer, close_waiting
 
 SCRIPT = Path(__file__).parent / "many.py"
 
@@ -41,11 +41,11 @@ def test_what_is_gone_is_closed_by_the_thread_that_opened_it():
     def note(what: str) -> Callable[[], None]:
         return lambda: closed.append((what, threading.current_thread()))
 
-    here, there = Leaving(note("ranks"), note("files")), []
+    here, there = Finalizer(note("ranks"), note("files")), []
     opened, ends = threading.Event(), threading.Event()
 
     def opens() -> None:
-        there.append(Leaving(note("ranks"), note("files")))
+        there.append(Finalizer(note("ranks"), note("files")))
         opened.set()
         ends.wait(20)
 

@@ -13,7 +13,7 @@ from kagome.comm.channel import Channel
 from kagome.graph.partition.chunks import order_of
 from kagome.model.split.stages import stage_bytes
 from kagome.pipelining import staging
-from kagome.schedule.actions import Action, Kind, parse
+from kagome.schedule.actions import Action, ActionKind, parse
 from kagome.schedule.schedules import Shape, exact, fill_drain, k_forward_k_backward
 
 VERTICES, ITEM = 120, 8
@@ -69,7 +69,7 @@ def test_exact_chunks_pass_piece_by_piece(ranks, pipe, chunks):
                 expected = [action for action in program if action.kind.forward is forward]
                 if not forward:  # counted as they come
                     expected = [
-                        Action(a.stage, a.kind, a.chunk, most - 1 - a.piece) if a.kind is Kind.B else a
+                        Action(a.stage, a.kind, a.chunk, most - 1 - a.piece) if a.kind is ActionKind.B else a
                         for a in expected
                     ]
                 assert each == expected, rank["stage"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from training import CLASSES, FEATURES, QUIET, graph, settings
 
 from kagome import Trainer
-from kagome.memory.tensor_bytes import Ledger
+from kagome.memory.tensor_bytes import TensorMemory
 
 HIDDEN = 12
 
@@ -64,7 +64,7 @@ def test_only_the_first_forward_is_watched() -> None:
 
 
 def test_a_ledger_counts_memory_once_and_halo_rows_apart() -> None:
-    ledger = Ledger(own=5, halo=3, device=torch.device("cpu"))
+    ledger = TensorMemory(own=5, halo=3, device=torch.device("cpu"))
     whole, away, square = torch.zeros(8, 2), torch.zeros(3, 4), torch.zeros(5, 3)
     ledger.add("features", [square])
     ledger.add("activations", [whole, whole[:5], whole.view(-1), away, square.t()], rows=True)

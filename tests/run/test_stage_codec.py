@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kagome.adaptive.stage_codec import Coded, StageCodec
+from kagome.adaptive.stage_codec import EncodedValues, StageCodec
 from kagome.comm.codec import Codec
 from kagome.errors import ModelError
 from kagome.model.trace.shapes import Value
@@ -34,7 +34,7 @@ def there(
     assert size is not None
     message = codec.encode("x", rows, stamps, size, epoch, backward=backward, where="a test")
     assert message.shape == (size,)
-    out = Coded(Come(message), codec.codec, tuple(rows.shape), rows.dtype).wait()
+    out = EncodedValues(Come(message), codec.codec, tuple(rows.shape), rows.dtype).wait()
     assert (out.shape, out.dtype) == (rows.shape, rows.dtype)
     return out
 

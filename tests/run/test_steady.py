@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from kagome.profile.cache import Kept
+from kagome.profile.cache import MeasurementCache
 from kagome.profile.steady_times import AGREE, AT_LEAST, MOST, again, clock, steady
 
 times = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20)
@@ -51,10 +51,10 @@ def test_what_others_compute_does_not_count() -> None:
 def test_what_disagrees_is_not_kept(tmp_path: Path) -> None:
     numbers = count(1)
     measure = lambda: next(numbers)  # noqa: E731
-    kept = Kept(tmp_path)
+    kept = MeasurementCache(tmp_path)
     assert [kept.value("it", 1, measure, lambda _: 0.5) for _ in range(2)] == [1, 1]
     assert kept.doubtful == {"it": 0.5}
-    again_ = Kept(tmp_path)
+    again_ = MeasurementCache(tmp_path)
     assert again_.value("it", 1, measure, lambda _: 0.05) == 2
     assert not again_.doubtful
-    assert Kept(tmp_path).value("it", 1, measure, lambda _: 0.5) == 2
+    assert MeasurementCache(tmp_path).value("it", 1, measure, lambda _: 0.5) == 2

@@ -12,7 +12,7 @@ from pipelines import data, model, told
 from torch import nn
 
 from kagome.adaptive import plateau
-from kagome.adaptive.rollback import KIND, Undo
+from kagome.adaptive.rollback import KIND, Rollback
 from kagome.comm.channel import Channel
 from kagome.halo.resumed_rows import NOTHING
 
@@ -39,7 +39,7 @@ def test_what_was_kept_is_put_back(before):
     """Weights, buffers, the optimizer's state, also where it had none yet: the same steps again, twice."""
     mine = small()
     optimizer = torch.optim.Adam(mine.parameters(), lr=0.1)
-    undo = Undo(mine, mine.parameters(), mine.buffers())
+    undo = Rollback(mine, mine.parameters(), mine.buffers())
     assert undo.tensors == []
     steps(mine, optimizer, range(before))
     assert undo.heed("keep", optimizer)
@@ -54,7 +54,7 @@ def test_without_anything_kept_a_step_follows():
     mine = small()
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
     weights = deepcopy(mine.state_dict())
-    assert Undo(mine, mine.parameters(), mine.buffers()).heed("undo", optimizer)
+    assert Rollback(mine, mine.parameters(), mine.buffers()).heed("undo", optimizer)
     torch.testing.assert_close(mine.state_dict(), weights, rtol=0, atol=0)
 
 
@@ -74,7 +74,7 @@ def test_it_goes_by_way_of_a_checkpoint_whole_or_not_at_all():
     mine = small()
     optimizer = torch.optim.Adam(mine.parameters(), lr=0.1)
     steps(mine, optimizer, range(3))
-    undo, other = (Undo(mine, mine.parameters(), mine.buffers()) for _ in range(2))
+    undo, other = (Rollback(mine, mine.parameters(), mine.buffers()) for _ in range(2))
     undo.keep(optimizer)
     expected = steps(mine, optimizer, range(10, 14))
     entries = {(kind, key): state for kind, key, state in undo.carried()}
@@ -85,7 +85,9 @@ def test_it_goes_by_way_of_a_checkpoint_whole_or_not_at_all():
     assert not other.recall(Remembered(entries), 4)
     assert not other.recall(NOTHING, 4)
     assert other.heed("undo", optimizer)
-    assert Undo(mine, [], []).recall(NOTHING, 4)  # a stage without weights: it must not speak for the others
+    assert Rollback(mine, [], []).recall(
+        NOTHING, 4
+    )  # a stage without weights: it must not speak for the others
 
 
 # Runs whose loss rises ---------------------------------------------------------------------------------

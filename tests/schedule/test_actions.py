@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kagome.errors import ScheduleError
-from kagome.schedule.actions import Action, Kind, from_text, pairs, parse, pointed, to_text
+from kagome.schedule.actions import Action, ActionKind, from_text, pairs, parse, pointed, to_text
 
 NUMBERS = st.integers(0, 30)
 
 
 @st.composite
 def actions(draw: st.DrawFn) -> Action:
-    kind = draw(st.sampled_from(Kind))
+    kind = draw(st.sampled_from(ActionKind))
     stage, chunk = draw(NUMBERS), draw(NUMBERS)
     if kind.computes:
         return Action(stage, kind, chunk, draw(st.none() | NUMBERS))
-    later = (kind in (Kind.SEND_F, Kind.RECV_B)) or stage == 0
-    if stage == 0 and kind in (Kind.RECV_F, Kind.SEND_B):
+    later = (kind in (ActionKind.SEND_F, ActionKind.RECV_B)) or stage == 0
+    if stage == 0 and kind in (ActionKind.RECV_F, ActionKind.SEND_B):
         stage = 1
         later = False
     peer = draw(st.integers(stage + 1, stage + 9) if later else st.integers(0, stage - 1))
@@ -42,14 +42,14 @@ def test_programs_are_written_a_line_a_stage(found):
 @pytest.mark.parametrize(
     ("text", "action"),
     [
-        ("2F0", Action(2, Kind.F, 0)),
-        ("1B3", Action(1, Kind.B, 3)),
-        ("2F0.1", Action(2, Kind.F, 0, 1)),
-        ("0SEND_F2", Action(0, Kind.SEND_F, 2)),
-        ("0SEND_F2>1", Action(0, Kind.SEND_F, 2)),
-        ("0SEND_F2>3", Action(0, Kind.SEND_F, 2, None, 3)),
-        ("3RECV_F2<0", Action(3, Kind.RECV_F, 2, None, 0)),
-        ("0RECV_B2<3", Action(0, Kind.RECV_B, 2, None, 3)),
+        ("2F0", Action(2, ActionKind.F, 0)),
+        ("1B3", Action(1, ActionKind.B, 3)),
+        ("2F0.1", Action(2, ActionKind.F, 0, 1)),
+        ("0SEND_F2", Action(0, ActionKind.SEND_F, 2)),
+        ("0SEND_F2>1", Action(0, ActionKind.SEND_F, 2)),
+        ("0SEND_F2>3", Action(0, ActionKind.SEND_F, 2, None, 3)),
+        ("3RECV_F2<0", Action(3, ActionKind.RECV_F, 2, None, 0)),
+        ("0RECV_B2<3", Action(0, ActionKind.RECV_B, 2, None, 3)),
     ],
 )
 def test_texts(text, action):

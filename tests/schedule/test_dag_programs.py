@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kagome.errors import ScheduleError
-from kagome.schedule.actions import Kind, from_text, to_text
+from kagome.schedule.actions import ActionKind, from_text, to_text
 from kagome.schedule.dag_schedules import DagShape, Turns, dag, windows
 from kagome.schedule.schedules import Shape, k_forward_k_backward
 from kagome.schedule.simulator import simulate
@@ -36,7 +36,7 @@ def test_every_program_ends_and_holds_no_more_than_its_window(shape: DagShape, s
     )
     for stage, (program, held, most) in enumerate(zip(programs, run.held, windows(shape), strict=True)):
         chunks = list(range(shape.batch // shape.stages[stage].micro_batch))
-        for kind in (Kind.F, Kind.B):
+        for kind in (ActionKind.F, ActionKind.B):
             assert [action.chunk for action in program if action.kind is kind] == chunks
         assert held <= most <= shape.batch
     assert from_text(to_text(programs)) == programs

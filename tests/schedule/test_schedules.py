@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kagome.errors import ScheduleError
-from kagome.schedule.actions import Kind, Programs, from_text, to_text
+from kagome.schedule.actions import ActionKind, Programs, from_text, to_text
 from kagome.schedule.schedules import Shape, arrivals, exact, fill_drain, k_forward_k_backward
 from kagome.schedule.simulator import simulate
 
@@ -50,7 +50,7 @@ def dealt_shapes(draw: st.DrawFn) -> Shape:
 
 
 def computed(programs: Programs) -> dict[str, int]:
-    return {kind.value: sum(a.kind is kind for p in programs for a in p) for kind in Kind}
+    return {kind.value: sum(a.kind is kind for p in programs for a in p) for kind in ActionKind}
 
 
 @given(shapes(), st.integers(1, 4), st.lists(st.integers(1, 4), min_size=5, max_size=5))
@@ -73,11 +73,11 @@ def test_every_program_ends_and_does_all_once(shape, k, pieces):
 @given(shapes())
 def test_backward_is_the_reverse_of_forward(shape):
     for program in fill_drain(shape):
-        forward = [a.chunk for a in program if a.kind is Kind.F]
-        assert [a.chunk for a in program if a.kind is Kind.B] == forward[::-1]
+        forward = [a.chunk for a in program if a.kind is ActionKind.F]
+        assert [a.chunk for a in program if a.kind is ActionKind.B] == forward[::-1]
     for program in exact(shape, [3] * shape.stages):
-        forward = [(a.chunk, a.piece) for a in program if a.kind is Kind.F]
-        assert [(a.chunk, a.piece) for a in program if a.kind is Kind.B] == forward[::-1]
+        forward = [(a.chunk, a.piece) for a in program if a.kind is ActionKind.F]
+        assert [(a.chunk, a.piece) for a in program if a.kind is ActionKind.B] == forward[::-1]
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
@@ -102,14 +102,16 @@ def test_stages_dealt_to_fewer_ranks_end_and_do_all_once(shape, pieces):
         assert run.seconds >= 2 * len(shape.order) * max(len(shape.held(r)) for r in range(shape.homes))
         for rank, program in enumerate(programs):
             assert {action.stage for action in program} == set(shape.held(rank))
-            chunks = {a.chunk for a in program if a.kind is Kind.B}
+            chunks = {a.chunk for a in program if a.kind is ActionKind.B}
             assert chunks == set(shape.order)
-            forward = [(a.stage, a.chunk, a.piece) for a in program if a.kind is Kind.F]
-            back = [(a.stage, a.chunk, a.piece) for a in program if a.kind is Kind.B]
+            forward = [(a.stage, a.chunk, a.piece) for a in program if a.kind is ActionKind.F]
+            back = [(a.stage, a.chunk, a.piece) for a in program if a.kind is ActionKind.B]
             assert back == forward[::-1]
     for stage in range(shape.stages):  # rows of chunks that came before are fresh in each stage
         done = [
-            a.chunk for a in fill_drain(shape)[stage % shape.homes] if (a.stage, a.kind) == (stage, Kind.F)
+            a.chunk
+            for a in fill_drain(shape)[stage % shape.homes]
+            if (a.stage, a.kind) == (stage, ActionKind.F)
         ]
         assert done == list(shape.order)
 
@@ -154,7 +156,7 @@ def test_six_stages_hold_six_to_one_in_a_chain_and_at_most_three_as_a_dag():
 
 def test_all_chunks_pass_a_piece_before_any_passes_the_next():
     for program in exact(Shape(3, (2, 0, 1)), (2, 1, 3)):
-        pieces = [a.piece for a in program if a.kind is Kind.F]
+        pieces = [a.piece for a in program if a.kind is ActionKind.F]
         assert pieces == sorted(pieces)
 
 

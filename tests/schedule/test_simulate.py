@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kagome.errors import ScheduleError
-from kagome.schedule.actions import Kind, from_text
+from kagome.schedule.actions import ActionKind, from_text
 from kagome.schedule.schedules import Shape, fill_drain
 from kagome.schedule.simulator import simulate
 
 
 def test_times_by_hand():
     programs = fill_drain(Shape(2, (0, 1)))
-    cost = {(0, Kind.F): 2.0, (0, Kind.B): 3.0, (1, Kind.F): 1.0, (1, Kind.B): 4.0}
+    cost = {(0, ActionKind.F): 2.0, (0, ActionKind.B): 3.0, (1, ActionKind.F): 1.0, (1, ActionKind.B): 4.0}
     run = simulate(programs, lambda a: cost[a.stage, a.kind], transfer=lambda a: 0.5)
     found = [(str(s.action), s.begin, s.end) for s in run.spans[1] if s.action.kind.computes]
     assert found == [("1F0", 2.5, 3.5), ("1F1", 4.5, 5.5), ("1B1", 5.5, 9.5), ("1B0", 9.5, 13.5)]

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from kagome.adaptive.plateau import Plateau, Turn
+from kagome.adaptive.plateau import ProgressMonitor, Verdict
 from kagome.config import Parallel
 
 Epoch = Literal["history", "refresh", "exact", "probe"]
@@ -75,7 +75,7 @@ class HistoryProbe:
         )
 
 
-class Guard:
+class HistoryController:
     """Says of each epoch how it is to run.
 
     Args:
@@ -91,7 +91,7 @@ class Guard:
         """The epoch since which no row is older than one, and gradients of the epoch before pass on."""
         self.exact_epochs = 0
         """How many epochs were exact because history was not trusted."""
-        self.plateau = Plateau()
+        self.plateau = ProgressMonitor()
         self.oldest = self.epochs = 0
         """Age of the oldest rows that an epoch has read; epochs that have run."""
         self._span, self._rest, self._most = 1, 1, OFTEN
@@ -120,7 +120,7 @@ class Guard:
     def _go_on(self, state: Mapping[str, Any]) -> None:
         for name in STATE:
             setattr(self, name, state.get(name, getattr(self, name)))  # earlier checkpoints lack some
-        self.plateau = Plateau(state.get("plateau") if self.watch else None)
+        self.plateau = ProgressMonitor(state.get("plateau") if self.watch else None)
         self.found = [HistoryProbe(**found) for found in state["found"]]
         if not self.watch:
             self.careful_from, self._exact_left = None, min(self._exact_left, 1)
@@ -143,7 +143,7 @@ class Guard:
         """Epochs since the last known rows were taken, in the coming epoch."""
         return self._age + 1
 
-    def done(self, kind: Epoch, loss: float) -> Turn:
+    def done(self, kind: Epoch, loss: float) -> Verdict:
         """An epoch has run so, and its step is still to come.
 
         Args:
@@ -159,7 +159,7 @@ class Guard:
         elif self._exact_left:
             self._exact_left -= 1
         self._age = self._age + 1 if kind == "history" else 0
-        held, turn = self.plateau.held, self.plateau.heed(self.epochs, loss) if self.watch else Turn()
+        held, turn = self.plateau.held, self.plateau.heed(self.epochs, loss) if self.watch else Verdict()
         if self.plateau.held and not held:  # what was to be exact for want of trust is so for this now
             self.exact_epochs -= self._exact_left
             self._exact_left = 0
@@ -237,7 +237,7 @@ class Guard:
         return self._span
 
 
-def guard_of(parallel: Parallel, state: Mapping[str, Any] | None = None) -> Guard | None:
+def guard_of(parallel: Parallel, state: Mapping[str, Any] | None = None) -> HistoryController | None:
     """What watches history, where chunks have any.
 
     Args:
@@ -246,4 +246,4 @@ def guard_of(parallel: Parallel, state: Mapping[str, Any] | None = None) -> Guar
     """
     if parallel.cross_chunk != "history":
         return None
-    return Guard(parallel.history_epochs, watch=parallel.guard, state=state)
+    return HistoryController(parallel.history_epochs, watch=parallel.guard, state=state)

@@ -46,7 +46,7 @@ STATE: Final = (
 
 
 @dataclass(frozen=True)
-class Turn:
+class Verdict:
     """What follows from an epoch's loss.
 
     Args:
@@ -60,7 +60,7 @@ class Turn:
     released: bool = False
 
 
-class Plateau:
+class ProgressMonitor:
     """Says whether the coming epochs are exact because the loss has not fallen.
 
     Args:
@@ -104,7 +104,7 @@ class Plateau:
         if not kept:
             self.kept = None
 
-    def heed(self, epoch: int, loss: float) -> Turn:
+    def heed(self, epoch: int, loss: float) -> Verdict:
         """Take an epoch's loss.
 
         Args:
@@ -113,7 +113,7 @@ class Plateau:
         """
         first = self.first = loss if self.first is None else self.first
         if first <= 0:  # no share says anything of such a loss
-            return Turn()
+            return Verdict()
         goal = self.share * first
         learns, half = loss < goal, goal * (1 + 1 / LEARNS) / 2
         self.below = self.below + 1 if learns else 0
@@ -126,18 +126,20 @@ class Plateau:
         if self.held:
             self.held_epochs += 1
             self.left -= 1
-            return self._released(epoch, loss, learns) if learns or not self.left else Turn()
+            return self._released(epoch, loss, learns) if learns or not self.left else Verdict()
         if (self.above >= BEGINS or self.back >= BACK) and epoch >= self.until:
             return self._holds(epoch, loss, first)
-        return Turn()
+        return Verdict()
 
-    def _released(self, epoch: int, loss: float, learns: bool) -> Turn:
+    def _released(self, epoch: int, loss: float, learns: bool) -> Verdict:
         self.until = epoch if learns else epoch + PATIENT
         self.left = self.above = self.back = 0
         self.kept, self.last = loss, []
-        return Turn(f"epoch {epoch}: history is tried again (the loss is {loss:.4g})", "keep", released=True)
+        return Verdict(
+            f"epoch {epoch}: history is tried again (the loss is {loss:.4g})", "keep", released=True
+        )
 
-    def _holds(self, epoch: int, loss: float, first: float) -> Turn:
+    def _holds(self, epoch: int, loss: float, first: float) -> Verdict:
         self.share *= LEARNS if self.learned else 1.0
         self.left = PATIENT
         undo = self.kept is not None and min(self.last) > self.kept
@@ -147,4 +149,4 @@ class Plateau:
             f"epoch {epoch}: {again}exact epochs until the loss is below {self.share * first:.4g}, {PATIENT} "
             f"at most (it is {loss:.4g}, in the first epoch it was {first:.4g}; probes say nothing there)"
         )
-        return Turn(text, "undo" if undo else "step")
+        return Verdict(text, "undo" if undo else "step")

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from kagome.adaptive.precision import EXACT, Ladder, Rung
-from kagome.adaptive.report import Tally
+from kagome.adaptive.precision import EXACT, PrecisionController, PrecisionLevel
+from kagome.adaptive.report import ExchangeReport
 from kagome.adaptive.stage_codec import StageCodec
 from kagome.comm.mesh import Mesh
 from kagome.components.gradients import Gradients
 from kagome.config import Parallel
-from kagome.halo.compressed_exchange import Crossing
+from kagome.halo.compressed_exchange import CompressedExchange
 
 
-class Ways:
+class ExchangePolicy:
     """One rank's.
 
     Args:
@@ -36,7 +36,7 @@ class Ways:
 
     def __init__(
         self,
-        crossing: Crossing,
+        crossing: CompressedExchange,
         mesh: Mesh,
         parallel: Parallel,
         gradients: Gradients,
@@ -46,18 +46,20 @@ class Ways:
     ) -> None:
         self.crossing, self.mesh = crossing, mesh
         self.stages = StageCodec(parallel.codec_stage, seed, mesh.stage)
-        self.tally = Tally(mesh.world, crossing, gradients, self.stages if parallel.pipe > 1 else None)
+        self.tally = ExchangeReport(
+            mesh.world, crossing, gradients, self.stages if parallel.pipe > 1 else None
+        )
         self.guarded = guarded
         self._drifts: tuple[float, ...] = ()
         self._stage, self._halo = self.stages.codec.name, not crossing.exact
         """Whether rungs are about the halo; else they are about what goes from stage to stage."""
         watched = parallel if self._halo else Parallel(codec=self._stage, guard=parallel.guard)
         self._watched = replace(watched, guard=watched.guard and not guarded)
-        self.ladder = Ladder(self._watched)
+        self.ladder = PrecisionController(self._watched)
 
     def go_on(self, state: Mapping[str, Any] | None) -> None:
         """Know what an earlier run's ladder knew."""
-        self.ladder = Ladder(self._watched, state)
+        self.ladder = PrecisionController(self._watched, state)
 
     def look(self) -> None:
         """At the end of an epoch's first forward, before gradients come: how far rows have moved."""
@@ -71,12 +73,12 @@ class Ways:
         found: list[float] = self.mesh.pipe.all_reduce(mine, "max", action=f"drift, epoch {epoch}").tolist()
         return found
 
-    def rung(self, *, exact: bool) -> Rung:
+    def rung(self, *, exact: bool) -> PrecisionLevel:
         """Of the coming epoch; one that is exact for want of trust in history is exact in all."""
         return EXACT if exact and self.guarded else self.ladder.rung
 
     @contextmanager
-    def using(self, rung: Rung, *, asks: bool = False) -> Iterator[None]:
+    def using(self, rung: PrecisionLevel, *, asks: bool = False) -> Iterator[None]:
         """Let rows cross by a rung for a block, ``asks``: late also where they would be waited for.
 
         All ranks do.

@@ -58,7 +58,7 @@ LONGEST: Final = 64
 
 
 @dataclass(frozen=True)
-class Rung:
+class PrecisionLevel:
     """One way of crossing.
 
     Args:
@@ -91,11 +91,11 @@ class Rung:
         )
 
 
-EXACT: Final = Rung("none", "none", True)
+EXACT: Final = PrecisionLevel("none", "none", True)
 
 
 @dataclass(frozen=True)
-class LateProbe:
+class StalenessProbe:
     """What one probe found.
 
     Args:
@@ -106,7 +106,7 @@ class LateProbe:
     """
 
     epoch: int
-    rung: Rung
+    rung: PrecisionLevel
     cosine: float
     ratio: float
 
@@ -120,17 +120,17 @@ class LateProbe:
         return f"{self.rung.text()}: gradient {self.ratio:.2f} times as long, cosine {self.cosine:.2f}"
 
 
-def rungs_of(parallel: Parallel) -> tuple[Rung, ...]:
+def rungs_of(parallel: Parallel) -> tuple[PrecisionLevel, ...]:
     """From what the settings say up to exact."""
     forward, backward = parallel.codec, parallel.codec_backward or parallel.codec
     chooses = parallel.halo_sample < 1 or parallel.skip_drift > 0 or parallel.adaptive_bits
-    rungs = [Rung(forward, backward, parallel.max_age == 0, chooses)]
+    rungs = [PrecisionLevel(forward, backward, parallel.max_age == 0, chooses)]
     if chooses:
-        rungs.append(Rung(forward, backward, parallel.max_age == 0))
+        rungs.append(PrecisionLevel(forward, backward, parallel.max_age == 0))
     if parallel.max_age:
-        rungs.append(Rung(forward, backward, True))
+        rungs.append(PrecisionLevel(forward, backward, True))
     for step in range(1, len(FINER)):
-        rungs.append(Rung(_finer(forward, step), _finer(backward, step), True))
+        rungs.append(PrecisionLevel(_finer(forward, step), _finer(backward, step), True))
     return tuple(dict.fromkeys(rungs))
 
 
@@ -139,7 +139,7 @@ def _finer(codec: CodecName, steps: int) -> CodecName:
     return FINER[min(place + steps, len(FINER) - 1)]
 
 
-class Ladder:
+class PrecisionController:
     """Says of each epoch how its rows cross.
 
     Args:
@@ -151,8 +151,8 @@ class Ladder:
         self.rungs = rungs_of(parallel)
         self.watch = parallel.guard and not self.rungs[0].exact
         self.level = 0
-        self.found: list[LateProbe] = []
-        self.climbed: list[LateProbe] = []
+        self.found: list[StalenessProbe] = []
+        self.climbed: list[StalenessProbe] = []
         """The probes after which rows crossed more carefully."""
         self._span, self._since = 1, 0
         self._opening = self._opens()
@@ -163,7 +163,7 @@ class Ladder:
             self._go_on(state)
 
     @property
-    def rung(self) -> Rung:
+    def rung(self) -> PrecisionLevel:
         """Of the coming epoch."""
         return self.rungs[self.level]
 
@@ -196,11 +196,11 @@ class Ladder:
         self._stay, self._calm = state.get("stay", 0), state.get("calm", 0)
         self._opening = state.get("opening", False)
         self.found, self.climbed = (
-            [LateProbe(**{**probe, "rung": Rung(**probe["rung"])}) for probe in state[name]]
+            [StalenessProbe(**{**probe, "rung": PrecisionLevel(**probe["rung"])}) for probe in state[name]]
             for name in ("found", "climbed")
         )
 
-    def see(self, found: LateProbe) -> str:
+    def see(self, found: StalenessProbe) -> str:
         """Take what a probe measured.
 
         Returns:

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from statistics import fmean
 from typing import Any, Final, Protocol
 
-from kagome.adaptive.precision import Ladder
+from kagome.adaptive.precision import PrecisionController
 from kagome.adaptive.stage_codec import StageCodec
 from kagome.comm.channel import Channel
 from kagome.components.gradients import Gradients
 from kagome.config import Parallel
-from kagome.halo.compressed_exchange import Crossing
+from kagome.halo.compressed_exchange import CompressedExchange
 
 OTHERS: Final = (
     *("max_age", "sync_every", "smoothing"),
@@ -41,7 +41,7 @@ class Found(Protocol):
         """One phrase."""
 
 
-class Tally:
+class ExchangeReport:
     """One rank's. It is of use where rows are coded or late; else it gives nothing.
 
     Args:
@@ -52,7 +52,11 @@ class Tally:
     """
 
     def __init__(
-        self, world: Channel, crossing: Crossing, gradients: Gradients, stages: StageCodec | None = None
+        self,
+        world: Channel,
+        crossing: CompressedExchange,
+        gradients: Gradients,
+        stages: StageCodec | None = None,
     ) -> None:
         self.world, self.crossing, self.gradients, self.stages = world, crossing, gradients, stages
         self.codecs: dict[str, str] = {}
@@ -99,7 +103,9 @@ class Tally:
         plain = {kind: each.plain for kind, each in taken.items()} | {"transpose": crossed.sliced}
         return plain | {"weights": summed} if "weights" in self.codecs else plain
 
-    def facts(self, found: Sequence[Found], ladder: Ladder, *, oldest: int = 0) -> dict[str, Any]:
+    def facts(
+        self, found: Sequence[Found], ladder: PrecisionController, *, oldest: int = 0
+    ) -> dict[str, Any]:
         """What the summary is told: ``max_age`` and ``crossing``. All ranks call it.
 
         Args:
@@ -132,7 +138,7 @@ class Tally:
         }
         return {"max_age": max(oldest, *ages), "crossing": crossing}
 
-    def sentence(self, found: Sequence[Found] | None, ladder: Ladder) -> tuple[str, ...]:
+    def sentence(self, found: Sequence[Found] | None, ladder: PrecisionController) -> tuple[str, ...]:
         """What there is to say at the end, if anything was coded or late.
 
         Args:

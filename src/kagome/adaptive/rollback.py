@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kagome.adaptive.plateau import Weights
-from kagome.halo.resumed_rows import Entry, Recall
+from kagome.halo.resumed_rows import Entry, ResumedRows
 
 KIND: Final = "kept"
 """Of what a checkpoint has."""
 
 
-class Undo:
+class Rollback:
     """One rank's.
 
     Args:
@@ -94,7 +94,7 @@ class Undo:
         for name, (value, state) in self._kept.items():
             yield KIND, name, {"value": value, **{f"state {key}": each for key, each in state.items()}}
 
-    def recall(self, recall: Recall, epoch: int) -> bool:
+    def recall(self, recall: ResumedRows, epoch: int) -> bool:
         """Take from a checkpoint what it has.
 
         Args:

@@ -26,7 +26,7 @@ from kagome.halo.compressed_exchange import MEASURED_EVERY, MEASURED_ROWS, Cross
 from kagome.model.trace.shapes import Value
 
 
-class Coming(Protocol):
+class IncomingValues(Protocol):
     """What this file needs of a message that was begun."""
 
     def wait(self) -> Tensor:
@@ -34,7 +34,7 @@ class Coming(Protocol):
 
 
 @dataclass(frozen=True)
-class Coded:
+class EncodedValues:
     """A coded message under way.
 
     Args:
@@ -44,7 +44,7 @@ class Coded:
         dtype: Of the value.
     """
 
-    message: Coming
+    message: IncomingValues
     codec: Codec
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,6 +1,6 @@
 """Planning: what ``kagome plan`` and ``plan="auto"`` answer.
 
-Where it sits: it puts a ``Study`` together from settings, and a cluster from a file or from the machine.
+Where it sits: it puts a ``Workload`` together from settings, and a cluster from a file or from the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch_geometric.data import Data
 
 from kagome import config
-from kagome.autoplan.workload import Study
+from kagome.autoplan.workload import Workload
 from kagome.comm.channel import Channel
 from kagome.components.model_setup import few_rows, materialise
 from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
@@ -37,17 +37,17 @@ from kagome.model.forward_call import told
 from kagome.objective.optimizers import trained
 from kagome.planner.candidates import Candidate, Plans
 from kagome.planner.cluster import GIB, Cluster
-from kagome.profile.cache import Kept, opened
+from kagome.profile.cache import MeasurementCache, opened
 from kagome.profile.contention import crowding
-from kagome.profile.run_mode import Way
-from kagome.profile.synthetic_graphs import Graph
+from kagome.profile.run_mode import RunMode
+from kagome.profile.synthetic_graphs import GraphSize
 from kagome.train.data import for_model, from_data
 
 LOCAL = 4e9
 """Bytes a second that ranks of one host hand over in shared memory, roughly: two copies."""
 
 
-def here(ranks: int, rate: float, kept: Kept | None = None) -> Cluster:
+def here(ranks: int, rate: float, kept: MeasurementCache | None = None) -> Cluster:
     """The machine at hand as a cluster.
 
     Args:
@@ -58,7 +58,7 @@ def here(ranks: int, rate: float, kept: Kept | None = None) -> Cluster:
     free = available_bytes()
     memory = (64 * GIB if free is None else float(free)) / ranks
     free_cores = len(cores())
-    crowded = crowding(min(ranks, free_cores), kept or Kept())
+    crowded = crowding(min(ranks, free_cores), kept or MeasurementCache())
     return Cluster("this machine", 1, ranks, memory, 1.0, rate, rate, 1e-4, crowded, free_cores)
 
 
@@ -71,10 +71,10 @@ def _threads(ranks: int) -> int:
 def studied(
     asked: PlanCommand,
     build: Callable[[Partition, Meta, Channel], nn.Module],
-    kept: Kept,
+    kept: MeasurementCache,
     *,
     data: Data | None = None,
-) -> tuple[Study, list[str]]:
+) -> tuple[Workload, list[str]]:
     """Measure what ``kagome plan`` is asked about, for plans on any cluster.
 
     Args:
@@ -98,11 +98,11 @@ def studied(
         )
     seed, built_in = asked.train.seed, data is None
     if asked.vertices is not None and asked.edges is not None:
-        graph = Graph(asked.vertices, asked.edges)
+        graph = GraphSize(asked.vertices, asked.edges)
         data = like(graph, asked.features, asked.classes, seed)
     else:
         data = load_data(asked.data) if data is None else data
-        graph = Graph(int(data.num_nodes or 0), int(data.edge_index.size(1)), data)
+        graph = GraphSize(int(data.num_nodes or 0), int(data.edge_index.size(1)), data)
     part, meta = from_data(data, alone, method="contiguous", seed=seed)
     if built_in:
         part, meta = for_model(asked.model.name, part, meta)
@@ -118,11 +118,11 @@ def studied(
             notes.append(f"not decoupled: {error}")
     torch.set_num_threads(_threads(asked.devices) if asked.cluster is None else 1)
     run = asked.model
-    way = Way(True, fast=run.fast, recompute=run.recompute, amp=asked.train.amp == "bf16", seed=seed)
+    way = RunMode(True, fast=run.fast, recompute=run.recompute, amp=asked.train.amp == "bf16", seed=seed)
     optimizer = torch.optim.Adam(trained(model), lr=asked.train.lr)
     most = _threads(1) if asked.cluster is None else 1
     with told():
-        study = Study.of(model, optimizer, part, graph, decoupled=first, way=way, most=most, kept=kept)
+        study = Workload.of(model, optimizer, part, graph, decoupled=first, way=way, most=most, kept=kept)
     return study, notes
 
 
@@ -267,7 +267,7 @@ def _fewer(best: Candidate, fitting: Sequence[Candidate], ranks: int) -> str:
     return f"{best.ranks} of {ranks} ranks are started: {why}."
 
 
-def like(graph: Graph, features: int, classes: int, seed: int) -> Data:
+def like(graph: GraphSize, features: int, classes: int, seed: int) -> Data:
     """A small graph with as many edges a vertex, features and classes."""
     generator = torch.Generator().manual_seed(seed)
     n = min(graph.vertices, 2_000)

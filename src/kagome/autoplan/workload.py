@@ -26,20 +26,20 @@ from kagome.comm.channel import Channel
 from kagome.config import Allowed, Parallel, Train, default_chunks
 from kagome.errors import KagomeError, PlanError
 from kagome.graph.partition.partition import Partition
-from kagome.memory.estimate import Rates as Held, rates_of
+from kagome.memory.estimate import MemoryRates as Held, rates_of
 from kagome.model.fingerprint import identity
 from kagome.model.split.stages import stage_bytes
 from kagome.pipelining.staging import Steps, steps_of
 from kagome.planner.candidates import OFF, Candidate, Plans, parts, ranked, slices
 from kagome.planner.cluster import Cluster
-from kagome.planner.cost_model import Load, Rates, Sliced, Timed
-from kagome.planner.pipe_candidates import Cut, pipes
-from kagome.profile.cache import Kept
+from kagome.planner.cost_model import CostRates, Load, Sliced, Timed
+from kagome.planner.pipe_candidates import PipeCut, pipes
+from kagome.profile.cache import MeasurementCache
 from kagome.profile.epoch_costs import alone, coded, coding, crossing, shares_of, timed, transposes
-from kagome.profile.part_size import Counts, Team
-from kagome.profile.run_mode import Way
-from kagome.profile.synthetic_graphs import Graph, cuts_of, samples_of
-from kagome.records.memory import Holdings
+from kagome.profile.part_size import GroupSize, PartSize
+from kagome.profile.run_mode import RunMode
+from kagome.profile.synthetic_graphs import GraphSize, cuts_of, samples_of
+from kagome.records.memory import MemoryByKind
 
 SLICED = 2_000_000
 """Edges of the largest graph on which feature slices are timed."""
@@ -47,12 +47,12 @@ MOST_SLICES = 64
 """More are not planned: columns run out, and what they take was told from two and four."""
 DEALT = ((1, 4.0), (1, 2.0), (2, 2.0), (2, 1.5), (3, 1.5), (4, 1.5))
 """Stages a rank, and chunks for each rank of a pipeline, that are tried where history may be read."""
-WAY = Way(several=True)
+WAY = RunMode(several=True)
 """How a model is run if nothing else is said."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredWorkload:
     """One model, measured.
 
     Args:
@@ -66,7 +66,7 @@ class Measured:
 
     model: nn.Module
     decoupled: bool
-    rates: Rates
+    rates: CostRates
     held: Held
     transposed: tuple[float, float] | None
     sliced: tuple[Timed, Timed] | None = None
@@ -81,17 +81,17 @@ class Measured:
         return [asdict(self.rates), asdict(self.held), self.transposed, list(map(asdict, self.sliced or ()))]
 
     @staticmethod
-    def of(model: nn.Module, decoupled: bool, record: list[Any]) -> Measured:
+    def of(model: nn.Module, decoupled: bool, record: list[Any]) -> MeasuredWorkload:
         """The same from its record."""
         rates, held, transposed, slices_of = record
         sent = None if transposed is None else (transposed[0], transposed[1])
         took = [Timed(**each) for each in slices_of]
         both = (took[0], took[1]) if took else None
-        return Measured(model, decoupled, _rates(rates), _held(held), sent, both)
+        return MeasuredWorkload(model, decoupled, _rates(rates), _held(held), sent, both)
 
 
 @dataclass(frozen=True, eq=False)
-class Study:
+class Workload:
     """A graph and the models that may be trained on it.
 
     Args:
@@ -104,30 +104,30 @@ class Study:
     """
 
     part: Partition
-    graph: Graph
-    models: tuple[Measured, ...]
-    way: Way
+    graph: GraphSize
+    models: tuple[MeasuredWorkload, ...]
+    way: RunMode
     facts: tuple[Any, ...]
-    kept: Kept
+    kept: MeasurementCache
 
     @staticmethod
     def of(
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         part: Partition,
-        graph: Graph,
+        graph: GraphSize,
         *,
         decoupled: nn.Module | None = None,
-        way: Way = WAY,
+        way: RunMode = WAY,
         most: int = 1,
-        kept: Kept | None = None,
-    ) -> Study:
+        kept: MeasurementCache | None = None,
+    ) -> Workload:
         """Measure.
 
         Args:
             model: As it would be trained.
             optimizer: Over its parameters; for the memory of its state.
-            part: See :class:`Study`.
+            part: See :class:`Workload`.
             graph: What is known of the graph.
             decoupled: The model with all maps first, if it may be taken.
             way: How they will be run.
@@ -142,9 +142,9 @@ class Study:
             and in four, where nothing is kept.
         """
         models = [(model, False)] + ([] if decoupled is None else [(decoupled, True)])
-        same, own = [identity(each) for each, _ in models], kept or Kept()
+        same, own = [identity(each) for each, _ in models], kept or MeasurementCache()
         if None in same:  # nobody could tell these models from others
-            own = Kept()
+            own = MeasurementCache()
         step = None if optimizer is None else [type(optimizer).__qualname__, repr(optimizer.defaults)]
         size = [part.fingerprint, graph.vertices, graph.edges, graph.data is None]
         facts = tuple([*size, each, place, step, asdict(way), most] for place, each in enumerate(same))
@@ -154,10 +154,10 @@ class Study:
             def measure(each: nn.Module = each, first: bool = first) -> list[Any]:
                 return _measured(each, first, optimizer, part, graph, way, most).record()
 
-            found.append(Measured.of(each, first, own.value("model", about, measure, _spread)))
-        return Study(part, graph, tuple(found), way, facts, own)
+            found.append(MeasuredWorkload.of(each, first, own.value("model", about, measure, _spread)))
+        return Workload(part, graph, tuple(found), way, facts, own)
 
-    def parts(self, number: int) -> tuple[tuple[Counts, ...], float]:
+    def parts(self, number: int) -> tuple[tuple[PartSize, ...], float]:
         """The parts of a cut, and by which share their halo may be off."""
 
         def measure() -> list[Any]:
@@ -166,9 +166,9 @@ class Study:
 
         facts = [*self.facts[0][:4], self.way.seed, number]
         counts, uncertain = self.kept.value("parts", facts, measure)
-        return tuple(Counts(*each) for each in counts), uncertain
+        return tuple(PartSize(*each) for each in counts), uncertain
 
-    def coded(self, place: int) -> Rates:
+    def coded(self, place: int) -> CostRates:
         """Of one of the models, with what its rows cost with one bit a number."""
         one = self.models[place]
 
@@ -184,7 +184,7 @@ class Study:
         """The user's model, for cuts into stages; None where there are none."""
         return _steps(self.models[0].model, self.part, self.way)
 
-    def stages(self, ranks: int, dealt: int, chunks: int) -> Cut | None:
+    def stages(self, ranks: int, dealt: int, chunks: int) -> PipeCut | None:
         """The user's model over so many ranks with so many stages each; None where it cannot be cut so."""
 
         def measure() -> list[Any]:
@@ -201,7 +201,7 @@ class Study:
             return None
         sent, in_chunks, shares, reads, kept, widths = found
         each = None if widths is None else tuple((there, back) for there, back in widths)
-        return Cut(tuple(shares), sent, tuple(reads), tuple(kept), each, dealt, in_chunks)
+        return PipeCut(tuple(shares), sent, tuple(reads), tuple(kept), each, dealt, in_chunks)
 
     def plans(self, cluster: Cluster, allow: Collection[Allowed] = ()) -> Plans:
         """Rank the cuts for a cluster.
@@ -240,7 +240,7 @@ class Study:
         found = [replace(one, seconds_off=off) for one in found]
         return ranked(found, cluster, {"cluster": cluster.name, "ranks": size, **facts})
 
-    def _pipes(self, cut: Cut, cluster: Cluster, history: bool) -> list[Candidate]:
+    def _pipes(self, cut: PipeCut, cluster: Cluster, history: bool) -> list[Candidate]:
         """Stages, each with parts, or with parts in feature slices, of the user's model."""
         own, found = self.models[0], []
         size = cluster.size // cut.ranks
@@ -270,14 +270,14 @@ class Study:
                 found += dealt[:1] if best is dealt[0] else [dealt[0], best]
         return found
 
-    def _dealt(self, ranks: int) -> list[tuple[Cut, int]]:
+    def _dealt(self, ranks: int) -> list[tuple[PipeCut, int]]:
         """Cuts into a stage a rank and into several, with the chunks that are to pass them."""
         ways = [(dealt, ceil(chunks * ranks)) for dealt, chunks in DEALT]
         cuts = [(self.stages(ranks, dealt, chunks), chunks) for dealt, chunks in ways]
         return [(cut, chunks) for cut, chunks in cuts if cut is not None]
 
     def _sliced(
-        self, each: Measured, counts: Sequence[Counts], groups: int, size: int
+        self, each: MeasuredWorkload, counts: Sequence[PartSize], groups: int, size: int
     ) -> tuple[Sliced, list[Load]]:
         """Parts of which so many ranks slice the features."""
         assert each.transposed is not None
@@ -287,10 +287,10 @@ class Study:
             return [list(astuple(one)) for one in self.graph.shares(groups, size, self.way.seed)]
 
         facts = [*self.facts[0][:4], self.way.seed, groups, size]
-        ranks = [Counts(*one) for one in self.kept.value("shares", facts, measure)]
+        ranks = [PartSize(*one) for one in self.kept.value("shares", facts, measure)]
         loads = []
         for part, count in enumerate(counts):
-            team = Team(count.rows, count.edges, count.halo, size)
+            team = GroupSize(count.rows, count.edges, count.halo, size)
             own = ranks[part * size : (part + 1) * size] if len(ranks) > 1 else ranks
             fullest = max((each.held.at(one, team=team) for one in own), key=lambda one: one.total)
             loads.append(_load(count, fullest))
@@ -299,7 +299,7 @@ class Study:
         two, four = ((one.seconds, one.row, one.edge) for one in each.sliced)
         return Sliced(size, two, four, each.sliced[0].meetings, sent), loads
 
-    def _slices(self, each: Measured, groups: int, cluster: Cluster) -> Candidate:
+    def _slices(self, each: MeasuredWorkload, groups: int, cluster: Cluster) -> Candidate:
         """So many parts, of which all the ranks there are slice the features."""
         counts, uncertain = self.parts(groups)
         sliced, loads = self._sliced(each, counts, groups, cluster.size // groups)
@@ -311,10 +311,10 @@ def _measured(
     decoupled: bool,
     optimizer: torch.optim.Optimizer | None,
     part: Partition,
-    graph: Graph,
-    way: Way,
+    graph: GraphSize,
+    way: RunMode,
     most: int,
-) -> Measured:
+) -> MeasuredWorkload:
     transposed = transposes(model, part, way)
     held = rates_of(model, optimizer, part, way, slices=() if transposed is None else (2, 4))
     if held.fault:
@@ -323,16 +323,16 @@ def _measured(
     weights = tuple(map(float, held.gradients))
     forward, backward = crossing(model, part, way)
     took = asdict(timed(model, cuts_of(graph, part, way.seed), way))
-    rates = Rates(**took, forward=forward, backward=backward, weights=weights)
+    rates = CostRates(**took, forward=forward, backward=backward, weights=weights)
     times, apart = alone(model, samples[0], rates, way, most)
     rates = replace(rates, alone=times, spread=max(rates.spread, apart))
     if transposed is None:
-        return Measured(model, decoupled, rates, held, None)
+        return MeasuredWorkload(model, decoupled, rates, held, None)
     small = [sample for sample in samples if sample.edge_index.size(1) <= SLICED]
     two, four = (
         timed(model, [shares_of(each, count) for each in small], way, slices=count) for count in (2, 4)
     )
-    return Measured(model, decoupled, rates, held, transposed, (two, four))
+    return MeasuredWorkload(model, decoupled, rates, held, transposed, (two, four))
 
 
 def _spread(record: list[Any]) -> float:
@@ -341,9 +341,9 @@ def _spread(record: list[Any]) -> float:
     return max(float(each["spread"]) for each in (rates, *slices_of))
 
 
-def _rates(record: dict[str, Any]) -> Rates:
+def _rates(record: dict[str, Any]) -> CostRates:
     known: dict[str, Any] = {k: tuple(each) if isinstance(each, list) else each for k, each in record.items()}
-    return Rates(**known)
+    return CostRates(**known)
 
 
 def _held(record: dict[str, Any]) -> Held:
@@ -354,7 +354,7 @@ def _held(record: dict[str, Any]) -> Held:
     return Held(**{**record, "gradients": tuple(record["gradients"]), **known})
 
 
-def _steps(model: nn.Module, part: Partition, way: Way) -> Steps | None:
+def _steps(model: nn.Module, part: Partition, way: RunMode) -> Steps | None:
     """A model's steps; None where they cannot be found, or stages cannot run it so."""
     if way.recompute:
         return None
@@ -365,7 +365,9 @@ def _steps(model: nn.Module, part: Partition, way: Way) -> Steps | None:
         return None
 
 
-def _cut(model: nn.Module, steps: Steps, part: Partition, graph: Graph, parallel: Parallel) -> Cut | None:
+def _cut(
+    model: nn.Module, steps: Steps, part: Partition, graph: GraphSize, parallel: Parallel
+) -> PipeCut | None:
     """A model's layers over stages; None where it cannot be cut into so many."""
     try:
         staging = steps.staging(parallel, part)
@@ -374,9 +376,9 @@ def _cut(model: nn.Module, steps: Steps, part: Partition, graph: Graph, parallel
     spent = [sum(staging.seconds.get(step.name, 0.0) for step in stage.steps) for stage in staging.stages]
     total = sum(spent) or 1.0
     reads = sum(isinstance(module, MessagePassing) for module in model.modules())
-    whole = Counts(graph.vertices, 0, graph.edges, 0, 0, 0, 0)
+    whole = PartSize(graph.vertices, 0, graph.edges, 0, 0, 0, 0)
     widths = [staging.read_by(rank) for rank in range(parallel.pipe)]
-    return Cut(
+    return PipeCut(
         tuple(each / total for each in spent),
         float(stage_bytes(staging.stages, staging.survey, graph.vertices, graph.edges)),
         tuple(max(1, round(reads * each / total)) for each in spent),
@@ -395,7 +397,7 @@ def _ways(allow: Collection[Allowed]) -> list[dict[str, bool]]:
     return [{**bits, "late": old} for bits, old in product([{}, *few], late)]
 
 
-def _load(counts: Counts, held: Holdings) -> Load:
+def _load(counts: PartSize, held: MemoryByKind) -> Load:
     """What a part asks of a rank that holds so much."""
     whole = held.features + held.edges + held.tables + held.weights
     return Load(counts.rows, counts.edges, counts.sent, counts.halo, float(held.total), float(whole))

@@ -17,7 +17,7 @@ from kagome.errors import ModelError
 from kagome.model.sparse_buffers import laid_out
 
 
-class Best:
+class BestWeights:
     """The best epoch so far and its weights."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Best:
         self.weights: dict[str, Tensor] | None = None
 
     @classmethod
-    def at(cls, place: checkpoint.Place, weights: dict[str, Tensor] | None) -> Best:
+    def at(cls, place: checkpoint.RunPosition, weights: dict[str, Tensor] | None) -> BestWeights:
         """As a checkpoint has it."""
         best = cls()
         best.epoch, best.metric, best.waited = place.best_epoch, place.best_metric, place.waited
@@ -65,9 +65,9 @@ class Best:
         model.load_state_dict(self.weights)
         return last
 
-    def place(self, epoch: int, seed: int, world_size: int, graph: str) -> checkpoint.Place:
+    def place(self, epoch: int, seed: int, world_size: int, graph: str) -> checkpoint.RunPosition:
         """What a checkpoint says of the run."""
-        return checkpoint.Place(epoch, seed, self.epoch, self.metric, self.waited, world_size, graph)
+        return checkpoint.RunPosition(epoch, seed, self.epoch, self.metric, self.waited, world_size, graph)
 
 
 def _better(metric: float, before: float, higher: bool) -> bool:

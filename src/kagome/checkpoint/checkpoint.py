@@ -27,7 +27,7 @@ from typing import Any, Final, get_type_hints
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kagome.checkpoint.epoch_state import SECTION, Carried, Named, Told, checked
+from kagome.checkpoint.epoch_state import SECTION, EpochState, Named, RestoredState, checked
 from kagome.comm.channel import Channel
 from kagome.comm.serialization import ObjectError, pack, unpack
 from kagome.config.fields import fits, path_of
@@ -48,7 +48,7 @@ _KEPT: Final = "rest"
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPosition:
     """Where a run stands after an epoch.
 
     Args:
@@ -75,14 +75,14 @@ class Place:
 
 def save(
     folder: str | Path,
-    place: Place,
+    place: RunPosition,
     channel: Channel,
     *,
     model: nn.Module,
     optimizer: Optimizer,
     scheduler: Any = None,
     best: Mapping[str, Tensor] | None = None,
-    carried: Carried | None = None,
+    carried: EpochState | None = None,
 ) -> Path:
     """Write a checkpoint beside the last one, then make it the latest. All ranks call it.
 
@@ -137,12 +137,12 @@ def save(
 
 def _publish(
     folder: Path,
-    place: Place,
+    place: RunPosition,
     state: Mapping[str, Tensor],
     files: dict[str, Seal],
     optimizer: Optimizer,
     scheduler: Any,
-    carried: Carried | None,
+    carried: EpochState | None,
     kept: list[Any],
 ) -> str:
     """Write what is no tensor, and make the checkpoint the latest; what went wrong, or nothing."""
@@ -195,7 +195,7 @@ def _agree(channel: Channel, fault: str, target: Path) -> None:
         )
 
 
-def _finish(fresh: Path, place: Place, rest: Mapping[str, Any], files: dict[str, Seal]) -> None:
+def _finish(fresh: Path, place: RunPosition, rest: Mapping[str, Any], files: dict[str, Seal]) -> None:
     """Write what is no tensor, and the page that says what a whole checkpoint is."""
     tree, tensors = pack(rest, [Named])
     if tensors:
@@ -207,7 +207,7 @@ def _finish(fresh: Path, place: Place, rest: Mapping[str, Any], files: dict[str,
     sealed_files.sync_folder(fresh)
 
 
-def _as_json(place: Place) -> dict[str, Any]:
+def _as_json(place: RunPosition) -> dict[str, Any]:
     return {name: pack(value)[0] for name, value in asdict(place).items()}
 
 
@@ -400,7 +400,7 @@ def load(
     scheduler: Any = None,
     seed: int | None = None,
     graph: str | None = None,
-) -> tuple[Place, dict[str, Tensor] | None, Told]:
+) -> tuple[RunPosition, dict[str, Tensor] | None, RestoredState]:
     """Read a checkpoint into a model and an optimizer, on any number of ranks. All ranks call it.
 
     Nothing is changed unless all of it can be read and fits.
@@ -445,7 +445,9 @@ def load(
         for name, value in sections["optimizer"].items():
             index, _, key = name.partition("/")
             state.setdefault(int(index), {})[key] = value
-        told = Told(folder, place.epoch, dict(rest["guards"]), [checked(r, files) for r in rest["carried"]])
+        told = RestoredState(
+            folder, place.epoch, dict(rest["guards"]), [checked(r, files) for r in rest["carried"]]
+        )
         if _forms(sections["optimizer"]) != rest["forms"]:
             raise SealError("the optimizer's tensors are not those that it says")
         refused = misfit(model, sections["model"]) or misfit(model, sections["best"] or sections["model"])
@@ -502,7 +504,7 @@ def _give(optimizer: Optimizer, scheduler: Any, state: Any, rest: Mapping[str, A
         ) from None
 
 
-def _verified(folder: Path, channel: Channel) -> tuple[Place, dict[str, Seal]]:
+def _verified(folder: Path, channel: Channel) -> tuple[RunPosition, dict[str, Seal]]:
     """The page of a checkpoint that is whole; each rank looks at some of its files."""
     fault, found = "", None
     try:
@@ -527,7 +529,7 @@ def _damaged(folder: Path, fault: str) -> CheckpointError:
     )
 
 
-def _page(folder: Path) -> tuple[Place, dict[str, Seal]]:
+def _page(folder: Path) -> tuple[RunPosition, dict[str, Seal]]:
     """A checkpoint's page.
 
     Raises:
@@ -537,19 +539,19 @@ def _page(folder: Path) -> tuple[Place, dict[str, Seal]]:
     if facts.pop("format", None) != FORMAT:
         raise SealError(f"{PAGE} is of another version of Kagome; this one reads format {FORMAT}")
     files = sealed_files.seals_of(facts.pop("files", None))
-    hints = get_type_hints(Place)
+    hints = get_type_hints(RunPosition)
     try:
         given = unpack({"dict": [[name, value] for name, value in facts.items()]}, [])
     except ObjectError as error:
         raise SealError(f"{PAGE} is damaged: {error}") from None
-    if set(given) != {field.name for field in fields(Place)}:
+    if set(given) != {field.name for field in fields(RunPosition)}:
         raise SealError(f"{PAGE} is damaged: it has {', '.join(map(str, given))[:200]}")
     for name, value in given.items():
         if not fits(value, hints[name]) or (isinstance(value, int) and value < 0 and name != "seed"):
             raise SealError(f"{PAGE} is damaged: {name} is {str(value)[:40]!r}")
     if folder.name != f"epoch-{given['epoch']:06d}" and _NAME.fullmatch(folder.name):
         raise SealError(f"{PAGE} is of epoch {given['epoch']}, and the folder is {folder.name}")
-    return Place(**given), files
+    return RunPosition(**given), files
 
 
 def _read(folder: Path, files: Mapping[str, Seal]) -> tuple[Any, dict[str, dict[str, Tensor]]]:

@@ -26,7 +26,7 @@ from kagome.comm.channel import Channel
 from kagome.config import Parallel
 from kagome.errors import CheckpointError
 from kagome.halo.forward_pass import SiteKey
-from kagome.halo.resumed_rows import Entry, Recall, State
+from kagome.halo.resumed_rows import Entry, ResumedRows, State
 from kagome.storage import sealed_files
 from kagome.storage.sealed_files import SealError
 
@@ -50,7 +50,7 @@ AT: Final[Mapping[str, Callable[[Any], SiteKey]]] = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """What decides which rows a rank keeps, and in which order.
 
     Args:
@@ -75,7 +75,7 @@ class Layout:
         part: int,
         stage: int = 0,
         steps: Iterable[str] = (),
-    ) -> Layout:
+    ) -> StateLayout:
         """A rank's.
 
         Args:
@@ -92,7 +92,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Carried:
+class EpochState:
     """What a rank's epochs hand on.
 
     Args:
@@ -101,12 +101,12 @@ class Carried:
         entries: By kind and site.
     """
 
-    layout: Layout
+    layout: StateLayout
     guards: Mapping[str, Any]
     entries: Mapping[tuple[str, Hashable], State]
 
     @classmethod
-    def of(cls, layout: Layout, guards: Mapping[str, Any], entries: Iterable[Entry]) -> Carried:
+    def of(cls, layout: StateLayout, guards: Mapping[str, Any], entries: Iterable[Entry]) -> EpochState:
         """A rank's."""
         return cls(layout, guards, {(kind, key): state for kind, key, state in entries})
 
@@ -204,7 +204,7 @@ class Recalled:
 
 
 @dataclass(frozen=True)
-class Told:
+class RestoredState:
     """What a checkpoint says of what its run's epochs handed on.
 
     Args:
@@ -219,7 +219,7 @@ class Told:
     guards: Mapping[str, Any]
     ranks: Sequence[Mapping[str, Any]]
 
-    def recall(self, layout: Layout, world: Channel, device: torch.device) -> Recalled | None:
+    def recall(self, layout: StateLayout, world: Channel, device: torch.device) -> Recalled | None:
         """What this rank may read again, if all ranks may. All ranks call it.
 
         Args:
@@ -234,7 +234,7 @@ class Told:
         assert entries is not None
         return Recalled(self.folder, self.epoch + 1, device, entries)
 
-    def entries(self, layout: Layout) -> dict[tuple[str, Hashable], State] | None:
+    def entries(self, layout: StateLayout) -> dict[tuple[str, Hashable], State] | None:
         """Those of this rank's part; None where they do not fit.
 
         Stages are cut by what steps are timed to take, so that a run may have its steps on other ranks than
@@ -251,7 +251,7 @@ class Told:
 
 
 def checked(rank: Any, files: Collection[str]) -> dict[str, Any]:
-    """What a rank handed on, as :meth:`Carried.plain` gives it.
+    """What a rank handed on, as :meth:`EpochState.plain` gives it.
 
     Args:
         rank: As it was read.
@@ -260,7 +260,7 @@ def checked(rank: Any, files: Collection[str]) -> dict[str, Any]:
     Raises:
         ValueError: If it is something else.
     """
-    if not isinstance(rank, dict) or set(rank) != {*(each.name for each in fields(Layout)), "entries"}:
+    if not isinstance(rank, dict) or set(rank) != {*(each.name for each in fields(StateLayout)), "entries"}:
         raise ValueError("a rank's rows lack their layout")
     if not isinstance(rank["rest"], dict) or not isinstance(rank["steps"], tuple):
         raise ValueError("a rank's layout is none")
@@ -277,7 +277,7 @@ def checked(rank: Any, files: Collection[str]) -> dict[str, Any]:
     return rank
 
 
-def said_of(recall: Recall | None, *, late: bool, history: bool = False) -> str:
+def said_of(recall: ResumedRows | None, *, late: bool, history: bool = False) -> str:
     """How a run goes on, in words: with late rows, with history."""
     if not (late or history):
         return ""

@@ -28,7 +28,7 @@ class Told(Protocol):
 
 
 @dataclass(frozen=True)
-class Form:
+class EntryForm:
     """What an entry holds.
 
     Args:
@@ -101,22 +101,22 @@ def _counts(value: Any) -> bool:
 
 
 _NEXT: Final = {"goes": 1, "comes": 1}
-FORMS: Final[Mapping[str, tuple[Form, ...]]] = {
+FORMS: Final[Mapping[str, tuple[EntryForm, ...]]] = {
     "crossing": (
-        Form(plain={"synchronous": _flag, "drifted": _number}),
-        Form(plain={"synchronous": _flag}),  # earlier checkpoints
+        EntryForm(plain={"synchronous": _flag, "drifted": _number}),
+        EntryForm(plain={"synchronous": _flag}),  # earlier checkpoints
     ),
     "line": (
-        Form(
+        EntryForm(
             may={"rows": 2, "mean": 2},
             plain={"epoch": _place, "drift": _drift, "oldest": _count, "weight": _number},
             alike=("rows", "mean"),
         ),
     ),
     "selection": (
-        Form(),
-        Form(may=_NEXT, types=dict.fromkeys(_NEXT, "torch.int64")),
-        Form(
+        EntryForm(),
+        EntryForm(may=_NEXT, types=dict.fromkeys(_NEXT, "torch.int64")),
+        EntryForm(
             needs={"when": 1, "epochs": 1},
             may={"sent": 2, "table": 2, **_NEXT},
             types={**dict.fromkeys(("when", "epochs"), "torch.int64"), **dict.fromkeys(_NEXT, "torch.bool")},
@@ -124,9 +124,9 @@ FORMS: Final[Mapping[str, tuple[Form, ...]]] = {
             rows=(("sent", "goes", "when"), ("table", "comes", "epochs")),
         ),
     ),
-    "residual": (Form(needs={"rows": 2}),),
-    "table": (Form(needs={"rows": 2}, may={"due": 2}, plain={"due_in": _place}, alike=("rows", "due")),),
-    "statistic": (Form(needs={"value": 0}, types={"value": ANY}),),
+    "residual": (EntryForm(needs={"rows": 2}),),
+    "table": (EntryForm(needs={"rows": 2}, may={"due": 2}, plain={"due_in": _place}, alike=("rows", "due")),),
+    "statistic": (EntryForm(needs={"value": 0}, types={"value": ANY}),),
 }
 """By kind; each of these may be what a kind holds."""
 

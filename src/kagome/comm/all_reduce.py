@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kagome.comm.codec import aligned
 from kagome.comm.stats import Kind
-from kagome.comm.work import Pending
+from kagome.comm.work import Work
 
 if TYPE_CHECKING:
     from kagome.comm.channel import Channel
@@ -81,7 +81,7 @@ class Values:
 
 
 @dataclass
-class PendingSum:
+class AllReduceWork:
     """A sum over all ranks under way; ``wait`` gives it.
 
     Each rank adds the ranks' values one after the other in the order of ranks, so the bits depend neither on
@@ -96,10 +96,10 @@ class PendingSum:
         bounds: Where the pieces of two rounds begin and end, a rank each; for one round, the only one's.
     """
 
-    first: Pending
+    first: Work
     values: Values | None = None
     bounds: Sequence[tuple[int, int]] = ()
-    second: Pending | None = None
+    second: Work | None = None
 
     @property
     def rounds(self) -> int:
@@ -171,8 +171,8 @@ def start_all_reduce(
     kind: Kind = "weights",
     cast: torch.dtype | None = None,
     exact: int = 0,
-) -> PendingSum:
-    """Begin a sum over the ranks; see :class:`PendingSum` for its bits.
+) -> AllReduceWork:
+    """Begin a sum over the ranks; see :class:`AllReduceWork` for its bits.
 
     Nobody is waited for here, and no peer's limit begins before this rank waits.
 
@@ -190,15 +190,15 @@ def start_all_reduce(
     """
     flat, size, count = tensor.detach().contiguous(), channel.size, tensor.numel()
     if size == 1:
-        return PendingSum(Pending(flat, channel, action, kind))
+        return AllReduceWork(Work(flat, channel, action, kind))
     values = Values.of(flat, cast, exact)
     if not channel.lanes and values.cast == values.dtype:
-        return PendingSum(channel.begin_all_reduce(flat.clone(), "sum", action, kind))
+        return AllReduceWork(channel.begin_all_reduce(flat.clone(), "sum", action, kind))
     whole = values.size(0, count)
     if size == 2 or size * whole <= ONE_ROUND_BYTES:
         message = values.pack(flat, 0).to(channel.wire)
         first = channel.start_parts([message] * size, [whole] * size, action, kind)
-        return PendingSum(first, values, [(0, count)])
+        return AllReduceWork(first, values, [(0, count)])
     parts, bounds, begin = torch.tensor_split(flat, size), [], 0
     for part in parts:
         bounds.append((begin, begin + part.numel()))
@@ -207,4 +207,4 @@ def start_all_reduce(
         values.pack(part, first).to(channel.wire) for part, (first, _) in zip(parts, bounds, strict=True)
     ]
     mine = values.size(*bounds[channel.rank])
-    return PendingSum(channel.start_parts(messages, [mine] * size, action, kind), values, bounds)
+    return AllReduceWork(channel.start_parts(messages, [mine] * size, action, kind), values, bounds)

@@ -15,20 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kagome.comm import all_reduce as summing, serialization, streamed_exchange
-from kagome.comm.all_reduce import PendingSum
+from kagome.comm.all_reduce import AllReduceWork
 from kagome.comm.exchange import Trip
-from kagome.comm.peers import End
+from kagome.comm.peers import PeerGroup
 from kagome.comm.stats import KINDS, Kind
-from kagome.comm.transport.process_group import Wire
-from kagome.comm.work import Pending, Sending, Sheets
+from kagome.comm.transport.process_group import Transport
+from kagome.comm.work import SendWork, Sheets, Work
 from kagome.errors import CommError, KagomeError
 
-__all__ = ["KINDS", "Channel", "Kind", "Op", "Pending", "PendingSum", "Sending"]
+__all__ = ["KINDS", "AllReduceWork", "Channel", "Kind", "Op", "SendWork", "Work"]
 
 Op = Literal["sum", "max", "min"]
 
 
-class Channel(End):
+class Channel(PeerGroup):
     """One rank's end of a group; with one rank everything is the identity and needs no process group.
 
     On gloo an exchange is one send and one receive a peer, not ``all_to_all_single``: as fast there, it names
@@ -108,7 +108,7 @@ class Channel(End):
         header: tuple[int, ...] | None = None,
         pick: Tensor | None = None,
         trip: Trip | None = None,
-    ) -> Pending:
+    ) -> Work:
         """Begin to send each peer its rows and to receive theirs. Not differentiable.
 
         Args:
@@ -140,7 +140,7 @@ class Channel(End):
         if sum(send_counts) != count or send_counts[self.rank] != recv_counts[self.rank]:
             raise ValueError(f"{count} rows cannot be sent as {send_counts} and come as {recv_counts}")
         if self.size == 1:
-            return Pending(rows if pick is None else rows.index_select(0, pick), self, action, kind)
+            return Work(rows if pick is None else rows.index_select(0, pick), self, action, kind)
         with self.timed(kind):
             if header is not None:
                 streamed_exchange.compare(self, header, send_counts, recv_counts, action)
@@ -163,7 +163,7 @@ class Channel(End):
 
     def start_send(
         self, rows: Tensor, peer: int, *, action: str, kind: Kind = "stage", backward: bool = False
-    ) -> Sending:
+    ) -> SendWork:
         """Begin to send rows to one rank, which calls :meth:`start_receive`; nobody is waited for here.
 
         What goes from one rank to one in one pass arrives in the order in which it was sent. It never meets
@@ -189,7 +189,7 @@ class Channel(End):
         wire = self._one_to_one(peer)
         with self.timed(kind):
             rows = rows.detach().to(self.wire).contiguous()
-            pending = Pending(rows.new_empty(0), self, action, kind, kept=[rows])
+            pending = Work(rows.new_empty(0), self, action, kind, kept=[rows])
             self._add(kind, rows.nbytes)
             try:
                 work = wire.send(peer, _as_bytes(rows), backward=backward)
@@ -199,7 +199,7 @@ class Channel(End):
             pending.kept = []
         else:
             pending.works, pending.begun = [(peer, work)], time.monotonic()
-        return Sending(pending)
+        return SendWork(pending)
 
     def start_receive(
         self,
@@ -210,7 +210,7 @@ class Channel(End):
         action: str,
         kind: Kind = "stage",
         backward: bool = False,
-    ) -> Pending:
+    ) -> Work:
         """Begin to receive what a rank's :meth:`start_send` of the same pass sends.
 
         Args:
@@ -228,7 +228,7 @@ class Channel(End):
             CommError: If the peer was lost.
         """
         wire = self._one_to_one(peer)
-        pending = Pending(torch.empty(tuple(shape), dtype=dtype, device=self.wire), self, action, kind)
+        pending = Work(torch.empty(tuple(shape), dtype=dtype, device=self.wire), self, action, kind)
         try:
             work = wire.receive(peer, _as_bytes(pending.rows), backward=backward)
         except RuntimeError as error:
@@ -237,7 +237,7 @@ class Channel(End):
             pending.works.append((peer, work))
         return pending
 
-    def _one_to_one(self, peer: int) -> Wire:
+    def _one_to_one(self, peer: int) -> Transport:
         if self._wire is None or not 0 <= peer < self.size or peer == self.rank:
             raise ValueError(f"rank {self.rank} of {self.size} has no peer {peer}")
         if self.lane:
@@ -271,13 +271,13 @@ class Channel(End):
         with self.timed(kind):
             return self.begin_all_reduce(result.to(self.wire), op, action, kind).arrived()
 
-    def begin_all_reduce(self, values: Tensor, op: Op, action: str, kind: Kind) -> Pending:
+    def begin_all_reduce(self, values: Tensor, op: Op, action: str, kind: Kind) -> Work:
         """Begin the group's own all-reduce, in place, of values on the wire's device."""
         assert self._group is not None
         self._add(kind, 2 * (self.size - 1) * values.nbytes // self.size)
         reduce = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
         work = self._group.allreduce([values], reduce, timedelta(seconds=self.timeout))
-        return Pending(values, self, action, kind, [(None, work)])
+        return Work(values, self, action, kind, [(None, work)])
 
     start_all_reduce = summing.start_all_reduce
 
@@ -294,7 +294,7 @@ class Channel(End):
         result = result.to(self.wire)
         if self.rank == src:
             self._add(kind, (self.size - 1) * result.nbytes)
-        pending = Pending(result, self, action, kind)
+        pending = Work(result, self, action, kind)
         pending.works.append(
             (None, self._group.broadcast(_as_bytes(result), src, timedelta(seconds=self.timeout)))
         )
@@ -377,7 +377,7 @@ class Channel(End):
         kind: Kind,
         fill: Callable[[int, int], None] | None = None,
         sheets: tuple[Sheets, Sheets] | None = None,
-    ) -> Pending:
+    ) -> Work:
         """Post one part a peer; parts are contiguous, on the wire's device, and alike in trailing shape.
 
         With ``fill`` each is written only before it goes. With ``sheets`` those that go to a peer, and those
@@ -388,7 +388,7 @@ class Channel(End):
         if fill is not None:
             fill(self.rank, 0)
         slots[self.rank].copy_(parts[self.rank])
-        pending = Pending(received, self, action, kind, kept=parts)
+        pending = Work(received, self, action, kind, kept=parts)
         self._add(kind, sum(part.nbytes for peer, part in enumerate(parts) if peer != self.rank))
         out, into = sheets or ([(part.nbytes,) for part in parts], [(slot.nbytes,) for slot in slots])
         sent, come = _cut(parts, out), _cut(slots, into)

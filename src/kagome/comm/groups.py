@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from kagome.comm.channel import Channel
-from kagome.comm.transport.mailbox import Box
-from kagome.comm.transport.shared_memory import SHARE, Allowance, Shelf
-from kagome.comm.watchdog import Watch
+from kagome.comm.transport.mailbox import Mailbox
+from kagome.comm.transport.shared_memory import SHARE, MemoryAllowance, SharedMemory
+from kagome.comm.watchdog import Watchdog
 from kagome.launch.host_memory import available_bytes
 
 
-class Groups:
+class MeshGroups:
     """The process groups of a mesh.
 
     Args:
@@ -36,7 +36,7 @@ class Groups:
         self._made: list[dist.ProcessGroup] = []
 
     def open(
-        self, channels: list[Channel], watch: Watch | None, *, shared_memory: bool, late: bool = False
+        self, channels: list[Channel], watch: Watchdog | None, *, shared_memory: bool, late: bool = False
     ) -> tuple[Channel, Channel, Channel]:
         """Make what is missing; all ranks do, in one order.
 
@@ -99,7 +99,9 @@ class Groups:
         return self._made[-1]
 
 
-def open_shelf(channel: Channel, *, wanted: bool = True, beside: Shelf | None = None) -> Shelf | None:
+def open_shelf(
+    channel: Channel, *, wanted: bool = True, beside: SharedMemory | None = None
+) -> SharedMemory | None:
     """Find out which ranks can read each other's memory; all ranks of the group call this.
 
     Args:
@@ -112,10 +114,10 @@ def open_shelf(channel: Channel, *, wanted: bool = True, beside: Shelf | None = 
     """
     if channel.size == 1:
         return None
-    box: Box | None = None
+    box: Mailbox | None = None
     if wanted and channel.wire.type == "cpu":
         with suppress(OSError):
-            box = Box(channel.rank, channel.size, None if beside is None else beside.box)
+            box = Mailbox(channel.rank, channel.size, None if beside is None else beside.box)
     offers: list[Any] = channel.gather_objects(box and box.offer, "show memory to the ranks of this host")
     seen = [
         box is not None and offer is not None and rank != channel.rank and box.open(rank, offer)
@@ -129,6 +131,8 @@ def open_shelf(channel: Channel, *, wanted: bool = True, beside: Shelf | None = 
         return None
     box.keep(tuple(peers))
     if beside is not None:
-        return Shelf(box, peers, beside.allowance)
+        return SharedMemory(box, peers, beside.allowance)
     free = available_bytes()
-    return Shelf(box, peers, Allowance(2**28 if free is None else int(SHARE * free / (len(peers) + 1))))
+    return SharedMemory(
+        box, peers, MemoryAllowance(2**28 if free is None else int(SHARE * free / (len(peers) + 1)))
+    )

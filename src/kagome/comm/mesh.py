@@ -27,15 +27,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from kagome.comm.channel import Channel
-from kagome.comm.groups import Groups
-from kagome.comm.transport.rendezvous import Joined, current, given_store, join
-from kagome.comm.watchdog import Watch
+from kagome.comm.groups import MeshGroups
+from kagome.comm.transport.rendezvous import JoinedGroup, current, given_store, join
+from kagome.comm.watchdog import Watchdog
 from kagome.config import Parallel
 from kagome.errors import KagomeError
 from kagome.launch.allocator import keep_freed_memory
 from kagome.launch.environment import Ranks, environment
 from kagome.launch.finalizer import close_waiting
-from kagome.launch.threads import Seat, seat, threads
+from kagome.launch.threads import CpuShare, seat, threads
 
 TAKEN_WITHIN = 10.0
 """Seconds that a rank stays at the end for its peers to take what lies on its shelf."""
@@ -72,7 +72,7 @@ class Mesh:
     weights: Channel
     pipe: Channel
     threads: tuple[int, ...]
-    watch: Watch | None
+    watch: Watchdog | None
 
     @property
     def stage(self) -> int:
@@ -126,18 +126,18 @@ def open_mesh(
     device = _own_device(ranks)
     if given and dist.get_backend() == "gloo":
         device = torch.device("cpu")
-    joined: Joined | None = None
+    joined: JoinedGroup | None = None
     if not given and (ranks.size > 1 or always_group):
         joined = join(ranks, device, timeout)
     store = given_store() if given else joined
-    watch: Watch | None = None
+    watch: Watchdog | None = None
     channels: list[Channel] = []
-    groups = Groups(ranks.rank, fitted.pipe, ranks.size // fitted.pipe, device, timeout)
+    groups = MeshGroups(ranks.rank, fitted.pipe, ranks.size // fitted.pipe, device, timeout)
     patience = AFTER_ERROR
     stack = ExitStack()
     try:
         if store is not None and ranks.size > 1:
-            watch = Watch(_of_this_mesh(store, ranks.rank), ranks.rank, ranks.size, say=say)
+            watch = Watchdog(_of_this_mesh(store, ranks.rank), ranks.rank, ranks.size, say=say)
         world, graph, pipe = groups.open(
             channels, watch, shared_memory=fitted.shared_memory, late=fitted.max_age > 0
         )
@@ -158,7 +158,11 @@ def open_mesh(
 
 
 def _leave(
-    watch: Watch | None, channels: Sequence[Channel], groups: Groups, joined: Joined | None, patience: float
+    watch: Watchdog | None,
+    channels: Sequence[Channel],
+    groups: MeshGroups,
+    joined: JoinedGroup | None,
+    patience: float,
 ) -> None:
     """Close what was opened, the last first; peers have some seconds to take what is theirs."""
     if watch is not None:
@@ -175,7 +179,7 @@ def _leave(
 def _fitting_threads(channel: Channel) -> Iterator[tuple[int, ...]]:
     """Give torch, which the compiled loops follow, this rank's share of its host's cores for a while."""
     before = torch.get_num_threads()
-    found: Any = channel.gather_objects(seat(before), "cores of each rank", [Seat])
+    found: Any = channel.gather_objects(seat(before), "cores of each rank", [CpuShare])
     counts = threads(found)
     torch.set_num_threads(counts[channel.rank])
     try:

@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from kagome.comm.stats import Kind, Traffic
 from kagome.comm.transport import failures
-from kagome.comm.transport.process_group import Wire, Work
-from kagome.comm.transport.shared_memory import Shelf
-from kagome.comm.watchdog import Watch
-from kagome.comm.work import Pending
+from kagome.comm.transport.process_group import TorchWork, Transport
+from kagome.comm.transport.shared_memory import SharedMemory
+from kagome.comm.watchdog import Watchdog
+from kagome.comm.work import Work
 from kagome.errors import KagomeError
 
 
-class End:
+class PeerGroup:
     """One rank's end of a group.
 
     Args:
@@ -35,7 +35,7 @@ class End:
         traffic: Where to count; its own if None.
         shelf: Memory that ranks of this host read: with gloo, what is large goes to them by it.
         back: With nccl a second group of the same ranks: see
-            :class:`kagome.comm.transport.process_group.Wire`.
+            :class:`kagome.comm.transport.process_group.Transport`.
         name: This rank in the world, where there is no group that knows.
     """
 
@@ -45,10 +45,10 @@ class End:
         device: torch.device | str,
         *,
         timeout: float = 300.0,
-        watch: Watch | None = None,
+        watch: Watchdog | None = None,
         lane: Literal[0, 1] = 0,
         traffic: Traffic | None = None,
-        shelf: Shelf | None = None,
+        shelf: SharedMemory | None = None,
         back: dist.ProcessGroup | None = None,
         name: int = 0,
     ) -> None:
@@ -56,7 +56,7 @@ class End:
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.names = [name] if group is None else dist.get_process_group_ranks(group)
         self.lane, self._group = lane, group
-        self._wire = None if group is None else Wire(group, lane, shelf, back)
+        self._wire = None if group is None else Transport(group, lane, shelf, back)
         self._gloo = self._wire is not None and self._wire.gloo
         # gloo's point-to-point knows host memory only.
         self.wire = torch.device("cpu") if self._gloo else self.device
@@ -64,13 +64,13 @@ class End:
         """Called with ``exchange`` around each of them but sums of weights: where its time is to be noted."""
         self.traffic = Traffic() if traffic is None else traffic
 
-    def lay_on(self, shelf: Shelf | None) -> None:
+    def lay_on(self, shelf: SharedMemory | None) -> None:
         """Let what is large go to ranks of this host by a shelf; all ranks do it at the same point."""
         if self._wire is not None:
             self._wire.shelf = shelf
 
     @property
-    def shelf(self) -> Shelf | None:
+    def shelf(self) -> SharedMemory | None:
         """Memory that ranks of this host read; None if there is none."""
         return None if self._wire is None else self._wire.shelf
 
@@ -108,7 +108,7 @@ class End:
     def _add(self, kind: Kind, count: int) -> None:
         self.traffic.bytes[kind] += count
 
-    def finish(self, pending: Pending, most: int | None = None) -> None:
+    def finish(self, pending: Work, most: int | None = None) -> None:
         """Wait for what a pending exchange still misses.
 
         Args:
@@ -142,7 +142,7 @@ class End:
         if not works:
             self.traffic.ended(pending.kind, pending.begun, ended)
 
-    def _wait(self, work: Work, begun: float, *, collective: bool) -> None:
+    def _wait(self, work: TorchWork, begun: float, *, collective: bool) -> None:
         if not self._gloo:
             work.wait()  # with a limit, nccl would block the host instead of the stream
             return

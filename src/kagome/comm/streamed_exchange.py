@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kagome.comm.stats import Kind
 from kagome.comm.transport import failures
-from kagome.comm.work import Pending, Sheets
+from kagome.comm.work import Sheets, Work
 
 if TYPE_CHECKING:
     from kagome.comm.channel import Channel
@@ -35,7 +35,7 @@ def start_bytes(
     action: str,
     kind: Kind = "halo",
     header: tuple[int, ...] | None = None,
-) -> Pending:
+) -> Work:
     """Begin to send each peer bytes that are written only before they go, and to receive theirs.
 
     Args:
@@ -49,7 +49,7 @@ def start_bytes(
         header: As :meth:`Channel.start_exchange` takes it.
 
     Returns:
-        The exchange under way; :meth:`Pending.parts` gives each peer's bytes as they come.
+        The exchange under way; :meth:`Work.parts` gives each peer's bytes as they come.
 
     Raises:
         CommError: If a peer's header or sizes differ, or a peer was late or lost.
@@ -79,7 +79,7 @@ def start_bytes(
 
     if channel.size == 1:
         fill(0, 0)
-        return Pending(parts[0], channel, action, kind)
+        return Work(parts[0], channel, action, kind)
     coming = [sum(each) for each in expected]
     pending = channel.start_parts(parts, coming, action, kind, fill, (posted(sizes), posted(expected)))
     pending.apart = frozenset(apart)

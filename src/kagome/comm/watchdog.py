@@ -57,7 +57,7 @@ class Seen:
     waits: bool
 
 
-class Watch:
+class Watchdog:
     """Publishes this rank's action to a store and reads the others' when a wait grows long.
 
     One daemon thread publishes every ``every`` seconds, and at no other time, so that an action costs its

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kagome.comm.stats import Kind
-from kagome.comm.transport.process_group import Coming, Work
+from kagome.comm.transport.process_group import IncomingMessage, TorchWork
 
 if TYPE_CHECKING:
     from kagome.comm.channel import Channel
@@ -25,7 +25,7 @@ Sheets = Sequence[Sequence[int]]
 
 
 @dataclass
-class Pending:
+class Work:
     """An exchange under way; ``wait`` gives its rows.
 
     Args:
@@ -43,7 +43,7 @@ class Pending:
     channel: Channel
     action: str
     kind: Kind
-    works: list[tuple[int | None, Work]] = field(default_factory=list)
+    works: list[tuple[int | None, TorchWork]] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     begun: float = field(default_factory=time.monotonic)
     apart: frozenset[int] = frozenset()
@@ -74,7 +74,7 @@ class Pending:
         Raises:
             CommError: If a peer was late or lost.
         """
-        comings = [work for _, work in self.works if isinstance(work, Coming)]
+        comings = [work for _, work in self.works if isinstance(work, IncomingMessage)]
         whole = [coming for coming in comings if coming.place.numel() == self.rows.nbytes]
         if not whole or self.channel.device.type != "cpu":
             yield self.wait()
@@ -140,14 +140,14 @@ class Pending:
 
 
 @dataclass
-class Sending:
+class SendWork:
     """A message to one rank under way; it holds what is sent until it has gone.
 
     Args:
         pending: What is still to be done.
     """
 
-    pending: Pending
+    pending: Work
 
     def wait(self) -> None:
         """Return when the message has gone: what was sent may be changed; a second call returns at once.

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 
-class Installed:
+class Attachment:
     """Hooks, wrappers and rules on a model: on inside ``with`` blocks, which may lie in each other.
 
     Between two calls of a trainer the model is the user's: to call on a whole graph, copy, pickle, or train
@@ -54,13 +54,13 @@ class Installed:
             on.__exit__(None, None, None)
 
 
-class HasInstalled(Protocol):
+class HasAttachment(Protocol):
     """An engine."""
 
-    installed: Installed
+    installed: Attachment
 
 
-E = TypeVar("E", bound=HasInstalled)
+E = TypeVar("E", bound=HasAttachment)
 P = ParamSpec("P")
 T = TypeVar("T")
 

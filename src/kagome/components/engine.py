@@ -13,23 +13,23 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kagome.checkpoint.epoch_state import Carried, Told
+from kagome.checkpoint.epoch_state import EpochState, RestoredState
 from kagome.comm.channel import Channel
-from kagome.components.attached import Installed
-from kagome.components.forward_reuse import Ahead
+from kagome.components.attached import Attachment
+from kagome.components.forward_reuse import ForwardReuse
 from kagome.components.offload import Offload
-from kagome.halo.compressed_exchange import Crossing
-from kagome.records.memory import Holdings
+from kagome.halo.compressed_exchange import CompressedExchange
+from kagome.records.memory import MemoryByKind
 
 
-class Phases(Protocol):
+class PhaseTimer(Protocol):
     """What this file needs of :class:`kagome.records.spans.Spans`."""
 
     def phase(self, name: str, epoch: int | None = None) -> AbstractContextManager[Any]:
         """Time a phase."""
 
 
-class Runner(Protocol):
+class Engine(Protocol):
     """One rank's model, ready to train. Every method but ``take_*`` is called by all ranks."""
 
     @property
@@ -41,7 +41,7 @@ class Runner(Protocol):
         """The other parts."""
 
     @property
-    def crossing(self) -> Crossing:
+    def crossing(self) -> CompressedExchange:
         """How rows come from them."""
 
     @property
@@ -49,11 +49,11 @@ class Runner(Protocol):
         """Labels and masks of own rows, and more."""
 
     @property
-    def ahead(self) -> Ahead:
+    def ahead(self) -> ForwardReuse:
         """Whether an evaluation may be the next epoch's forward."""
 
     @property
-    def installed(self) -> Installed:
+    def installed(self) -> Attachment:
         """What it sets on the model: on while it trains or evaluates, and in ``with`` blocks."""
 
     @property
@@ -83,13 +83,13 @@ class Runner(Protocol):
     def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
         """Weights, the optimizer's state and the best weights of all stages, for a block."""
 
-    def carried(self, epoch: int) -> Carried:
+    def carried(self, epoch: int) -> EpochState:
         """What the epoch after this one may read of it."""
 
-    def resumed(self, optimizer: Optimizer, told: Told) -> str:
+    def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
         """Go on from a checkpoint whose weights the model has; how it does."""
 
-    def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Holdings:
+    def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:
         """What this rank holds between epochs, and what autograd keeps within one."""
 
     def facts(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Forward:
     state: tuple[Any, ...] = field(repr=False)
 
 
-class Ahead:
+class ForwardReuse:
     """Whether evaluation may share a forward, and the forward that it shares.
 
     Args:

@@ -14,7 +14,7 @@ from torch import nn
 Hooks = MutableMapping[int, Callable[..., Any]]
 
 
-class OwnHooks:
+class GradientHooks:
     """The hooks of some parameters' gradients.
 
     Args:

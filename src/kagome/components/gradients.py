@@ -19,10 +19,10 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from kagome.comm.all_reduce import PendingSum
+from kagome.comm.all_reduce import AllReduceWork
 from kagome.comm.channel import Channel
 from kagome.comm.codec import CASTS
-from kagome.components.gradient_hooks import OwnHooks
+from kagome.components.gradient_hooks import GradientHooks
 from kagome.config import SumCodec
 from kagome.errors import ModelError
 
@@ -109,7 +109,7 @@ class Gradients:
         # On nccl all collectives are in one order on all ranks, and gradients come in different orders where
         # a rank has no training vertex: two communicators would only make a deadlock of it.
         self.overlaps: bool | None = None if channel.lanes and not pieces else False
-        self._own_hooks = OwnHooks(self.parameters if channel.size > 1 or pieces else ())
+        self._own_hooks = GradientHooks(self.parameters if channel.size > 1 or pieces else ())
         self._cut(frozenset())
         self._begin((), "")
 
@@ -122,7 +122,7 @@ class Gradients:
     def _begin(self, notes: Sequence[Tensor | float], action: str) -> None:
         self._notes, self._action = notes, action
         self._missing = [len(bucket) for bucket in self.buckets]
-        self._under_way: list[PendingSum] = []
+        self._under_way: list[AllReduceWork] = []
         self._seen: set[int] = set()
         self._again = False
 

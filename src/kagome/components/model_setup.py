@@ -24,7 +24,7 @@ from kagome.graph.structure.attributes import tensors_of
 from kagome.intercept.hooks import forget
 from kagome.model.copies import copied
 from kagome.model.decouple.decouple import decouple
-from kagome.model.forward_call import Calling, told
+from kagome.model.forward_call import ForwardCall, told
 from kagome.model.sparse_buffers import laid_out
 
 
@@ -97,7 +97,7 @@ def asks(model: nn.Module, part: Partition, uses: Collection[str]) -> tuple[str,
     """
     names = part.names
     refuse_asked(model, part)
-    calling = Calling.of(model, names)
+    calling = ForwardCall.of(model, names)
     wanted = calling.wants(names)
     kinds = {**dict.fromkeys(part.nodes, "a row a vertex"), **dict.fromkeys(part.edges, "a row an edge")}
     kinds |= dict.fromkeys(part.shared, "the same on all ranks")
@@ -167,7 +167,7 @@ def materialise(model: nn.Module, part: Partition, device: torch.device) -> None
     training = model.training
     model.eval()
     with torch.no_grad(), told():
-        Calling.of(model, set(inputs)).call(model, inputs)
+        ForwardCall.of(model, set(inputs)).call(model, inputs)
     model.train(training)
 
 

@@ -13,28 +13,28 @@ import torch
 from torch import Tensor
 
 from kagome.deferred.endpoint_ops import each, joined, message_of, put_off, source_rows, widened, with_rows
-from kagome.deferred.lazy_tensor import Lazy
+from kagome.deferred.lazy_tensor import LazyTensor
 from kagome.deferred.message import Message, Shared, SoftmaxShare
-from kagome.placement.placement import Kind, Marks
+from kagome.placement.placement import PlacementKind, Placements
 
 
 def binary(
-    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Sums, differences, products and quotients."""
     if len(args) != 2 or kwargs:
         return NotImplemented
     what = name.strip("_")
     one, two = args
-    if isinstance(one, Lazy) and isinstance(two, Lazy):
+    if isinstance(one, LazyTensor) and isinstance(two, LazyTensor):
         return _of_two(what, one, two)
-    lazy, other = (one, two) if isinstance(one, Lazy) else (two, one)
+    lazy, other = (one, two) if isinstance(one, LazyTensor) else (two, one)
     m = message_of(lazy)
     if m is None:
         return NotImplemented
     mark = marks.get(other)
     along = isinstance(other, Tensor) and other.dim() > 0 and other.size(0) == m.shape[0]
-    if along and (m.shape[0] > 1 or (mark is not None and mark.kind is Kind.PAIRS)):
+    if along and (m.shape[0] > 1 or (mark is not None and mark.kind is PlacementKind.PAIRS)):
         return _weighted(m, other) if what in ("mul", "rmul") else NotImplemented
     if mark is not None or not _plain(other, m):
         return NotImplemented
@@ -85,7 +85,7 @@ def _weighted(m: Message, weight: Tensor) -> Any:
     return NotImplemented
 
 
-def _of_two(what: str, one: Lazy, two: Lazy) -> Any:
+def _of_two(what: str, one: LazyTensor, two: LazyTensor) -> Any:
     if what == "mul" and isinstance(two.expr, SoftmaxShare) and message_of(one) is not None:
         return _shared(two.expr, one.expr)
     if what == "mul" and isinstance(one.expr, SoftmaxShare) and message_of(two) is not None:
@@ -116,4 +116,4 @@ def _of_two(what: str, one: Lazy, two: Lazy) -> Any:
 def _shared(share: SoftmaxShare, m: Message) -> Any:
     if m.edges is not share.logits.edges or m.shape != share.shape or not m.one_ended or m.source is None:
         return NotImplemented
-    return m.edges.pairs(Lazy(Shared(share, m)))
+    return m.edges.pairs(LazyTensor(Shared(share, m)))

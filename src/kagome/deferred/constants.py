@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunction
 from kagome.kernels.base.address import address
 
 
-class Lasting:
+class Constants:
     """Tensors known by where their numbers lie: a view of one is the same numbers.
 
     They are kept alive, so that no other tensor comes to lie there.

@@ -11,18 +11,18 @@ from typing import Any
 
 from torch import Tensor
 
-from kagome.deferred.lazy_tensor import Lazy, now
+from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.deferred.message import Message, Source
 
 
 def message_of(value: Any) -> Message | None:
     """The message that a tensor stands for; None for any other."""
-    return value.expr if isinstance(value, Lazy) and isinstance(value.expr, Message) else None
+    return value.expr if isinstance(value, LazyTensor) and isinstance(value.expr, Message) else None
 
 
 def put_off(message: Message) -> Tensor:
     """A tensor that stands for a message."""
-    return message.edges.pairs(Lazy(message))
+    return message.edges.pairs(LazyTensor(message))
 
 
 def widened(message: Message) -> Message:

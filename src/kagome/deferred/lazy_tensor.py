@@ -29,8 +29,8 @@ def changed_in_place() -> EscapeError:
     )
 
 
-class Expr(Protocol):
-    """What a :class:`Lazy` stands for."""
+class Expression(Protocol):
+    """What a :class:`LazyTensor` stands for."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -44,18 +44,18 @@ class Expr(Protocol):
         """The tensor."""
 
 
-class Lazy(Tensor):
+class LazyTensor(Tensor):
     """A tensor that is not there yet: shape and type are known, its numbers are not."""
 
     expr: Any
     value: Tensor | None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __new__(cls, expr: Expr) -> Lazy:
+    def __new__(cls, expr: Expression) -> LazyTensor:
         """A stand-in for what an expression will give."""
         first = expr.parts[0]
         grad = torch.is_grad_enabled() and any(part.requires_grad for part in expr.parts)
-        self: Lazy = Tensor._make_wrapper_subclass(
+        self: LazyTensor = Tensor._make_wrapper_subclass(
             cls, tuple(expr.shape), dtype=first.dtype, device=first.device, requires_grad=grad
         )
         self.expr, self.value = expr, None
@@ -82,7 +82,7 @@ class Lazy(Tensor):
 
 def now(tensor: Tensor) -> Tensor:
     """The tensor itself, or what a lazy one stands for."""
-    return tensor.now() if isinstance(tensor, Lazy) else tensor
+    return tensor.now() if isinstance(tensor, LazyTensor) else tensor
 
 
 def supports(rows: Tensor) -> bool:
@@ -92,7 +92,7 @@ def supports(rows: Tensor) -> bool:
 
 def refuse_in_function(args: tuple[Any, ...]) -> None:
     """Refuse a lazy tensor inside an autograd function of the user's: its gradient would end there."""
-    if torch.is_grad_enabled() or not any(isinstance(v, Lazy) and v.requires_grad for v in args):
+    if torch.is_grad_enabled() or not any(isinstance(v, LazyTensor) and v.requires_grad for v in args):
         return
     frame = sys._getframe()
     while frame.f_back is not None:

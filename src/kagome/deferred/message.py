@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from kagome.deferred.lazy_tensor import changed_in_place, now
-from kagome.feature_parallel.all_to_all import Cut
-from kagome.feature_parallel.edge_layout import Slicing
-from kagome.feature_parallel.tiled_reduce import Bound
-from kagome.halo.exchange import NeighborRows
-from kagome.halo.forward_pass import Turn
+from kagome.feature_parallel.all_to_all import SliceCut
+from kagome.feature_parallel.edge_layout import EdgeLayout
+from kagome.feature_parallel.tiled_reduce import TileBound
+from kagome.halo.exchange import HaloExchange
+from kagome.halo.forward_pass import ForwardPass
 from kagome.kernels.base.csr import Structure
-from kagome.placement.placement import Kind, Mark
+from kagome.placement.placement import Placement, PlacementKind
 from kagome.sparse_ops import edge_softmax, edge_sum, linear
-from kagome.sparse_ops.sparse_features import Thin
+from kagome.sparse_ops.sparse_features import SparseFeatures
 
 Reduce = Literal["sum", "mean", "max", "min"]
 Form = Literal["sum", "product", "leaky"]
@@ -39,20 +39,20 @@ Form = Literal["sum", "product", "leaky"]
 class Thins(Protocol):
     """Who knows which rows last."""
 
-    def thinned(self, rows: Tensor) -> Tensor | Thin:
+    def thinned(self, rows: Tensor) -> Tensor | SparseFeatures:
         """Rows that last and are nearly all zeros by what is not; others as they are."""
 
-    def mark(self, tensor: Tensor, mark: Mark) -> Tensor:
+    def mark(self, tensor: Tensor, mark: Placement) -> Tensor:
         """Say what a tensor stands for."""
 
 
 class MessageScope(Thins, Protocol):
     """What messages ask of the running interception."""
 
-    turn: Turn
+    turn: ForwardPass
     slices: bool
     """Whether ranks take some columns of all rows where they can."""
-    bound: Bound | None
+    bound: TileBound | None
     """The working memory that sums may take."""
 
     def where(self) -> str:
@@ -68,22 +68,24 @@ class MessageScope(Thins, Protocol):
     def roots(self, weight: Tensor | None, edges: EdgeSet) -> Tensor | None:
         """A number for each row that edges read, whose products are the weights."""
 
-    def roots_of_all(self, weight: Tensor | None, edges: EdgeSet, slicing: Slicing) -> Tensor | None:
+    def roots_of_all(self, weight: Tensor | None, edges: EdgeSet, slicing: EdgeLayout) -> Tensor | None:
         """The same for all ranks' rows."""
 
-    def slicing(self, edges: EdgeSet) -> Slicing:
+    def slicing(self, edges: EdgeSet) -> EdgeLayout:
         """The edges of all ranks."""
 
-    def apart(self, rows: Tensor, cut: Cut, slicing: Slicing, site: str, *, of_edges: bool = False) -> Tensor:
+    def apart(
+        self, rows: Tensor, cut: SliceCut, slicing: EdgeLayout, site: str, *, of_edges: bool = False
+    ) -> Tensor:
         """All ranks' rows in this rank's columns; of rows that were read so before, without an exchange."""
 
-    def beyond(self, part: Tensor, slicing: Slicing, site: str) -> Tensor:
+    def beyond(self, part: Tensor, slicing: EdgeLayout, site: str) -> Tensor:
         """With rows of other parts, in the same columns."""
 
-    def read(self, rows: Tensor, axis: int, mark: Mark, site: str = "") -> Tensor:
+    def read(self, rows: Tensor, axis: int, mark: Placement, site: str = "") -> Tensor:
         """Own and halo rows."""
 
-    def held(self, rows: Tensor, mark: Mark) -> Tensor | None:
+    def held(self, rows: Tensor, mark: Placement) -> Tensor | None:
         """Own and halo rows, if they were read before in this forward."""
 
     def lasting(self, tensor: Tensor | None) -> bool:
@@ -111,17 +113,17 @@ class EdgeSet:
     """
 
     structure: Structure
-    plan: NeighborRows
-    mark: Mark
+    plan: HaloExchange
+    mark: Placement
     scope: MessageScope
 
     def pairs(self, tensor: Tensor) -> Tensor:
         """Mark a tensor as having a row an edge."""
-        return self.scope.mark(tensor, Mark(Kind.PAIRS, self.mark.view, 0, self.mark.edges))
+        return self.scope.mark(tensor, Placement(PlacementKind.PAIRS, self.mark.view, 0, self.mark.edges))
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Mark a tensor as having a row a vertex."""
-        return self.scope.mark(tensor, Mark(Kind.ROWS))
+        return self.scope.mark(tensor, Placement(PlacementKind.ROWS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +167,9 @@ class Linear:
 
     def compute(self) -> Tensor:
         """The tensor."""
-        return self.scope.mark(linear.linear(self.scope.thinned(self.x), self.weight), Mark(Kind.ROWS))
+        return self.scope.mark(
+            linear.linear(self.scope.thinned(self.x), self.weight), Placement(PlacementKind.ROWS)
+        )
 
 
 @dataclass(frozen=True, eq=False)

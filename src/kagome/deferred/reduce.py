@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kagome.deferred import sliced_attention, sliced_reduce
-from kagome.deferred.lazy_tensor import Lazy, now
+from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.deferred.message import EdgeSet, Linear, Message, Shared, SoftmaxShare, flat
 from kagome.kernels.base.address import address
 from kagome.sparse_ops import edge_softmax, edge_sum, linear as dense
-from kagome.sparse_ops.sparse_features import Thin, is_thin, thin_of
+from kagome.sparse_ops.sparse_features import SparseFeatures, is_thin, thin_of
 
 Reduce = Literal["sum", "mean", "max", "min"]
 NAMES: dict[str, Reduce] = {
@@ -48,12 +48,12 @@ class Total:
         """Compute the sum, with the exchange of rows that it takes."""
         return self.message.edges.rows(now(_linear_sum(self.message, self.how)))
 
-    def kept(self) -> Tensor | Thin | None:
+    def kept(self) -> Tensor | SparseFeatures | None:
         """The sum to multiply by a weight, if it is the same in every forward; else None."""
         source, scope = self.message.source, self.message.edges.scope
         assert source is not None
         self.message.check()
-        if isinstance(source.rows, Lazy) or not (
+        if isinstance(source.rows, LazyTensor) or not (
             scope.lasting(source.rows) and scope.lasting(self.message.weight)
         ):
             return None
@@ -62,7 +62,7 @@ class Total:
 
 def settled(value: Any) -> Any:
     """A sum that was put off, computed as far as feature slices where it is one of those."""
-    if not isinstance(value, Lazy) or value.value is not None or not isinstance(value.expr, Total):
+    if not isinstance(value, LazyTensor) or value.value is not None or not isinstance(value.expr, Total):
         return value
     if sliced_reduce.slicing_for(value.expr.message) is None:
         return value
@@ -82,7 +82,7 @@ def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
     Shapes:
         ``[E, ...]`` -> ``[n, ...]``.
     """
-    expr = value.expr if isinstance(value, Lazy) and value.value is None else None
+    expr = value.expr if isinstance(value, LazyTensor) and value.value is None else None
     s = edges.structure
     if isinstance(expr, Shared) and how == "sum" and expr.message.one_ended and len(expr.shape) == 2:
         slicing = sliced_reduce.slicing_for(expr.message)
@@ -122,8 +122,8 @@ def _total(message: Message, how: Reduce) -> Tensor:
     if target is None:
         assert message.source is not None
         rows = message.source.rows
-        if rows.dim() == 2 and not isinstance(rows, Lazy):
-            return edges.rows(Lazy(Total(alone, how)))
+        if rows.dim() == 2 and not isinstance(rows, LazyTensor):
+            return edges.rows(LazyTensor(Total(alone, how)))
         return edges.rows(_linear_sum(alone, how))
     degree = edges.structure.degree
     degree = degree if how == "sum" else degree.clamp(max=1)
@@ -139,7 +139,7 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
     assert source is not None
     message.check()
     rows = source.rows
-    if isinstance(rows, Lazy) and rows.value is None and isinstance(rows.expr, Linear):
+    if isinstance(rows, LazyTensor) and rows.value is None and isinstance(rows.expr, Linear):
         linear: Linear = rows.expr
         narrow = linear.weight.size(1) < linear.weight.size(0)
         if narrow or (scope.lasting(linear.x) and scope.lasting(message.weight)):
@@ -154,7 +154,7 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
     return found
 
 
-def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | Thin:
+def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | SparseFeatures:
     """A sum of rows that last, computed once; where it is multiplied by a weight, by what in it is not zero.
 
     All ranks come here in the same order, and each exchanges rows the first time: what each keeps is its own
@@ -162,7 +162,7 @@ def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) 
     """
     scope = message.edges.scope
     key = ("sum", how, id(message.edges), _place(rows), _place(message.weight))
-    found: Tensor | Thin | None = scope.kept(key)
+    found: Tensor | SparseFeatures | None = scope.kept(key)
     if found is None:
         with scope.once():
             found = scope.keep(key, _first_sum(message, rows, how, multiplied=multiplied))
@@ -174,7 +174,7 @@ def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) 
     return scope.keep(("whole", key), found.whole()) if whole is None else whole
 
 
-def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | Thin:
+def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | SparseFeatures:
     """The sum of rows that last, with the exchange that it takes."""
     source, weight, edges = message.source, message.weight, message.edges
     assert source is not None
@@ -242,7 +242,7 @@ def softmax(value: Tensor, edges: EdgeSet) -> Tensor:
     Shapes:
         ``[E, ...]`` -> the same.
     """
-    expr = value.expr if isinstance(value, Lazy) and value.value is None else None
+    expr = value.expr if isinstance(value, LazyTensor) and value.value is None else None
     s = edges.structure
     if isinstance(expr, Message) and expr.target is not None and expr.source is not None:
         joint = expr.form == "leaky" or (expr.form == "sum" and expr.weight is None)
@@ -257,7 +257,7 @@ def softmax(value: Tensor, edges: EdgeSet) -> Tensor:
             out: Tensor = edge_softmax.joint_softmax(*read, slope, s)
             return edges.pairs(out.view(*shape))
     if isinstance(expr, Message) and expr.one_ended and expr.source is not None and len(expr.shape) == 2:
-        return edges.pairs(Lazy(SoftmaxShare(expr)))
+        return edges.pairs(LazyTensor(SoftmaxShare(expr)))
     logits = now(value)
     out = edge_softmax.edge_softmax(flat(logits), s)
     return edges.pairs(out.view(logits.shape))

@@ -21,14 +21,14 @@ from torch import Tensor
 from kagome.deferred import sliced_attention, sliced_reduce
 from kagome.deferred.arithmetic import binary
 from kagome.deferred.endpoint_ops import each, joined, message_of, put_off, source_rows, with_rows
-from kagome.deferred.lazy_tensor import Lazy, now
+from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.deferred.message import Beside, EdgeSet, Linear, Message, Source, Thins
 from kagome.deferred.reduce import Total, settled
 from kagome.placement.axis_rules import attribute
-from kagome.placement.placement import Kind, Marks
+from kagome.placement.placement import PlacementKind, Placements
 from kagome.sparse_ops import edge_softmax, linear as dense
 
-Rule = Callable[[Marks, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Rule = Callable[[Placements, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 #: What a stand-in knows by itself.
 _ASK = (
@@ -75,10 +75,10 @@ def asks(name: str, func: Any) -> bool:
 
 
 def answer(
-    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The result of a call that was given a lazy tensor, or NotImplemented where it needs the numbers."""
-    if any(isinstance(value, Lazy) and value.value is not None for value in args):
+    if any(isinstance(value, LazyTensor) and value.value is not None for value in args):
         return NotImplemented  # computed already: it costs nothing to use it
     if any(sliced_attention.share_of(value) is not None for value in args):
         found = sliced_attention.answer(name, args, kwargs)
@@ -100,8 +100,8 @@ def computed_for(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name in WRITES:
         return args  # that of writes reduces messages without computing them
     first, *rest = args or (None,)
-    if isinstance(first, Lazy) and name.startswith("new_"):
-        while isinstance(first, Lazy):  # a type and a place are asked for: any tensor of both will do
+    if isinstance(first, LazyTensor) and name.startswith("new_"):
+        while isinstance(first, LazyTensor):  # a type and a place are asked for: any tensor of both will do
             first = first.expr.parts[0]
     elif name not in ("index_select", "__getitem__") or not _gathers_lazily(settled(first)):
         first = computed(first)
@@ -110,7 +110,7 @@ def computed_for(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _gathers_lazily(value: Any) -> bool:
     """Whether rows stay put off when they are gathered: to be mapped after they are summed, or in slices."""
-    linear = isinstance(value, Lazy) and isinstance(value.expr, Linear)
+    linear = isinstance(value, LazyTensor) and isinstance(value.expr, Linear)
     return linear or sliced_reduce.in_slices(value) is not None
 
 
@@ -124,9 +124,9 @@ def spread(value: Tensor) -> Tensor:
 
 def computed(values: Any) -> Any:
     """Arguments with every lazy tensor computed, one list deep."""
-    if isinstance(values, Lazy):
+    if isinstance(values, LazyTensor):
         return values.now()
-    if isinstance(values, (tuple, list)) and any(isinstance(v, Lazy) for v in values):
+    if isinstance(values, (tuple, list)) and any(isinstance(v, LazyTensor) for v in values):
         return type(values)(now(v) for v in values)
     return values
 
@@ -139,17 +139,17 @@ def all_computed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[A
 def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call was given a lazy tensor."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Lazy):
+        if isinstance(value, LazyTensor):
             return True
-        if isinstance(value, (tuple, list)) and any(isinstance(v, Lazy) for v in value):
+        if isinstance(value, (tuple, list)) and any(isinstance(v, LazyTensor) for v in value):
             return True
     return False
 
 
-def gathered(edges: EdgeSet, rows: Tensor, kind: Kind, site: str) -> Tensor:
+def gathered(edges: EdgeSet, rows: Tensor, kind: PlacementKind, site: str) -> Tensor:
     """``rows[source]`` or ``rows[target]``, put off."""
     roots = ((rows, rows._version),)
-    if kind is Kind.TARGET:
+    if kind is PlacementKind.TARGET:
         rows = now(rows)
         return put_off(Message(edges, rows, None, roots=((rows, rows._version),)))
     return put_off(Message(edges, None, Source(rows, edges.plan.closed, site), roots=roots))
@@ -159,7 +159,7 @@ def gathered(edges: EdgeSet, rows: Tensor, kind: Kind, site: str) -> Tensor:
 
 
 def _pointwise(
-    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """``relu`` and the like: row by row where the message is one end's row."""
     m = message_of(args[0]) if args else None
@@ -178,13 +178,13 @@ def _pointwise(
 
 
 def _linear(
-    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """``F.linear`` of a message, of messages side by side, or of a sum that it narrows."""
     weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
     bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
     value = args[0] if args else None
-    if not isinstance(value, Lazy) or not isinstance(weight, Tensor) or isinstance(weight, Lazy):
+    if not isinstance(value, LazyTensor) or not isinstance(weight, Tensor) or isinstance(weight, LazyTensor):
         return NotImplemented
     if torch.is_autocast_enabled(value.device.type):
         return NotImplemented
@@ -225,15 +225,15 @@ def _narrowed(total: Total, weight: Tensor, bias: Tensor | None) -> Any:
 
 
 def _shape(
-    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """``view``, ``unsqueeze``, ``x[:, i]``, ...: another shape of each row."""
     value = args[0]
-    expr = value.expr if isinstance(value, Lazy) else None
+    expr = value.expr if isinstance(value, LazyTensor) else None
     if isinstance(expr, Beside) and name == "__getitem__" and _inner(args[1], len(expr.shape)):
-        parts = [message_of(_shape(marks, name, func, (Lazy(m), args[1]), {})) for m in expr.messages]
+        parts = [message_of(_shape(marks, name, func, (LazyTensor(m), args[1]), {})) for m in expr.messages]
         known = tuple(m for m in parts if m is not None)
-        side = Lazy(Beside(known))
+        side = LazyTensor(Beside(known))
         return expr.messages[0].edges.pairs(side) if len(known) == len(parts) else NotImplemented
     m = message_of(value)
     if m is None or m.form != "sum" or m.weight is not None:
@@ -275,7 +275,7 @@ def _inner(index: Any, dims: int) -> bool:
 
 
 def _side_by_side(
-    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """``cat`` along the last axis; ``stack`` of sums along an inner one."""
     values = args[0] if args else kwargs.get("tensors")
@@ -289,7 +289,7 @@ def _side_by_side(
         same = {m.shape[:-1] for m in kept if isinstance(m.shape, tuple)}
         if dim % len(first.shape) != len(first.shape) - 1 or len(first.shape) < 2 or len(same) != 1:
             return NotImplemented
-        return first.edges.pairs(Lazy(Beside(tuple(kept))))
+        return first.edges.pairs(LazyTensor(Beside(tuple(kept))))
     dim %= len(first.shape) + 1
     ends = {(m.target is None, m.source is None, m.source is not None and m.source.whole) for m in kept}
     if dim == 0 or len(ends) != 1:
@@ -303,7 +303,7 @@ def _side_by_side(
 
 
 def _dotted(
-    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """``(a_i * b_j).sum(-1)`` and ``(leaky(a_i + b_j) * att).sum(-1)``: a number an edge and head."""
     m = message_of(args[0]) if args else None
@@ -341,11 +341,11 @@ def _three(rows: Tensor) -> Tensor:
 
 
 def _as_shape(
-    marks: Marks, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """``index.expand_as(x_j)``."""
     base, like = args[0], args[1] if len(args) > 1 else kwargs.get("other")
-    if isinstance(base, Lazy) or not isinstance(like, Lazy):
+    if isinstance(base, LazyTensor) or not isinstance(like, LazyTensor):
         return NotImplemented
     out = base.expand(like.shape)
     mark = marks.get(base)

@@ -24,10 +24,10 @@ from typing import Any
 
 from torch import Tensor
 
-from kagome.deferred.lazy_tensor import Lazy
+from kagome.deferred.lazy_tensor import LazyTensor
 from kagome.deferred.message import Message, flat
-from kagome.feature_parallel.all_to_all import Cut
-from kagome.feature_parallel.edge_layout import Slicing
+from kagome.feature_parallel.all_to_all import SliceCut
+from kagome.feature_parallel.edge_layout import EdgeLayout
 from kagome.sparse_ops import edge_softmax
 
 Draw = Callable[[Tensor, Tensor, int], Tensor]
@@ -65,11 +65,11 @@ class JointShare:
 
     logits: Message
     slope: float
-    slicing: Slicing | None
+    slicing: EdgeLayout | None
     ends: tuple[Tensor, Tensor] | None = None
     drop: Drop | None = None
     deep: int = 0
-    known: dict[Cut | None, Tensor] = field(default_factory=dict)
+    known: dict[SliceCut | None, Tensor] = field(default_factory=dict)
 
     @property
     def shape(self) -> Sequence[int]:
@@ -89,7 +89,7 @@ class JointShare:
             out = self.drop.draw(out, self.drop.own, 0)
         return edges.pairs(out.view(*self.shape))
 
-    def heads(self, cut: Cut) -> Tensor:
+    def heads(self, cut: SliceCut) -> Tensor:
         """The shares of all ranks' edges, of this rank's heads.
 
         Shapes:
@@ -127,15 +127,15 @@ class JointShare:
 
 def share_of(value: Any) -> JointShare | None:
     """What a tensor stands for, if it is attention that was put off."""
-    found = isinstance(value, Lazy) and value.value is None and isinstance(value.expr, JointShare)
+    found = isinstance(value, LazyTensor) and value.value is None and isinstance(value.expr, JointShare)
     return value.expr if found else None
 
 
 def put_off(
-    logits: Message, slope: float, slicing: Slicing | None, read: tuple[Tensor, Tensor] | None = None
+    logits: Message, slope: float, slicing: EdgeLayout | None, read: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """The softmax of ``leaky_relu(a_i + b_j)``, to be computed by head, or in the order of ``walked``."""
-    return logits.edges.pairs(Lazy(JointShare(logits, slope, slicing, read)))
+    return logits.edges.pairs(LazyTensor(JointShare(logits, slope, slicing, read)))
 
 
 def ends(logits: Message) -> tuple[Tensor, Tensor]:
@@ -159,7 +159,7 @@ def answer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name not in ("mul", "__rmul__") or len(args) != 2 or kwargs:
         return NotImplemented
     share, other = (share, args[1]) if share is not None else (share_of(args[1]), args[0])
-    message = other.expr if isinstance(other, Lazy) and isinstance(other.expr, Message) else None
+    message = other.expr if isinstance(other, LazyTensor) and isinstance(other.expr, Message) else None
     if share is None or message is None or message.edges is not share.logits.edges:
         return NotImplemented
     heads = tuple(share.logits.shape[1:])
@@ -168,8 +168,8 @@ def answer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     single = len(message.shape) == 2 and heads == (1,) and share.deep == 0
     if not fits or not (headed or single):
         return NotImplemented
-    weight = share.logits.edges.pairs(Lazy(replace(share, deep=0)))
-    return message.edges.pairs(Lazy(replace(message, weight=weight)))
+    weight = share.logits.edges.pairs(LazyTensor(replace(share, deep=0)))
+    return message.edges.pairs(LazyTensor(replace(message, weight=weight)))
 
 
 def _deeper(share: JointShare, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,10 +184,10 @@ def _deeper(share: JointShare, name: str, args: tuple[Any, ...], kwargs: dict[st
         same = asked[:1] in ((-1,), shape[:1]) and asked[1:] == (*shape[1:], *[1] * max(more, 0))
         if more < 0 or not same:
             return NotImplemented
-        return share.logits.edges.pairs(Lazy(replace(share, deep=share.deep + more)))
+        return share.logits.edges.pairs(LazyTensor(replace(share, deep=share.deep + more)))
     if not more:
         return NotImplemented
-    return share.logits.edges.pairs(Lazy(replace(share, deep=share.deep + more)))
+    return share.logits.edges.pairs(LazyTensor(replace(share, deep=share.deep + more)))
 
 
 def dropped(share: JointShare, draw: Draw, own: Tensor, every: Tensor) -> Tensor:
@@ -201,12 +201,12 @@ def dropped(share: JointShare, draw: Draw, own: Tensor, every: Tensor) -> Tensor
     """
     # What was computed of them had nothing dropped.
     late = replace(share, drop=Drop(draw, own, every), known={})
-    return share.logits.edges.pairs(Lazy(late))
+    return share.logits.edges.pairs(LazyTensor(late))
 
 
 def computed(weight: Tensor, rows: Tensor) -> Tensor:
     """A weight an edge, or an edge and head, as numbers of this rank's edges."""
-    return flattened(weight.now(), rows) if isinstance(weight, Lazy) else weight
+    return flattened(weight.now(), rows) if isinstance(weight, LazyTensor) else weight
 
 
 def flattened(weight: Tensor, rows: Tensor) -> Tensor:

@@ -20,20 +20,20 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from kagome.deferred.lazy_tensor import Lazy, changed_in_place, supports
+from kagome.deferred.lazy_tensor import LazyTensor, changed_in_place, supports
 from kagome.deferred.message import EdgeSet, Message, flat, width
 from kagome.deferred.sliced_attention import share_of
-from kagome.feature_parallel.all_to_all import Cut
-from kagome.feature_parallel.edge_layout import Slicing
+from kagome.feature_parallel.all_to_all import SliceCut
+from kagome.feature_parallel.edge_layout import EdgeLayout
 from kagome.feature_parallel.tiled_columns import ColumnSoftmax, Extreme, Reduction, by_chunk
 from kagome.feature_parallel.tiled_reduce import Hop
-from kagome.halo.forward_pass import Turn
-from kagome.placement.placement import Kind, Mark, Marks
+from kagome.halo.forward_pass import ForwardPass
+from kagome.placement.placement import Placement, PlacementKind, Placements
 from kagome.sparse_ops import edge_softmax, edge_sum
 
 
 @dataclass(frozen=True, eq=False)
-class Pending:
+class SlicedWork:
     """A sum that waits until it is known whether whole rows are wanted of it.
 
     Args:
@@ -48,7 +48,7 @@ class Pending:
     weight: Tensor | None
     version: int
 
-    def run(self, turn: Turn, site: str, *, last: bool) -> Tensor:
+    def run(self, turn: ForwardPass, site: str, *, last: bool) -> Tensor:
         """The sum, in slices or whole."""
         if self.rows._version != self.version:
             raise changed_in_place()
@@ -72,11 +72,11 @@ class InSlices:
 
     def __init__(
         self,
-        part: Tensor | Pending,
-        cut: Cut,
+        part: Tensor | SlicedWork,
+        cut: SliceCut,
         trailing: tuple[int, ...],
         edges: EdgeSet,
-        slicing: Slicing,
+        slicing: EdgeLayout,
         site: str,
     ) -> None:
         self._part, self.cut, self.trailing = part, cut, trailing
@@ -85,7 +85,7 @@ class InSlices:
     @property
     def part(self) -> Tensor:
         """All rows in this rank's columns."""
-        if isinstance(self._part, Pending):
+        if isinstance(self._part, SlicedWork):
             self._part = self._part.run(self.edges.scope.turn, self.site, last=False)
         return self._part
 
@@ -109,7 +109,7 @@ class InSlices:
     def compute(self) -> Tensor:
         """Own rows, whole."""
         turn = self.edges.scope.turn
-        if isinstance(self._part, Pending):
+        if isinstance(self._part, SlicedWork):
             own = self._part.run(turn, self.site, last=True)
         else:
             own = self.slicing.rows.together(self._part, self.cut, turn, self.site)
@@ -117,7 +117,7 @@ class InSlices:
 
     def lazy(self) -> Tensor:
         """A tensor that stands for it."""
-        return self.edges.rows(Lazy(self))
+        return self.edges.rows(LazyTensor(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,11 +157,11 @@ class Scaled:
 
 def in_slices(value: Any) -> InSlices | None:
     """What a tensor stands for, if its rows lie in feature slices."""
-    found = isinstance(value, Lazy) and value.value is None and isinstance(value.expr, InSlices)
+    found = isinstance(value, LazyTensor) and value.value is None and isinstance(value.expr, InSlices)
     return value.expr if found else None
 
 
-def slicing_for(message: Message) -> Slicing | None:
+def slicing_for(message: Message) -> EdgeLayout | None:
     """The edges of all ranks, if a message's columns are to be reduced apart; None for vertices and a halo.
 
     Rows that this layer has read with their halo already stay so.
@@ -169,12 +169,12 @@ def slicing_for(message: Message) -> Slicing | None:
     source, scope = message.source, message.edges.scope
     if source is None or source.whole or not scope.slices:
         return None
-    if not isinstance(source.rows, Lazy) and scope.held(source.rows, message.edges.mark) is not None:
+    if not isinstance(source.rows, LazyTensor) and scope.held(source.rows, message.edges.mark) is not None:
         return None
     return scope.slicing(message.edges)
 
 
-def summed(message: Message, rows: Tensor, how: str, slicing: Slicing) -> Tensor:
+def summed(message: Message, rows: Tensor, how: str, slicing: EdgeLayout) -> Tensor:
     """The sum or mean over in-edges, in feature slices."""
     source, weight = message.source, message.weight
     assert source is not None
@@ -187,7 +187,7 @@ def summed(message: Message, rows: Tensor, how: str, slicing: Slicing) -> Tensor
     else:
         cut, of_weight = slicing.even(width(trailing)), slicing.everything(1)
     if inside is not None and inside.cut != cut:
-        rows, inside = rows.now() if isinstance(rows, Lazy) else rows, None
+        rows, inside = rows.now() if isinstance(rows, LazyTensor) else rows, None
     scope, site = edges.scope, source.site
     root = scope.roots_of_all(weight, edges, slicing)
     weight = weight if root is None else None
@@ -209,7 +209,9 @@ def summed(message: Message, rows: Tensor, how: str, slicing: Slicing) -> Tensor
         own = flat(rows) if first else None
         part = own if own is not None else inside.part if inside else scope.apart(rows, cut, slicing, site)
         hop = scope.bound.hop(slicing, cut, weight, part.itemsize, scale=scale, factor=root, first=first)
-        return InSlices(Pending(hop, part, weight, part._version), cut, trailing, edges, slicing, site).lazy()
+        return InSlices(
+            SlicedWork(hop, part, weight, part._version), cut, trailing, edges, slicing, site
+        ).lazy()
     part = inside.part if inside is not None else scope.apart(rows, cut, slicing, site)
     part = scope.beyond(part, slicing, site)
     if weight is not None and weight.dim() == 2:
@@ -218,7 +220,7 @@ def summed(message: Message, rows: Tensor, how: str, slicing: Slicing) -> Tensor
     return InSlices(flat(out), cut, trailing, edges, slicing, source.site).lazy()
 
 
-def extreme(message: Message, sign: int, slicing: Slicing) -> Tensor:
+def extreme(message: Message, sign: int, slicing: EdgeLayout) -> Tensor:
     """The largest (sign 1) or smallest (-1) of the neighbours' rows, column by column."""
     return _by_column(
         (message,),
@@ -228,7 +230,7 @@ def extreme(message: Message, sign: int, slicing: Slicing) -> Tensor:
     )
 
 
-def column_softmax(logits: Message, message: Message, slicing: Slicing) -> Tensor:
+def column_softmax(logits: Message, message: Message, slicing: EdgeLayout) -> Tensor:
     """Sums by a softmax that each column has of its own."""
     return _by_column(
         (logits, message),
@@ -239,7 +241,7 @@ def column_softmax(logits: Message, message: Message, slicing: Slicing) -> Tenso
 
 
 def _by_column(
-    messages: tuple[Message, ...], slicing: Slicing, how: Reduction, do: Callable[..., Tensor]
+    messages: tuple[Message, ...], slicing: EdgeLayout, how: Reduction, do: Callable[..., Tensor]
 ) -> Tensor:
     """A reduction of rows of some columns, at once or within the bound; its result stays in slices."""
     parts, cut, last = [], None, messages[-1]
@@ -253,7 +255,7 @@ def _by_column(
         if inside is not None and inside.cut == cut:
             part = inside.part
         else:
-            rows = rows.now() if isinstance(rows, Lazy) else rows
+            rows = rows.now() if isinstance(rows, LazyTensor) else rows
             part = scope.apart(rows, cut, slicing, site)
         parts.append(scope.beyond(part, slicing, site))
     assert cut is not None
@@ -285,7 +287,7 @@ def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     if name.strip("_") not in ("add", "radd", "sub", "rsub") or tuple(other.shape) != tuple(inside.shape):
         return NotImplemented
     scope, factor = inside.edges.scope, 1.0
-    if isinstance(other, Lazy):
+    if isinstance(other, LazyTensor):
         multiple = other.expr
         if not isinstance(multiple, Scaled):
             return NotImplemented
@@ -304,7 +306,7 @@ class Layer(Protocol):
 
     slices: bool
     layers: int
-    marks: Marks
+    marks: Placements
 
     def axis(self, tensor: Any) -> int | None:
         """The axis along which a tensor has a row a vertex or an edge."""
@@ -324,7 +326,9 @@ def scaled(
         return NotImplemented
     if not scope.of_each_vertex(rows) or scope.axis(rows) != 0:
         return NotImplemented
-    return scope.marks.put(Lazy(Scaled(rows, float(factor), rows._version)), Mark(Kind.ROWS))
+    return scope.marks.put(
+        LazyTensor(Scaled(rows, float(factor), rows._version)), Placement(PlacementKind.ROWS)
+    )
 
 
 HANDLERS = {"mul": scaled, "__rmul__": scaled}

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from kagome.halo.exchange import Carrier, UnderWay, through
-from kagome.halo.forward_pass import Site, Turn
+from kagome.halo.forward_pass import ForwardPass, Site
 
 APART, BACK, TOGETHER, BACK_TOGETHER = 4, 5, 6, 7
 """Directions, for headers that ranks compare and for codecs: gradients have the odd ones."""
 
 
 @dataclass(frozen=True)
-class Cut:
+class SliceCut:
     """Which columns each rank takes; some may be taken by several.
 
     Args:
@@ -57,18 +57,18 @@ class Cut:
         return sum(self.ends) - sum(self.begins) > self.width
 
 
-def even(width: int, ranks: int) -> Cut:
+def even(width: int, ranks: int) -> SliceCut:
     """Columns shared out as evenly as they can be, the first ranks one more."""
     bounds = [(width * rank + ranks - 1) // ranks for rank in range(ranks + 1)]
-    return Cut(tuple(bounds[:-1]), tuple(bounds[1:]), width)
+    return SliceCut(tuple(bounds[:-1]), tuple(bounds[1:]), width)
 
 
-def everything(width: int, ranks: int) -> Cut:
+def everything(width: int, ranks: int) -> SliceCut:
     """All columns for every rank."""
-    return Cut((0,) * ranks, (width,) * ranks, width)
+    return SliceCut((0,) * ranks, (width,) * ranks, width)
 
 
-def by_head(heads: int, each: int, ranks: int) -> tuple[Cut, Cut]:
+def by_head(heads: int, each: int, ranks: int) -> tuple[SliceCut, SliceCut]:
     """Whole heads for each rank; where there are fewer heads than ranks, columns of one head.
 
     Args:
@@ -81,7 +81,9 @@ def by_head(heads: int, each: int, ranks: int) -> tuple[Cut, Cut]:
     """
     if heads >= ranks or not heads:
         cut = even(heads, ranks)
-        columns = Cut(tuple(b * each for b in cut.begins), tuple(e * each for e in cut.ends), heads * each)
+        columns = SliceCut(
+            tuple(b * each for b in cut.begins), tuple(e * each for e in cut.ends), heads * each
+        )
         return columns, cut
     begins, ends, touched = [], [], []
     for head in range(heads):
@@ -90,12 +92,12 @@ def by_head(heads: int, each: int, ranks: int) -> tuple[Cut, Cut]:
         begins += [head * each + begin for begin in inside.begins]
         ends += [head * each + end for end in inside.ends]
         touched += [head] * len(members)
-    columns = Cut(tuple(begins), tuple(ends), heads * each)
-    return columns, Cut(tuple(touched), tuple(head + 1 for head in touched), heads)
+    columns = SliceCut(tuple(begins), tuple(ends), heads * each)
+    return columns, SliceCut(tuple(touched), tuple(head + 1 for head in touched), heads)
 
 
 @dataclass(frozen=True, eq=False)
-class Lot:
+class RowBlock:
     """Rows that cross together.
 
     Args:
@@ -109,7 +111,7 @@ class Lot:
     counts: tuple[int, ...]
 
 
-class Transposer:
+class AllToAll:
     """The two ways between vertex slices and feature slices, each the other's gradient.
 
     Args:
@@ -122,7 +124,7 @@ class Transposer:
         self.counts, self.channel, self.device = tuple(counts), channel, device
         self.total = sum(self.counts)
 
-    def apart(self, rows: Tensor, cut: Cut, turn: Turn, name: str) -> Tensor:
+    def apart(self, rows: Tensor, cut: SliceCut, turn: ForwardPass, name: str) -> Tensor:
         """All columns of own rows -> this rank's columns of all rows, by rank; with gradient.
 
         Shapes:
@@ -139,7 +141,7 @@ class Transposer:
             lambda g: self.start_together(g, cut, site, BACK).wait(),
         )
 
-    def together(self, part: Tensor, cut: Cut, turn: Turn, name: str) -> Tensor:
+    def together(self, part: Tensor, cut: SliceCut, turn: ForwardPass, name: str) -> Tensor:
         """From this rank's columns of all rows to all columns of own rows; with gradient.
 
         Shapes:
@@ -156,14 +158,14 @@ class Transposer:
             lambda g: self.start_apart(g, cut, site, BACK_TOGETHER).wait(),
         )
 
-    def lot(self, places: Tensor) -> Lot:
+    def lot(self, places: Tensor) -> RowBlock:
         """Some rows, by place among all ranks' rows, ascending."""
         ends = torch.tensor(self.counts, device=places.device).cumsum(0)
         until = torch.searchsorted(places, ends).tolist()
         counts = tuple(end - begin for begin, end in zip([0, *until], until, strict=False))
         rank = self.channel.rank
         mine = places[until[rank] - counts[rank] : until[rank]]
-        return Lot(places, mine - sum(self.counts[:rank]), counts)
+        return RowBlock(places, mine - sum(self.counts[:rank]), counts)
 
     @cached_property
     def _places(self) -> Tensor:
@@ -181,7 +183,7 @@ class Transposer:
         return mine.repeat(self.channel.size)
 
     def start_apart(
-        self, rows: Tensor, cut: Cut, site: Site, direction: int, lot: Lot | None = None
+        self, rows: Tensor, cut: SliceCut, site: Site, direction: int, lot: RowBlock | None = None
     ) -> UnderWay:
         """Begin: all columns of own rows go, this rank's columns of all ranks' rows come; no gradient.
 
@@ -208,7 +210,7 @@ class Transposer:
         return _Shaped(begun, lambda come: come.view(sum(counts), mine))
 
     def start_together(
-        self, part: Tensor, cut: Cut, site: Site, direction: int, lot: Lot | None = None
+        self, part: Tensor, cut: SliceCut, site: Site, direction: int, lot: RowBlock | None = None
     ) -> UnderWay:
         """Begin: this rank's columns of all rows go, all columns of own rows come; no gradient.
 

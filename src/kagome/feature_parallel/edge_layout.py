@@ -22,13 +22,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kagome.feature_parallel.all_to_all import Cut, Transposer, by_head, even, everything
-from kagome.halo.exchange import Carrier, NeighborRows
+from kagome.feature_parallel.all_to_all import AllToAll, SliceCut, by_head, even, everything
+from kagome.halo.exchange import Carrier, HaloExchange
 from kagome.kernels.base.csr import Structure
 
 
 @dataclass(frozen=True)
-class SlicedRows(NeighborRows):
+class SlicedRows(HaloExchange):
     """Rows of a part in some columns, and those of other parts in the same."""
 
     def agreed(self, width: int) -> int:
@@ -37,7 +37,7 @@ class SlicedRows(NeighborRows):
 
 
 @dataclass(frozen=True)
-class Team:
+class TensorGroup:
     """The ranks that slice the features of a part: a tensor group among all ranks of the channel.
 
     Args:
@@ -64,14 +64,14 @@ class Team:
         """The rank of a group that has the same columns."""
         return group * self.tensor + self.rank - self.first
 
-    def cut(self, cut: Cut) -> Cut:
+    def cut(self, cut: SliceCut) -> SliceCut:
         """A cut among the group's ranks as one among all: the others take nothing."""
         before, after = (0,) * self.first, (0,) * (self.size - self.first - self.tensor)
-        return Cut((*before, *cut.begins, *after), (*before, *cut.ends, *after), cut.width)
+        return SliceCut((*before, *cut.begins, *after), (*before, *cut.ends, *after), cut.width)
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class RowPlaces:
     """Where a view's rows lie among the rows of a tensor group, with those that it reads elsewhere behind.
 
     Args:
@@ -84,14 +84,14 @@ class Places:
         place ``[n + H]``.
     """
 
-    team: Team
+    team: TensorGroup
     counts: tuple[int, ...]
     place: Tensor
-    halo: NeighborRows | None
+    halo: HaloExchange | None
 
 
 @dataclass(frozen=True, eq=False)
-class Slicing:
+class EdgeLayout:
     """An edge list of all ranks of a tensor group.
 
     Args:
@@ -102,27 +102,27 @@ class Slicing:
         halo: How columns of rows of other parts come; None where there is one part.
     """
 
-    rows: Transposer
-    edges: Transposer
+    rows: AllToAll
+    edges: AllToAll
     structure: Structure
-    team: Team
-    halo: NeighborRows | None = None
+    team: TensorGroup
+    halo: HaloExchange | None = None
 
-    def even(self, width: int) -> Cut:
+    def even(self, width: int) -> SliceCut:
         """Columns shared out evenly."""
         return self.team.cut(even(width, self.team.tensor))
 
-    def everything(self, width: int) -> Cut:
+    def everything(self, width: int) -> SliceCut:
         """All columns for every rank of the group."""
         return self.team.cut(everything(width, self.team.tensor))
 
-    def by_head(self, heads: int, each: int) -> tuple[Cut, Cut]:
+    def by_head(self, heads: int, each: int) -> tuple[SliceCut, SliceCut]:
         """Whole heads for each rank where there are enough: of columns, and of heads."""
         columns, touched = by_head(heads, each, self.team.tensor)
         return self.team.cut(columns), self.team.cut(touched)
 
 
-def places_of(plan: NeighborRows, tensor: int) -> Places:
+def places_of(plan: HaloExchange, tensor: int) -> RowPlaces:
     """Where own and halo rows lie. All ranks call it.
 
     Args:
@@ -133,7 +133,7 @@ def places_of(plan: NeighborRows, tensor: int) -> Places:
         Once: 8 bytes a halo row; with several parts 16 more of those that lie in others.
     """
     channel = plan.channel
-    team = Team(channel.rank, channel.size, tensor)
+    team = TensorGroup(channel.rank, channel.size, tensor)
     counts = _counts(plan.own, channel)
     begin = sum(counts[team.first : channel.rank])
     own = torch.arange(begin, begin + plan.own, device=plan.send.device)
@@ -145,7 +145,7 @@ def places_of(plan: NeighborRows, tensor: int) -> Places:
         kind="other",
     ).view(-1)
     if tensor == channel.size:
-        return Places(team, counts, torch.cat([own, halo]), None)
+        return RowPlaces(team, counts, torch.cat([own, halo]), None)
     # Rows of other parts by group and place there: one number for both.
     bases = [sum(counts[: group * tensor]) for group in range(channel.size // tensor + 1)]
     base = torch.tensor(bases, device=own.device)
@@ -158,10 +158,10 @@ def places_of(plan: NeighborRows, tensor: int) -> Places:
     total = sum(team.inside(counts))
     place = torch.where(away, total + torch.searchsorted(beyond, named), halo)
     rows = _beyond(beyond, base, total, team, channel)
-    return Places(team, team.inside(counts), torch.cat([own, place]), rows)
+    return RowPlaces(team, team.inside(counts), torch.cat([own, place]), rows)
 
 
-def _beyond(beyond: Tensor, base: Tensor, total: int, team: Team, channel: Carrier) -> NeighborRows:
+def _beyond(beyond: Tensor, base: Tensor, total: int, team: TensorGroup, channel: Carrier) -> HaloExchange:
     """How this rank's columns of other parts' rows come from those that have the same columns of them."""
     want = [0] * channel.size
     edges = torch.searchsorted(beyond, base).tolist()
@@ -179,7 +179,7 @@ def _beyond(beyond: Tensor, base: Tensor, total: int, team: Team, channel: Carri
     return SlicedRows(total, beyond.numel(), asked.view(-1), tuple(give), tuple(want), channel)
 
 
-def slicing_of(structure: Structure, places: Places, channel: Carrier) -> Slicing:
+def slicing_of(structure: Structure, places: RowPlaces, channel: Carrier) -> EdgeLayout:
     """The edges of all ranks of the group, from each rank's own. All ranks call it.
 
     Cost:
@@ -190,16 +190,16 @@ def slicing_of(structure: Structure, places: Places, channel: Carrier) -> Slicin
     total = sum(places.counts)
     counts = places.team.inside(_counts(structure.edges, channel))
     whole = total + (0 if places.halo is None else places.halo.halo)
-    return Slicing(
-        Transposer(places.counts, channel, source.device),
-        Transposer(counts, channel, source.device),
+    return EdgeLayout(
+        AllToAll(places.counts, channel, source.device),
+        AllToAll(counts, channel, source.device),
         Structure(source, target, total, whole),
         places.team,
         places.halo,
     )
 
 
-def _told(rows: Tensor, team: Team, channel: Carrier) -> Tensor:
+def _told(rows: Tensor, team: TensorGroup, channel: Carrier) -> Tensor:
     """The rows of all ranks of the group, by rank."""
     counts = team.inside(_counts(rows.size(0), channel))
     sends = team.inside([rows.size(0)] * channel.size)

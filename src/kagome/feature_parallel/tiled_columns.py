@@ -14,25 +14,31 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kagome.feature_parallel.all_to_all import Cut
-from kagome.feature_parallel.edge_layout import Slicing
-from kagome.feature_parallel.tiled_reduce import Bound, DestinationChunk, Room, refuse_again, walked
+from kagome.feature_parallel.all_to_all import SliceCut
+from kagome.feature_parallel.edge_layout import EdgeLayout
+from kagome.feature_parallel.tiled_reduce import (
+    DestinationChunk,
+    TileBound,
+    WorkingMemory,
+    refuse_again,
+    walked,
+)
 from kagome.kernels import ops
-from kagome.kernels.base.csr import Layout
+from kagome.kernels.base.csr import CsrLayout
 
 
 class Reduction(Protocol):
     """A reduction of neighbours' rows in which columns do not meet."""
 
     @property
-    def room(self) -> Room:
+    def room(self) -> WorkingMemory:
         """What it has on the device at a time."""
 
-    def reduce(self, layout: Layout, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def reduce(self, layout: CsrLayout, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The result, and what backward needs besides, of the result's shape."""
 
     def back(
-        self, layout: Layout, rows: tuple[Tensor, ...], found: tuple[Tensor, ...], g: Tensor
+        self, layout: CsrLayout, rows: tuple[Tensor, ...], found: tuple[Tensor, ...], g: Tensor
     ) -> tuple[Tensor, ...]:
         """The gradients of the rows; the layout is by source."""
 
@@ -44,16 +50,16 @@ class Extreme:
     sign: int
 
     @property
-    def room(self) -> Room:
+    def room(self) -> WorkingMemory:
         """Backward's: rows and their gradient; the result, how many equal it, and its gradient."""
-        return Room(reads=2, writes=3)
+        return WorkingMemory(reads=2, writes=3)
 
-    def reduce(self, layout: Layout, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def reduce(self, layout: CsrLayout, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The result and how many equal it."""
         return ops.extreme_rows(layout, rows[0], self.sign)
 
     def back(
-        self, layout: Layout, rows: tuple[Tensor, ...], found: tuple[Tensor, ...], g: Tensor
+        self, layout: CsrLayout, rows: tuple[Tensor, ...], found: tuple[Tensor, ...], g: Tensor
     ) -> tuple[Tensor, ...]:
         """The gradient."""
         best, ties = found
@@ -65,24 +71,26 @@ class ColumnSoftmax:
     """Sums of the second rows by a softmax of the first."""
 
     @property
-    def room(self) -> Room:
+    def room(self) -> WorkingMemory:
         """Backward's: both rows and their gradients; the result, its largest, its total, its gradient."""
-        return Room(reads=4, writes=4)
+        return WorkingMemory(reads=4, writes=4)
 
-    def reduce(self, layout: Layout, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def reduce(self, layout: CsrLayout, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The sums, the largest and the total."""
         z, m = rows
         return ops.column_softmax(layout, z, m)
 
     def back(
-        self, layout: Layout, rows: tuple[Tensor, ...], found: tuple[Tensor, ...], g: Tensor
+        self, layout: CsrLayout, rows: tuple[Tensor, ...], found: tuple[Tensor, ...], g: Tensor
     ) -> tuple[Tensor, ...]:
         """The gradients of both."""
         (z, m), (out, top, total) = rows, found
         return ops.column_softmax_back(layout, z, m, out, top, total, g)
 
 
-def by_chunk(bound: Bound, slicing: Slicing, cut: Cut, how: Reduction, parts: tuple[Tensor, ...]) -> Tensor:
+def by_chunk(
+    bound: TileBound, slicing: EdgeLayout, cut: SliceCut, how: Reduction, parts: tuple[Tensor, ...]
+) -> Tensor:
     """A reduction over all edges in this rank's columns, within the bound.
 
     Args:
@@ -107,7 +115,7 @@ def by_chunk(bound: Bound, slicing: Slicing, cut: Cut, how: Reduction, parts: tu
     return out
 
 
-def _read(bound: Bound, chunk: DestinationChunk, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _read(bound: TileBound, chunk: DestinationChunk, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """A chunk's rows on the device, as many as its structure names; those past its reads have no edge."""
     more = chunk.structure.whole - chunk.reads.numel()
     rows = (part.index_select(0, chunk.reads).to(bound.device, non_blocking=True) for part in parts)
@@ -117,7 +125,7 @@ def _read(bound: Bound, chunk: DestinationChunk, parts: tuple[Tensor, ...]) -> t
 class _ByChunk(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, bound: Bound, chunks: tuple[DestinationChunk, ...], how: Reduction, *parts: Tensor
+        ctx: Any, bound: TileBound, chunks: tuple[DestinationChunk, ...], how: Reduction, *parts: Tensor
     ) -> Tensor:
         kept: tuple[Tensor, ...] = ()
         rows = parts[0].size(0)
@@ -139,7 +147,7 @@ class _ByChunk(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_again()
-        bound: Bound = ctx.bound
+        bound: TileBound = ctx.bound
         parts, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         lies = [torch.zeros_like(part) for part in parts]
         for chunk in reversed(ctx.chunks):

@@ -27,20 +27,28 @@ import torch
 from torch import Tensor
 
 from kagome.errors import ConfigError, ModelError
-from kagome.feature_parallel.all_to_all import APART, BACK, BACK_TOGETHER, TOGETHER, Cut, Lot, Transposer
-from kagome.feature_parallel.edge_layout import Slicing
+from kagome.feature_parallel.all_to_all import (
+    APART,
+    BACK,
+    BACK_TOGETHER,
+    TOGETHER,
+    AllToAll,
+    RowBlock,
+    SliceCut,
+)
+from kagome.feature_parallel.edge_layout import EdgeLayout
 from kagome.halo.exchange import Carrier, UnderWay
-from kagome.halo.forward_pass import Site, Turn
+from kagome.halo.forward_pass import ForwardPass, Site
 from kagome.kernels import ops
-from kagome.kernels.base.csr import Layout, Structure
-from kagome.placement.weak_map import ByIdentity
+from kagome.kernels.base.csr import CsrLayout, Structure
+from kagome.placement.weak_map import WeakTensorMap
 
 MOST = 1 << 16
 """Chunks; a bound that wants more is refused."""
 
 
 @dataclass(frozen=True)
-class Room:
+class WorkingMemory:
     """What a reduction has on the device: tensors of the rows read and of those written, weights an edge."""
 
     reads: int = 1
@@ -68,25 +76,25 @@ class DestinationChunk:
     begin: int
     end: int
     reads: Tensor
-    brings: Lot
-    writes: Lot
+    brings: RowBlock
+    writes: RowBlock
     edges: Tensor
     structure: Structure
 
-    def working(self, width: int, itemsize: int, room: Room) -> int:
+    def working(self, width: int, itemsize: int, room: WorkingMemory) -> int:
         """Bytes of what is on the device meanwhile: rows read and written, weights, their gradient, edges."""
         writes = self.end - self.begin
         rows = room.reads * max(self.reads.numel(), writes) + room.writes * writes
         return rows * width * itemsize + self.edges.numel() * (8 + 2 * room.heads * itemsize) + 16 * writes
 
 
-def travelling(coming: Lot | None, going: Lot | None, width: int, itemsize: int) -> int:
+def travelling(coming: RowBlock | None, going: RowBlock | None, width: int, itemsize: int) -> int:
     """Bytes of what comes for one chunk and goes from another: what this rank sends, and what it receives."""
     return 2 * sum(0 if lot is None else lot.all.numel() for lot in (coming, going)) * width * itemsize
 
 
 def chunks_of(
-    slicing: Slicing, width: int, itemsize: int, room: Room, bound: int
+    slicing: EdgeLayout, width: int, itemsize: int, room: WorkingMemory, bound: int
 ) -> tuple[DestinationChunk, ...]:
     """Few chunks of about as many edges each, that keep the working memory within a bound.
 
@@ -129,7 +137,7 @@ def chunks_of(
     return chunks
 
 
-def largest(chunks: Sequence[DestinationChunk], width: int, itemsize: int, room: Room) -> int:
+def largest(chunks: Sequence[DestinationChunk], width: int, itemsize: int, room: WorkingMemory) -> int:
     """The most working memory of any chunk, with what travels meanwhile for the next and the one before."""
     found = 0
     for place, chunk in enumerate(chunks):
@@ -140,7 +148,7 @@ def largest(chunks: Sequence[DestinationChunk], width: int, itemsize: int, room:
     return found
 
 
-def cut_in(slicing: Slicing, count: int) -> tuple[DestinationChunk, ...]:
+def cut_in(slicing: EdgeLayout, count: int) -> tuple[DestinationChunk, ...]:
     """So many chunks, or fewer, of about as many edges each."""
     layout, way = slicing.structure.by_target, slicing.rows
     cost = layout.pointer + torch.arange(layout.rows + 1, device=layout.pointer.device)
@@ -163,7 +171,7 @@ def cut_in(slicing: Slicing, count: int) -> tuple[DestinationChunk, ...]:
 
 
 @dataclass(eq=False)
-class Gauge:
+class MemoryGauge:
     """The most that sums held at a time, in bytes: a chunk's rows, weights and edges, and what travels."""
 
     peak: int = 0
@@ -192,18 +200,18 @@ class Hop:
         site: Of the exchanges.
     """
 
-    slicing: Slicing
+    slicing: EdgeLayout
     chunks: tuple[DestinationChunk, ...]
-    cut: Cut
+    cut: SliceCut
     scale: Tensor | None
     factor: Tensor | None
     device: torch.device
-    gauge: Gauge = field(default_factory=Gauge)
+    gauge: MemoryGauge = field(default_factory=MemoryGauge)
     first: bool = False
     last: bool = False
     site: Site | None = None
 
-    def run(self, rows: Tensor, weight: Tensor | None, turn: Turn, name: str) -> Tensor:
+    def run(self, rows: Tensor, weight: Tensor | None, turn: ForwardPass, name: str) -> Tensor:
         """The sum, with gradient.
 
         Shapes:
@@ -220,7 +228,7 @@ class Hop:
         return out  # type: ignore[no-any-return]
 
     @property
-    def way(self) -> Transposer:
+    def way(self) -> AllToAll:
         """Between slices."""
         return self.slicing.rows
 
@@ -229,12 +237,12 @@ class Hop:
         """Columns of this rank."""
         return self.cut.taken(self.way.channel.rank)
 
-    def apart(self, rows: Tensor, lot: Lot, direction: int) -> UnderWay:
+    def apart(self, rows: Tensor, lot: RowBlock, direction: int) -> UnderWay:
         """Begin: own whole rows of these places go, this rank's columns of all of them come."""
         assert self.site is not None
         return self.way.start_apart(rows, self.cut, self.site, direction, lot)
 
-    def together(self, part: Tensor, lot: Lot, direction: int) -> UnderWay:
+    def together(self, part: Tensor, lot: RowBlock, direction: int) -> UnderWay:
         """Begin: this rank's columns of these places go to their owners."""
         assert self.site is not None
         return self.way.start_together(part, self.cut, self.site, direction, lot)
@@ -251,7 +259,7 @@ class Hop:
         return tensor.index_select(0, ids).to(self.device, non_blocking=True)
 
 
-class Bound:
+class TileBound:
     """The working memory that reductions may take.
 
     Args:
@@ -260,8 +268,8 @@ class Bound:
     """
 
     def __init__(self, bytes: int, device: torch.device) -> None:
-        self.bytes, self.device, self.gauge = bytes, device, Gauge()
-        self._chunks: ByIdentity[Any] = ByIdentity()
+        self.bytes, self.device, self.gauge = bytes, device, MemoryGauge()
+        self._chunks: WeakTensorMap[Any] = WeakTensorMap()
 
     def used(self, channel: Carrier) -> dict[str, int]:
         """The most that any rank's reductions took, for the summary. All ranks call it."""
@@ -269,7 +277,9 @@ class Bound:
         most = channel.all_reduce(peak, "max", action="working memory", kind="other")
         return {"working_memory_bytes": int(most)}
 
-    def chunks(self, slicing: Slicing, width: int, itemsize: int, room: Room) -> tuple[DestinationChunk, ...]:
+    def chunks(
+        self, slicing: EdgeLayout, width: int, itemsize: int, room: WorkingMemory
+    ) -> tuple[DestinationChunk, ...]:
         """Chunks of these edges within the bound, made once; see :func:`chunks_of`."""
         known = self._chunks.setdefault(slicing, {})
         key = width, itemsize, room
@@ -280,8 +290,8 @@ class Bound:
 
     def hop(
         self,
-        slicing: Slicing,
-        cut: Cut,
+        slicing: EdgeLayout,
+        cut: SliceCut,
         weight: Tensor | None,
         itemsize: int,
         *,
@@ -295,7 +305,7 @@ class Bound:
             ConfigError: If no chunks are small enough.
         """
         width = max(cut.taken(rank) for rank in range(len(slicing.rows.counts)))
-        room = Room(heads=0 if weight is None else weight[:1].numel())
+        room = WorkingMemory(heads=0 if weight is None else weight[:1].numel())
         chunks = self.chunks(slicing, width, itemsize, room)
         return Hop(slicing, chunks, cut, scale, factor, self.device, self.gauge, first=first)
 
@@ -312,7 +322,7 @@ class _Hop(torch.autograd.Function):
         own = hop.way.counts[hop.way.channel.rank]
         out = rows.new_empty((own, hop.cut.width) if hop.last else (total, hop.mine))
         coming = hop.apart(rows, chunks[0].brings, APART) if hop.first and chunks else None
-        going: tuple[Lot, UnderWay] | None = None
+        going: tuple[RowBlock, UnderWay] | None = None
         for place, chunk in enumerate(chunks):
             if coming is not None:
                 part[chunk.brings.all] = coming.wait()
@@ -350,7 +360,7 @@ class _Hop(torch.autograd.Function):
         g_rows = g.new_zeros(own, hop.cut.width) if hop.first and to_rows else lies
         g_weight = torch.zeros_like(weight) if ctx.weight_grad else None
         coming = hop.apart(g, chunks[-1].writes, BACK_TOGETHER) if hop.last and chunks else None
-        going: tuple[Lot, UnderWay] | None = None
+        going: tuple[RowBlock, UnderWay] | None = None
         for place in reversed(range(len(chunks))):
             chunk = chunks[place]
             if coming is not None:
@@ -398,12 +408,12 @@ def refuse_again() -> None:
         )
 
 
-def walked(layout: Layout) -> tuple[Tensor, Tensor]:
+def walked(layout: CsrLayout) -> tuple[Tensor, Tensor]:
     """What a sum reads an edge: its other end, and its number."""
     return layout.column, layout.edge
 
 
-def _laid(out: Tensor, going: tuple[Lot, UnderWay] | None) -> None:
+def _laid(out: Tensor, going: tuple[RowBlock, UnderWay] | None) -> None:
     """Put own rows that have come to their places."""
     if going is not None:
         out[going[0].own] = going[1].wait()

@@ -20,7 +20,7 @@ from torch import Tensor
 from kagome.comm.channel import Kind
 from kagome.comm.codec import Codec
 from kagome.comm.exchange import Trip
-from kagome.halo.encoded_message import Parts, Way, padded
+from kagome.halo.encoded_message import EncodingChoice, Parts, padded
 from kagome.halo.exchange import UnderWay
 
 Shape = tuple[int, int]
@@ -28,7 +28,7 @@ Shape = tuple[int, int]
 
 
 def start(
-    way: Way,
+    way: EncodingChoice,
     codec: Codec,
     numbers: Tensor,
     sends: Sequence[int],

@@ -1,7 +1,7 @@
 """Tape: what came from the peers while a layer ran, so that it can run again without asking them.
 
-Where it sits: ``intercept.interceptor`` puts a ``Taped`` before its channel; ``recompute.checkpoint`` says
-when it writes a tape and when it reads one. Otherwise all passes through.
+Where it sits: ``intercept.interceptor`` puts a ``RecordedRows`` before its channel; ``recompute.checkpoint``
+says when it writes a tape and when it reads one. Otherwise all passes through.
 
 ::
 
@@ -29,7 +29,7 @@ Tape = list[tuple[str, Any]]
 T = TypeVar("T")
 
 
-class Taped:
+class RecordedRows:
     """A channel that can note what comes over it, and give it once more instead of asking the peers.
 
     Args:

@@ -27,12 +27,12 @@ from kagome.comm.codec import Codec, lost_squares
 from kagome.comm.exchange import Trip
 from kagome.config import CodecName, Parallel
 from kagome.halo import block_exchange
-from kagome.halo.encoded_message import Coming, Letters, Way, Writer, plain, read
-from kagome.halo.epoch_rows import Known
+from kagome.halo.encoded_message import EncodingChoice, IncomingRows, Letters, Writer, plain, read
+from kagome.halo.epoch_rows import EpochRows
 from kagome.halo.exchange import UnderWay
-from kagome.halo.resumed_rows import NOTHING, Recall
-from kagome.halo.row_selection import Fit, Plan, Sample, Selection, Skip
-from kagome.halo.staleness import Line
+from kagome.halo.resumed_rows import NOTHING, ResumedRows
+from kagome.halo.row_selection import Fit, SampledRows, Selection, SelectionPlan, Skip
+from kagome.halo.staleness import StaleRows
 
 MEASURED_EVERY: Final = 10
 """Epochs from one measurement of what a codec loses to the next."""
@@ -44,7 +44,7 @@ class LateRows:
     """Rows of the last epoch, if they may be late; these are on their way meanwhile."""
 
     begun: UnderWay
-    line: Line
+    line: StaleRows
     epoch: int
     synchronous: bool
     rows: Tensor | None = None
@@ -76,7 +76,7 @@ class Crossed:
     errors: dict[str, float] = field(default_factory=dict)
 
 
-class Crossing:
+class CompressedExchange:
     """The way to the peers, with codecs and lateness.
 
     Args:
@@ -86,7 +86,9 @@ class Crossing:
         seed: Of the draws.
     """
 
-    def __init__(self, channel: Way, settings: Parallel, seed: int, *, late: Way | None = None) -> None:
+    def __init__(
+        self, channel: EncodingChoice, settings: Parallel, seed: int, *, late: EncodingChoice | None = None
+    ) -> None:
         self.channel, self.settings, self.seed = channel, settings, seed
         self._late = late or channel
         self.codec = Codec(settings.codec)
@@ -97,7 +99,7 @@ class Crossing:
         """Whether only some rows cross, or not all alike."""
         self.asks = False
         """Whether a probe asks what late rows give, also in an epoch that waits for them."""
-        self.known = Known()
+        self.known = EpochRows()
         self.crossed = Crossed()
         self._measured: set[str] = set()
         self._epoch = 0
@@ -162,7 +164,7 @@ class Crossing:
         """Take what is still under way. Rows are the same before and after."""
         self.known.settle()
 
-    def forget(self, recall: Recall = NOTHING) -> None:
+    def forget(self, recall: ResumedRows = NOTHING) -> None:
         """Let no epoch read what came before it: weights were changed from outside. All ranks call it.
 
         Args:
@@ -245,7 +247,7 @@ class Crossing:
                 residual = self.known.residual((trip.site, trip.direction), trip.epoch)
                 if residual is not None and residual.shape == rows.shape:
                     rows = rows + residual
-            plan = Plan(plain(codec, send_counts), plain(codec, recv_counts))
+            plan = SelectionPlan(plain(codec, send_counts), plain(codec, recv_counts))
             if selection is not None:
                 whole = synchronous and line is not None
                 plan = selection.plan(trip, rows, send_counts, recv_counts, whole=whole)
@@ -288,7 +290,7 @@ class Crossing:
 
         def make() -> Selection | None:
             if settings.halo_sample < 1:
-                return Sample(settings.halo_sample, self.seed, self.rank, codec)
+                return SampledRows(settings.halo_sample, self.seed, self.rank, codec)
             if settings.skip_drift > 0 and not trip.backward:
                 return Skip(settings.skip_drift, settings.max_age, codec)
             if settings.adaptive_bits and codec.bits is not None:
@@ -322,9 +324,9 @@ class Crossing:
                 if line.coming is not None and line.coming[1] < trip.epoch - 1:
                     line.settle()
 
-    def _line(self, trip: Trip, count: int, rows: Tensor) -> Line:
-        def make() -> Line:
-            return Line(trip.name, self.settings.max_age, self.settings.smoothing)
+    def _line(self, trip: Trip, count: int, rows: Tensor) -> StaleRows:
+        def make() -> StaleRows:
+            return StaleRows(trip.name, self.settings.max_age, self.settings.smoothing)
 
         found = self.known.line((trip.site, trip.direction), trip.epoch, make)
         if not found.fits(count, rows.size(1), rows):
@@ -333,8 +335,8 @@ class Crossing:
 
     def _sent(
         self,
-        way: Way,
-        plan: Plan,
+        way: EncodingChoice,
+        plan: SelectionPlan,
         rows: Tensor,
         trip: Trip,
         selection: Selection | None,
@@ -372,7 +374,7 @@ class Crossing:
         count = sum(plan.come.counts)
         room = rows.new_zeros(count, width) if plan.ground is None else plan.ground.clone()
         told = None if selection is None else partial(selection.arrived, epoch=trip.epoch)
-        return Coming(begun, plan.come, room, told)
+        return IncomingRows(begun, plan.come, room, told)
 
     def _measure(
         self, letters: Letters, rows: Tensor, pick: Tensor | None, trip: Trip, key: int, action: str

@@ -183,7 +183,7 @@ class Parts(Protocol):
         """Each rank's sheets as soon as they have come."""
 
 
-class Way(Carrier, Protocol):
+class EncodingChoice(Carrier, Protocol):
     """A channel that sends each peer's bytes as soon as they are written."""
 
     def start_bytes(
@@ -200,7 +200,7 @@ class Way(Carrier, Protocol):
 
 
 @dataclass
-class Coming:
+class IncomingRows:
     """Coded letters under way.
 
     Args:

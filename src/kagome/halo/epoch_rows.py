@@ -11,9 +11,9 @@ from typing import Final
 from torch import Tensor
 
 from kagome.errors import CheckpointError
-from kagome.halo.resumed_rows import NOTHING, Entry, Recall, State
+from kagome.halo.resumed_rows import NOTHING, Entry, ResumedRows, State
 from kagome.halo.row_selection import Selection, Skip
-from kagome.halo.staleness import Line
+from kagome.halo.staleness import StaleRows
 
 Key = tuple[Hashable, int]
 """A site and a direction."""
@@ -21,7 +21,7 @@ DRIFTED: Final = 0.5
 """With ``sync_every="auto"`` an epoch waits before rows have moved by more, in all late epochs together."""
 
 
-class Known:
+class EpochRows:
     """One rank's.
 
     Attributes:
@@ -30,11 +30,11 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self.lines: dict[Key, Line] = {}
+        self.lines: dict[Key, StaleRows] = {}
         self.selections: dict[Key, Selection] = {}
         self.residuals: dict[Key, tuple[Tensor, int]] = {}
         """What the codec lost of a site's rows, and in which epoch."""
-        self.recall: Recall = NOTHING
+        self.recall: ResumedRows = NOTHING
         self.synchronous, self.drifted = False, 0.0
         self._told = 0
 
@@ -67,7 +67,7 @@ class Known:
         self.drifted = drift + (0.0 if self.synchronous else self.drifted)
         self.synchronous = self.drifted > DRIFTED
 
-    def line(self, key: Key, epoch: int, make: Callable[[], Line]) -> Line:
+    def line(self, key: Key, epoch: int, make: Callable[[], StaleRows]) -> StaleRows:
         """A site's line; the first time, a new one that knows what is recalled."""
         found = self.lines.get(key)
         if found is None:
@@ -116,7 +116,7 @@ class Known:
         for line in self.lines.values():
             line.settle()
 
-    def forget(self, recall: Recall) -> None:
+    def forget(self, recall: ResumedRows) -> None:
         """Let no epoch read what came before it, but what is recalled. All ranks call it."""
         self.settle()  # nothing is to lie in the way of what comes
         self.lines, self.selections, self.residuals = {}, {}, {}

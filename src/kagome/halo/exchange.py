@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kagome.comm.channel import Kind, Op
 from kagome.comm.exchange import Trip
-from kagome.halo.forward_pass import Site, Turn, inside
+from kagome.halo.forward_pass import ForwardPass, Site, inside
 
 Way = Callable[[Tensor], Tensor]
 
@@ -100,7 +100,7 @@ class Carrier(Protocol):
 
 
 @dataclass(frozen=True)
-class NeighborRows:
+class HaloExchange:
     """Who supplies the neighbours' rows: the static lists of one part, and the way across.
 
     Args:
@@ -140,30 +140,30 @@ class NeighborRows:
         """Whether no edge reads a row from elsewhere."""
         return self.channel.size == 1 or bool(getattr(self.channel, "closed", False))
 
-    def extend(self, rows: Tensor, turn: Turn, name: str) -> Tensor:
+    def extend(self, rows: Tensor, turn: ForwardPass, name: str) -> Tensor:
         """Own rows ``[n, W]`` -> own and halo rows ``[n + H, W]``, with gradient."""
         if self.closed:
             return rows
         return self.extended(rows, turn, turn.begin(name, grad=rows.requires_grad))
 
-    def give_back(self, rows: Tensor, turn: Turn, name: str) -> Tensor:
+    def give_back(self, rows: Tensor, turn: ForwardPass, name: str) -> Tensor:
         """Sums on own and halo rows ``[n + H, W]`` -> on own rows ``[n, W]``: the transpose of extend."""
         if self.closed:
             return rows
         site = turn.begin(name, grad=rows.requires_grad)
         return through(rows, turn, lambda r: self.back(r, site, 0), lambda g: self.forth(g, site, 1))
 
-    def extended(self, rows: Tensor, turn: Turn, site: Site) -> Tensor:
+    def extended(self, rows: Tensor, turn: ForwardPass, site: Site) -> Tensor:
         """The same for a site that is known; in backward too: see [Note: again]."""
         return through(rows, turn, lambda r: self.forth(r, site, 0), lambda g: self.back(g, site, 1))
 
-    def given_back(self, rows: Tensor, turn: Turn, site: Site) -> Tensor:
+    def given_back(self, rows: Tensor, turn: ForwardPass, site: Site) -> Tensor:
         """The same."""
         return through(rows, turn, lambda r: self.back(r, site, 1), lambda g: self.forth(g, site, 0))
 
-    def road(self, rows: Tensor, turn: Turn, name: str) -> Road:
+    def road(self, rows: Tensor, turn: ForwardPass, name: str) -> HaloWork:
         """The same as :meth:`extend` for a caller that reduces own and halo rows apart."""
-        return Road(self, turn.begin(name, grad=rows.requires_grad))
+        return HaloWork(self, turn.begin(name, grad=rows.requires_grad))
 
     def forth(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Fetch the halo rows; no gradient."""
@@ -210,7 +210,7 @@ class NeighborRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Road:
+class HaloWork:
     """One exchange and the one back, each begun and ended apart: what lies between them hides them.
 
     A node of autograd keeps one until its turn's graph is gone. So it knows nothing of the turn: that has the
@@ -221,7 +221,7 @@ class Road:
         site: What it is for.
     """
 
-    plan: NeighborRows
+    plan: HaloExchange
     site: Site
 
     def fetch(self, rows: Tensor) -> UnderWay:
@@ -252,7 +252,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, token: Tensor, turn: Turn, there: Way, back: Way
+        ctx: Any, rows: Tensor, token: Tensor, turn: ForwardPass, there: Way, back: Way
     ) -> tuple[Tensor, Tensor]:
         ctx.turn, ctx.ways = ref(turn), (there, back)  # the turn has the token, and that has this node
         return there(rows), torch.zeros_like(token)
@@ -265,7 +265,7 @@ class _Collective(torch.autograd.Function):
         return found, token, None, None, None
 
 
-def through(rows: Tensor, turn: Turn, there: Way, back: Way) -> Tensor:
+def through(rows: Tensor, turn: ForwardPass, there: Way, back: Way) -> Tensor:
     """A collective, and its transpose in backward where that follows: see [Note: token]."""
     if not (rows.requires_grad and turn.follows()):
         return there(rows)
@@ -274,7 +274,7 @@ def through(rows: Tensor, turn: Turn, there: Way, back: Way) -> Tensor:
     return out
 
 
-def total(part: Tensor, turn: Turn, channel: Carrier, name: str, what: str = "total") -> Tensor:
+def total(part: Tensor, turn: ForwardPass, channel: Carrier, name: str, what: str = "total") -> Tensor:
     """The sum of a small tensor over all ranks, with gradient (its transpose is the same sum).
 
     Args:
@@ -315,7 +315,7 @@ def summing(
     there: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
     back: Callable[..., tuple[Tensor | None, ...]],
     inputs: tuple[Tensor | None, ...],
-    turn: Turn,
+    turn: ForwardPass,
     channel: Carrier,
     name: str,
 ) -> Tensor:
@@ -354,7 +354,7 @@ class _Summing(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, turn: Turn, ways: Any, *inputs: Tensor | None
+        ctx: Any, token: Tensor, turn: ForwardPass, ways: Any, *inputs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         there, _, forth, _ = ctx.ways = ways
         ctx.turn, ctx.count = ref(turn), len(inputs)
@@ -409,7 +409,7 @@ def agree(channel: Carrier, site: Site, part: Tensor) -> None:
         )
 
 
-def all_rows(ids: Tensor, channel: Carrier) -> NeighborRows:
+def all_rows(ids: Tensor, channel: Carrier) -> HaloExchange:
     """The lists, on rows' device, by which every rank reads every other's (attention over all vertices).
 
     Args:
@@ -428,4 +428,4 @@ def all_rows(ids: Tensor, channel: Carrier) -> NeighborRows:
     sent = ids[places].unsqueeze(1)
     theirs = channel.exchange(sent, send, recv, action="ids of rows", kind="other").squeeze(1)
     known, reads = torch.cat([ids, theirs]), torch.ones_like(theirs)
-    return NeighborRows(own, sum(recv), places, tuple(send), tuple(recv), channel, known, reads)
+    return HaloExchange(own, sum(recv), places, tuple(send), tuple(recv), channel, known, reads)

@@ -19,7 +19,7 @@ from kagome.comm.exchange import Blocks, Trip
 from kagome.errors import ModelError
 
 if TYPE_CHECKING:
-    from kagome.halo.comm_recorder import Taped
+    from kagome.halo.comm_recorder import RecordedRows
     from kagome.halo.exchange import Carrier
 
 SiteKey = tuple[str, int]
@@ -38,7 +38,7 @@ class Backward(Protocol):
         """A sum over this rank's rows, as a rank's share of what all have."""
 
 
-class Turn:
+class ForwardPass:
     """One forward of the whole model and the backward that belongs to it.
 
     Args:
@@ -137,7 +137,7 @@ class Turn:
             self.aside = before
 
     @contextmanager
-    def asking(self, channel: Taped, where: str) -> Iterator[None]:
+    def asking(self, channel: RecordedRows, where: str) -> Iterator[None]:
         """Around a question to the peers that is kept for all forwards. It is not the user's computation."""
         self.refuse_again(where)
         with torch._C.DisableTorchFunction(), channel.aside():
@@ -186,7 +186,7 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def inside(found: Callable[[], Turn | None]) -> Turn | None:
+def inside(found: Callable[[], ForwardPass | None]) -> ForwardPass | None:
     """The turn in whose forward a derivative is taken now; None in the backward after it.
 
     Args:

@@ -15,7 +15,7 @@ Entry = tuple[str, Hashable, State]
 """What is to be recalled: its kind, its site, its state."""
 
 
-class Recall(Protocol):
+class ResumedRows(Protocol):
     """What is known of the epoch before."""
 
     @property

@@ -37,7 +37,7 @@ CHOICES: Final[tuple[CodecName, ...]] = ("onebit", "int2", "int4", "int8")
 
 
 @dataclass(frozen=True)
-class Plan:
+class SelectionPlan:
     """What one exchange carries.
 
     Args:
@@ -58,7 +58,7 @@ class Selection(Protocol):
 
     def plan(
         self, trip: Trip, rows: Tensor, sends: Sequence[int], comes: Sequence[int], *, whole: bool
-    ) -> Plan:
+    ) -> SelectionPlan:
         """What this epoch's exchange carries, of rows in the order in which they go; ``whole``: all."""
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
@@ -71,7 +71,7 @@ class Selection(Protocol):
         """Go on as another one would have."""
 
 
-class Sample:
+class SampledRows:
     """A share of the rows that each pair of ranks shares.
 
     Args:
@@ -86,10 +86,10 @@ class Sample:
 
     def plan(
         self, trip: Trip, rows: Tensor, sends: Sequence[int], comes: Sequence[int], *, whole: bool
-    ) -> Plan:
+    ) -> SelectionPlan:
         """The same rows both ways and at all sites of an epoch."""
         if whole:
-            return Plan(plain(self.codec, sends), plain(self.codec, comes))
+            return SelectionPlan(plain(self.codec, sends), plain(self.codec, comes))
         to_readers = trip.direction < 2
 
         def letters(counts: Sequence[int], *, owned: bool) -> Letters:
@@ -98,7 +98,7 @@ class Sample:
             pieces = [[self._piece(trip.epoch, pair, n)] for pair, n in zip(pairs, counts, strict=True)]
             return Letters(pieces, counts, [0] * len(counts))
 
-        return Plan(letters(sends, owned=to_readers), letters(comes, owned=not to_readers))
+        return SelectionPlan(letters(sends, owned=to_readers), letters(comes, owned=not to_readers))
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
         """Nothing is kept."""
@@ -142,7 +142,7 @@ class Skip:
 
     def plan(
         self, trip: Trip, rows: Tensor, sends: Sequence[int], comes: Sequence[int], *, whole: bool
-    ) -> Plan:
+    ) -> SelectionPlan:
         """Those announced in the last epoch; all where there was none."""
         sent = self._sent
         if whole or sent is None or sent.shape != rows.shape or trip.epoch != self._last + 1:
@@ -158,7 +158,7 @@ class Skip:
         # What does not go in the next epoch either is read, one epoch late, in the one after it.
         self._goes = moved.cpu() | (trip.epoch + 2 - self._when > self.limit)
         notes = [_packed(part).to(rows.device) for part in self._goes.split(list(sends))]
-        return Plan(self._letters(goes, sends), self._letters(coming, comes), notes, self._table)
+        return SelectionPlan(self._letters(goes, sends), self._letters(coming, comes), notes, self._table)
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
         """Which rows came, and which will.
@@ -218,19 +218,19 @@ class Fit:
 
     def plan(
         self, trip: Trip, rows: Tensor, sends: Sequence[int], comes: Sequence[int], *, whole: bool
-    ) -> Plan:
+    ) -> SelectionPlan:
         """Each row with its bits; now and then the bits of the epochs to come are announced."""
         announces = trip.epoch % FIT_EVERY == ANNOUNCED
         out = self._letters(self._goes, sends, announces=announces)
         come = self._letters(self._comes, comes, announces=announces)
         if not announces:
-            return Plan(out, come)
+            return SelectionPlan(out, come)
         spans = rows.amax(1) - rows.amin(1) if rows.numel() else rows.new_zeros(rows.size(0))
         worth = (spans.double().cpu() * self.reads).square()
         assert self.codec.bits is not None
         self._goes = torch.cat([shared_out(part, self.codec.bits) for part in worth.split(list(sends))])
         notes = [part.to(torch.uint8).to(rows.device) for part in self._goes.split(list(sends))]
-        return Plan(out, come, notes)
+        return SelectionPlan(out, come, notes)
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
         """Which bits will come."""

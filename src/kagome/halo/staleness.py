@@ -27,7 +27,7 @@ SAMPLE = 512
 
 
 @dataclass
-class Line:
+class StaleRows:
     """One site in one direction.
 
     Args:

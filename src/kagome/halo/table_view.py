@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from kagome.kernels import ops
-from kagome.kernels.base.csr import Layout, Structure
-from kagome.placement.weak_map import ByIdentity
+from kagome.kernels.base.csr import CsrLayout, Structure
+from kagome.placement.weak_map import WeakTensorMap
 
 
-class Whereabouts:
+class TableIndex:
     """Where the rows that a chunk reads lie in each table.
 
     Args:
@@ -37,20 +37,20 @@ class Whereabouts:
 
     def __init__(self, places: Tensor) -> None:
         self.places = places
-        self._layouts: ByIdentity[Layout] = ByIdentity()
+        self._layouts: WeakTensorMap[CsrLayout] = WeakTensorMap()
 
-    def layout(self, edges: Structure) -> Layout:
+    def layout(self, edges: Structure) -> CsrLayout:
         """The edges that read halo rows, by target, with places for columns."""
         found = self._layouts.get(edges)
         if found is None:
             halo = edges.by_target.halo
             column = self.places.index_select(0, halo.column - edges.own).to(halo.column.dtype)
-            found = Layout(halo.pointer, halo.middle, column, halo.edge)
+            found = CsrLayout(halo.pointer, halo.middle, column, halo.edge)
             self._layouts[edges] = found
         return found
 
 
-class Lying:
+class TableView:
     """Rows under way that will lie in a table.
 
     Args:
@@ -62,7 +62,9 @@ class Lying:
         table ``[*, W]``; rows ``[H, W]``.
     """
 
-    def __init__(self, settle: Callable[[], Tensor], where: Whereabouts, by_edge: ByIdentity[Tensor]) -> None:
+    def __init__(
+        self, settle: Callable[[], Tensor], where: TableIndex, by_edge: WeakTensorMap[Tensor]
+    ) -> None:
         self.where = where
         self._settle, self._by_edge = settle, by_edge
         self._table: Tensor | None = None

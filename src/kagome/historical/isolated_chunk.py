@@ -29,7 +29,7 @@ STAND_IN: Final = 2
 forward divides by it, or by one less."""
 
 
-class Apart:
+class IsolatedChannel:
     """A chunk's end of no other one: what an interception takes for its channel.
 
     Args:

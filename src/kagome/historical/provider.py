@@ -23,7 +23,7 @@ from kagome.errors import ModelError
 from kagome.graph.partition.chunks import Chunk, ChunkStep
 from kagome.halo.exchange import UnderWay
 from kagome.halo.forward_pass import Site, of_gradients
-from kagome.halo.table_view import Lying, Whereabouts
+from kagome.halo.table_view import TableIndex, TableView
 from kagome.historical.lockstep import Lockstep, Place
 from kagome.historical.tables import Later, SiteTable, Tables
 from kagome.kernels import ops
@@ -61,7 +61,7 @@ class Left:
         ops.add_rows(self.tables.due(table), place, away, ids, away.new_ones(ids.numel()))
 
 
-class History:
+class HistoricalRows:
     """One chunk after the other: rows of later chunks, and their gradients, are those last known, or none.
 
     Args:
@@ -77,7 +77,7 @@ class History:
         # The half of this epoch may be the second one of the table.
         places, device = tables.places, tables.device
         self.sources = {
-            step.chunk: Whereabouts(((step.source + tables.now * places) % (2 * places)).to(device))
+            step.chunk: TableIndex(((step.source + tables.now * places) % (2 * places)).to(device))
             for step in steps
         }
         self._kept: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
@@ -104,7 +104,7 @@ class History:
                     current.index_copy_(0, step.recv.to(tables.device), halo)
             return table.rows
 
-        return Lying(settle, self.sources[chunk.number], tables.by_edge)
+        return TableView(settle, self.sources[chunk.number], tables.by_edge)
 
     def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> UnderWay:
         """Add gradients of fresh rows, send those of this step's halo rows back."""
@@ -178,7 +178,7 @@ class History:
         return self._kept[chunk, dtype]
 
 
-class Exact:
+class ExactRows:
     """All chunks in lockstep: every row is of this forward.
 
     Args:
@@ -220,7 +220,7 @@ class Exact:
             self._meet(_place(site, words), settle)
             return current
 
-        return Lying(met, tables.whereabouts[chunk.number], tables.by_edge)
+        return TableView(met, tables.whereabouts[chunk.number], tables.by_edge)
 
     def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> UnderWay:
         """Add gradients; when all chunks have, send the halo's back."""

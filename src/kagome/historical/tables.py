@@ -1,7 +1,7 @@
 """Tables: what a rank remembers of its part's rows between chunks and between epochs, site by site.
 
 Where it sits: ``run`` makes one :class:`Tables` a rank and a :class:`ChunkRows` a chunk, and says before each
-epoch which supplier of ``provider`` answers. ``intercept.interceptor`` sees a ``NeighborRows`` and a channel
+epoch which supplier of ``provider`` answers. ``intercept.interceptor`` sees a ``HaloExchange`` and a channel
 as ever.
 
 ::
@@ -25,12 +25,12 @@ from kagome.comm.channel import Kind, Op
 from kagome.comm.exchange import Trip
 from kagome.errors import ModelError
 from kagome.graph.partition.chunks import Chunk, Chunks
-from kagome.halo.exchange import Carrier, NeighborRows, UnderWay
+from kagome.halo.exchange import Carrier, HaloExchange, UnderWay
 from kagome.halo.forward_pass import Site, SiteKey
-from kagome.halo.resumed_rows import NOTHING, Entry, Recall
-from kagome.halo.table_view import Whereabouts
+from kagome.halo.resumed_rows import NOTHING, Entry, ResumedRows
+from kagome.halo.table_view import TableIndex
 from kagome.historical.lockstep import Place, unlike
-from kagome.placement.weak_map import ByIdentity
+from kagome.placement.weak_map import WeakTensorMap
 
 
 @dataclass
@@ -117,13 +117,13 @@ class Tables:
         """Which half of a site's rows is this epoch's."""
         self.epoch = self.passes = 0
         self.supplier: Supplier | None = None
-        self.recall: Recall = NOTHING
+        self.recall: ResumedRows = NOTHING
         self._calls: dict[int, Counter[Hashable]] = {}
         self._came: Counter[tuple[Place, int]] = Counter()
         self.send, self.ids = chunks.send.to(device), chunks.ids.to(device)
         self.reads = [piece.reads.to(device) for piece in pieces]
-        self.whereabouts = [Whereabouts(reads) for reads in self.reads]
-        self.by_edge: ByIdentity[Tensor] = ByIdentity()
+        self.whereabouts = [TableIndex(reads) for reads in self.reads]
+        self.by_edge: WeakTensorMap[Tensor] = WeakTensorMap()
         self.halo_chunk, self.sent_read_by = self._ask_peers()
 
     def _ask_peers(self) -> tuple[Tensor, Tensor]:
@@ -181,7 +181,7 @@ class Tables:
         for call, value in self.statistics.items():
             yield "statistic", call, {"value": value}
 
-    def forget(self, recall: Recall) -> None:
+    def forget(self, recall: ResumedRows) -> None:
         """Let the next epoch read nothing of those before, but what is recalled."""
         self.sites, self.statistics, self.recall = {}, {}, recall
 
@@ -293,7 +293,7 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class ChunkRows(NeighborRows):
+class ChunkRows(HaloExchange):
     """A chunk's rows: its halo is what its edges read in other chunks and in other parts."""
 
     chunk: Chunk | None = None

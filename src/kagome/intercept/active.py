@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 
 
-class Current:
+class ActiveInterceptor:
     """Stands for the running interception: reads and writes of attributes go to it.
 
     Args:
         scopes: All interceptions; outside any block the first one is current.
     """
 
-    def __init__(self, scopes: Sequence[Interception]) -> None:
+    def __init__(self, scopes: Sequence[Interceptor]) -> None:
         vars(self).update(
             _scopes=tuple(scopes), _first=scopes[0], _local=threading.local(), _several=len(set(scopes)) > 1
         )
@@ -38,17 +38,17 @@ class Current:
         return bool(vars(self)["_several"])
 
     @property
-    def scopes(self) -> Sequence[Interception]:
+    def scopes(self) -> Sequence[Interceptor]:
         """All that it may stand for."""
-        return cast(tuple[Interception, ...], vars(self)["_scopes"])
+        return cast(tuple[Interceptor, ...], vars(self)["_scopes"])
 
-    def get(self) -> Interception:
+    def get(self) -> Interceptor:
         """The one that is running."""
         mine: dict[str, Any] = vars(self)
-        return cast(Interception, getattr(mine["_local"], "scope", mine["_first"]))
+        return cast(Interceptor, getattr(mine["_local"], "scope", mine["_first"]))
 
     @contextmanager
-    def using(self, scope: Interception) -> Iterator[None]:
+    def using(self, scope: Interceptor) -> Iterator[None]:
         """Make an interception current for a block, in this thread."""
         local, before = vars(self)["_local"], self.get()
         local.scope = scope
@@ -58,6 +58,6 @@ class Current:
             local.scope = before
 
     @property
-    def scope(self) -> Interception:
+    def scope(self) -> Interceptor:
         """Itself, where an interception is asked for."""
-        return cast(Interception, self)
+        return cast(Interceptor, self)

@@ -16,28 +16,28 @@ import torch
 from torch import Tensor
 
 from kagome.deferred import message, reduce, rewrite_rules, sliced_attention
-from kagome.deferred.constants import Lasting
-from kagome.deferred.lazy_tensor import Lazy, supports
+from kagome.deferred.constants import Constants
+from kagome.deferred.lazy_tensor import LazyTensor, supports
 from kagome.errors import ModelError
-from kagome.feature_parallel.all_to_all import Cut
-from kagome.feature_parallel.edge_layout import Places, Slicing, places_of, slicing_of
-from kagome.feature_parallel.tiled_reduce import Bound
-from kagome.halo.comm_recorder import Taped
-from kagome.halo.forward_pass import Turn, transformed
+from kagome.feature_parallel.all_to_all import SliceCut
+from kagome.feature_parallel.edge_layout import EdgeLayout, RowPlaces, places_of, slicing_of
+from kagome.feature_parallel.tiled_reduce import TileBound
+from kagome.halo.comm_recorder import RecordedRows
+from kagome.halo.forward_pass import ForwardPass, transformed
 from kagome.kernels.base.address import address
 from kagome.kernels.base.csr import Structure
-from kagome.placement.placement import Kind, Mark, Marks
-from kagome.placement.weak_map import ByIdentity
+from kagome.placement.placement import Placement, PlacementKind, Placements
+from kagome.placement.weak_map import WeakTensorMap
 from kagome.positions.refusals import lost
-from kagome.sparse_ops.edge_view import View
+from kagome.sparse_ops.edge_view import EdgeView
 from kagome.sparse_ops.factored_weights import roots_of
-from kagome.sparse_ops.sparse_features import Thin, thin_of
+from kagome.sparse_ops.sparse_features import SparseFeatures, thin_of
 
 SUMS = frozenset(("sum", "add", "mean"))
 """Reductions that a sample of rows gives right on the mean."""
 
 
-class Late:
+class Deferral:
     """What is put off, and what is kept.
 
     Args:
@@ -47,22 +47,22 @@ class Late:
         sums_only: Whether a sample of other parts' rows is read: right on the mean for sums alone.
     """
 
-    marks: Marks
-    views: list[View]
-    channel: Taped
-    turn: Turn
+    marks: Placements
+    views: list[EdgeView]
+    channel: RecordedRows
+    turn: ForwardPass
 
     def __init__(self, fast: bool, tensor: int = 1, *, sums_only: bool = False) -> None:
         self.fast, self.tensor, self.sums_only = fast, tensor, sums_only
         self.slices = tensor > 1
-        self.bound: Bound | None = None
-        self.constants = Lasting()
+        self.bound: TileBound | None = None
+        self.constants = Constants()
         self.remembered: dict[Any, Any] = {}
         self.layers = 0
-        self._edge_sets: ByIdentity[Any] = ByIdentity()
-        self._slicings: ByIdentity[Any] = ByIdentity()
-        self._places: dict[int, Places] = {}
-        self._parts: ByIdentity[Any] = ByIdentity()
+        self._edge_sets: WeakTensorMap[Any] = WeakTensorMap()
+        self._slicings: WeakTensorMap[Any] = WeakTensorMap()
+        self._places: dict[int, RowPlaces] = {}
+        self._parts: WeakTensorMap[Any] = WeakTensorMap()
 
     @property
     @abstractmethod
@@ -102,7 +102,7 @@ class Late:
         """Whether forward has seeded torch's generator since it began: what it draws then is its own."""
         return torch.initial_seed() != self.turn.seed
 
-    def thinned(self, rows: Tensor) -> Tensor | Thin:
+    def thinned(self, rows: Tensor) -> Tensor | SparseFeatures:
         """Rows that last and are nearly all zeros by what is not; others as they are."""
         if not self.fast or not self.lasting(rows):
             return rows
@@ -111,7 +111,7 @@ class Late:
             found = self.kept(key)
             if found is None:
                 found = self.keep(key, thin_of(rows) or ())
-        return found if isinstance(found, Thin) else rows
+        return found if isinstance(found, SparseFeatures) else rows
 
     def keep(self, key: Any, value: Any) -> Any:
         """Keep for all forwards what was computed from lasting tensors alone."""
@@ -147,9 +147,13 @@ class Late:
         self.forget_reads()
         return rewrite_rules.computed(out)
 
-    def edge_set(self, mark: Mark | None) -> message.EdgeSet | None:
+    def edge_set(self, mark: Placement | None) -> message.EdgeSet | None:
         """The graph's edges that ids of this mark are an end of, with their kernels' structure; else None."""
-        edges = mark.edges if mark is not None and mark.kind in (Kind.SOURCE, Kind.TARGET) else None
+        edges = (
+            mark.edges
+            if mark is not None and mark.kind in (PlacementKind.SOURCE, PlacementKind.TARGET)
+            else None
+        )
         if not self.fast or edges is None or transformed() or not self.constants.has(edges):
             return None
         if edges not in self._edge_sets:
@@ -158,7 +162,7 @@ class Late:
             plan = self.views[ends.view].rows
             source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
             structure = Structure(source, target, plan.own, plan.own + plan.halo)
-            sources = Mark(Kind.SOURCE, ends.view, edges=edges)
+            sources = Placement(PlacementKind.SOURCE, ends.view, edges=edges)
             self._edge_sets[edges] = message.EdgeSet(
                 structure, plan, sources, cast(message.MessageScope, self)
             )
@@ -181,7 +185,9 @@ class Late:
             self.keep(key, found)
         return found if found.numel() == edges.structure.whole else None
 
-    def roots_of_all(self, weight: Tensor | None, edges: message.EdgeSet, slicing: Slicing) -> Tensor | None:
+    def roots_of_all(
+        self, weight: Tensor | None, edges: message.EdgeSet, slicing: EdgeLayout
+    ) -> Tensor | None:
         """The same for all ranks' rows; None where some rank's weights have none.
 
         Shapes:
@@ -203,7 +209,7 @@ class Late:
             found = self.keep(key, weight.new_empty(0) if bool(doubt) else found)
         return found if found.numel() == slicing.structure.whole else None
 
-    def slicing(self, edges: message.EdgeSet) -> Slicing:
+    def slicing(self, edges: message.EdgeSet) -> EdgeLayout:
         """The edges of all ranks, fetched at the first call. All ranks reach it at the same call."""
         if edges not in self._slicings:
             plan, view = edges.plan, edges.mark.view
@@ -211,7 +217,7 @@ class Late:
                 if view not in self._places:
                     self._places[view] = places_of(plan, self.tensor)
                 self._slicings[edges] = slicing_of(edges.structure, self._places[view], plan.channel)
-        found: Slicing = self._slicings[edges]
+        found: EdgeLayout = self._slicings[edges]
         return found
 
     def drops_shares(self, value: Any) -> bool:
@@ -241,11 +247,13 @@ class Late:
             self.keep(key, every)
         return sliced_attention.dropped(share, draw, words, every)
 
-    def slicings(self) -> list[Slicing]:
+    def slicings(self) -> list[EdgeLayout]:
         """Those that were fetched."""
         return list(self._slicings.values())
 
-    def apart(self, rows: Tensor, cut: Cut, slicing: Slicing, site: str, *, of_edges: bool = False) -> Tensor:
+    def apart(
+        self, rows: Tensor, cut: SliceCut, slicing: EdgeLayout, site: str, *, of_edges: bool = False
+    ) -> Tensor:
         """All ranks' rows in this rank's columns; of rows that were read so before, without an exchange.
 
         Shapes:
@@ -269,7 +277,7 @@ class Late:
             known[place, cut, way] = way.apart(message.flat(rows), cut, self.turn, site)
         return cast(Tensor, known[place, cut, way])
 
-    def beyond(self, part: Tensor, slicing: Slicing, site: str) -> Tensor:
+    def beyond(self, part: Tensor, slicing: EdgeLayout, site: str) -> Tensor:
         """All rows that the group's edges read, in this rank's columns: those of other parts behind its own.
 
         Shapes:
@@ -286,7 +294,7 @@ class Late:
                 found = self.keep(key, slicing.halo.extend(part, self.turn, site))
         return found
 
-    def put_off(self, base: Tensor, index: Tensor, mark: Mark) -> Tensor | None:
+    def put_off(self, base: Tensor, index: Tensor, mark: Placement) -> Tensor | None:
         """``base[index]`` as a message, where the ids are an end of the graph's edges; else None."""
         edges = self.edge_set(mark)
         if edges is None or base.size(0) != self.own or not supports(base) or base.dim() == 0:
@@ -339,7 +347,7 @@ class Late:
     def names_targets(self, index: Any) -> bool:
         """Whether a tensor holds ids of own rows: each edge's target."""
         mark = self.marks.get(index)
-        return mark is not None and mark.kind is Kind.TARGET
+        return mark is not None and mark.kind is PlacementKind.TARGET
 
     def needs_all(self, what: str) -> None:
         """Refuse what a sample of rows cannot give: it is right on the mean for sums alone."""
@@ -353,12 +361,17 @@ class Late:
 
     def _by_target(self, value: Any, index: Any, dim: int) -> message.EdgeSet | None:
         mark = self.marks.get(index)
-        if mark is None or mark.kind is not Kind.TARGET or not isinstance(value, Tensor) or value.dim() == 0:
+        if (
+            mark is None
+            or mark.kind is not PlacementKind.TARGET
+            or not isinstance(value, Tensor)
+            or value.dim() == 0
+        ):
             return None
         edges = self.edge_set(mark)
         if edges is None or dim % value.dim() != 0 or value.size(0) != edges.structure.edges:
             return None
-        if not isinstance(value, Lazy):
+        if not isinstance(value, LazyTensor):
             return edges if supports(value) else None
         held = self.marks.get(value)  # a message along other edges is first computed
         return edges if held is None or held.edges is mark.edges else None

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kagome.errors import ModelError
-from kagome.placement.placement import ALIGNED, IDS, VERTICES, Kind
-from kagome.positions.refusals import Args, Func, Kwargs, Places
+from kagome.placement.placement import ALIGNED, IDS, VERTICES, PlacementKind
+from kagome.positions.refusals import Args, Func, Kwargs, PositionScope
 from kagome.user_frame import user_line
 
 
-def bag(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def bag(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``F.embedding_bag(ids, table)`` with a bag for each vertex or edge.
 
     Shapes:
@@ -39,7 +39,7 @@ def bag(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any
     if not held:
         return NotImplemented
     ids, bags = given["input"], held.get("input")
-    if (table := held.get("weight")) is not None and table.kind in (*VERTICES, Kind.LOST):
+    if (table := held.get("weight")) is not None and table.kind in (*VERTICES, PlacementKind.LOST):
         raise _refused(
             scope,
             "it reads rows of vertices by numbers",
@@ -59,11 +59,11 @@ def bag(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any
         )
     with torch._C.DisableTorchFunction():
         out = func(*args, **kwargs)
-    kind = Kind.ROWS if bags.kind is Kind.NUMBERS else bags.kind
+    kind = PlacementKind.ROWS if bags.kind is PlacementKind.NUMBERS else bags.kind
     return scope.marks.put(out, replace(bags, kind=kind))
 
 
-def _refused(scope: Places, found: str, hint: str) -> ModelError:
+def _refused(scope: PositionScope, found: str, hint: str) -> ModelError:
     return ModelError(
         "F.embedding_bag sums rows of a table for each vertex or edge",
         found,

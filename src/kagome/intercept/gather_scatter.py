@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from kagome.deferred import sliced_reduce
-from kagome.deferred.lazy_tensor import Lazy, now
+from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.deferred.message import Linear
 from kagome.deferred.rewrite_rules import all_computed
 from kagome.errors import ModelError
 from kagome.intercept import embedding_bag, sparse_adjacency
 from kagome.placement.axis_rules import attribute
-from kagome.placement.placement import ALIGNED, IDS, VERTICES, Kind, Mark
-from kagome.placement.symbolic_size import Count, Entries, NoneHere, Shown, behind
+from kagome.placement.placement import ALIGNED, IDS, VERTICES, Placement, PlacementKind
+from kagome.placement.symbolic_size import Entries, NoneHere, Shown, SymbolicSize, behind
 from kagome.positions import (
     edge_positions,
     id_values,
@@ -32,42 +32,42 @@ from kagome.positions import (
     unique,
     vertex_tables,
 )
-from kagome.positions.refusals import Places, lost, refused
+from kagome.positions.refusals import PositionScope, lost, refused
 from kagome.sparse_ops import linear
-from kagome.sparse_ops.edge_view import View
-from kagome.sparse_ops.sparse_features import Thin
+from kagome.sparse_ops.edge_view import EdgeView
+from kagome.sparse_ops.sparse_features import SparseFeatures
 from kagome.user_code import host_reads, in_backward
 from kagome.user_code.derivatives import DERIVATIVES
 from kagome.user_frame import by_kagome, from_library
 
 
-class Reader(Places, Protocol):
+class Reader(PositionScope, Protocol):
     """What a handler asks of the running interception."""
 
     fast: bool
-    views: list[View]
+    views: list[EdgeView]
     inputs: dict[str, Tensor]
 
     @property
     def size(self) -> int:
         """Ranks that share the graph."""
 
-    def read(self, rows: Tensor, axis: int, mark: Mark) -> Tensor:
+    def read(self, rows: Tensor, axis: int, mark: Placement) -> Tensor:
         """Own and halo rows."""
 
-    def knows_number(self, mark: Mark) -> bool:
+    def knows_number(self, mark: Placement) -> bool:
         """Whether it is known without asking how many rows of a mark all ranks have."""
 
     def goes_beyond(self, what: str) -> None:
         """Say, where all rows are here, that more is asked for than the edges into a vertex bring."""
 
-    def write(self, sums: Tensor, axis: int, mark: Mark) -> Tensor:
+    def write(self, sums: Tensor, axis: int, mark: Placement) -> Tensor:
         """Sums on own rows."""
 
     def greatest(self, part: Tensor) -> Tensor:
         """Maximum over ranks, without gradient."""
 
-    def out_edges(self) -> View:
+    def out_edges(self) -> EdgeView:
         """The out-edges of own vertices."""
 
     @property
@@ -77,13 +77,13 @@ class Reader(Places, Protocol):
     def last_row(self) -> int:
         """Own vertices up to the last one with an edge."""
 
-    def number_of(self, mark: Mark, count: int) -> int:
+    def number_of(self, mark: Placement, count: int) -> int:
         """How many rows all ranks have."""
 
-    def put_off(self, base: Tensor, index: Tensor, mark: Mark) -> Tensor | None:
+    def put_off(self, base: Tensor, index: Tensor, mark: Placement) -> Tensor | None:
         """A gather by an end of the graph's edges, as a message."""
 
-    def thinned(self, rows: Tensor) -> Tensor | Thin:
+    def thinned(self, rows: Tensor) -> Tensor | SparseFeatures:
         """Rows that last and are nearly all zeros by what is not; others as they are."""
 
     def axis(self, tensor: Any) -> int | None:
@@ -92,7 +92,7 @@ class Reader(Places, Protocol):
     def like(self, out: Tensor, tensor: Tensor) -> Tensor:
         """Give ``out`` the mark of ``tensor``."""
 
-    def mark(self, tensor: Tensor, mark: Mark) -> Tensor:
+    def mark(self, tensor: Tensor, mark: Placement) -> Tensor:
         """Say what a tensor stands for."""
 
     def sums_late(self, x: Tensor, weight: Tensor) -> bool:
@@ -121,14 +121,19 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     held = scope.marks.get(base)
     if mark is None or index.dtype == torch.bool or (held is not None and held.kind in IDS):
         return NotImplemented
-    if held is not None and held.kind is Kind.LOST and mark.kind not in IDS:
+    if held is not None and held.kind is PlacementKind.LOST and mark.kind not in IDS:
         return NotImplemented  # what was lost stays so
     axis = axis % max(base.dim(), 1)
-    if mark.kind is Kind.MIXED:
+    if mark.kind is PlacementKind.MIXED:
         raise _rebuilt(scope, "indexing")
     id_values.refuse_rows_by_value(scope, base, axis, index, mark)
     numbers = vertex_tables.original(scope, base, axis, index, mark) if mark.kind in IDS else None
-    if numbers is None and mark.kind in (Kind.SOURCE, Kind.TARGET) and axis == 0 and not rest:
+    if (
+        numbers is None
+        and mark.kind in (PlacementKind.SOURCE, PlacementKind.TARGET)
+        and axis == 0
+        and not rest
+    ):
         late = scope.put_off(base, index, mark)
         if late is not None:
             return late
@@ -137,12 +142,12 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
         out = base[(numbers, *rest)] if name == "__getitem__" else base.index_select(axis, numbers)
     else:
         out = _gathered(scope, name, func, base, axis, index, rest, mark, kwargs)
-    if mark.kind in (Kind.SOURCE, Kind.TARGET):
-        scope.marks.put(out, Mark(Kind.PAIRS, mark.view, axis, mark.edges))
-    elif mark.kind is Kind.EDGES:
-        scope.marks.put(out, Mark(Kind.PAIRS, mark.view, 1, index))
+    if mark.kind in (PlacementKind.SOURCE, PlacementKind.TARGET):
+        scope.marks.put(out, Placement(PlacementKind.PAIRS, mark.view, axis, mark.edges))
+    elif mark.kind is PlacementKind.EDGES:
+        scope.marks.put(out, Placement(PlacementKind.PAIRS, mark.view, 1, index))
     elif mark.kind in ALIGNED and index.dim() == 1:
-        scope.marks.put(out, Mark(mark.kind, mark.view, axis, mark.edges))
+        scope.marks.put(out, Placement(mark.kind, mark.view, axis, mark.edges))
     return out
 
 
@@ -154,10 +159,10 @@ def _gathered(
     axis: int,
     index: Tensor,
     rest: tuple[Any, ...],
-    mark: Mark,
+    mark: Placement,
     kwargs: dict[str, Any],
 ) -> Any:
-    if mark.kind in (Kind.SOURCE, Kind.EDGES):
+    if mark.kind in (PlacementKind.SOURCE, PlacementKind.EDGES):
         base = scope.read(base, axis, mark)
     if name == "__getitem__":
         return func(base, (index, *rest) if rest else index, **kwargs)
@@ -175,49 +180,55 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
         vertex_tables.refuse_unknown_write(scope, name, base, dim)
     if mark is None or not isinstance(value, Tensor) or not isinstance(index, Tensor):
         return NotImplemented
-    if scope.parted and (gone := scope.marks.get(value)) is not None and gone.kind is Kind.LOST:
+    if scope.parted and (gone := scope.marks.get(value)) is not None and gone.kind is PlacementKind.LOST:
         raise lost(scope, gone)
     axis = dim % max(base.dim(), 1)
-    if mark.kind is Kind.MIXED:
+    if mark.kind is PlacementKind.MIXED:
         raise _rebuilt(scope, name)
     id_values.refuse_rows_by_value(scope, base, axis, index, mark)
-    if mark.kind is Kind.NUMBERS:
+    if mark.kind is PlacementKind.NUMBERS:
         args, kwargs = _by_place(scope, index, args, kwargs)
         return func(*args, **kwargs)
-    if scope.parted and mark.kind in IDS and not isinstance(base, Lazy):
+    if scope.parted and mark.kind in IDS and not isinstance(base, LazyTensor):
         base = vertex_tables.written_to(scope, base, axis, index, name)
         if base is not args[0]:
             args, name = (base, *args[1:]), name.removesuffix("_")
             func = getattr(torch.Tensor, name)
-    late = _reduced(scope, name, base, axis, index, value, args, kwargs) if mark.kind is Kind.TARGET else None
+    late = (
+        _reduced(scope, name, base, axis, index, value, args, kwargs)
+        if mark.kind is PlacementKind.TARGET
+        else None
+    )
     if late is not None:
-        return scope.marks.put(late, Mark(Kind.ROWS, mark.view, axis))
+        return scope.marks.put(late, Placement(PlacementKind.ROWS, mark.view, axis))
     args, kwargs = all_computed(args, kwargs)
     base, value = args[0], now(value)
-    if mark.kind is Kind.TARGET:
-        return scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, mark.view, axis))
-    if mark.kind is Kind.SOURCE and scope.size == 1:
+    if mark.kind is PlacementKind.TARGET:
+        return scope.marks.put(func(*args, **kwargs), Placement(PlacementKind.ROWS, mark.view, axis))
+    if mark.kind is PlacementKind.SOURCE and scope.size == 1:
         scope.goes_beyond("sums for neighbours' rows")
-        return scope.marks.put(func(*args, **kwargs), Mark(Kind.ROWS, 0, axis))
-    if scope.size == 1 or mark.kind is Kind.LOCAL:
+        return scope.marks.put(func(*args, **kwargs), Placement(PlacementKind.ROWS, 0, axis))
+    if scope.size == 1 or mark.kind is PlacementKind.LOCAL:
         return NotImplemented
     reduce = kwargs.get("reduce", args[4] if len(args) > 4 else "sum")
     adds = not name.startswith("scatter_reduce") or reduce == "sum"
-    if not adds and (mark.kind is Kind.SOURCE or reduce not in ("amax", "amin")):
+    if not adds and (mark.kind is PlacementKind.SOURCE or reduce not in ("amax", "amin")):
         raise ModelError(
             "what is written by source ids must be a sum, and what is pooled a sum, maximum or minimum",
             f"{name} asks for {reduce!r}",
             where=scope.where(),
             hint="sum or mean, or let messages flow from source to target",
         )
-    if mark.kind is Kind.SOURCE:
+    if mark.kind is PlacementKind.SOURCE:
         plan = scope.views[mark.view].rows
         shape = list(base.shape)
         if shape[axis] != plan.own:
             return NotImplemented
         shape[axis] = plan.own + plan.halo
         sums = _plain_sum(value.new_zeros(shape), axis, index, value, name)
-        return scope.marks.put(_add(base, scope.write(sums, axis, mark), name), Mark(Kind.ROWS, 0, axis))
+        return scope.marks.put(
+            _add(base, scope.write(sums, axis, mark), name), Placement(PlacementKind.ROWS, 0, axis)
+        )
     if adds:
         return _add(base, scope.total(_plain_sum(torch.zeros_like(base), axis, index, value, name)), name)
     best = _pooled_extreme(scope, base, axis, index, value, 1 if reduce == "amax" else -1)
@@ -228,7 +239,7 @@ def _by_place(
     scope: Reader, index: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A write by ``arange(x.size(0))``: own rows by their places here."""
-    own = scope.marks.put(scope.local_of(index), Mark(Kind.TARGET))
+    own = scope.marks.put(scope.local_of(index), Placement(PlacementKind.TARGET))
     args = tuple(own if value is index else value for value in args)
     return args, {key: own if value is index else value for key, value in kwargs.items()}
 
@@ -250,7 +261,7 @@ def _reduced(
         takes = kwargs.get("include_self", args[5] if len(args) > 5 else True)
     whole = index.dim() == 1 or index.shape == value.shape
     if (
-        isinstance(base, Lazy)
+        isinstance(base, LazyTensor)
         or axis
         or takes
         or how not in ("sum", "amax", "amin")
@@ -279,16 +290,16 @@ def _linear(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     """``F.linear`` of rows: put off where neighbours may be summed first, else by the fastest product."""
     weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
     bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
-    if not args or not isinstance(weight, Tensor) or isinstance(args[0], Lazy):
+    if not args or not isinstance(weight, Tensor) or isinstance(args[0], LazyTensor):
         return NotImplemented
     if scope.parted and (held := scope.marks.get(weight)) is not None and held.kind in ALIGNED:
         call = scope.__torch_function__  # a product with rows, as any other
         out = call(Tensor.matmul, (), (args[0], call(Tensor.t, (), (weight,))))
         return out if bias is None else call(Tensor.add, (), (out, bias))
     if bias is None and scope.sums_late(args[0], weight):
-        return scope.marks.put(Lazy(Linear(args[0], weight, scope)), Mark(Kind.ROWS))
+        return scope.marks.put(LazyTensor(Linear(args[0], weight, scope)), Placement(PlacementKind.ROWS))
     rows = _factor(scope, args[0], weight)
-    if rows is None or not (isinstance(rows, Thin) or linear.suits(rows, weight)):
+    if rows is None or not (isinstance(rows, SparseFeatures) or linear.suits(rows, weight)):
         return NotImplemented
     return scope.like(linear.linear(rows, weight, bias), args[0])
 
@@ -299,19 +310,24 @@ def _matmul(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     if not isinstance(args[0], Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
         return NotImplemented
     rows = _factor(scope, args[0], weight)
-    if not isinstance(rows, Thin):
+    if not isinstance(rows, SparseFeatures):
         return NotImplemented
     return scope.like(linear.linear(rows, weight.t()), args[0])
 
 
-def _factor(scope: Reader, x: Tensor, weight: Tensor) -> Tensor | Thin | None:
+def _factor(scope: Reader, x: Tensor, weight: Tensor) -> Tensor | SparseFeatures | None:
     """Rows of vertices or edges, as a product takes them; None where it is not for :mod:`dense`."""
-    if not scope.fast or torch.is_autocast_enabled("cpu") or isinstance(x, Lazy) or isinstance(weight, Lazy):
+    if (
+        not scope.fast
+        or torch.is_autocast_enabled("cpu")
+        or isinstance(x, LazyTensor)
+        or isinstance(weight, LazyTensor)
+    ):
         return None
     if scope.axis(x) != 0 or scope.marks.get(weight) is not None:
         return None
     rows = scope.thinned(x)
-    return x if isinstance(rows, Thin) and rows.dtype != weight.dtype else rows
+    return x if isinstance(rows, SparseFeatures) and rows.dtype != weight.dtype else rows
 
 
 def _pooled_extreme(
@@ -364,7 +380,7 @@ def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwa
     PyG's own code makes as many rows of it: there it is the last one here.
     """
     mark = scope.marks.get(args[0])
-    if mark is None or mark.kind is not Kind.EDGES or len(args) > 1 or kwargs:
+    if mark is None or mark.kind is not PlacementKind.EDGES or len(args) > 1 or kwargs:
         return NotImplemented
     if not from_library() and scope.parted:
         return torch.tensor(scope.last_vertex, device=scope.device)
@@ -376,10 +392,10 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     if name == "__get__" and attribute(func) != "shape":
         return NotImplemented
     mark = scope.marks.get(args[0])
-    if mark is None or mark.kind is Kind.MIXED:
+    if mark is None or mark.kind is PlacementKind.MIXED:
         return NotImplemented
     size = list(func(args[0]))
-    if mark.kind is Kind.LOCAL and math.prod(size) != size[0]:
+    if mark.kind is PlacementKind.LOCAL and math.prod(size) != size[0]:
         return NotImplemented  # no list of places
     axis = len(size) - 1 if mark.kind in IDS else mark.axis
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -387,7 +403,9 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
         return func(*args, **kwargs)  # torch says which axes there are
     what = mark if mark.axis == 0 else replace(mark, axis=0)
     if mark.kind in IDS:
-        what = Mark(Kind.PAIRS, mark.view, 0, args[0] if mark.kind is Kind.EDGES else mark.edges)
+        what = Placement(
+            PlacementKind.PAIRS, mark.view, 0, args[0] if mark.kind is PlacementKind.EDGES else mark.edges
+        )
     kind = edge_positions.counts(scope, what)
     count = kind(size[axis], what, lambda: scope.number_of(what, int(count)))
     told = scope.parted and scope.knows_number(what) and not from_library() and not by_kagome()
@@ -399,17 +417,19 @@ def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: d
     """``x.numel()``, ``index.numel() == 0``: ranks without edges take the branch that their peers take."""
     tensor = args[0] if args else kwargs["input"]
     mark = scope.marks.get(tensor)
-    if not scope.parted or mark is None or mark.kind not in (*ALIGNED, *IDS, Kind.LOCAL):
+    if not scope.parted or mark is None or mark.kind not in (*ALIGNED, *IDS, PlacementKind.LOCAL):
         return NotImplemented
     if from_library():
         return NoneHere(0) if mark.kind in IDS and not func(tensor) else NotImplemented
     size = behind(_size(scope, "size", Tensor.size, (tensor,), {}))
-    at = next((at for at, each in enumerate(size) if isinstance(each, Count)), None) if size else None
+    at = next((at for at, each in enumerate(size) if isinstance(each, SymbolicSize)), None) if size else None
     if at is None:
         return NotImplemented
     each = math.prod(int(other) for place, other in enumerate(size) if place != at)
     flat = mark.kind in VERTICES and at == 0 and mark.subset is None
-    return Entries.of(size[at], each, mark.merged(each) if flat else Mark(Kind.LOST, origin=name))
+    return Entries.of(
+        size[at], each, mark.merged(each) if flat else Placement(PlacementKind.LOST, origin=name)
+    )
 
 
 def _make(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -417,12 +437,12 @@ def _make(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     place = int(name.startswith("new"))
     size = args[place] if len(args) > place else kwargs.get("size")
     sizes = size if isinstance(size, (tuple, list)) else args[place:]
-    axis = next((at for at, each in enumerate(sizes) if isinstance(each, Count)), None)
+    axis = next((at for at, each in enumerate(sizes) if isinstance(each, SymbolicSize)), None)
     if axis is None:
         return NotImplemented
     count = sizes[axis]
-    assert isinstance(count, Count)
-    if count.mark.kind is Kind.LOCAL:
+    assert isinstance(count, SymbolicSize)
+    if count.mark.kind is PlacementKind.LOCAL:
         return NotImplemented
     return scope.marks.put(func(*args, **kwargs), replace(count.mark, axis=axis))
 
@@ -430,20 +450,20 @@ def _make(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
 def _widened(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``bias.expand(x.size(0), -1)``: a row a vertex, all alike."""
     size = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
-    axis = next((at for at, each in enumerate(size) if isinstance(each, Count)), None)
+    axis = next((at for at, each in enumerate(size) if isinstance(each, SymbolicSize)), None)
     base = args[0]
     if axis is None or not isinstance(base, Tensor) or scope.marks.get(base) is not None:
         return NotImplemented
     at, count = base.dim() - len(size) + axis, size[axis]
-    assert isinstance(count, Count)
-    if (at >= 0 and base.size(at) != 1) or count.mark.kind is Kind.LOCAL:
+    assert isinstance(count, SymbolicSize)
+    if (at >= 0 and base.size(at) != 1) or count.mark.kind is PlacementKind.LOCAL:
         return NotImplemented
     return scope.marks.put(func(*args, **kwargs), replace(count.mark, axis=axis))
 
 
 def _sparse(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sparse matrix of the edges has columns of halo rows: torch would read or write past its end."""
-    known = (*ALIGNED, Kind.TARGET) if name.startswith("_convert") else ALIGNED
+    known = (*ALIGNED, PlacementKind.TARGET) if name.startswith("_convert") else ALIGNED
     found = [scope.marks.get(value) for value in (*args, *kwargs.values())]
     if scope.size == 1 or all(mark is None or mark.kind in known for mark in found):
         return NotImplemented
@@ -457,9 +477,9 @@ def _sparse(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
 
 def _scale(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.sum(0) / x.size(0)``: the number of all rows is meant."""
-    if not any(isinstance(value, Count) for value in args):
+    if not any(isinstance(value, SymbolicSize) for value in args):
         return NotImplemented
-    given = [value.of_all() if isinstance(value, Count) else value for value in args]
+    given = [value.of_all() if isinstance(value, SymbolicSize) else value for value in args]
     out = func(*given, **kwargs)
     scope.marks.spread(name, args, kwargs, out)
     return out
@@ -480,14 +500,14 @@ def _number(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
 
 def _counts(value: Any) -> bool:
     if type(value) in (list, tuple):
-        return any(isinstance(each, Count) for each in value)
-    return isinstance(value, Count)
+        return any(isinstance(each, SymbolicSize) for each in value)
+    return isinstance(value, SymbolicSize)
 
 
 def _whole(value: Any) -> Any:
     if type(value) in (list, tuple) and _counts(value):
         return type(value)(map(_whole, value))
-    return value.of_all() if isinstance(value, Count) else value
+    return value.of_all() if isinstance(value, SymbolicSize) else value
 
 
 _FILLS: Final = {"full": 1, "full_like": 1, "new_full": 2}
@@ -512,7 +532,7 @@ _RECKON: Final = (
 """Calls in which a number is no size."""
 
 
-def _rebuilt(scope: Places, what: str) -> ModelError:
+def _rebuilt(scope: PositionScope, what: str) -> ModelError:
     """The error for ids of which it is no longer known what they name."""
     return refused(
         scope,

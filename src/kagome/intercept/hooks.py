@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from kagome.deferred.lazy_tensor import Lazy, now
+from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.halo.forward_pass import transformed
 from kagome.intercept import sparse_adjacency
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.positions.vertex_tables import given_rows, refuse_some_rows, refuse_unknown_edges
 from kagome.replay.layer_calls import States
 from kagome.user_code.autograd_functions import refuse_old_hooks, watch
 from kagome.user_code.torch_checkpoint import once
 
 
-def install(model: nn.Module, scope: Interception, *, several: bool = False) -> Callable[[], None]:
+def install(model: nn.Module, scope: Interceptor, *, several: bool = False) -> Callable[[], None]:
     """Watch a model's modules: where the forward is, and what each ``propagate`` was given.
 
     Args:
@@ -100,11 +100,11 @@ def forget(module: nn.Module) -> None:
 def _settle(module: nn.Module) -> None:
     """What a layer has cached outlives this forward: rows that were put off are computed."""
     for name, value in vars(module).items():
-        if name.startswith("_cached_") and isinstance(value, Lazy):
+        if name.startswith("_cached_") and isinstance(value, LazyTensor):
             setattr(module, name, now(value))
 
 
-def _wrap(module: MessagePassing, name: str, scope: Interception) -> Callable[[], None]:
+def _wrap(module: MessagePassing, name: str, scope: Interceptor) -> Callable[[], None]:
     inner = getattr(module, name)
 
     def outer(*args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ class _Watched:
         scope: The interception.
     """
 
-    def __init__(self, layer: nn.Module, name: str, scope: Interception) -> None:
+    def __init__(self, layer: nn.Module, name: str, scope: Interceptor) -> None:
         self.layer, self.inner, self.scope = layer, layer.forward, scope
         self.states = States(layer, name)
         update_wrapper(self, self.inner)
@@ -190,12 +190,12 @@ def _replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Calla
     return unwrap
 
 
-def _edges(scope: Interception) -> Callable[..., Any]:
+def _edges(scope: Interceptor) -> Callable[..., Any]:
     """A layer that is given the graph's matrix is given its edges, where that is the same."""
     return lambda module, args, kwargs: sparse_adjacency.swap(scope, module, args, kwargs)
 
 
-def _turn_round(scope: Interception) -> Callable[..., Any]:
+def _turn_round(scope: Interceptor) -> Callable[..., Any]:
     """A layer whose messages flow from target to source is given out-edges, with their attributes."""
 
     def swap(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

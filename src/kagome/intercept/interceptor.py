@@ -28,30 +28,30 @@ from kagome.deferred.lazy_tensor import refuse_in_function, refuse_transform
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
 from kagome.graph.structure.sparse_adjacency import adjacency_of
-from kagome.halo.comm_recorder import Taped
-from kagome.halo.exchange import Carrier, NeighborRows, agree, all_rows, summing, total
-from kagome.halo.forward_pass import Turn, transformed
+from kagome.halo.comm_recorder import RecordedRows
+from kagome.halo.exchange import Carrier, HaloExchange, agree, all_rows, summing, total
+from kagome.halo.forward_pass import ForwardPass, transformed
 from kagome.intercept import sparse_adjacency
-from kagome.intercept.deferral import Late
+from kagome.intercept.deferral import Deferral
 from kagome.intercept.gather_scatter import HANDLERS, Handler, by_call
 from kagome.placement.axis_rules import attribute
-from kagome.placement.placement import ALIGNED, VERTICES, Kind, Mark, Marks
-from kagome.placement.symbolic_size import Count, Shown, behind
-from kagome.placement.weak_map import ByIdentity
+from kagome.placement.placement import ALIGNED, VERTICES, Placement, PlacementKind, Placements
+from kagome.placement.symbolic_size import Shown, SymbolicSize, behind
+from kagome.placement.weak_map import WeakTensorMap
 from kagome.positions import edge_alignment, edge_tables, id_values, vertex_tables
-from kagome.positions.kept_tensors import Kept
+from kagome.positions.kept_tensors import KeptTensors
 from kagome.positions.refusals import length, refused
-from kagome.positions.row_copies import Copies
-from kagome.replay.layer_calls import Calls
-from kagome.replay.propagate import Again
-from kagome.replay.recorded_ops import Notes
-from kagome.sparse_ops.edge_view import View, in_view, out_view, pair_ids
+from kagome.positions.row_copies import RowCopies
+from kagome.replay.layer_calls import LayerReplay
+from kagome.replay.propagate import PropagateCache
+from kagome.replay.recorded_ops import CallRecorder
+from kagome.sparse_ops.edge_view import EdgeView, in_view, out_view, pair_ids
 from kagome.user_code import opaque_calls
 from kagome.user_code.functional import opened
 from kagome.user_frame import user_line
 
 
-class Interception(Late, TorchFunctionMode):
+class Interceptor(Deferral, TorchFunctionMode):
     """One rank's view of a user's model: sites, marks and the turn that is running.
 
     Args:
@@ -75,13 +75,13 @@ class Interception(Late, TorchFunctionMode):
         seed: int = 0,
         handlers: Mapping[str, Handler] | None = None,
         fast: bool = True,
-        rows: NeighborRows | None = None,
+        rows: HaloExchange | None = None,
         tensor: int = 1,
         sums_only: bool = False,
     ) -> None:
         TorchFunctionMode.__init__(self)
-        Late.__init__(self, fast, min(tensor, channel.size), sums_only=sums_only and channel.size > 1)
-        self.part, self.channel, self.seed = part, Taped(channel), seed
+        Deferral.__init__(self, fast, min(tensor, channel.size), sums_only=sums_only and channel.size > 1)
+        self.part, self.channel, self.seed = part, RecordedRows(channel), seed
         self.device = torch.device(device)
         self.vertices = part.num_nodes
         self.ascending = bool((part.own[1:] > part.own[:-1]).all())
@@ -96,9 +96,9 @@ class Interception(Late, TorchFunctionMode):
         self.numbered = False
         """Whether forward has told vertices apart by their place."""
         self.edge_tables: edge_tables.EdgeTables | None = None
-        self.marks = Marks(whole=not self.parted)
-        self.views: list[View] = [in_view(part, self.channel, self.device, rows)]
-        self.turn = Turn(0, checked=False, device=self.device, grad=False)
+        self.marks = Placements(whole=not self.parted)
+        self.views: list[EdgeView] = [in_view(part, self.channel, self.device, rows)]
+        self.turn = ForwardPass(0, checked=False, device=self.device, grad=False)
         self.path: list[str] = []
         self.arguments: list[dict[str, Any]] = []
         self.draws = 0
@@ -106,14 +106,14 @@ class Interception(Late, TorchFunctionMode):
         self.fault = ""
         matrix = adjacency_of(part.edges) is not None
         self._handlers = by_call(handlers or {}, parted=self.parted, matrix=matrix)
-        self._constants: ByIdentity[Any] = ByIdentity()
-        self._edge_keys: ByIdentity[Any] = ByIdentity()
-        self._everyone: NeighborRows | None = None
+        self._constants: WeakTensorMap[Any] = WeakTensorMap()
+        self._edge_keys: WeakTensorMap[Any] = WeakTensorMap()
+        self._everyone: HaloExchange | None = None
         self._order = torch.empty(0, dtype=torch.int64)
-        self._wholes: ByIdentity[Any] = ByIdentity()
-        self.copies, self.keeping = Copies(), Kept()
-        self.again, self.calls = Again(self), Calls(self)
-        self.notes: Notes | None = None
+        self._wholes: WeakTensorMap[Any] = WeakTensorMap()
+        self.copies, self.keeping = RowCopies(), KeptTensors()
+        self.again, self.calls = PropagateCache(self), LayerReplay(self)
+        self.notes: CallRecorder | None = None
         self.matrix: sparse_adjacency.Matrix | None = None
         self.inputs = self._inputs()
 
@@ -124,13 +124,13 @@ class Interception(Late, TorchFunctionMode):
         view = self.views[0]
         given = self.part.shared
         shared = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in given.items()}
-        inputs = {"edge_index": self.marks.put(view.edge_index, Mark(Kind.EDGES, 0))}
+        inputs = {"edge_index": self.marks.put(view.edge_index, Placement(PlacementKind.EDGES, 0))}
         for name, value in view.attributes.items():
-            inputs[name] = self.marks.put(value, Mark(Kind.PAIRS, 0, edges=view.edge_index))
+            inputs[name] = self.marks.put(value, Placement(PlacementKind.PAIRS, 0, edges=view.edge_index))
         for name, value in self.part.nodes.items():
             moved = value.to(self.device)
             inputs[name] = self.marks.put(
-                moved if moved is not value else value.view(value.shape), Mark(Kind.ROWS)
+                moved if moved is not value else value.view(value.shape), Placement(PlacementKind.ROWS)
             )
         for value in inputs.values():
             self.constants.add(value)
@@ -139,19 +139,19 @@ class Interception(Late, TorchFunctionMode):
             del inputs[self.matrix.told.name]
             inputs["adj_t"] = self.matrix.given
         # Whoever makes a tensor of so many rows makes a row a vertex of this part.
-        count = Count(self.own, Mark(Kind.ROWS), lambda: self.vertices)
+        count = SymbolicSize(self.own, Placement(PlacementKind.ROWS), lambda: self.vertices)
         return {"num_nodes": Shown.of(count) if self.parted else count, **shared, **inputs}
 
-    def out_edges(self) -> View:
+    def out_edges(self) -> EdgeView:
         """View 1, fetched from the peers at the first call. All ranks reach it at the same call."""
         if len(self.views) == 1:
             with self.turn.asking(self.channel, self.where()):
                 view = out_view(self.views[0], self.channel)
             self.views.append(view)
-            self.marks.put(view.edge_index, Mark(Kind.EDGES, 1))
-            self.marks.put(view.given, Mark(Kind.EDGES, 1, swapped=True))
+            self.marks.put(view.edge_index, Placement(PlacementKind.EDGES, 1))
+            self.marks.put(view.given, Placement(PlacementKind.EDGES, 1, swapped=True))
             for value in view.attributes.values():
-                self.marks.put(value, Mark(Kind.PAIRS, 1, edges=view.given))
+                self.marks.put(value, Placement(PlacementKind.PAIRS, 1, edges=view.given))
             for value in (view.edge_index, view.given, *view.attributes.values()):
                 self.constants.add(value)
         return self.views[1]
@@ -161,7 +161,7 @@ class Interception(Late, TorchFunctionMode):
     @contextmanager
     def running(
         self, epoch: int, *, training: bool, checked: bool = False, named: Counter[str] | None = None
-    ) -> Iterator[Turn]:
+    ) -> Iterator[ForwardPass]:
         """One forward: sites are numbered anew, draws too.
 
         Args:
@@ -171,7 +171,7 @@ class Interception(Late, TorchFunctionMode):
             named: How often each site was come to before, in earlier stages here.
         """
         grad = training and torch.is_grad_enabled()
-        self.turn = Turn(epoch, checked=checked, device=self.device, grad=grad, named=named)
+        self.turn = ForwardPass(epoch, checked=checked, device=self.device, grad=grad, named=named)
         self.path, self.arguments, self.draws, self.training, self.layers = [], [], 0, training, 0
         self.turn.running = True
         with nullcontext() if self.aside else self:
@@ -295,7 +295,7 @@ class Interception(Late, TorchFunctionMode):
         return self.part.num_edges
 
     @property
-    def scopes(self) -> Sequence[Interception]:
+    def scopes(self) -> Sequence[Interceptor]:
         """The interceptions of this rank: this one alone."""
         return (self,)
 
@@ -326,7 +326,7 @@ class Interception(Late, TorchFunctionMode):
 
     def counts(self, value: Any) -> bool:
         """Whether a value has a row a vertex or an edge, or is their number."""
-        return isinstance(value, Count) or self.axis(value) is not None
+        return isinstance(value, SymbolicSize) or self.axis(value) is not None
 
     def of_vertices(self, tensor: Any) -> bool:
         """Whether a tensor has a row a vertex."""
@@ -340,7 +340,9 @@ class Interception(Late, TorchFunctionMode):
 
     def vertices_counted(self, value: Any) -> int | None:
         """Vertices of the whole graph where a value is the number of own ones; else None."""
-        counted = isinstance(value, Count) and value.mark.kind is Kind.ROWS and value.mark.whole
+        counted = (
+            isinstance(value, SymbolicSize) and value.mark.kind is PlacementKind.ROWS and value.mark.whole
+        )
         return self.vertices if counted else None
 
     def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
@@ -348,8 +350,8 @@ class Interception(Late, TorchFunctionMode):
         mark = self.marks.get(tensor)
         if mark is not None and axis is not None:
             mark = mark.along(axis)
-        if mark is not None and mark.kind is Kind.NUMBERS:
-            mark = replace(mark, kind=Kind.ROWS)
+        if mark is not None and mark.kind is PlacementKind.NUMBERS:
+            mark = replace(mark, kind=PlacementKind.ROWS)
         return self.marks.put(out, mark)
 
     def total(self, part: Tensor, what: str = "total") -> Tensor:
@@ -383,13 +385,13 @@ class Interception(Late, TorchFunctionMode):
         action, key = site.action("greatest"), (site.key, "greatest")
         return self.channel.all_reduce(part.detach(), "max", action=action, key=key)
 
-    def knows_number(self, mark: Mark) -> bool:
+    def knows_number(self, mark: Placement) -> bool:
         """Whether it is known without asking how many rows of a mark all ranks have."""
         if mark.kind in VERTICES:
             return length(self, mark) >= 0
-        return mark.kind is Kind.PAIRS and mark.edges is self.views[0].edge_index
+        return mark.kind is PlacementKind.PAIRS and mark.edges is self.views[0].edge_index
 
-    def number_of(self, mark: Mark, count: int) -> int:
+    def number_of(self, mark: Placement, count: int) -> int:
         """How many rows, of which this rank has ``count``, all ranks have."""
         if self.knows_number(mark):
             return length(self, mark) if mark.kind in VERTICES else self.edges
@@ -399,7 +401,7 @@ class Interception(Late, TorchFunctionMode):
 
     def unknown_ids(self, ids: Tensor) -> Tensor:
         """Mark ids that mean nothing on a part, so that reading by them is refused."""
-        return self.marks.put(ids, Mark(Kind.MIXED))
+        return self.marks.put(ids, Placement(PlacementKind.MIXED))
 
     def made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """What ``torch.zeros`` or the like gives for a counted number of rows; None for any other size."""
@@ -437,7 +439,7 @@ class Interception(Late, TorchFunctionMode):
         whole = self.knows_everyone().extend(rows, self.turn, self.where())
         return whole.index_select(0, self._order) if ordered else whole
 
-    def knows_everyone(self) -> NeighborRows:
+    def knows_everyone(self) -> HaloExchange:
         """The lists by which every rank reads every other's rows. All ranks come to it at once."""
         if self._everyone is None:
             with self.turn.asking(self.channel, self.where()):
@@ -467,11 +469,13 @@ class Interception(Late, TorchFunctionMode):
 
     def lost(self, tensor: Tensor, origin: str) -> Tensor:
         """Mark a tensor that no part has: whatever is made of it is refused where it leaves forward."""
-        return self.marks.put(tensor, Mark(Kind.LOST, origin=f"{origin} ({user_line() or 'a library'})"))
+        return self.marks.put(
+            tensor, Placement(PlacementKind.LOST, origin=f"{origin} ({user_line() or 'a library'})")
+        )
 
     def as_targets(self, index: Tensor) -> Tensor:
         """Say that a tensor holds ids of own rows."""
-        return self.marks.put(index, Mark(Kind.TARGET))
+        return self.marks.put(index, Placement(PlacementKind.TARGET))
 
     @property
     def last_vertex(self) -> int:
@@ -486,11 +490,11 @@ class Interception(Late, TorchFunctionMode):
         """Original ids of own rows."""
         return self.views[0].ids[: self.own]
 
-    def ids_in(self, mark: Mark) -> Tensor:
+    def ids_in(self, mark: Placement) -> Tensor:
         """Original numbers of own and halo rows, in the order of the part's ids."""
         return self.views[mark.view].ids
 
-    def ids_of(self, mark: Mark) -> Tensor:
+    def ids_of(self, mark: Placement) -> Tensor:
         """Original numbers of the vertices that a tensor has rows for, one each."""
         with torch._C.DisableTorchFunction():
             ids = self.row_ids()
@@ -521,7 +525,7 @@ class Interception(Late, TorchFunctionMode):
 
     # Reading and writing by id -------------------------------------------------------------------
 
-    def read(self, rows: Tensor, axis: int, mark: Mark, site: str = "") -> Tensor:
+    def read(self, rows: Tensor, axis: int, mark: Placement, site: str = "") -> Tensor:
         """All rows that the ids of ``mark`` can name: own and halo rows along ``axis``.
 
         Rows that need no gradient and do not change are exchanged once, others once a layer.
@@ -548,7 +552,7 @@ class Interception(Late, TorchFunctionMode):
             self._wholes[rows] = (rows._version, mark.view, torch.is_grad_enabled(), out)
         return out
 
-    def held(self, rows: Tensor, mark: Mark) -> Tensor | None:
+    def held(self, rows: Tensor, mark: Placement) -> Tensor | None:
         """Own and halo rows, if this layer has read them before."""
         version, view, grad, out = self._wholes.get(rows, (None, None, None, None))
         same = version == rows._version and view == mark.view and grad == torch.is_grad_enabled()
@@ -564,11 +568,11 @@ class Interception(Late, TorchFunctionMode):
         self.remembered.clear()
         self._constants.clear()
 
-    def mark(self, tensor: Tensor, mark: Mark) -> Tensor:
+    def mark(self, tensor: Tensor, mark: Placement) -> Tensor:
         """Say what a tensor stands for."""
         return self.marks.put(tensor, mark)
 
-    def write(self, sums: Tensor, axis: int, mark: Mark) -> Tensor:
+    def write(self, sums: Tensor, axis: int, mark: Placement) -> Tensor:
         """Sums on own and halo rows along ``axis`` -> sums on own rows."""
         plan = self.views[mark.view].rows
         front = sums.movedim(axis, 0)

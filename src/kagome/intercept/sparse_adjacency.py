@@ -22,15 +22,15 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from kagome.deferred.constants import Lasting
+from kagome.deferred.constants import Constants
 from kagome.deferred.lazy_tensor import now
 from kagome.errors import ModelError
 from kagome.graph.structure.sparse_adjacency import Adjacency, adjacency_of
 from kagome.placement.axis_rules import attribute
-from kagome.placement.placement import Kind, Mark, Marks
-from kagome.placement.symbolic_size import Count
+from kagome.placement.placement import Placement, PlacementKind, Placements
+from kagome.placement.symbolic_size import SymbolicSize
 from kagome.positions.edge_tables import flat
-from kagome.sparse_ops.edge_view import View
+from kagome.sparse_ops.edge_view import EdgeView
 from kagome.user_frame import user_line
 
 Args = tuple[Any, ...]
@@ -64,9 +64,9 @@ class Matrix:
 class Scope(Protocol):
     """What is asked of the running interception."""
 
-    marks: Marks
-    views: list[View]
-    constants: Lasting
+    marks: Placements
+    views: list[EdgeView]
+    constants: Constants
     parted: bool
     matrix: Matrix | None
 
@@ -74,7 +74,7 @@ class Scope(Protocol):
     def own(self) -> int:
         """Own rows."""
 
-    def number_of(self, mark: Mark, count: int) -> int:
+    def number_of(self, mark: Placement, count: int) -> int:
         """How many rows the whole graph has."""
 
     def where(self) -> str:
@@ -101,11 +101,11 @@ def matrix_of(scope: Scope) -> Matrix | None:
         )
     else:
         given = told.matrix(view.edge_index, scope.own)
-    scope.marks.put(given, Mark(Kind.MATRIX))
-    scope.marks.put(source, Mark(Kind.SOURCE, edges=view.edge_index))
-    scope.marks.put(target, Mark(Kind.TARGET, edges=view.edge_index))
-    scope.marks.put(pointer, Mark(Kind.MATRIX))
-    ends = scope.marks.put(torch.stack([target, source]), Mark(Kind.EDGES, swapped=True))
+    scope.marks.put(given, Placement(PlacementKind.MATRIX))
+    scope.marks.put(source, Placement(PlacementKind.SOURCE, edges=view.edge_index))
+    scope.marks.put(target, Placement(PlacementKind.TARGET, edges=view.edge_index))
+    scope.marks.put(pointer, Placement(PlacementKind.MATRIX))
+    ends = scope.marks.put(torch.stack([target, source]), Placement(PlacementKind.EDGES, swapped=True))
     for value in (source, target, ends):
         scope.constants.add(value)
     return Matrix(given, told, told.values, source, target, ends, pointer)
@@ -124,7 +124,7 @@ def _product(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
             return NotImplemented
         raise _refused(scope, f"{name} of it with a tensor of shape {list(x.shape)} that has no row a vertex")
     if not scope.parted:
-        return scope.marks.put(func(first, x, *rest[1:], **kwargs), Mark(Kind.ROWS))
+        return scope.marks.put(func(first, x, *rest[1:], **kwargs), Placement(PlacementKind.ROWS))
     if how not in ("sum", "mean"):
         raise _refused(
             scope, f"{name} asks for {how!r}", hint="give the layer edge_index, or take sums or means"
@@ -132,14 +132,14 @@ def _product(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     call = scope.__torch_function__
     read = call(Tensor.index_select, (), (x, 0, matrix.source))
     values = matrix.values.to(x.dtype)
-    scope.marks.put(values, Mark(Kind.PAIRS, edges=scope.views[0].edge_index))
+    scope.marks.put(values, Placement(PlacementKind.PAIRS, edges=scope.views[0].edge_index))
     weighted = call(Tensor.mul, (), (read, values if x.dim() == 1 else values.view(-1, 1)))
-    zeros = scope.marks.put(x.new_zeros(x.shape), Mark(Kind.ROWS))
+    zeros = scope.marks.put(x.new_zeros(x.shape), Placement(PlacementKind.ROWS))
     out = now(call(Tensor.index_add, (), (zeros, 0, matrix.target, weighted)))
     if how == "mean":
         count = matrix.pointer.diff().clamp(min=1).to(out.dtype)
         out = out / (count if x.dim() == 1 else count.view(-1, 1))
-    return scope.marks.put(out, Mark(Kind.ROWS))
+    return scope.marks.put(out, Placement(PlacementKind.ROWS))
 
 
 def _size(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -149,7 +149,11 @@ def _size(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
         return NotImplemented
     if name == "__get__" and attribute(func) != "shape":
         return NotImplemented
-    count = Count(scope.own, Mark(Kind.ROWS), lambda: scope.number_of(Mark(Kind.ROWS), scope.own))
+    count = SymbolicSize(
+        scope.own,
+        Placement(PlacementKind.ROWS),
+        lambda: scope.number_of(Placement(PlacementKind.ROWS), scope.own),
+    )
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     return torch.Size([count, count]) if dim is None else count
 
@@ -168,9 +172,9 @@ def _asked(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
         return matrix.ends if same else NotImplemented
     if name == "repeat_interleave" and len(args) > 1:
         mark = scope.marks.get(args[1])
-        return matrix.target if mark is not None and mark.kind is Kind.MATRIX else NotImplemented
+        return matrix.target if mark is not None and mark.kind is PlacementKind.MATRIX else NotImplemented
     mark = scope.marks.get(first)
-    if mark is not None and mark.kind is Kind.MATRIX:  # the pointer on its way to rows
+    if mark is not None and mark.kind is PlacementKind.MATRIX:  # the pointer on its way to rows
         return scope.marks.put(func(*args, **kwargs), mark)
     return NotImplemented
 

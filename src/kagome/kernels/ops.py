@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kagome.kernels.base import reference
-from kagome.kernels.base.csr import Layout, Structure
+from kagome.kernels.base.csr import CsrLayout, Structure
 from kagome.kernels.base.reference import Span
 
 __all__ = [
@@ -82,7 +82,7 @@ def _way(x: Tensor, *others: Tensor | None) -> ModuleType:
 
 
 def sum_rows(
-    layout: Layout,
+    layout: CsrLayout,
     x: Tensor,
     weight: Tensor | None = None,
     scale: Tensor | None = None,
@@ -118,7 +118,13 @@ def sum_rows(
 
 
 def dot_edges(
-    layout: Layout, a: Tensor, b: Tensor, *, span: Span = "all", offset: int = 0, into: Tensor | None = None
+    layout: CsrLayout,
+    a: Tensor,
+    b: Tensor,
+    *,
+    span: Span = "all",
+    offset: int = 0,
+    into: Tensor | None = None,
 ) -> Tensor:
     """``out[edge[k], h] = <a[i, h], b[column[k] - offset, h]>`` for the entries k of each row i.
 
@@ -137,7 +143,7 @@ def dot_edges(
     return out
 
 
-def extreme_rows(layout: Layout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+def extreme_rows(layout: CsrLayout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     """The largest (sign +1) or smallest (-1) of each row's neighbours by column, and how many equal it.
 
     A row without entries gives 0 and 0.
@@ -149,7 +155,7 @@ def extreme_rows(layout: Layout, x: Tensor, sign: float) -> tuple[Tensor, Tensor
     return best, ties
 
 
-def extreme_back(layout: Layout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
+def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
     """``gx[u] = sum over out-edges u -> i of g[i] / ties[i] where x[u] == best[i]``.
 
     Args:
@@ -166,7 +172,7 @@ def extreme_back(layout: Layout, x: Tensor, best: Tensor, ties: Tensor, g: Tenso
     return out
 
 
-def extreme_edges(layout: Layout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+def extreme_edges(layout: CsrLayout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     """As ``extreme_rows``, of values that belong to edges.
 
     Shapes:
@@ -176,7 +182,7 @@ def extreme_edges(layout: Layout, values: Tensor, sign: float) -> tuple[Tensor, 
     return best, ties
 
 
-def extreme_edges_back(layout: Layout, values: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
+def extreme_edges_back(layout: CsrLayout, values: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
     """The gradient of ``extreme_edges`` by its values; equals share it.
 
     Shapes:
@@ -186,7 +192,7 @@ def extreme_edges_back(layout: Layout, values: Tensor, best: Tensor, ties: Tenso
     return out
 
 
-def softmax_edges(layout: Layout, logits: Tensor) -> Tensor:
+def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
     """``exp(logit - largest) / (total + 1e-16)`` within each row of the layout, a head at a time.
 
     Shapes:
@@ -196,7 +202,7 @@ def softmax_edges(layout: Layout, logits: Tensor) -> Tensor:
     return out
 
 
-def softmax_edges_back(layout: Layout, alpha: Tensor, g: Tensor) -> Tensor:
+def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
     """``alpha * (g - the row's sum of alpha * g)``: the gradient of ``softmax_edges`` by its logits.
 
     Shapes:
@@ -206,7 +212,7 @@ def softmax_edges_back(layout: Layout, alpha: Tensor, g: Tensor) -> Tensor:
     return out
 
 
-def softmax_sum(layout: Layout, a: Tensor, b: Tensor, slope: float) -> Tensor:
+def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor:
     """As ``softmax_edges`` of ``leaky_relu(a[i] + b[column])``, which is never stored: GAT's attention.
 
     Shapes:
@@ -228,7 +234,7 @@ def softmax_sum_back(
     return ga, gb
 
 
-def leaky_dots(layout: Layout, a: Tensor, b: Tensor, att: Tensor, slope: float) -> Tensor:
+def leaky_dots(layout: CsrLayout, a: Tensor, b: Tensor, att: Tensor, slope: float) -> Tensor:
     """``sum over c of att[h, c] * leaky_relu(a[i, h, c] + b[column, h, c])``: GATv2's logits.
 
     Shapes:
@@ -270,7 +276,7 @@ def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: T
     _way(table).add_rows(table, place, rows, which, scale)
 
 
-def sum_edges(layout: Layout, values: Tensor, rows: slice | None = None) -> Tensor:
+def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> Tensor:
     """``out[i] = sum over entries k of row i of values[edge[k]]``: the transpose of ``gather``.
 
     Shapes:
@@ -280,7 +286,7 @@ def sum_edges(layout: Layout, values: Tensor, rows: slice | None = None) -> Tens
     return out
 
 
-def column_softmax(layout: Layout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of ``m[column]`` weighted by a softmax of ``z[column]`` over each row, a column at a time.
 
     Returns:
@@ -294,7 +300,7 @@ def column_softmax(layout: Layout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor
 
 
 def column_softmax_back(
-    layout: Layout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
+    layout: CsrLayout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of ``column_softmax``'s sums by ``z`` and ``m``.
 

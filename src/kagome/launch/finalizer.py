@@ -20,7 +20,7 @@ _WAITING: Final[list[weakref.finalize[Any, threading.Thread]]] = []
 """What is to be closed, each by its thread; at exit all of it is."""
 
 
-class Leaving:
+class Finalizer:
     """Closes what a thread has opened, once, whoever lets go of it.
 
     Args:

@@ -19,7 +19,7 @@ LAUNCHED = "KAGOME_LAUNCHED"
 
 
 @dataclass(frozen=True)
-class Seat:
+class CpuShare:
     """What one rank may compute on.
 
     Args:
@@ -37,7 +37,7 @@ class Seat:
     chosen: int | None = None
 
 
-def seat(current: int | None = None) -> Seat:
+def seat(current: int | None = None) -> CpuShare:
     """What this process may compute on.
 
     Args:
@@ -45,10 +45,10 @@ def seat(current: int | None = None) -> Seat:
     """
     limit, group = quota()
     own = cores()
-    return Seat(socket.gethostname(), own, limit, group, chosen(os.environ, current, len(own)))
+    return CpuShare(socket.gethostname(), own, limit, group, chosen(os.environ, current, len(own)))
 
 
-def threads(seats: Sequence[Seat]) -> tuple[int, ...]:
+def threads(seats: Sequence[CpuShare]) -> tuple[int, ...]:
     """Threads of each rank: its share of the cores that it may run on and of its cgroup's quota, at least 1.
 
     A core that several ranks of a host may run on is shared by them; cores that a scheduler bound to one rank
@@ -60,7 +60,7 @@ def threads(seats: Sequence[Seat]) -> tuple[int, ...]:
     return tuple(_share(own, seats) if own.chosen is None else own.chosen for own in seats)
 
 
-def _share(own: Seat, seats: Sequence[Seat]) -> int:
+def _share(own: CpuShare, seats: Sequence[CpuShare]) -> int:
     beside = [other for other in seats if other.host == own.host]
     share = sum(1 / sum(core in other.cores for other in beside) for core in own.cores)
     if own.quota is not None:
@@ -167,4 +167,4 @@ def local(nproc: int) -> int:
     """Threads of each of so many ranks that this process starts on its host."""
     own = cores()
     limit, group = quota()
-    return threads([Seat("", own, limit, group)] * nproc)[0]
+    return threads([CpuShare("", own, limit, group)] * nproc)[0]

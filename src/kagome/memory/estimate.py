@@ -25,25 +25,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 from kagome.components.gradients import message_bytes
 from kagome.components.model_setup import twin_of
 from kagome.components.task import undisturbed
 from kagome.deferred.lazy_tensor import EscapeError
 from kagome.graph.partition.partition import Partition, extract
 from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interception
-from kagome.memory.tensor_bytes import Saved, ledger_of
+from kagome.intercept.interceptor import Interceptor
+from kagome.memory.tensor_bytes import SavedMemory, ledger_of
 from kagome.model.copies import copied
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
-from kagome.model.forward_call import Calling
+from kagome.model.forward_call import ForwardCall
 from kagome.model.sparse_buffers import laid_out
-from kagome.profile.part_size import UNITS, Counts, Team, counts_of, fitted, split_counts
-from kagome.profile.run_mode import Way
+from kagome.profile.part_size import UNITS, GroupSize, PartSize, counts_of, fitted, split_counts
+from kagome.profile.run_mode import RunMode
 from kagome.profile.synthetic_parts import drawn, fit, made_pieces, tables_of
 from kagome.recompute.checkpoint import recompute
-from kagome.records.memory import Holdings
+from kagome.records.memory import MemoryByKind
 
 FITTED: Final = ("features", "edges", "tables", "activations", "halo")
 """Kinds that grow with the graph."""
@@ -75,7 +75,7 @@ NOTES: Final = 3
 
 
 @dataclass(frozen=True)
-class Rates:
+class MemoryRates:
     """Bytes by kind: of what all ranks hold alike, and for each row, halo row and edge.
 
     Args:
@@ -98,7 +98,7 @@ class Rates:
     by_share: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     fault: str = ""
 
-    def at(self, counts: Counts, *, keeps_best: bool = True, team: Team | None = None) -> Holdings:
+    def at(self, counts: PartSize, *, keeps_best: bool = True, team: GroupSize | None = None) -> MemoryByKind:
         """What a rank with such a part will hold.
 
         Args:
@@ -117,7 +117,7 @@ class Rates:
             known |= {kind: bytes_of(rates, units) for kind, rates in kinds.items()}
             known |= {"halo": 0} if kinds else {}
         lists = INDEX_BYTES * (counts.sent + counts.train)
-        return Holdings(
+        return MemoryByKind(
             weights=self.weights + (self.best if keeps_best else 0),
             gradients=sum(self.gradients),
             optimizer=self.optimizer,
@@ -130,8 +130,13 @@ class Rates:
 
 
 def rates_of(
-    model: nn.Module, optimizer: Optimizer | None, part: Partition, way: Way, *, slices: Sequence[int] = ()
-) -> Rates:
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    part: Partition,
+    way: RunMode,
+    *,
+    slices: Sequence[int] = (),
+) -> MemoryRates:
     """Find the rates of a model by one step of a copy on small made graphs; no peer is asked.
 
     Args:
@@ -174,7 +179,7 @@ def rates_of(
     # Of several ranks they lie in the sums that brought them, beside a number each and notes.
     gradients = message_bytes(learning, NOTES) if way.several else (sum(p.nbytes for p in learning),)
     state_bytes = None if optimizer is None else optimizer_bytes(optimizer, learning)
-    return Rates(weights, best, gradients, state_bytes, by_unit, by_slice, by_share, fault)
+    return MemoryRates(weights, best, gradients, state_bytes, by_unit, by_slice, by_share, fault)
 
 
 def _distinct(tensors: Iterator[Tensor]) -> int:
@@ -250,7 +255,7 @@ class _Step:
 
 
 def _steps(
-    twin: nn.Module, part: Partition, pieces: Sequence[Partition], way: Way, tensor: int = 1
+    twin: nn.Module, part: Partition, pieces: Sequence[Partition], way: RunMode, tensor: int = 1
 ) -> list[_Step]:
     try:
         return _all(_on(twin, part, pieces), pieces, way, fast=way.fast, tensor=tensor)
@@ -269,29 +274,29 @@ def _on(twin: nn.Module, part: Partition, pieces: Sequence[Partition]) -> list[n
 
 
 def _all(
-    models: Sequence[nn.Module], pieces: Sequence[Partition], way: Way, *, fast: bool, tensor: int
+    models: Sequence[nn.Module], pieces: Sequence[Partition], way: RunMode, *, fast: bool, tensor: int
 ) -> list[_Step]:
     if way.several:
-        group = LocalGroup(len(pieces))
+        group = ThreadGroup(len(pieces))
         return group.run(lambda c: _step(models[c.rank], pieces[c.rank], c, way, fast, tensor))
-    alone = LocalChannel(LocalGroup(1), 0)
+    alone = ThreadChannel(ThreadGroup(1), 0)
     return [_step(one, piece, alone, way, fast) for one, piece in zip(models, pieces, strict=True)]
 
 
 def _step(
-    model: nn.Module, piece: Partition, channel: LocalChannel, way: Way, fast: bool, tensor: int = 1
+    model: nn.Module, piece: Partition, channel: ThreadChannel, way: RunMode, fast: bool, tensor: int = 1
 ) -> _Step:
     """One step and one evaluation, as the engine has them."""
-    scope = Interception(piece, channel, seed=way.seed, handlers=HANDLERS, fast=fast, tensor=tensor)
+    scope = Interceptor(piece, channel, seed=way.seed, handlers=HANDLERS, fast=fast, tensor=tensor)
     undo = [apply_rules(model, scope), install(model, scope)]
     if way.recompute:
         undo.append(recompute(model, scope))
     cast = torch.autocast("cpu", torch.bfloat16) if way.amp else nullcontext()
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
-        calling = Calling.of(model, set(scope.inputs))
+        calling = ForwardCall.of(model, set(scope.inputs))
         model.train()
-        with Saved(scope, model) as saved, scope.running(1, training=True, checked=True), cast:
+        with SavedMemory(scope, model) as saved, scope.running(1, training=True, checked=True), cast:
             out: Any = calling.call(model, scope.inputs)
         loss = out.sum().float() + scope.turn.token
         # Not backward(): the pieces share one copy of the weights.
@@ -312,14 +317,14 @@ def _step(
     return _Step(found, tuple(grad is not None for grad in grads) or (False,) * len(parameters))
 
 
-def _slice_units(rows: float, halo: float, edges: float, team: Team) -> tuple[float, ...]:
+def _slice_units(rows: float, halo: float, edges: float, team: GroupSize) -> tuple[float, ...]:
     """As many as there are of each of :data:`SLICE_UNITS`; a share of the rows is as good as a rank's own."""
     each = [(whole, whole / team.ranks) for whole in (team.halo, team.edges)]
     return (1.0, rows, halo, edges, team.rows, *chain.from_iterable(each))
 
 
 def _by_slice(
-    twin: nn.Module, part: Partition, way: Way, numbers: Sequence[int], groups: int
+    twin: nn.Module, part: Partition, way: RunMode, numbers: Sequence[int], groups: int
 ) -> dict[str, tuple[float, ...]]:
     """Bytes by kind for :data:`SLICE_UNITS`, of the fullest rank: one may take a head more than others.
 
@@ -343,7 +348,7 @@ def _by_slice(
         each = split_counts(data.edge_index, owner, size)
         for group, one in enumerate(split_counts(data.edge_index, owner // count, groups)):
             ranks = range(group * count, (group + 1) * count)
-            team = Team(one.rows, one.edges, one.halo, count)
+            team = GroupSize(one.rows, one.edges, one.halo, count)
             halo, most = (max(getattr(each[rank], unit) for rank in ranks) for unit in ("halo", "edges"))
             units.append(_slice_units(one.rows / count, halo, most, team))
             found.append({kind: max(steps[rank].bytes[kind] for rank in ranks) for kind in SLICE_KINDS})

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from kagome.graph.structure.attributes import tensors_of
-from kagome.intercept.interceptor import Interception
-from kagome.kernels.base.csr import Layout, Structure
+from kagome.intercept.interceptor import Interceptor
+from kagome.kernels.base.csr import CsrLayout, Structure
 
 
-def holding(scope: Interception) -> Iterator[tuple[str, Tensor]]:
+def holding(scope: Interceptor) -> Iterator[tuple[str, Tensor]]:
     """What lasts: pairs of a kind of ``features``, ``edges``, ``send``, ``tables`` or ``kept``, and a tensor.
 
     ``kept`` is what was computed from the others once, rows of other ranks among it. Tensors may share memory
@@ -46,7 +46,7 @@ def holding(scope: Interception) -> Iterator[tuple[str, Tensor]]:
         yield "kept", value
 
 
-def _kept(scope: Interception) -> Iterator[Tensor]:
+def _kept(scope: Interceptor) -> Iterator[Tensor]:
     for value, _ in scope.remembered.values():
         yield from [value] if isinstance(value, Tensor) else (v for v in value if isinstance(v, Tensor))
     for _, _, whole in scope._constants.values():
@@ -69,7 +69,7 @@ def _of_structure(structure: Structure) -> Iterator[Tensor]:
         yield from _of_structure(built["walked"])
 
 
-def _of_layout(layout: Layout) -> Iterator[Tensor]:
+def _of_layout(layout: CsrLayout) -> Iterator[Tensor]:
     yield from (layout.pointer, layout.middle, layout.column, layout.edge)
     for name in ("own", "halo"):
         part = vars(layout).get(name)

@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kagome.comm.in_process.thread_group import Come, LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import Come, ThreadChannel, ThreadGroup
 from kagome.components.model_setup import twin_of
 from kagome.components.task import undisturbed
 from kagome.config import Train
 from kagome.deferred.lazy_tensor import EscapeError
 from kagome.graph.partition.partition import Partition, partition
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.memory.tensor_bytes import HeldTensor, ledger_of, restored
 from kagome.model.copies import copied
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.trace.graph import LayerGraph
-from kagome.profile.part_size import UNITS, Counts, counts_of, fitted
+from kagome.profile.part_size import UNITS, PartSize, counts_of, fitted
 from kagome.profile.step_shapes import SAMPLE, On
 from kagome.profile.step_times import step_by_step
 from kagome.profile.subgraph import take_sample
@@ -46,7 +46,7 @@ Pair = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Keeping:
+class ActivationProfile:
     """Of a model's steps, by their names.
 
     Args:
@@ -58,7 +58,7 @@ class Keeping:
     pieces: Mapping[frozenset[str], tuple[float, ...]]
     reads: Mapping[frozenset[str], Pair] | None
 
-    def whole(self, counts: Counts) -> float | None:
+    def whole(self, counts: PartSize) -> float | None:
         """Bytes that autograd keeps of the whole model; None where that is not known.
 
         Args:
@@ -66,7 +66,7 @@ class Keeping:
         """
         return sum(self._sizes(counts).values()) if self.pieces else None
 
-    def share(self, steps: Collection[str], counts: Counts) -> float:
+    def share(self, steps: Collection[str], counts: PartSize) -> float:
         """Of what autograd keeps of the whole model, what it keeps of some steps.
 
         Args:
@@ -80,7 +80,7 @@ class Keeping:
         whole = sum(every.values())
         return sum(size for keepers, size in every.items() if keepers & names) / whole if whole else 1.0
 
-    def _sizes(self, counts: Counts) -> dict[frozenset[str], float]:
+    def _sizes(self, counts: PartSize) -> dict[frozenset[str], float]:
         return {
             keepers: max(sum(rate * unit for rate, unit in zip(rates, counts.units, strict=True)), 0.0)
             for keepers, rates in self.pieces.items()
@@ -102,7 +102,9 @@ class Keeping:
         return sum(there for there, _ in mine), sum(back for _, back in mine)
 
 
-def keeping(model: nn.Module, graph: LayerGraph, part: Partition, train: Train, *, fast: bool) -> Keeping:
+def keeping(
+    model: nn.Module, graph: LayerGraph, part: Partition, train: Train, *, fast: bool
+) -> ActivationProfile:
     """Run a copy of a model step by step on small made graphs, or where it fails there on samples of its own.
 
     Args:
@@ -135,7 +137,7 @@ def keeping(model: nn.Module, graph: LayerGraph, part: Partition, train: Train, 
             raise
         except Exception:  # a forecast never ends a run
             continue
-    return Keeping({}, None)
+    return ActivationProfile({}, None)
 
 
 def _made(part: Partition, seed: int) -> list[list[Partition]]:
@@ -156,25 +158,25 @@ class _Ran:
     """Step -> bytes of halos that it sent backward."""
 
 
-def _told(pieces: Sequence[Partition], ran: Sequence[_Ran], among: Collection[str]) -> Keeping:
+def _told(pieces: Sequence[Partition], ran: Sequence[_Ran], among: Collection[str]) -> ActivationProfile:
     counts = [counts_of(piece) for piece in pieces]
     kept = fitted(counts, [one.pieces for one in ran], among)
     sent, read = (sum(getattr(one, unit) for one in counts) for unit in ("sent", "halo"))
     if not sent or not read:
-        return Keeping(kept, None)
+        return ActivationProfile(kept, None)
     reads: dict[frozenset[str], Pair] = {}
     for readers in dict.fromkeys(chain.from_iterable(one.there for one in ran)):
         reads[readers] = sum(one.there.get(readers, 0) for one in ran) / sent, 0.0
     for name in ran[0].back:
         there, _ = reads.get(frozenset([name]), (0.0, 0.0))
         reads[frozenset([name])] = there, sum(one.back[name] for one in ran) / read
-    return Keeping(kept, reads)
+    return ActivationProfile(kept, reads)
 
 
-class _Noting(LocalChannel):
+class _Noting(ThreadChannel):
     """Notes of which rows a message was, and how many bytes of it went."""
 
-    def __init__(self, group: LocalGroup, rank: int) -> None:
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
         super().__init__(group, rank)
         self.gone: list[tuple[Tensor, int]] = []
 
@@ -184,7 +186,7 @@ class _Noting(LocalChannel):
         return self.bytes["halo"]
 
     def start_exchange(self, rows: Tensor, *counts: Sequence[int], **rest: Any) -> Come:
-        """See :meth:`LocalChannel.start_exchange`."""
+        """See :meth:`ThreadChannel.start_exchange`."""
         before = self.halo
         come = super().start_exchange(rows, *counts, **rest)
         self.gone.append((rows.detach(), self.halo - before))
@@ -203,11 +205,11 @@ def _of_group(
     models = [_sharing(twin) for _ in pieces]
     for model, piece in zip(models, pieces, strict=True):
         fit(model, part, piece)
-    group = LocalGroup(len(pieces))
+    group = ThreadGroup(len(pieces))
 
     def work(rank: int) -> _Ran:
         channel = _Noting(group, rank)
-        scope = Interception(pieces[rank], channel, seed=train.seed, handlers=HANDLERS, fast=fast)
+        scope = Interceptor(pieces[rank], channel, seed=train.seed, handlers=HANDLERS, fast=fast)
         return _run(models[rank], graph, scope, channel, train)
 
     return [work(0)] if len(pieces) == 1 else group.run(lambda channel: work(channel.rank))
@@ -219,7 +221,7 @@ def _sharing(twin: nn.Module) -> nn.Module:
     return copied(twin, weights)
 
 
-def _run(model: nn.Module, graph: LayerGraph, scope: Interception, channel: _Noting, train: Train) -> _Ran:
+def _run(model: nn.Module, graph: LayerGraph, scope: Interceptor, channel: _Noting, train: Train) -> _Ran:
     alive: list[Tensor] = []
     kept: list[tuple[str, list[Tensor]]] = []
     read: list[tuple[str, int, int]] = []

@@ -1,7 +1,7 @@
 """Holdings, measured: the memory behind a rank's tensors, by kind, each piece of it counted once.
 
-Where it sits: ``train.graph_engine`` puts a :class:`Saved` around the first forward in training;
-``train.admission`` and ``estimate`` count with a :class:`Ledger`. The record that comes out is
+Where it sits: ``train.graph_engine`` puts a :class:`SavedMemory` around the first forward in training;
+``train.admission`` and ``estimate`` count with a :class:`TensorMemory`. The record that comes out is
 ``records.memory``'.
 """
 
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kagome.halo.comm_recorder import tensors_of
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.memory.held_tensors import holding
-from kagome.records.memory import Holdings
+from kagome.records.memory import MemoryByKind
 
 
-class Ledger:
+class TensorMemory:
     """Bytes by kind; memory belongs to the first kind that names it.
 
     Args:
@@ -84,7 +84,7 @@ class Ledger:
         return size // whole * self.halo if whole in tensor.shape and size % whole == 0 else 0
 
 
-def ledger_of(scope: Interception, model: nn.Module, copies: Iterable[Tensor] = ()) -> Ledger:
+def ledger_of(scope: Interceptor, model: nn.Module, copies: Iterable[Tensor] = ()) -> TensorMemory:
     """All that a rank keeps from one forward to the next, but for gradients and the optimizer's state.
 
     Args:
@@ -93,7 +93,7 @@ def ledger_of(scope: Interception, model: nn.Module, copies: Iterable[Tensor] = 
         copies: Further weights: the best epoch's.
     """
     plan = scope.views[0].rows
-    ledger = Ledger(plan.own, plan.halo, scope.device)
+    ledger = TensorMemory(plan.own, plan.halo, scope.device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
     for kind, tensor in holding(scope):
         ledger.add("tables" if kind == "kept" else kind, [tensor], rows=kind == "kept")
@@ -138,7 +138,7 @@ def restored(kept: HeldTensor) -> Tensor:
     return kept.tensor
 
 
-class Saved:
+class SavedMemory:
     """Around one forward in training: the memory that autograd keeps of it until backward.
 
     What a rank holds anyhow (weights, features, edges, tables) does not count again. With layers that run
@@ -152,11 +152,11 @@ class Saved:
         Some microseconds a tensor that autograd saves.
     """
 
-    def __init__(self, scope: Interception, model: nn.Module) -> None:
+    def __init__(self, scope: Interceptor, model: nn.Module) -> None:
         self.scope, self.model = scope, model
         self.bytes: Mapping[str, int] | None = None
 
-    def __enter__(self) -> Saved:
+    def __enter__(self) -> SavedMemory:
         self._found: list[weakref.ref[HeldTensor]] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, restored)
         self._hooks.__enter__()
@@ -184,21 +184,21 @@ class Saved:
 
 
 def measure(
-    scope: Interception,
+    scope: Interceptor,
     model: nn.Module,
     optimizer: Optimizer,
     saved: Mapping[str, int] | None,
     *,
     best: Mapping[str, Tensor] | None = None,
     beside: Iterable[Tensor] = (),
-) -> Holdings:
+) -> MemoryByKind:
     """What a rank holds between backward and the next forward, and in ``saved`` what a forward keeps.
 
     Args:
         scope: The interception.
         model: The user's module.
         optimizer: Over its parameters.
-        saved: Of :class:`Saved`; None if no forward was watched.
+        saved: Of :class:`SavedMemory`; None if no forward was watched.
         best: The best epoch's weights.
         beside: What else the engine keeps of the graph.
     """
@@ -207,7 +207,7 @@ def measure(
     ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))
     ledger.add("optimizer", (t for state in optimizer.state.values() for t in tensors_in(state.values())))
     found = ledger.bytes
-    return Holdings(
+    return MemoryByKind(
         weights=found["weights"],
         gradients=found["gradients"],
         optimizer=found["optimizer"],
@@ -219,7 +219,7 @@ def measure(
     )
 
 
-def add_scope(ledger: Ledger, scope: Interception) -> None:
+def add_scope(ledger: TensorMemory, scope: Interceptor) -> None:
     """Count what one chunk keeps from one forward to the next."""
     for kind, tensor in holding(scope):
         ledger.add("tables" if kind in ("kept", "send") else kind, [tensor])

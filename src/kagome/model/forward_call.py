@@ -22,7 +22,7 @@ _BY_PLACE: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIO
 
 
 @dataclass(frozen=True)
-class Calling:
+class ForwardCall:
     """How one module's forward is called.
 
     Args:
@@ -36,7 +36,7 @@ class Calling:
     named: tuple[str, ...] = ()
 
     @staticmethod
-    def of(model: nn.Module, names: Collection[str]) -> Calling:
+    def of(model: nn.Module, names: Collection[str]) -> ForwardCall:
         """How a model is called.
 
         Args:
@@ -50,7 +50,7 @@ class Calling:
         parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in plain]
         needed = [p for p in parameters if p.default is p.empty]
         if len(needed) == 1 and needed[0].name not in names:
-            return Calling(by_data=True)
+            return ForwardCall(by_data=True)
         places: list[str] = []
         named: list[str] = []
         second = _second(names, [p.name for p in parameters])
@@ -68,10 +68,10 @@ class Calling:
                     f"the data has {', '.join(sorted(names))}",
                     hint=f"give the Data an attribute {parameter.name!r}",
                 )
-        return Calling(False, tuple(places), tuple(named))
+        return ForwardCall(False, tuple(places), tuple(named))
 
     @staticmethod
-    def named_as(model: nn.Module, names: Collection[str]) -> Calling:
+    def named_as(model: nn.Module, names: Collection[str]) -> ForwardCall:
         """How a model is called with inputs of which each has the name of one of its arguments.
 
         None is taken for another, as :meth:`of` takes the first for ``x``.
@@ -80,7 +80,7 @@ class Calling:
         places = [p.name for p in parameters if p.kind in _BY_PLACE]
         first = next((place for place, name in enumerate(places) if name not in names), len(places))
         named = [p.name for p in parameters if p.name in names and p.name not in places[:first]]
-        return Calling(False, tuple(places[:first]), tuple(named))
+        return ForwardCall(False, tuple(places[:first]), tuple(named))
 
     def wants(self, names: Collection[str]) -> list[str]:
         """The inputs that forward gets, of those that there are."""

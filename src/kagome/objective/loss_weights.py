@@ -16,7 +16,7 @@ from kagome.objective.loss_trials import copied
 from kagome.objective.objective import Objective, Target
 
 
-class Weighed:
+class LossWeights:
     """By what a rank divides its sum of losses, so that the sum over ranks is the mean over all.
 
     Args:

@@ -19,7 +19,7 @@ WATCHED: Final = 64 * 2**20
 """Bytes of a buffer up to which it is copied in each pass, lest it move for the first time."""
 
 
-class Moved:
+class BufferIsolation:
     """Buffers in one pass: each chunk moves them as if it were alone, and one chunk's stay.
 
     A chunk has tensors of its own, as autograd may have kept another's; only torch's and PyG's own modules,

@@ -23,33 +23,33 @@ from torch.optim import Optimizer
 
 from kagome.adaptive.gradient_probe import agreement
 from kagome.adaptive.history import Epoch, HistoryProbe, guard_of
-from kagome.adaptive.policy import Ways
-from kagome.adaptive.precision import EXACT, LateProbe, Rung
+from kagome.adaptive.policy import ExchangePolicy
+from kagome.adaptive.precision import EXACT, PrecisionLevel, StalenessProbe
 from kagome.adaptive.report import Found
-from kagome.adaptive.rollback import Undo
-from kagome.checkpoint.epoch_state import Carried, Layout, Told, said_of
+from kagome.adaptive.rollback import Rollback
+from kagome.checkpoint.epoch_state import EpochState, RestoredState, StateLayout, said_of
 from kagome.comm.mesh import Mesh
 from kagome.components import task
-from kagome.components.attached import Installed, while_installed
-from kagome.components.engine import Phases, without_fast
-from kagome.components.forward_reuse import Ahead
+from kagome.components.attached import Attachment, while_installed
+from kagome.components.engine import PhaseTimer, without_fast
+from kagome.components.forward_reuse import ForwardReuse
 from kagome.components.gradients import Gradients
 from kagome.components.offload import Offload
 from kagome.components.rank_zero import by_all, by_first
 from kagome.config import Parallel, Train
 from kagome.graph.partition.partition import Partition
-from kagome.halo.resumed_rows import NOTHING, Recall
-from kagome.intercept.active import Current
+from kagome.halo.resumed_rows import NOTHING, ResumedRows
+from kagome.intercept.active import ActiveInterceptor
 from kagome.intercept.hooks import install
 from kagome.model.exact.layer_rules import apply_rules
 from kagome.model.split.stages import describe
 from kagome.objective.kept_rows import RefusesKept
 from kagome.objective.loss_trials import copied
-from kagome.objective.loss_weights import Weighed
+from kagome.objective.loss_weights import LossWeights
 from kagome.objective.optimizers import Aim
-from kagome.pipelining.chunk_memory import Saving, held_by_chunks
+from kagome.pipelining.chunk_memory import ChunkActivations, held_by_chunks
 from kagome.pipelining.chunking import chunked
-from kagome.pipelining.executor import Jobs, Passes
+from kagome.pipelining.executor import Executor, Jobs
 from kagome.pipelining.foreign_weights import (
     read_by_loss,
     refuse_mixing,
@@ -58,13 +58,13 @@ from kagome.pipelining.foreign_weights import (
     watched,
     with_read,
 )
-from kagome.pipelining.ownership import Owners
-from kagome.pipelining.stage_run import Job, StageCode
+from kagome.pipelining.ownership import ParameterOwnership
+from kagome.pipelining.stage_run import StageCode, StageRun
 from kagome.pipelining.staging import needed, stage_model
-from kagome.records.memory import Holdings
+from kagome.records.memory import MemoryByKind
 
 
-class Pipeline:
+class ChunkEngine:
     """One rank's stages over its part's chunks.
 
     Args:
@@ -90,7 +90,7 @@ class Pipeline:
         parallel: Parallel,
         settings: Train,
         aim: Aim,
-        phases: Phases,
+        phases: PhaseTimer,
         fast: bool = True,
     ) -> None:
         self.model, self.mesh, self.parallel, self.settings = model, mesh, parallel, settings
@@ -103,10 +103,10 @@ class Pipeline:
         self.mine = [stage for stage in self.staging.stages if stage.rank == mesh.stage]
         part = needed(self.mine, part, aim.objective.uses)
         self.chunks = chunked(part, mesh.graph, parallel, device=device, seed=settings.seed, fast=self.fast)
-        self.current = Current([*self.chunks.scopes, *self.chunks.apart])
+        self.current = ActiveInterceptor([*self.chunks.scopes, *self.chunks.apart])
         self.offload = Offload(parallel, device, lambda tensor: self.current.get().lasting(tensor))
-        self.saving = Saving(self.offload, self.chunks, model)
-        self.owners = Owners(model, self.staging.stages, mesh.pipe, self.staging.survey.changed)
+        self.saving = ChunkActivations(self.offload, self.chunks, model)
+        self.owners = ParameterOwnership(model, self.staging.stages, mesh.pipe, self.staging.survey.changed)
         self.foreign = self.owners.foreign()
         self.codes = {
             stage.number: StageCode(
@@ -121,25 +121,29 @@ class Pipeline:
         self.gradients = Gradients(
             self.owners.parameters, mesh.weights, codec=parallel.codec_weights, pieces=True
         )
-        self._weighed = Weighed(aim.objective, mesh.graph)
+        self._weighed = LossWeights(aim.objective, mesh.graph)
         self._settle()
         self.guard = None if self.chunks.tables is None else guard_of(parallel)
-        self.undo = Undo(model, self.owners.parameters, self.owners.moving())
+        self.undo = Rollback(model, self.owners.parameters, self.owners.moving())
         self.crossing, guarded = self.chunks.crossing, self.guard is not None
-        self.ways = Ways(self.crossing, mesh, parallel, self.gradients, seed=settings.seed, guarded=guarded)
-        self.passes = Passes(
+        self.ways = ExchangePolicy(
+            self.crossing, mesh, parallel, self.gradients, seed=settings.seed, guarded=guarded
+        )
+        self.passes = Executor(
             *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.moved, self._lose),
             self.ways.stages,
         )
         self._checked = self._stepped = False
-        self.ahead = Ahead(model)
+        self.ahead = ForwardReuse(model)
         ids = part.own if self.chunks.tables is None else self.chunks.tables.ids
         steps, where = [step.name for stage in self.mine for step in stage.steps], mesh.stage
-        self.layout = Layout.of(parallel, part.fingerprint, ids, part=mesh.part, stage=where, steps=steps)
+        self.layout = StateLayout.of(
+            parallel, part.fingerprint, ids, part=mesh.part, stage=where, steps=steps
+        )
         self._notes = [self._said()]
         if self.staging.escape:
             self._notes.append(without_fast(self.staging.escape, slices=parallel.tensor > 1))
-        self.installed = Installed(self._put_on, mesh.world.tell)
+        self.installed = Attachment(self._put_on, mesh.world.tell)
 
     def _settle(self) -> None:
         """Find the sum of weights; a user's loss that gives weights is asked with scores of 0."""
@@ -234,16 +238,16 @@ class Pipeline:
         yield
         self.owners.forget_others(optimizer)
 
-    def carried(self, epoch: int) -> Carried:
+    def carried(self, epoch: int) -> EpochState:
         """What the epoch after this one may read of it: other chunks' rows, and what guards know."""
         known, tables = self.ways.crossing.known, self.chunks.tables
         guards, entries = {"ladder": self.ways.ladder.state_dict()}, [*known.carried(epoch)]
         if self.guard is not None and tables is not None:
             guards["history"] = self.guard.state_dict()
             entries += [*tables.carried(epoch), *self.undo.carried()]
-        return Carried.of(self.layout, guards, entries)
+        return EpochState.of(self.layout, guards, entries)
 
-    def resumed(self, optimizer: Optimizer, told: Told) -> str:
+    def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
         """Weights and the optimizer's state were read from a checkpoint. All ranks call it.
 
         Returns:
@@ -265,7 +269,7 @@ class Pipeline:
             self.guard.go_on(rows=recall is not None, kept=every)
         return said_of(recall, late=self.ways.crossing.late, history=self.guard is not None)
 
-    def _forget(self, recall: Recall) -> None:
+    def _forget(self, recall: ResumedRows) -> None:
         """Let the next epoch read nothing of those before, but what is recalled."""
         self.ways.crossing.forget(recall)
         if self.chunks.tables is not None:
@@ -276,7 +280,7 @@ class Pipeline:
         taken, self._notes = tuple(self._notes), []
         return taken
 
-    def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Holdings:
+    def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:
         """What this rank holds between epochs, and what autograd keeps within one."""
         copies = [*(best or {}).values(), *self.undo.tensors]
         return held_by_chunks(self.chunks, self.model, optimizer, self.saving.most, copies)
@@ -311,7 +315,7 @@ class Pipeline:
             rung, guess = self.ways.ladder.rung, self._guess(epoch, kind)
             with self.ways.tally.aside():
                 lost = self._gradient(epoch, kind, EXACT)
-            self._say(self.ways.ladder.see(LateProbe(epoch, rung, *self._compared(guess))))
+            self._say(self.ways.ladder.see(StalenessProbe(epoch, rung, *self._compared(guess))))
         else:
             lost = self._gradient(epoch, kind, self.ways.rung(exact=kind == "exact"))
         self._say(self.ways.ladder.done(epoch))
@@ -351,7 +355,7 @@ class Pipeline:
             self._gradient(epoch, kind, self.ways.ladder.rung, asks=True)
         return [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
 
-    def _gradient(self, epoch: int, kind: Epoch, rung: Rung, *, asks: bool = False) -> float:
+    def _gradient(self, epoch: int, kind: Epoch, rung: PrecisionLevel, *, asks: bool = False) -> float:
         """All chunks forward and backward, and the sum of gradients; what this rank lost."""
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -403,7 +407,7 @@ class Pipeline:
         drift = self.chunks.tables.drift(self.mesh.world)
         self._say(self.guard.see(HistoryProbe(epoch, *self._compared(guess), drift, self.guard.age)))
 
-    def _lose(self, job: Job) -> None:
+    def _lose(self, job: StageRun) -> None:
         """At the end of a job's forward: its loss, where its stage gives the output."""
         self.saving.look()
         self.ways.look()
@@ -423,7 +427,7 @@ class Pipeline:
         job.lost = float(lost.detach())
         job.roots.append((lost, None))
 
-    def _out(self, job: Job) -> Tensor | None:
+    def _out(self, job: StageRun) -> Tensor | None:
         """The model's output for a chunk, where the job's stage gives it."""
         name = job.code.stage.output
         if name is None:

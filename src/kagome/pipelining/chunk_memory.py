@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kagome.components.offload import Offload
-from kagome.memory.tensor_bytes import HeldTensor, Ledger, add_scope, restored, tensors_in
+from kagome.memory.tensor_bytes import HeldTensor, TensorMemory, add_scope, restored, tensors_in
 from kagome.pipelining.chunking import Chunking
-from kagome.records.memory import Holdings
+from kagome.records.memory import MemoryByKind
 
 WATCHED: Final = 2
 """Epochs that are watched: with history the first is exact, the second is as most are."""
 
 
-class Saving:
+class ChunkActivations:
     """One rank's.
 
     Args:
@@ -71,7 +71,7 @@ class Saving:
         return kept
 
 
-def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor] = ()) -> Ledger:
+def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor] = ()) -> TensorMemory:
     """The same for a rank with chunks: all of them together, and the tables between them.
 
     Args:
@@ -79,7 +79,7 @@ def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor
         model: The user's module.
         copies: Further weights: the best epoch's.
     """
-    ledger = Ledger(0, 0, chunks.scopes[0].device)
+    ledger = TensorMemory(0, 0, chunks.scopes[0].device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
     _add_tables(ledger, chunks)
     for scope in dict.fromkeys((*chunks.scopes, *chunks.apart)):
@@ -87,7 +87,7 @@ def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor
     return ledger
 
 
-def _add_tables(ledger: Ledger, chunks: Chunking) -> None:
+def _add_tables(ledger: TensorMemory, chunks: Chunking) -> None:
     """Count the rows that chunks read of each other."""
     sites = () if chunks.tables is None else chunks.tables.sites.values()
     known = (each for site in sites for each in (site.rows, site.gradients, site.due))
@@ -100,7 +100,7 @@ def held_by_chunks(
     optimizer: Optimizer,
     saved: int | None,
     copies: Iterable[Tensor] = (),
-) -> Holdings:
+) -> MemoryByKind:
     """What a rank with chunks holds between epochs, and in ``saved`` what is kept of them within one.
 
     Args:
@@ -114,7 +114,7 @@ def held_by_chunks(
     ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))
     ledger.add("optimizer", (t for state in optimizer.state.values() for t in tensors_in(state.values())))
     found = ledger.bytes
-    return Holdings(
+    return MemoryByKind(
         weights=found["weights"],
         gradients=found["gradients"],
         optimizer=found["optimizer"],

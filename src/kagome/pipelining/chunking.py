@@ -14,16 +14,16 @@ from torch import Tensor
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
 from kagome.errors import ConfigError
-from kagome.feature_parallel.tiled_reduce import Bound
+from kagome.feature_parallel.tiled_reduce import TileBound
 from kagome.graph.partition.chunks import Chunk, Chunks, ChunkStep, alone, cut_part, order_of, plan_steps
 from kagome.graph.partition.merged_chunks import at_once, bare, together
 from kagome.graph.partition.partition import Partition
-from kagome.halo.compressed_exchange import Crossing
+from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.halo.exchange import Carrier
-from kagome.historical.isolated_chunk import Apart
-from kagome.historical.provider import Exact, History, Left
+from kagome.historical.isolated_chunk import IsolatedChannel
+from kagome.historical.provider import ExactRows, HistoricalRows, Left
 from kagome.historical.tables import ChunkChannel, ChunkRows, Tables
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.exact.handlers import HANDLERS
 
 FEW = 64
@@ -47,11 +47,11 @@ class Chunking:
         seed: Of the run.
     """
 
-    scopes: tuple[Interception, ...]
-    apart: tuple[Interception, ...]
+    scopes: tuple[Interceptor, ...]
+    apart: tuple[Interceptor, ...]
     tables: Tables | None
     rows: Tensor
-    crossing: Crossing
+    crossing: CompressedExchange
     settings: Parallel
     seed: int
     _planned: dict[tuple[int, bool, bool], tuple[ChunkStep, ...]] = field(default_factory=dict, repr=False)
@@ -97,7 +97,7 @@ class Chunking:
         shuffle = self.settings.shuffle_chunks
         return order_of(self.count, seed=self.seed, epoch=epoch, part=part, shuffle=shuffle)
 
-    def history(self, epoch: int, *, refresh: bool, stale: bool) -> History:
+    def history(self, epoch: int, *, refresh: bool, stale: bool) -> HistoricalRows:
         """What answers reads in an epoch with history.
 
         Args:
@@ -108,9 +108,9 @@ class Chunking:
         assert self.tables is not None
         # Stale gradients of a halo row go to its owner also where all its readers came before.
         steps = self._steps(epoch, refresh=refresh or stale, scaled=not stale)
-        return History(self.tables, steps, self._left(epoch) if stale else None)
+        return HistoricalRows(self.tables, steps, self._left(epoch) if stale else None)
 
-    def exact(self, epoch: int, *, training: bool, stale: bool) -> Exact:
+    def exact(self, epoch: int, *, training: bool, stale: bool) -> ExactRows:
         """What answers reads where all chunks go in lockstep.
 
         Args:
@@ -119,7 +119,7 @@ class Chunking:
             stale: Whether the next epoch may take gradients of this one.
         """
         assert self.tables is not None
-        return Exact(self.tables, self._left(epoch) if stale else None, trains=training)
+        return ExactRows(self.tables, self._left(epoch) if stale else None, trains=training)
 
     def _left(self, epoch: int) -> Left:
         assert self.tables is not None
@@ -183,10 +183,10 @@ def chunked(
         _refuse_empty(part, count)
     # Chunks that know nothing of each other read nothing of other parts either.
     cut = Parallel() if drops and count > 1 else settings
-    crossing = Crossing(channel, cut, seed, late=channel.patient)
+    crossing = CompressedExchange(channel, cut, seed, late=channel.patient)
 
-    def scope(piece: Partition, way: Carrier, rows: ChunkRows | None) -> Interception:
-        return Interception(
+    def scope(piece: Partition, way: Carrier, rows: ChunkRows | None) -> Interceptor:
+        return Interceptor(
             piece,
             way,
             device=device,
@@ -201,7 +201,7 @@ def chunked(
     if count == 1:
         whole = scope(part, crossing, None)
         if settings.memory_gib is not None:
-            whole.bound = Bound(int(settings.memory_gib * 2**30), device)
+            whole.bound = TileBound(int(settings.memory_gib * 2**30), device)
         rows = torch.arange(part.own.numel())
         return Chunking((whole,), (whole,), None, rows, crossing, settings, seed)
     method: str = settings.partitioner
@@ -227,11 +227,11 @@ def chunked(
     return Chunking(tuple(scopes), tuple(apart), tables, chunks.rows, crossing, settings, seed)
 
 
-def _apart(piece: Chunk, tables: Tables, scope: Callable[..., Interception]) -> Interception:
+def _apart(piece: Chunk, tables: Tables, scope: Callable[..., Interceptor]) -> Interceptor:
     """A chunk without the edges that come from elsewhere."""
     whole, count = alone(piece), len(tables.chunks.pieces)
     rank, size = tables.channel.rank * count + piece.number, tables.channel.size * count
-    end = Apart(rank, size, piece.own, whole.num_nodes)
+    end = IsolatedChannel(rank, size, piece.own, whole.num_nodes)
     found = scope(whole, end, None)
     end.where = found.where
     return found

@@ -17,24 +17,24 @@ import torch
 
 from kagome.adaptive.stage_codec import StageCodec
 from kagome.comm.mesh import Mesh
-from kagome.components.engine import Phases
+from kagome.components.engine import PhaseTimer
 from kagome.historical.lockstep import Lockstep
-from kagome.historical.provider import History
-from kagome.intercept.interceptor import Interception
+from kagome.historical.provider import HistoricalRows
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.split.stages import Stage, links
-from kagome.pipelining.buffer_isolation import Moved
+from kagome.pipelining.buffer_isolation import BufferIsolation
 from kagome.pipelining.chunking import Chunking
-from kagome.pipelining.p2p import Messages
-from kagome.pipelining.stage_run import Job, StageCode
-from kagome.schedule.actions import Action, Kind, Program, Programs, pointed
+from kagome.pipelining.p2p import StageTransfers
+from kagome.pipelining.stage_run import StageCode, StageRun
+from kagome.schedule.actions import Action, ActionKind, Program, Programs, pointed
 from kagome.schedule.schedules import Shape, arrivals, fill_drain, k_forward_k_backward
 
-Jobs = dict[tuple[int, int], Job]
+Jobs = dict[tuple[int, int], StageRun]
 """By stage and chunk."""
 
 
 @dataclass(frozen=True)
-class Passes:
+class Executor:
     """One rank's passes over its chunks.
 
     Args:
@@ -52,12 +52,12 @@ class Passes:
     mesh: Mesh
     chunks: Chunking
     stages: Sequence[Stage]
-    phases: Phases
-    moved: Callable[[bool], Moved]
-    lose: Callable[[Job], None]
+    phases: PhaseTimer
+    moved: Callable[[bool], BufferIsolation]
+    lose: Callable[[StageRun], None]
     codec: StageCodec
 
-    def one_by_one(self, epoch: int, history: History | None, *, checked: bool) -> Jobs:
+    def one_by_one(self, epoch: int, history: HistoricalRows | None, *, checked: bool) -> Jobs:
         """One chunk after the other, by a program that is known beforehand."""
         jobs = self._jobs(self.chunks.apart, epoch, training=True, checked=checked)
         programs = self.programs(epoch)
@@ -70,7 +70,7 @@ class Passes:
 
         def compute(action: Action) -> None:
             job = jobs[action.stage, action.chunk]
-            if action.kind is Kind.F:
+            if action.kind is ActionKind.F:
                 stays = action.chunk == first if alike else job.scope.own > 0
                 with moved.by(action.chunk, stays=stays):
                     job.forward()
@@ -78,7 +78,7 @@ class Passes:
                 return
             job.backward()
 
-        first = next(action.chunk for action in program if action.kind is Kind.F)
+        first = next(action.chunk for action in program if action.kind is ActionKind.F)
         self._run(program, jobs, messages, compute, epoch)
         messages.end()
         return jobs
@@ -110,7 +110,7 @@ class Passes:
                     done = lockstep.advance(action.chunk)
                 if done:
                     ended.add(action.chunk)
-                    if action.kind is Kind.F and training:
+                    if action.kind is ActionKind.F and training:
                         self.lose(jobs[action.stage, action.chunk])
 
             rounds = self._rounds(stage, tuple(mine), ended, forward)
@@ -141,7 +141,7 @@ class Passes:
         program: list[Action] = []
         for stage in self.codes:
             receives, sends = self._ends(stage, 0, True)
-            program += [*receives, Action(stage, Kind.F, 0), *sends]
+            program += [*receives, Action(stage, ActionKind.F, 0), *sends]
         self._run(tuple(program), jobs, messages, lambda action: jobs[action.stage, 0].forward(), epoch)
         messages.end()
         return jobs
@@ -156,9 +156,9 @@ class Passes:
             for taker, names in stage.gives.items()
         }
 
-    def _messages(self, jobs: Jobs, epoch: int, codec: StageCodec | None) -> Messages:
+    def _messages(self, jobs: Jobs, epoch: int, codec: StageCodec | None) -> StageTransfers:
         ranks = [stage.rank for stage in self.stages]
-        return Messages(self.codes, self.mesh.pipe, ranks, jobs, epoch, codec)
+        return StageTransfers(self.codes, self.mesh.pipe, ranks, jobs, epoch, codec)
 
     def _needed(self, program: Iterable[Action]) -> Program:
         """Without messages that have nothing to carry: gradients of values that have none."""
@@ -178,7 +178,7 @@ class Passes:
 
     def _rounds(self, stage: int, order: Sequence[int], ended: set[int], forward: bool) -> Iterator[Action]:
         """Each round a piece of every chunk; receives before the first, sends after the last."""
-        kind = Kind.F if forward else Kind.B
+        kind = ActionKind.F if forward else ActionKind.B
         for piece in count():
             for chunk in order if forward else order[::-1]:
                 receives, sends = self._ends(stage, chunk, forward)
@@ -195,15 +195,17 @@ class Passes:
         before = [one for one, other in self._carried if other == stage]
         after = [other for one, other in self._carried if one == stage]
         come, go = (before, after) if forward else (after[::-1], before[::-1])
-        take, give = (Kind.RECV_F, Kind.SEND_F) if forward else (Kind.RECV_B, Kind.SEND_B)
+        take, give = (
+            (ActionKind.RECV_F, ActionKind.SEND_F) if forward else (ActionKind.RECV_B, ActionKind.SEND_B)
+        )
         receives = self._needed(Action(stage, take, chunk, None, other) for other in come)
         sends = self._needed(Action(stage, give, chunk, None, other) for other in go)
         return list(receives), list(sends)
 
-    def _jobs(self, scopes: Sequence[Interception], epoch: int, *, training: bool, checked: bool) -> Jobs:
+    def _jobs(self, scopes: Sequence[Interceptor], epoch: int, *, training: bool, checked: bool) -> Jobs:
         named = [Counter[str]() for _ in scopes]
         return {
-            (stage, number): Job(code, scope, epoch, training, checked, named[number])
+            (stage, number): StageRun(code, scope, epoch, training, checked, named[number])
             for stage, code in self.codes.items()
             for number, scope in enumerate(scopes)
         }
@@ -212,7 +214,7 @@ class Passes:
         self,
         program: Iterable[Action],
         jobs: Jobs,
-        messages: Messages,
+        messages: StageTransfers,
         compute: Callable[[Action], None],
         epoch: int,
     ) -> None:
@@ -236,7 +238,7 @@ class Passes:
             )
             raise
 
-    def _received(self, action: Action, job: Job, messages: Messages) -> None:
+    def _received(self, action: Action, job: StageRun, messages: StageTransfers) -> None:
         for name, value in messages.receive(action):
             if action.kind.forward:
                 job.take(name, value)

@@ -19,16 +19,16 @@ from torch.optim import Optimizer
 
 from kagome.components.gradients import message_bytes
 from kagome.config import Parallel
-from kagome.memory.estimate import Rates, optimizer_bytes
+from kagome.memory.estimate import MemoryRates, optimizer_bytes
 from kagome.memory.saved_tensors import Pair
-from kagome.pipelining.chunk_engine import Pipeline
-from kagome.profile.part_size import Counts, Team
-from kagome.records.memory import Holdings
+from kagome.pipelining.chunk_engine import ChunkEngine
+from kagome.profile.part_size import GroupSize, PartSize
+from kagome.records.memory import MemoryByKind
 from kagome.schedule.simulator import simulate
 
 
 @dataclass(frozen=True)
-class Share:
+class StageMemory:
     """What a rank has of its part's model.
 
     Args:
@@ -44,7 +44,7 @@ class Share:
         edges: Edges of its chunks in training: fewer than its part's where some are dropped.
     """
 
-    now: Holdings
+    now: MemoryByKind
     whole: float | None
     kept: float
     read: Pair | None
@@ -54,7 +54,7 @@ class Share:
     edges: int
 
 
-def share_of(pipeline: Pipeline, counts: Counts, optimizer: Optimizer) -> Share:
+def share_of(pipeline: ChunkEngine, counts: PartSize, optimizer: Optimizer) -> StageMemory:
     """A rank's, before its first epoch.
 
     Args:
@@ -72,7 +72,7 @@ def share_of(pipeline: Pipeline, counts: Counts, optimizer: Optimizer) -> Share:
     reads = sum(scope.views[0].rows.halo for scope in chunks.apart) if chunks.count > 1 else 0
     edges = sum(scope.views[0].edge_index.size(1) for scope in chunks.apart)
     here = counts if chunks.count == 1 else replace(counts, halo=reads, edges=edges, cut=0)
-    return Share(
+    return StageMemory(
         pipeline.held(optimizer, None),
         pipeline.staging.keeping.whole(here),
         pipeline.staging.kept_by(rank, here),
@@ -85,14 +85,14 @@ def share_of(pipeline: Pipeline, counts: Counts, optimizer: Optimizer) -> Share:
 
 
 def held_by_stages(
-    rates: Rates,
-    counts: Counts,
-    share: Share,
+    rates: MemoryRates,
+    counts: PartSize,
+    share: StageMemory,
     parallel: Parallel,
     *,
     keeps_best: bool = True,
-    team: Team | None = None,
-) -> Holdings:
+    team: GroupSize | None = None,
+) -> MemoryByKind:
     """What a rank will hold.
 
     Args:
@@ -116,7 +116,7 @@ def held_by_stages(
             own = parallel.cross_chunk == "history" and (parallel.guard or parallel.stale_gradients)
             each = 2 * forward + (0 if drops else backward * (2 if own else 1))
             halo = each * (counts.rows + counts.halo)
-    return Holdings(
+    return MemoryByKind(
         weights=share.now.weights + rates.best * keeps_best,
         gradients=share.gradients,
         optimizer=share.optimizer,

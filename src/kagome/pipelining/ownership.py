@@ -21,10 +21,10 @@ from kagome.errors import CheckpointError
 from kagome.model.buffers import Buffers
 from kagome.model.sparse_buffers import laid_out
 from kagome.model.split.stages import Stage, shared_parameters
-from kagome.pipelining.buffer_isolation import Moved
+from kagome.pipelining.buffer_isolation import BufferIsolation
 
 
-class Owners:
+class ParameterOwnership:
     """Who holds what.
 
     Args:
@@ -65,9 +65,9 @@ class Owners:
         """Those of this rank's buffers that a forward is known to change, as they are now."""
         return [tensor for name, tensor in self.buffers.now().items() if name in self._moved]
 
-    def moved(self, watches: bool) -> Moved:
+    def moved(self, watches: bool) -> BufferIsolation:
         """What lets chunks move this rank's buffers in one pass; ``watches``: and finds others that move."""
-        return Moved(self.buffers, self._moved, self._alone, watches=watches)
+        return BufferIsolation(self.buffers, self._moved, self._alone, watches=watches)
 
     def sum_shared(self) -> None:
         """Sum gradients of weights that several ranks use; the others keep none. All of them call it."""

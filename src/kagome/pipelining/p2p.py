@@ -12,13 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kagome.adaptive.stage_codec import Coded, StageCodec
-from kagome.comm.channel import Channel, Pending, Sending
-from kagome.pipelining.stage_run import Job, StageCode
-from kagome.schedule.actions import Action, Kind
+from kagome.adaptive.stage_codec import EncodedValues, StageCodec
+from kagome.comm.channel import Channel
+from kagome.comm.work import SendWork, Work
+from kagome.pipelining.stage_run import StageCode, StageRun
+from kagome.schedule.actions import Action, ActionKind
 
 
-class Messages:
+class StageTransfers:
     """One rank's, in one pass.
 
     Args:
@@ -35,15 +36,15 @@ class Messages:
         codes: Mapping[int, StageCode],
         pipe: Channel,
         ranks: Sequence[int],
-        jobs: Mapping[tuple[int, int], Job],
+        jobs: Mapping[tuple[int, int], StageRun],
         epoch: int,
         codec: StageCodec | None = None,
     ) -> None:
         self.codes, self.pipe, self.ranks, self.jobs = codes, pipe, ranks, jobs
         self.epoch, self.codec = epoch, codec
         self._here: dict[Action, list[tuple[str, Tensor]]] = {}
-        self._coming: dict[Action, list[tuple[str, Pending | Coded]]] = {}
-        self._leaving: list[Sending] = []
+        self._coming: dict[Action, list[tuple[str, Work | EncodedValues]]] = {}
+        self._leaving: list[SendWork] = []
 
     def post(self, actions: Iterable[Action]) -> None:
         """Begin these receives, each rank's in the order in which it sends."""
@@ -51,7 +52,7 @@ class Messages:
             if self.ranks[action.other] != self.pipe.rank:
                 self._coming[action] = [(name, self._begun(name, action)) for name in self.names(action)]
 
-    def _begun(self, name: str, action: Action) -> Pending | Coded:
+    def _begun(self, name: str, action: Action) -> Work | EncodedValues:
         """One receive; its wait gives the value."""
         code, job = self.codes[action.stage], self.jobs[action.stage, action.chunk]
         value = code.survey.values[name]
@@ -66,12 +67,14 @@ class Messages:
         )
         if self.codec is None or size is None:
             return coming
-        return Coded(coming, self.codec.codec, shape, dtype)
+        return EncodedValues(coming, self.codec.codec, shape, dtype)
 
     def names(self, action: Action) -> list[str]:
         """The values that a SEND or RECV is about."""
         code = self.codes[action.stage]
-        given = code.stage.gives if action.kind in (Kind.SEND_F, Kind.RECV_B) else code.stage.takes
+        given = (
+            code.stage.gives if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else code.stage.takes
+        )
         names = given.get(action.other, ())
         return [n for n in names if action.kind.forward or code.survey.values[n].grad]
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from kagome.deferred import rewrite_rules
-from kagome.intercept.active import Current
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.active import ActiveInterceptor
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.split.stages import Stage
 from kagome.model.trace.graph import LayerGraph, Step
 from kagome.model.trace.shapes import Survey
 from kagome.pipelining.foreign_weights import watched
-from kagome.placement.placement import Kind, Mark
+from kagome.placement.placement import Placement, PlacementKind
 from kagome.positions.vertex_tables import refuse_some_rows
 
 
@@ -45,12 +45,12 @@ class StageCode:
     graph: LayerGraph
     survey: Survey
     stage: Stage
-    current: Current
+    current: ActiveInterceptor
     cast: Any
     saving: Callable[[], AbstractContextManager[None]]
     foreign: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def shape(self, name: str, scope: Interception) -> tuple[int, ...]:
+    def shape(self, name: str, scope: Interceptor) -> tuple[int, ...]:
         """The shape of a value on a chunk."""
         value = self.survey.values[name]
         if value.kind == "fixed":
@@ -60,7 +60,7 @@ class StageCode:
 
 
 @dataclass
-class Job:
+class StageRun:
     """One chunk in one pass.
 
     Args:
@@ -73,7 +73,7 @@ class Job:
     """
 
     code: StageCode
-    scope: Interception
+    scope: Interceptor
     epoch: int
     training: bool
     checked: bool = False
@@ -90,9 +90,11 @@ class Job:
         known = self.code.survey.values[name]
         leaf = value.detach()
         if known.kind == "rows":
-            leaf = self.scope.mark(leaf, Mark(Kind.ROWS))
+            leaf = self.scope.mark(leaf, Placement(PlacementKind.ROWS))
         elif known.kind == "edges":
-            leaf = self.scope.mark(leaf, Mark(Kind.PAIRS, 0, edges=self.scope.views[0].edge_index))
+            leaf = self.scope.mark(
+                leaf, Placement(PlacementKind.PAIRS, 0, edges=self.scope.views[0].edge_index)
+            )
         self.values[name] = leaf.requires_grad_(known.grad and self.training)
 
     def returned(self, name: str, gradient: Tensor) -> None:

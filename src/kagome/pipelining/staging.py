@@ -19,15 +19,15 @@ from kagome.deferred.lazy_tensor import EscapeError
 from kagome.errors import KagomeError, ModelError
 from kagome.graph.partition.partition import Partition
 from kagome.graph.structure.sparse_adjacency import adjacency_of
-from kagome.memory.saved_tensors import Keeping, Pair, keeping
+from kagome.memory.saved_tensors import ActivationProfile, Pair, keeping
 from kagome.model.split.stages import Stage, cut
 from kagome.model.trace.graph import LayerGraph
 from kagome.model.trace.shapes import Survey, chain, trace
-from kagome.profile.part_size import Counts
+from kagome.profile.part_size import PartSize
 from kagome.profile.step_shapes import looked_at
 from kagome.profile.step_times import Seconds, timed
 
-Looked = tuple[Survey, Mapping[str, Seconds], Mapping[str, Seconds], Keeping, str]
+Looked = tuple[Survey, Mapping[str, Seconds], Mapping[str, Seconds], ActivationProfile, str]
 """What ``Steps`` holds beside the graph."""
 
 
@@ -48,10 +48,10 @@ class Staging:
     survey: Survey
     stages: tuple[Stage, ...]
     seconds: Mapping[str, float]
-    keeping: Keeping
+    keeping: ActivationProfile
     escape: str
 
-    def kept_by(self, rank: int, counts: Counts) -> float:
+    def kept_by(self, rank: int, counts: PartSize) -> float:
         """Of what autograd keeps of a forward, the share that the stages of a pipeline's rank keep.
 
         Together ranks keep more than the whole: what crosses between two lies with both.
@@ -105,7 +105,7 @@ class Steps:
     survey: Survey
     calls: Mapping[str, Seconds]
     rows: Mapping[str, Seconds]
-    keeping: Keeping
+    keeping: ActivationProfile
     escape: str
 
     def staging(self, parallel: Parallel, part: Partition) -> Staging:
@@ -253,7 +253,7 @@ def steps_of(
                 return look(True)
             raise error
 
-    found = by_first(world, looked, "look at the model's steps", [Survey, Keeping])
+    found = by_first(world, looked, "look at the model's steps", [Survey, ActivationProfile])
     return Steps(found[0].told(graph), *found)
 
 

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from kagome.placement.axis_rules import ELEMENTWISE, PREFIX, merged, place_of
-from kagome.placement.row_subset import Subset
-from kagome.placement.weak_map import ByIdentity
+from kagome.placement.row_subset import RowSubset
+from kagome.placement.weak_map import WeakTensorMap
 from kagome.user_frame import from_library, user_line
 
 
-class Kind(enum.Enum):
+class PlacementKind(enum.Enum):
     """What a tensor's entries, or the rows along its axis, stand for."""
 
     EDGES = "edges"
@@ -54,11 +54,11 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class Placement:
     """What one tensor stands for.
 
     Args:
-        kind: See :class:`Kind`.
+        kind: See :class:`PlacementKind`.
         view: The edges of which it speaks: in-edges (0) or out-edges (1) of own vertices.
         axis: ROWS and PAIRS: the axis along which the rows lie.
         edges: PAIRS, SOURCE, TARGET: the EDGES tensor they came from, where known. LOCAL: in which they are
@@ -70,13 +70,13 @@ class Mark:
         origin: LOST: the call, and the line of it.
     """
 
-    kind: Kind
+    kind: PlacementKind
     view: int = 0
     axis: int = 0
     edges: Tensor | None = None
     swapped: bool = False
     both: bool = False
-    subset: Subset | None = None
+    subset: RowSubset | None = None
     each: int = 1
     origin: str = ""
 
@@ -90,26 +90,26 @@ class Mark:
         """All but which edges and which vertices: to compare."""
         return self.kind, self.view, self.axis, self.swapped, self.both, self.each, self.origin
 
-    def along(self, axis: int) -> Mark:
+    def along(self, axis: int) -> Placement:
         """The mark of the same rows along another axis."""
         return self if axis == self.axis else replace(self, axis=axis)
 
-    def merged(self, each: int, *, anew: bool = False) -> Mark:
+    def merged(self, each: int, *, anew: bool = False) -> Placement:
         """The mark of an axis with so many entries for each one of this one's, or anew so many a vertex."""
         return replace(self, each=each if anew else self.each * each)
 
 
-IDS = (Kind.EDGES, Kind.SOURCE, Kind.TARGET)
-_NAMES = (*IDS, Kind.MIXED)
+IDS = (PlacementKind.EDGES, PlacementKind.SOURCE, PlacementKind.TARGET)
+_NAMES = (*IDS, PlacementKind.MIXED)
 _FILLS = frozenset(
     ["copy_", "fill_", "zero_", "masked_fill_", "add_", "sub_", "mul_", "index_fill_", "clamp_"]
 )
-ALIGNED = (Kind.ROWS, Kind.PAIRS, Kind.NUMBERS)
-VERTICES = (Kind.ROWS, Kind.NUMBERS)
-Rule = Callable[["Marks", tuple[Any, ...], dict[str, Any], Any, Mark], Any]
+ALIGNED = (PlacementKind.ROWS, PlacementKind.PAIRS, PlacementKind.NUMBERS)
+VERTICES = (PlacementKind.ROWS, PlacementKind.NUMBERS)
+Rule = Callable[["Placements", tuple[Any, ...], dict[str, Any], Any, Placement], Any]
 
 
-class Marks:
+class Placements:
     """The marks of all living tensors of one forward, and the rules by which they spread.
 
     Args:
@@ -117,20 +117,20 @@ class Marks:
     """
 
     def __init__(self, *, whole: bool = False) -> None:
-        self._table: ByIdentity[Mark] = ByIdentity()
-        self._weights: ByIdentity[bool] = ByIdentity()
-        self._memory: ByIdentity[Mark] = ByIdentity()
+        self._table: WeakTensorMap[Placement] = WeakTensorMap()
+        self._weights: WeakTensorMap[bool] = WeakTensorMap()
+        self._memory: WeakTensorMap[Placement] = WeakTensorMap()
         self._loses = False
         self.whole = whole
 
-    def get(self, tensor: Any) -> Mark | None:
+    def get(self, tensor: Any) -> Placement | None:
         """The mark of a tensor, or None; of what is no tensor None."""
         mark = self._table.get(tensor)
         if mark is None and type(tensor) is nn.Parameter and not self.whole and tensor not in self._weights:
             return self._of_parameter(tensor)
         return mark
 
-    def _of_parameter(self, weight: nn.Parameter) -> Mark | None:
+    def _of_parameter(self, weight: nn.Parameter) -> Placement | None:
         """The mark of a parameter, where forward has made it of rows: torch shows no call that does."""
         self._weights[weight] = True
         with torch._C.DisableTorchFunction():
@@ -141,7 +141,7 @@ class Marks:
             if same is not None:
                 return self.get(self.put(weight, self._table.get(same)))
             if gone is None and alike:
-                gone = Mark(Kind.LOST, origin=f"nn.Parameter ({user_line() or 'a library'})")
+                gone = Placement(PlacementKind.LOST, origin=f"nn.Parameter ({user_line() or 'a library'})")
             return self.get(self.put(weight, gone))
 
     def _plain(self) -> list[Tensor]:
@@ -149,11 +149,11 @@ class Marks:
         held = [each for each in self._table.living() if type(each) in (Tensor, nn.Parameter)]
         return [each for each in held if isinstance(each, Tensor) and each.layout is torch.strided]
 
-    def put(self, tensor: Tensor, mark: Mark | None) -> Tensor:
+    def put(self, tensor: Tensor, mark: Placement | None) -> Tensor:
         """Mark a tensor (or take its mark away) and return it."""
-        if mark is not None and not (self.whole and mark.kind in (Kind.MIXED, Kind.LOCAL)):
+        if mark is not None and not (self.whole and mark.kind in (PlacementKind.MIXED, PlacementKind.LOCAL)):
             self._table[tensor] = mark
-            if mark.kind is Kind.LOST:
+            if mark.kind is PlacementKind.LOST:
                 self._loses = True
                 if type(tensor) is Tensor and tensor.layout is torch.strided:
                     with torch._C.DisableTorchFunction():
@@ -176,13 +176,13 @@ class Marks:
         if lead is not None and (picks or name not in NO_IDS):
             _spread_ids(self, name, args, kwargs, result, lead, found)
             return
-        mixed = next((m for m in found if m.kind in (Kind.MIXED, Kind.LOCAL)), None)
+        mixed = next((m for m in found if m.kind in (PlacementKind.MIXED, PlacementKind.LOCAL)), None)
         if mixed is not None and (name not in _GATHERS or self.get(args[0]) is mixed):
             for place, out in enumerate(_outputs(result)):
                 if not out.is_floating_point() and out.dtype != torch.bool:
                     order = name == "argsort" or (name == "sort" and place)
-                    self.put(out, Mark(Kind.LOCAL) if order else mixed)
-                elif mixed.kind is Kind.LOCAL and not self.whole:
+                    self.put(out, Placement(PlacementKind.LOCAL) if order else mixed)
+                elif mixed.kind is PlacementKind.LOCAL and not self.whole:
                     _lose(self, name, out)
             return
         first = self.get(args[0]) if args else None
@@ -191,12 +191,12 @@ class Marks:
         if lead is not None:
             _spread_rows(self, name, args, kwargs, result, lead, found)
 
-    def lost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mark | None:
+    def lost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placement | None:
         """The mark of what is lost among the arguments of a call."""
         if self.whole or not self._loses:
             return None
         marks = map(self.get, tensors(args, kwargs))
-        return next((mark for mark in marks if mark is not None and mark.kind is Kind.LOST), None)
+        return next((mark for mark in marks if mark is not None and mark.kind is PlacementKind.LOST), None)
 
     def stays_lost(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         """Mark the result of a call as lost where what went into it is, whoever answered the call."""
@@ -220,11 +220,11 @@ class Marks:
         if name == "__setitem__":
             value = self.get(args[2])
             if (held is not None and held.kind in IDS) or (value is not None and value.kind in _NAMES):
-                self.put(first, Mark(Kind.MIXED))  # type: ignore[arg-type]
-            elif value is not None and value.kind is Kind.LOCAL and isinstance(first, Tensor):
+                self.put(first, Placement(PlacementKind.MIXED))  # type: ignore[arg-type]
+            elif value is not None and value.kind is PlacementKind.LOCAL and isinstance(first, Tensor):
                 _lose(self, name, first)
         elif name in _FILLS and held is not None and held.kind in IDS and held.edges is not None:
-            self.put(held.edges, Mark(Kind.MIXED))  # what was written to is a view of it
+            self.put(held.edges, Placement(PlacementKind.MIXED))  # what was written to is a view of it
 
 
 def tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -296,13 +296,13 @@ _GATHERS = frozenset(["__getitem__", "index_select", "gather", "embedding"])
 
 
 def _spread_ids(
-    marks: Marks,
+    marks: Placements,
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     result: Any,
-    lead: Mark,
-    found: list[Mark],
+    lead: Placement,
+    found: list[Placement],
 ) -> None:
     """Where ids went: kept, picked apart, put together, or mixed beyond telling."""
     first = args[0] if args else None
@@ -314,42 +314,47 @@ def _spread_ids(
         return
     elif name == "view_as" and result.shape == args[1].shape == args[0].shape:
         marks.put(result, lead)  # a module's backward hooks see what it is given as views
-    elif name in _KEEP or (name in _RESHAPE and lead.kind is not Kind.EDGES):
+    elif name in _KEEP or (name in _RESHAPE and lead.kind is not PlacementKind.EDGES):
         across = name == "sort" and kwargs.get("dim", args[1] if len(args) > 1 else -1) in (0, -2)
         for place, out in enumerate(_outputs(result)):
             if place:  # of a sort: places among a part's own
-                marks.put(out, Mark(Kind.LOCAL))
+                marks.put(out, Placement(PlacementKind.LOCAL))
                 continue
-            whole = lead.kind is not Kind.EDGES or (_two_rows(out) and not across)
-            marks.put(out, lead if whole else Mark(Kind.MIXED))
-    elif name in ("unbind", "split", "chunk", "tensor_split") and lead.kind is Kind.EDGES:
+            whole = lead.kind is not PlacementKind.EDGES or (_two_rows(out) and not across)
+            marks.put(out, lead if whole else Placement(PlacementKind.MIXED))
+    elif name in ("unbind", "split", "chunk", "tensor_split") and lead.kind is PlacementKind.EDGES:
         _part_edges(marks, name, args, kwargs, result, lead)
     elif name in ("cat", "concat", "concatenate", "hstack"):
         _join_ids(marks, name, args, kwargs, result, found)
     elif name in ("stack", "vstack") and len(found) == 2:
         kinds = [m.kind for m in found]
-        both = sorted(kinds, key=lambda kind: kind.value) == [Kind.SOURCE, Kind.TARGET]
-        swapped = kinds[0] is Kind.TARGET
-        marks.put(result, Mark(Kind.EDGES, lead.view, swapped=swapped) if both else Mark(Kind.MIXED))
-    elif name == "flip" and lead.kind is Kind.EDGES:
+        both = sorted(kinds, key=lambda kind: kind.value) == [PlacementKind.SOURCE, PlacementKind.TARGET]
+        swapped = kinds[0] is PlacementKind.TARGET
+        marks.put(
+            result,
+            Placement(PlacementKind.EDGES, lead.view, swapped=swapped)
+            if both
+            else Placement(PlacementKind.MIXED),
+        )
+    elif name == "flip" and lead.kind is PlacementKind.EDGES:
         dims = kwargs.get("dims", args[1:])
         dims = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
         marks.put(result, replace(lead, swapped=lead.swapped is not (0 in [d % 2 for d in dims])))
     elif name == "index_select":
         dim = kwargs.get("dim", args[1])
-        keep = lead.kind is not Kind.EDGES or dim in (1, -1)
-        marks.put(result, replace(lead, edges=None) if keep else Mark(Kind.MIXED))
-    elif name == "select" and lead.kind is Kind.EDGES and args[1] == 0:
+        keep = lead.kind is not PlacementKind.EDGES or dim in (1, -1)
+        marks.put(result, replace(lead, edges=None) if keep else Placement(PlacementKind.MIXED))
+    elif name == "select" and lead.kind is PlacementKind.EDGES and args[1] == 0:
         marks.put(result, _end(first, lead, int(args[2])))
     elif name == "narrow":
-        keep = lead.kind is not Kind.EDGES or _two_rows(result)
-        marks.put(result, replace(lead, edges=None) if keep else Mark(Kind.MIXED))
+        keep = lead.kind is not PlacementKind.EDGES or _two_rows(result)
+        marks.put(result, replace(lead, edges=None) if keep else Placement(PlacementKind.MIXED))
     else:
         _count(marks, result, lead, found, first, order=name == "argsort")
 
 
 def _part_edges(
-    marks: Marks, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, lead: Mark
+    marks: Placements, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, lead: Placement
 ) -> None:
     """``source, target = edge_index.unbind(0)``, and edges some at a time."""
     dim = kwargs.get("dim", args[-1] if len(args) > (1 if name == "unbind" else 2) else 0) % 2
@@ -357,33 +362,43 @@ def _part_edges(
         if dim == 0 and len(result) == 2:
             marks.put(out, _end(args[0], lead, row))
         else:
-            marks.put(out, replace(lead, edges=None) if dim == 1 and _two_rows(out) else Mark(Kind.MIXED))
+            marks.put(
+                out,
+                replace(lead, edges=None) if dim == 1 and _two_rows(out) else Placement(PlacementKind.MIXED),
+            )
 
 
 def _join_ids(
-    marks: Marks, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, found: list[Mark]
+    marks: Placements,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    found: list[Placement],
 ) -> None:
     """Edges after edges, sources after sources: what they were, if they are all of one view."""
     lead, kinds = next(m for m in found if m.kind in IDS), {m.kind for m in found}
     dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
-    whole = kinds == {Kind.EDGES} and (dim in (1, -1) or name == "hstack")
-    same = len({m.view for m in found}) == 1 and len(kinds) == 1 and (whole or Kind.EDGES not in kinds)
+    whole = kinds == {PlacementKind.EDGES} and (dim in (1, -1) or name == "hstack")
+    same = (
+        len({m.view for m in found}) == 1 and len(kinds) == 1 and (whole or PlacementKind.EDGES not in kinds)
+    )
     both = any(m.both for m in found) or len({m.swapped for m in found}) > 1
-    marks.put(result, replace(lead, edges=None, both=both) if same else Mark(Kind.MIXED))
+    marks.put(result, replace(lead, edges=None, both=both) if same else Placement(PlacementKind.MIXED))
 
 
 def _two_rows(ends: Tensor) -> bool:
     return ends.dim() == 2 and ends.size(0) == 2
 
 
-def _end(edges: Any, mark: Mark, row: int) -> Mark:
+def _end(edges: Any, mark: Placement, row: int) -> Placement:
     target = (row % 2 == 1) is not mark.swapped and not mark.both
-    return Mark(Kind.TARGET if target else Kind.SOURCE, mark.view, edges=edges)
+    return Placement(PlacementKind.TARGET if target else PlacementKind.SOURCE, mark.view, edges=edges)
 
 
-def _pick(marks: Marks, index: Any, result: Any, base: Any, mark: Mark) -> None:
+def _pick(marks: Placements, index: Any, result: Any, base: Any, mark: Placement) -> None:
     """``edge_index[0]``, ``edge_index[:, mask]``, ``row[mask]``."""
-    if mark.kind is not Kind.EDGES:
+    if mark.kind is not PlacementKind.EDGES:
         marks.put(result, replace(mark, edges=None))
         return
     head, *rest = index if isinstance(index, tuple) else (index,)
@@ -395,21 +410,29 @@ def _pick(marks: Marks, index: Any, result: Any, base: Any, mark: Mark) -> None:
     elif isinstance(head, (list, Tensor)) and list(map(int, head)) == [1, 0] and not rest:
         marks.put(result, replace(mark, swapped=not mark.swapped, edges=None))
     else:
-        marks.put(result, Mark(Kind.MIXED))
+        marks.put(result, Placement(PlacementKind.MIXED))
 
 
 def _count(
-    marks: Marks, result: Any, lead: Mark, found: list[Mark], first: Any, *, order: bool = False
+    marks: Placements,
+    result: Any,
+    lead: Placement,
+    found: list[Placement],
+    first: Any,
+    *,
+    order: bool = False,
 ) -> None:
     """Arithmetic and comparisons with ids: truth values and floats lie along edges, integers are mixed."""
-    own_only = all(m.kind not in (Kind.SOURCE, Kind.EDGES, Kind.MIXED) for m in found)
+    own_only = all(
+        m.kind not in (PlacementKind.SOURCE, PlacementKind.EDGES, PlacementKind.MIXED) for m in found
+    )
     length = first.size(-1) if isinstance(first, Tensor) and first.dim() else -1
     for out in _outputs(result):
         if out.dtype == torch.bool or out.is_floating_point():
             if out.dim() == 1 and out.size(0) == length:
-                marks.put(out, Mark(Kind.PAIRS, lead.view, edges=lead.edges))
+                marks.put(out, Placement(PlacementKind.PAIRS, lead.view, edges=lead.edges))
         elif out.numel() > 1:
-            marks.put(out, Mark(Kind.LOCAL if own_only or order else Kind.MIXED))
+            marks.put(out, Placement(PlacementKind.LOCAL if own_only or order else PlacementKind.MIXED))
 
 
 _JOINS = frozenset(["cat", "concat", "concatenate", "hstack", "vstack"])
@@ -420,23 +443,23 @@ _PLACES = frozenset(["argsort", "sort", "topk", "kthvalue", "nonzero", "where", 
 
 
 def _spread_rows(
-    marks: Marks,
+    marks: Placements,
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     result: Any,
-    mark: Mark,
-    found: list[Mark],
+    mark: Placement,
+    found: list[Placement],
 ) -> None:
     """Where the row axis went: most calls keep it, some move it, some lose it."""
     carrier = next(t for t in tensors(args, kwargs) if marks.get(t) is mark)
     rows, axis = carrier.size(mark.axis), mark.axis
-    if mark.kind is Kind.NUMBERS and name not in _SAME_NUMBERS:
-        mark = replace(mark, kind=Kind.ROWS)
+    if mark.kind is PlacementKind.NUMBERS and name not in _SAME_NUMBERS:
+        mark = replace(mark, kind=PlacementKind.ROWS)
     if name in _WRITES and marks.get(args[0]) is mark and any(m.kind in IDS for m in found):
         marks.put(result, mark)  # each row is written by the edges that end in it
         return
-    with_edges = any(m.kind is Kind.PAIRS for m in found)
+    with_edges = any(m.kind is PlacementKind.PAIRS for m in found)
     if not marks.whole and (
         (name in _PRODUCTS and _outer(marks, args))
         or (name == "cdist" and len([m for m in found if m.kind in VERTICES]) > 1)
@@ -450,7 +473,7 @@ def _spread_rows(
         if place is not None:
             marks.put(out, mark.along(place))
         elif (
-            mark.kind is Kind.PAIRS
+            mark.kind is PlacementKind.PAIRS
             and name in _JOINS
             and all(
                 held is not None and (held.kind, held.view, held.axis) == (mark.kind, mark.view, mark.axis)
@@ -458,15 +481,17 @@ def _spread_rows(
             )
         ):
             marks.put(out, replace(mark, edges=None))
-        elif mark.kind is Kind.PAIRS and name in _PLACES and out.dtype == torch.int64:
-            marks.put(out, Mark(Kind.LOCAL, mark.view, edges=mark.edges))
+        elif mark.kind is PlacementKind.PAIRS and name in _PLACES and out.dtype == torch.int64:
+            marks.put(out, Placement(PlacementKind.LOCAL, mark.view, edges=mark.edges))
         elif mark.kind in VERTICES and name in PREFIX and (new := merged(carrier, axis, mark.each, out)):
             marks.put(out, replace(mark, axis=new[0], each=new[1]))
-        elif not marks.whole and (mark.kind is Kind.PAIRS or not with_edges):  # not values of edges and loops
+        elif not marks.whole and (
+            mark.kind is PlacementKind.PAIRS or not with_edges
+        ):  # not values of edges and loops
             _lose(marks, name, out)
 
 
-def _unlike(marks: Marks, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _unlike(marks: Placements, mark: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether tensors meet whose rows belong to different vertices."""
     others = [m for t in tensors(args, kwargs) if (m := marks.get(t)) is not None and m.kind in VERTICES]
     if mark.whole and all(other.whole for other in others):
@@ -479,7 +504,7 @@ def _unlike(marks: Marks, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, A
     )
 
 
-def _outer(marks: Marks, args: tuple[Any, ...]) -> bool:
+def _outer(marks: Placements, args: tuple[Any, ...]) -> bool:
     """Whether a product has rows of vertices or edges along both its last axes: of this part's alone."""
     if len(args) < 2 or not all(isinstance(arg, Tensor) and arg.dim() > 1 for arg in args[:2]):
         return False
@@ -489,7 +514,7 @@ def _outer(marks: Marks, args: tuple[Any, ...]) -> bool:
     return bool(one.axis == left.dim() - 2 and two.axis == right.dim() - 1)
 
 
-def _crossed(marks: Marks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _crossed(marks: Placements, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an element-wise call lays rows of vertices along two axes: ``x[:, None] - x[None]``."""
     held = [(t, m) for t in tensors(args, kwargs) if (m := marks.get(t)) is not None and m.kind in VERTICES]
     return len({m.axis - t.dim() for t, m in held}) > 1
@@ -502,15 +527,15 @@ PAIRS: Final = ", which gives a value for each pair of rows"
 """What a call does of which a part has some pairs alone."""
 
 
-def _lose(marks: Marks, name: str, out: Tensor, does: str = "") -> None:
+def _lose(marks: Placements, name: str, out: Tensor, does: str = "") -> None:
     """What became of rows by a call that is not known to give the same on a part."""
     counts = not (out.is_floating_point() or out.is_complex() or out.dtype == torch.bool)
     if name.startswith("new_") or (name != "nonzero" and from_library()):
         return  # PyG's own layers are made exact by handlers and rules; pooling gives out places of its own
     if counts and not does:
-        marks.put(out, Mark(Kind.LOCAL))
+        marks.put(out, Placement(PlacementKind.LOCAL))
     else:
-        marks.put(out, Mark(Kind.LOST, origin=f"{name} ({user_line() or 'a library'}){does}"))
+        marks.put(out, Placement(PlacementKind.LOST, origin=f"{name} ({user_line() or 'a library'}){does}"))
 
 
 _SAME_NUMBERS = frozenset(

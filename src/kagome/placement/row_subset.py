@@ -1,6 +1,6 @@
 """Subset: some of the vertices, as rows of a part hold them.
 
-Where it sits: a :class:`kagome.placement.placement.Mark` names one where a tensor has a row for some own
+Where it sits: a :class:`kagome.placement.placement.Placement` names one where a tensor has a row for some own
 vertices only: after ``x[:6000]``, ``x[mask]``, ``x.split([6000, 2000])``.
 
 ::
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Subset:
+class RowSubset:
     """Which own vertices a tensor has rows for.
 
     Args:
@@ -37,7 +37,7 @@ class Subset:
         """Own rows, in the order in which they lie. Shapes: ``[k]``."""
         return self.chosen.nonzero().view(-1) if self.chosen.dtype == torch.bool else self.chosen
 
-    def same(self, other: Subset | None) -> bool:
+    def same(self, other: RowSubset | None) -> bool:
         """Whether another tensor's rows belong to the same vertices, in the same order."""
         if other is None or (self.span is None) != (other.span is None):
             return False

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from kagome.placement.placement import Kind, Mark
+from kagome.placement.placement import Placement, PlacementKind
 from kagome.user_frame import by_user, from_library
 
 
-class Count(int):
+class SymbolicSize(int):
     """The number of own rows or of edges, as ``x.size(0)`` or ``row.size(0)`` gave it.
 
     What is made with so many rows (``torch.zeros``, ``torch.rand``) has a row a vertex or a row an edge: it
@@ -23,10 +23,10 @@ class Count(int):
     number too: ranks that have none of them take the branch that the others take.
     """
 
-    mark: Mark
+    mark: Placement
     of_all: Callable[[], int]
 
-    def __new__(cls, number: int, mark: Mark, of_all: Callable[[], int]) -> Count:
+    def __new__(cls, number: int, mark: Placement, of_all: Callable[[], int]) -> SymbolicSize:
         """An int that knows what it counts, and how to ask for the whole graph's number."""
         self = super().__new__(cls, number)
         self.mark, self.of_all = mark, of_all
@@ -35,7 +35,9 @@ class Count(int):
     @property
     def of_vertices(self) -> bool:
         """Whether vertices are counted: their number is known without asking the other ranks."""
-        return self.mark.kind is Kind.ROWS and (self.mark.subset is None or self.mark.subset.span is not None)
+        return self.mark.kind is PlacementKind.ROWS and (
+            self.mark.subset is None or self.mark.subset.span is not None
+        )
 
     @property
     def _global(self) -> bool:
@@ -84,7 +86,7 @@ class Count(int):
     def __mul__(self, other: Any) -> Any:
         if type(other) is int and other > 0 and self._global:
             mark = self.mark.merged(other)
-            return Count(int(self) * other, mark, lambda: self.of_all() * other)
+            return SymbolicSize(int(self) * other, mark, lambda: self.of_all() * other)
         return self._known() * _known(other)
 
     __rmul__ = __mul__
@@ -92,7 +94,7 @@ class Count(int):
     def __floordiv__(self, other: Any) -> Any:
         if type(other) is int and other > 0 and self.mark.each % other == 0 and self._global:
             mark = self.mark.merged(self.mark.each // other, anew=True)
-            return Count(int(self) // other, mark, lambda: self.of_all() // other)
+            return SymbolicSize(int(self) // other, mark, lambda: self.of_all() // other)
         return self._known() // _known(other)
 
     def __rfloordiv__(self, other: Any) -> Any:
@@ -108,7 +110,7 @@ class Count(int):
         return -self._known()
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Count):
+        if isinstance(other, SymbolicSize):
             return self._compared() == other._compared()
         if not isinstance(other, int):
             return False
@@ -147,29 +149,29 @@ __answers__ = True  # to ``user_frame``: its functions are methods of numbers
 
 
 def _known(value: Any) -> Any:
-    return value._known() if isinstance(value, Count) else value
+    return value._known() if isinstance(value, SymbolicSize) else value
 
 
 def _compared(value: Any) -> Any:
-    return value._compared() if isinstance(value, Count) else value
+    return value._compared() if isinstance(value, SymbolicSize) else value
 
 
 def as_place(value: Any) -> Any:
     """A number as a place among all vertices: a count is the whole graph's."""
-    return value.of_all() if isinstance(value, Count) else value
+    return value.of_all() if isinstance(value, SymbolicSize) else value
 
 
-class Entries(Count):
+class Entries(SymbolicSize):
     """The number of entries of a tensor with as many in each row: ``x.numel()``. It is the whole graph's.
 
     Divided by the entries of a row it is the number of rows again.
     """
 
-    rows: Count
+    rows: SymbolicSize
     each: int
 
     @classmethod
-    def of(cls, rows: Count, each: int, mark: Mark) -> Entries:
+    def of(cls, rows: SymbolicSize, each: int, mark: Placement) -> Entries:
         """The entries of rows.
 
         Args:
@@ -192,17 +194,17 @@ class Entries(Count):
         return self._known() // _known(other)
 
 
-class Shown(Count):
+class Shown(SymbolicSize):
     """A count in the user's own code: to all that Python does with an int it is the whole graph's number.
 
     ``1.0 / x.size(0)`` and ``range(x.size(0))`` ask none of its methods. A torch call is given the count
     that lies behind it: see :func:`behind`.
     """
 
-    count: Count
+    count: SymbolicSize
 
     @classmethod
-    def of(cls, count: Count) -> Shown:
+    def of(cls, count: SymbolicSize) -> Shown:
         """What the user is shown of a count."""
         made = cls(count.of_all(), count.mark, count.of_all)
         assert isinstance(made, Shown)
@@ -222,7 +224,7 @@ def _shown(name: str) -> Callable[..., Any]:
 
     def call(self: Shown, *others: Any) -> Any:
         out = getattr(self.count, name)(*map(behind, others))
-        return Shown.of(out) if type(out) is Count and not from_library() else out
+        return Shown.of(out) if type(out) is SymbolicSize and not from_library() else out
 
     call.__name__, call.__doc__ = name, method.__doc__
     return call

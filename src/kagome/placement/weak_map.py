@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 Other = TypeVar("Other")
 
 
-class ByIdentity(Generic[Value]):
+class WeakTensorMap(Generic[Value]):
     """A table whose keys are tensors or other objects, by identity: an entry goes when its key does."""
 
     def __init__(self) -> None:

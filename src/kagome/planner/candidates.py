@@ -18,8 +18,8 @@ from math import prod
 
 from kagome.errors import PlanError
 from kagome.planner.cluster import Cluster
-from kagome.planner.cost_model import Load, Rates, Sliced, computing, halos, summed
-from kagome.schedule.simulator import Run
+from kagome.planner.cost_model import CostRates, Load, Sliced, computing, halos, summed
+from kagome.schedule.simulator import Simulation
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Candidate:
     uncertain: float = 0.0
     reason: str = ""
     busy: tuple[float, ...] = ()
-    run: Run | None = field(default=None, repr=False, compare=False)
+    run: Simulation | None = field(default=None, repr=False, compare=False)
     seconds_off: float = 0.0
 
     @property
@@ -115,7 +115,7 @@ ROUNDS = 2
 def parts(
     parts: int,
     loads: Sequence[Load],
-    rates: Rates,
+    rates: CostRates,
     cluster: Cluster,
     uncertain: float,
     *,
@@ -172,7 +172,7 @@ def parts(
 def slices(
     sliced: Sliced,
     loads: Sequence[Load],
-    rates: Rates,
+    rates: CostRates,
     cluster: Cluster,
     uncertain: float = 0.0,
     *,

@@ -60,7 +60,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Rates(Timed):
+class CostRates(Timed):
     """What a model costs here, by row and edge: beside its seconds what crosses.
 
     Args:
@@ -126,7 +126,7 @@ def summed(ranks: int, messages: Sequence[float], stages: int = 1) -> float:
     return total
 
 
-def halos(rates: Rates, loads: Sequence[Load], parts: int) -> tuple[float, float]:
+def halos(rates: CostRates, loads: Sequence[Load], parts: int) -> tuple[float, float]:
     """Bytes that all wait for, and all of them; one load stands for all parts if they are alike.
 
     All wait at each exchange for the busiest link, in or out, forward as backward.
@@ -136,6 +136,6 @@ def halos(rates: Rates, loads: Sequence[Load], parts: int) -> tuple[float, float
     return most, sum(each) if len(each) == parts else each[0] * parts
 
 
-def computing(rates: Rates, rows: float, edges: float, crossed: float = 0.0) -> float:
+def computing(rates: CostRates, rows: float, edges: float, crossed: float = 0.0) -> float:
     """Seconds of an epoch on so many rows and edges, with so many rows that cross, where it was measured."""
     return rates.seconds + rates.row * rows + rates.edge * edges + rates.crossed * crossed

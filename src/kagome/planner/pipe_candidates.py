@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from kagome.config import default_chunks
 from kagome.planner.candidates import Candidate, settings_of
 from kagome.planner.cluster import Cluster
-from kagome.planner.cost_model import Load, Rates, Sliced, computing, halos, summed
-from kagome.schedule.actions import Action, Kind
+from kagome.planner.cost_model import CostRates, Load, Sliced, computing, halos, summed
+from kagome.schedule.actions import Action, ActionKind
 from kagome.schedule.schedules import Shape, exact as exact_program, fill_drain
 from kagome.schedule.simulator import simulate
 
@@ -22,7 +22,7 @@ history as many of gradients, else one."""
 
 
 @dataclass(frozen=True)
-class Cut:
+class PipeCut:
     """A model's layers over stages.
 
     Args:
@@ -48,7 +48,7 @@ class Cut:
         """Those that the stages are dealt to."""
         return len(self.shares) // self.dealt
 
-    def tables(self, rank: int, rates: Rates, *, old: bool) -> float:
+    def tables(self, rank: int, rates: CostRates, *, old: bool) -> float:
         """Bytes that a rank with chunks keeps of a row, for its reads.
 
         Args:
@@ -71,10 +71,10 @@ for a chunk that comes after its own, so ``1 - 1 / (r + 1)`` of those that r chu
 
 
 def pipes(
-    cut: Cut,
+    cut: PipeCut,
     number: int,
     loads: Sequence[Load],
-    rates: Rates,
+    rates: CostRates,
     cluster: Cluster,
     uncertain: float,
     *,
@@ -117,7 +117,7 @@ def pipes(
         pieces = cut.reads[action.stage] if exact else 1
         reads = cut.reads[action.stage]
         busy = cut.shares[action.stage] * compute / chunks / pieces + python * reads / pieces
-        return busy * (1 if action.kind is Kind.F else 2) / 3
+        return busy * (1 if action.kind is ActionKind.F else 2) / 3
 
     shape = Shape(stages, tuple(range(chunks)), ranks=ranks)
     programs = exact_program(shape, [max(reads, 1) for reads in cut.reads]) if exact else fill_drain(shape)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from kagome.deferred.lazy_tensor import now
-from kagome.halo.forward_pass import Turn
+from kagome.halo.forward_pass import ForwardPass
 from kagome.kernels.base.address import address
-from kagome.placement.placement import IDS, Kind, Mark
+from kagome.placement.placement import IDS, Placement, PlacementKind
 from kagome.positions.edge_positions import Edges, refused
 from kagome.positions.edge_tables import flat
 
@@ -30,10 +30,10 @@ _JOINS: Final = frozenset(["cat", "concat", "concatenate", "hstack"])
 _ASKS: Final = frozenset(["size", "__get__", "numel", "stride"])
 
 
-class Views(Edges, Protocol):
+class AlignedEdges(Edges, Protocol):
     """What is asked of the running interception."""
 
-    turn: Turn
+    turn: ForwardPass
 
     def lasting(self, tensor: Tensor | None) -> bool:
         """Whether a tensor is the same in every forward."""
@@ -48,7 +48,7 @@ class Views(Edges, Protocol):
         """Around the computation of what is kept."""
 
 
-def aligned(scope: Views, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def aligned(scope: AlignedEdges, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """A call's arguments with all that belongs to edges as the out-edges have it, where both meet.
 
     Raises:
@@ -61,7 +61,7 @@ def aligned(scope: Views, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, 
     ]
     if len({mark.view for _, mark in found}) < 2:
         return args, kwargs
-    if name in _JOINS and all(mark.kind is Kind.EDGES for _, mark in found):
+    if name in _JOINS and all(mark.kind is PlacementKind.EDGES for _, mark in found):
         return _each(args, kwargs, lambda value: _inward(scope, value))
     if any(mark.view == 1 and not _whole(scope, tensor, mark) for tensor, mark in found):
         raise refused(
@@ -79,36 +79,42 @@ def _each(args: Args, kwargs: Kwargs, do: Any) -> tuple[Args, Kwargs]:
     return tuple(done(value) for value in args), {key: done(value) for key, value in kwargs.items()}
 
 
-def _of_edges(scope: Views, tensor: Tensor) -> Mark | None:
+def _of_edges(scope: AlignedEdges, tensor: Tensor) -> Placement | None:
     mark = scope.marks.get(tensor)
-    return mark if mark is not None and (mark.kind in IDS or mark.kind is Kind.PAIRS) else None
+    return mark if mark is not None and (mark.kind in IDS or mark.kind is PlacementKind.PAIRS) else None
 
 
-def _axis(tensor: Tensor, mark: Mark) -> int:
-    return mark.axis if mark.kind is Kind.PAIRS else tensor.dim() - 1 if mark.kind is Kind.EDGES else 0
+def _axis(tensor: Tensor, mark: Placement) -> int:
+    return (
+        mark.axis
+        if mark.kind is PlacementKind.PAIRS
+        else tensor.dim() - 1
+        if mark.kind is PlacementKind.EDGES
+        else 0
+    )
 
 
-def _whole(scope: Views, tensor: Tensor, mark: Mark) -> bool:
+def _whole(scope: AlignedEdges, tensor: Tensor, mark: Placement) -> bool:
     """Whether a tensor has an entry for each edge of its view, in that order."""
     view = scope.views[mark.view]
-    edges = tensor if mark.kind is Kind.EDGES else mark.edges
+    edges = tensor if mark.kind is PlacementKind.EDGES else mark.edges
     known = edges is view.edge_index or edges is view.given
     return known and tensor.size(_axis(tensor, mark)) == view.edge_ids.numel()
 
 
-def _outward(scope: Views, name: str, value: Any) -> Any:
+def _outward(scope: AlignedEdges, name: str, value: Any) -> Any:
     """Rows of in-edges as rows of the same edges where they are out-edges."""
     mark = _of_edges(scope, value) if isinstance(value, Tensor) else None
     if mark is None or mark.view == 1:
         return value
-    if mark.kind is not Kind.PAIRS or not _whole(scope, value, mark):
+    if mark.kind is not PlacementKind.PAIRS or not _whole(scope, value, mark):
         raise refused(
             scope, f"{name} puts flipped edges together with edges that forward has chosen or added to"
         )
     return turned(scope, now(value), mark.axis)
 
 
-def turned(scope: Views, values: Tensor, axis: int) -> Tensor:
+def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
     """What belongs to a part's in-edges, for its out-edges; with gradient.
 
     Args:
@@ -143,10 +149,10 @@ def turned(scope: Views, values: Tensor, axis: int) -> Tensor:
             found = picked.reshape(-1 if picked.size(0) else 0, *front.shape[1:]).movedim(0, axis)
             if last:
                 scope.keep(key, found)
-    return scope.marks.put(found, Mark(Kind.PAIRS, 1, axis, edges=view.edge_index))
+    return scope.marks.put(found, Placement(PlacementKind.PAIRS, 1, axis, edges=view.edge_index))
 
 
-def _inward(scope: Views, value: Any) -> Any:
+def _inward(scope: AlignedEdges, value: Any) -> Any:
     """Flipped edges as the part's own edges turned round, which other ranks' vertices are the targets of."""
     mark = scope.marks.get(value)
     if mark is None or mark.view == 0:
@@ -157,4 +163,4 @@ def _inward(scope: Views, value: Any) -> Any:
     if value is scope.views[1].given:
         return edges
     with torch._C.DisableTorchFunction():
-        return scope.marks.put(edges.flip(0), Mark(Kind.EDGES, 0, swapped=True))
+        return scope.marks.put(edges.flip(0), Placement(PlacementKind.EDGES, 0, swapped=True))

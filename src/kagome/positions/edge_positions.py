@@ -25,8 +25,8 @@ from torch import Tensor
 
 from kagome.deferred.lazy_tensor import now
 from kagome.errors import ModelError
-from kagome.placement.placement import IDS, Kind, Mark
-from kagome.placement.symbolic_size import Count
+from kagome.placement.placement import IDS, Placement, PlacementKind
+from kagome.placement.symbolic_size import SymbolicSize
 from kagome.positions.edge_tables import WAY_OUT, Cutter, own_edges
 from kagome.user_frame import from_library, user_line
 
@@ -48,11 +48,11 @@ class Edges(Cutter, Protocol):
         """Answer a torch call."""
 
 
-class EdgeCount(Count):
+class EdgeCount(SymbolicSize):
     """The number of a part's edges where a user counts: places made of it are no place in the whole list."""
 
     def _with(self, other: Any, what: str, do: Callable[[int, Any], Any]) -> Any:
-        if isinstance(other, int) and (isinstance(other, Count) or other == 0 or from_library()):
+        if isinstance(other, int) and (isinstance(other, SymbolicSize) or other == 0 or from_library()):
             return do(int(self), int(other))
         raise _refused("", f"the number of edges {what} {other!r} is a place among a part's edges")
 
@@ -74,9 +74,9 @@ class EdgeCount(Count):
         return self._with(other, "modulo", lambda one, two: one % two)
 
 
-def counts(scope: Any, mark: Mark) -> type[Count]:
+def counts(scope: Any, mark: Placement) -> type[SymbolicSize]:
     """How rows of this mark are counted."""
-    return EdgeCount if mark.kind is Kind.PAIRS and scope.parted else Count
+    return EdgeCount if mark.kind is PlacementKind.PAIRS and scope.parted else SymbolicSize
 
 
 def refused(scope: Edges, what: str, *, hint: str = "") -> ModelError:
@@ -93,28 +93,28 @@ def _refused(where: str, what: str, hint: str = "") -> ModelError:
     )
 
 
-def _edge_axis(scope: Edges, tensor: Any) -> tuple[int, Mark] | None:
+def _edge_axis(scope: Edges, tensor: Any) -> tuple[int, Placement] | None:
     """The axis along which a tensor has an entry an edge, and its mark."""
     mark = scope.marks.get(tensor) if scope.parted else None
     if mark is None:
         return None
-    if mark.kind is Kind.PAIRS:
+    if mark.kind is PlacementKind.PAIRS:
         return mark.axis, mark
-    if mark.kind is Kind.EDGES:
+    if mark.kind is PlacementKind.EDGES:
         return tensor.dim() - 1, mark
     return (0, mark) if mark.kind in IDS and tensor.dim() == 1 else None
 
 
-def _ids(scope: Edges, tensor: Tensor, axis: int, mark: Mark) -> Tensor | None:
+def _ids(scope: Edges, tensor: Tensor, axis: int, mark: Placement) -> Tensor | None:
     """The place of each edge in the whole list; None where the edges are no view's as they are."""
-    edges = tensor if mark.kind is Kind.EDGES else mark.edges
+    edges = tensor if mark.kind is PlacementKind.EDGES else mark.edges
     for view in scope.views:
         if (edges is view.edge_index or edges is view.given) and tensor.size(axis) == view.edge_ids.numel():
             return view.edge_ids
     return None
 
 
-def _subset(tensor: Tensor, mark: Mark) -> Mark:
+def _subset(tensor: Tensor, mark: Placement) -> Placement:
     """The mark of some of the edges."""
     return replace(mark, edges=None)
 
@@ -140,10 +140,10 @@ def getitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     raise refused(scope, f"one edge is read by its place, {item!r}")
 
 
-def _sliced(scope: Edges, base: Tensor, axis: int, mark: Mark, items: list[Any], at: int) -> Any:
+def _sliced(scope: Edges, base: Tensor, axis: int, mark: Placement, items: list[Any], at: int) -> Any:
     item = items[at]
     counts = [end for end in (item.start, item.stop) if end is not None]
-    if all(isinstance(end, Count) or end == 0 for end in counts) and item.step in (None, 1):
+    if all(isinstance(end, SymbolicSize) or end == 0 for end in counts) and item.step in (None, 1):
         out = base[tuple(items)]  # as many as this part has: where lists were put together
         return _marked(scope, out, base, mark, items, at)
     if from_library():
@@ -169,7 +169,9 @@ def _own_slice(scope: Edges, ids: Tensor, item: slice) -> slice | Tensor:
         return places[(ids[begin:end] - whole.start) % whole.step == 0]
 
 
-def _chosen(scope: Edges, func: Func, args: Args, axis: int, mark: Mark, items: list[Any], at: int) -> Any:
+def _chosen(
+    scope: Edges, func: Func, args: Args, axis: int, mark: Placement, items: list[Any], at: int
+) -> Any:
     """Edges chosen by a flag each, or by numbers."""
     base, item = now(args[0]), items[at]
     held = scope.marks.get(item)
@@ -183,11 +185,11 @@ def _chosen(scope: Edges, func: Func, args: Args, axis: int, mark: Mark, items: 
         with torch._C.DisableTorchFunction():
             out = base[tuple(items)]
         return _marked(scope, out, base, mark, items, at)
-    if mark.kind is not Kind.PAIRS and held is None and from_library():
+    if mark.kind is not PlacementKind.PAIRS and held is None and from_library():
         return NotImplemented
-    if held is not None and held.kind in (Kind.LOCAL, Kind.MIXED):
+    if held is not None and held.kind in (PlacementKind.LOCAL, PlacementKind.MIXED):
         return NotImplemented
-    if from_library() and (held is None or held.kind is not Kind.PAIRS):
+    if from_library() and (held is None or held.kind is not PlacementKind.PAIRS):
         return NotImplemented
     raise refused(
         scope,
@@ -196,20 +198,22 @@ def _chosen(scope: Edges, func: Func, args: Args, axis: int, mark: Mark, items: 
     )
 
 
-def _marked(scope: Edges, out: Tensor, base: Tensor, mark: Mark, items: list[Any], at: int) -> Tensor:
+def _marked(scope: Edges, out: Tensor, base: Tensor, mark: Placement, items: list[Any], at: int) -> Tensor:
     """What an index has left, with the mark of some edges."""
-    if mark.kind is Kind.PAIRS:
+    if mark.kind is PlacementKind.PAIRS:
         before = items[:at]
         gone = sum(isinstance(each, int) and not isinstance(each, bool) for each in before)
         new = sum(each is None for each in before)
         place = mark.axis - gone + new
         return scope.marks.put(out, replace(_subset(base, mark), axis=place))
     head = items[0]
-    if mark.kind is Kind.EDGES and at == 1 and isinstance(head, int):
+    if mark.kind is PlacementKind.EDGES and at == 1 and isinstance(head, int):
         target = (head % 2 == 1) is not mark.swapped and not mark.both
-        return scope.marks.put(out, Mark(Kind.TARGET if target else Kind.SOURCE, mark.view))
-    if mark.kind is Kind.EDGES and not (isinstance(head, slice) and head == FULL and out.dim() == 2):
-        return scope.marks.put(out, Mark(Kind.MIXED))
+        return scope.marks.put(
+            out, Placement(PlacementKind.TARGET if target else PlacementKind.SOURCE, mark.view)
+        )
+    if mark.kind is PlacementKind.EDGES and not (isinstance(head, slice) and head == FULL and out.dim() == 2):
+        return scope.marks.put(out, Placement(PlacementKind.MIXED))
     return scope.marks.put(out, _subset(base, mark))
 
 
@@ -236,7 +240,7 @@ def narrow(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     return _cut(scope, base, *found, slice(start, start + given["length"]))
 
 
-def _cut(scope: Edges, base: Tensor, axis: int, mark: Mark, item: slice) -> Any:
+def _cut(scope: Edges, base: Tensor, axis: int, mark: Placement, item: slice) -> Any:
     items: list[Any] = [FULL] * base.dim()
     items[axis] = item
     return _sliced(scope, now(base), axis, mark, items, axis)
@@ -251,7 +255,7 @@ def split(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
     if found is None or dim % base.dim() != found[0] or from_library():
         return NotImplemented
-    if isinstance(how, (tuple, list)) and all(isinstance(size, Count) for size in how):
+    if isinstance(how, (tuple, list)) and all(isinstance(size, SymbolicSize) for size in how):
         return NotImplemented  # lists that were put together, each of this part's edges
     if _ids(scope, base, *found) is None:
         raise refused(scope, f"{name} cuts a list of edges that was made in forward into pieces")
@@ -273,11 +277,11 @@ _SIZES: Final = (
 
 def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``torch.arange(edge_index.size(1))``: the places of own edges; ``linspace`` over all of them."""
-    count = next((each for each in (*args, *kwargs.values()) if isinstance(each, Count)), None)
-    if count is None or not scope.parted or count.mark.kind is not Kind.PAIRS:
+    count = next((each for each in (*args, *kwargs.values()) if isinstance(each, SymbolicSize)), None)
+    if count is None or not scope.parted or count.mark.kind is not PlacementKind.PAIRS:
         return NotImplemented
     if from_library():
-        return scope.marks.put(func(*args, **kwargs), Mark(Kind.LOCAL))
+        return scope.marks.put(func(*args, **kwargs), Placement(PlacementKind.LOCAL))
     view = (
         next((v for v in scope.views if count.mark.edges in (v.edge_index, v.given)), None)
         if (count.mark.edges is not None)
@@ -285,13 +289,13 @@ def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     )
     if view is None or int(count) != view.edge_ids.numel():
         raise refused(scope, f"{name} counts edges of a list that was made in forward")
-    given = [scope.edges if isinstance(each, Count) else each for each in args]
-    named = {key: scope.edges if isinstance(each, Count) else each for key, each in kwargs.items()}
+    given = [scope.edges if isinstance(each, SymbolicSize) else each for each in args]
+    named = {key: scope.edges if isinstance(each, SymbolicSize) else each for key, each in kwargs.items()}
     with torch._C.DisableTorchFunction():
         every: Tensor = func(*given, **named)
     if every.numel() != scope.edges:
         raise refused(scope, f"{name} makes {every.numel():,} numbers of {scope.edges:,} edges")
-    return own_edges(scope, every, 0, Mark(Kind.PAIRS, scope.views.index(view)))
+    return own_edges(scope, every, 0, Placement(PlacementKind.PAIRS, scope.views.index(view)))
 
 
 def by_order(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -347,7 +351,7 @@ def viewed(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     """``messages.view(K, P, F)`` takes edges that lie together apart from others."""
     base = args[0]
     mark = scope.marks.get(base) if scope.parted else None
-    if mark is None or mark.kind is not Kind.PAIRS or from_library():
+    if mark is None or mark.kind is not PlacementKind.PAIRS or from_library():
         return NotImplemented
     shape = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list, torch.Size)) else args[1:]
     sizes = [size for size in shape if isinstance(size, int)]
@@ -358,7 +362,7 @@ def viewed(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
         if -1 in front or int(torch.Size(front).numel()) != before:
             continue
         size = sizes[place]
-        if size == -1 or isinstance(size, Count) or (size == rows and rows != 1):
+        if size == -1 or isinstance(size, SymbolicSize) or (size == rows and rows != 1):
             inner = torch.Size(sizes[place + 1 :]).numel()
             if size != -1 or (inner and rest % inner == 0):
                 return NotImplemented

@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from kagome.deferred.constants import Lasting
+from kagome.deferred.constants import Constants
 from kagome.errors import ModelError
 from kagome.placement.axis_rules import attribute
-from kagome.placement.placement import Kind, Mark, Marks
-from kagome.placement.weak_map import ByIdentity
+from kagome.placement.placement import Placement, PlacementKind, Placements
+from kagome.placement.weak_map import WeakTensorMap
 from kagome.placement.writes import IN_PLACE, writes, written_by
-from kagome.sparse_ops.edge_view import View
+from kagome.sparse_ops.edge_view import EdgeView
 from kagome.user_frame import user_line
 
 if TYPE_CHECKING:
-    from kagome.positions.kept_tensors import Kept
+    from kagome.positions.kept_tensors import KeptTensors
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -82,10 +82,10 @@ _ATTRIBUTES: Final = frozenset(["shape", "T", "mT", "data"])
 class Cutter(Protocol):
     """What is asked of the running interception."""
 
-    marks: Marks
-    views: list[View]
-    constants: Lasting
-    keeping: Kept
+    marks: Placements
+    views: list[EdgeView]
+    constants: Constants
+    keeping: KeptTensors
     parted: bool
 
     @property
@@ -103,9 +103,9 @@ class EdgeTables:
         names: What each table is called.
     """
 
-    def __init__(self, names: ByIdentity[str]) -> None:
+    def __init__(self, names: WeakTensorMap[str]) -> None:
         self.names = names
-        self._own: ByIdentity[tuple[int, bool, Tensor]] = ByIdentity()
+        self._own: WeakTensorMap[tuple[int, bool, Tensor]] = WeakTensorMap()
 
     def cut(self, scope: Cutter, name: str, func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """A call's arguments with own rows in the place of tables.
@@ -146,11 +146,13 @@ class EdgeTables:
             ModelError: If it is not known among which edges.
         """
         held = [(each, mark) for each in flat(rest, {}) if (mark := scope.marks.get(each)) is not None]
-        local = [(each, mark) for each, mark in held if mark.kind in (Kind.LOCAL, Kind.MIXED)]
+        local = [
+            (each, mark) for each, mark in held if mark.kind in (PlacementKind.LOCAL, PlacementKind.MIXED)
+        ]
         for index, mark in local:
             view = scope.views[mark.view]
             known = mark.edges is not None and (mark.edges is view.edge_index or mark.edges is view.given)
-            if mark.kind is Kind.MIXED or not (known or index.numel() == view.edge_ids.numel()):
+            if mark.kind is PlacementKind.MIXED or not (known or index.numel() == view.edge_ids.numel()):
                 raise ModelError(
                     "rows of a tensor that the model keeps for the edges are read by numbers of edges",
                     f"{self.names[table]} is read by numbers that forward has chosen or reckoned with",
@@ -170,13 +172,13 @@ class EdgeTables:
             return value
         version, grad, own = self._own.get(value, (-1, False, value))
         if version != value._version or grad != torch.is_grad_enabled():
-            own = own_edges(scope, value, _axis(value, scope.edges), Mark(Kind.PAIRS))
+            own = own_edges(scope, value, _axis(value, scope.edges), Placement(PlacementKind.PAIRS))
             scope.keeping.copy(scope, value, own)
             self._own[value] = value._version, torch.is_grad_enabled(), own
         return own
 
 
-def own_edges(scope: Cutter, table: Tensor, axis: int, like: Mark) -> Tensor:
+def own_edges(scope: Cutter, table: Tensor, axis: int, like: Placement) -> Tensor:
     """Own rows of a tensor with a row for each edge of the graph, in the order of the part's edges.
 
     Args:
@@ -191,7 +193,7 @@ def own_edges(scope: Cutter, table: Tensor, axis: int, like: Mark) -> Tensor:
     view = scope.views[like.view]
     with torch._C.DisableTorchFunction():
         own = table.index_select(axis, view.edge_ids.to(table.device))
-    return scope.marks.put(own, Mark(Kind.PAIRS, like.view, axis, edges=view.given))
+    return scope.marks.put(own, Placement(PlacementKind.PAIRS, like.view, axis, edges=view.given))
 
 
 def tables_of(model: nn.Module, edges: int, vertices: int) -> EdgeTables | None:
@@ -208,7 +210,7 @@ def tables_of(model: nn.Module, edges: int, vertices: int) -> EdgeTables | None:
         ModelError: If there are as many vertices as edges, so that nobody can know which rows they are, or if
             the model keeps a sparse matrix of the vertices.
     """
-    names: ByIdentity[str] = ByIdentity()
+    names: WeakTensorMap[str] = WeakTensorMap()
     for name, tensor in _tables_among(model, edges, vertices):
         names[tensor] = name
     return EdgeTables(names) if len(names) else None
@@ -301,14 +303,25 @@ def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     return (args, kwargs) if cut else None
 
 
-def _edges_mark(scope: Cutter, tensor: Tensor) -> Mark | None:
+def _edges_mark(scope: Cutter, tensor: Tensor) -> Placement | None:
     """The mark of a tensor with an entry for each of the part's edges, in their order, by the axis."""
     mark = scope.marks.get(tensor)
-    if mark is None or mark.kind not in (Kind.EDGES, Kind.SOURCE, Kind.TARGET, Kind.PAIRS):
+    if mark is None or mark.kind not in (
+        PlacementKind.EDGES,
+        PlacementKind.SOURCE,
+        PlacementKind.TARGET,
+        PlacementKind.PAIRS,
+    ):
         return None
-    axis = mark.axis if mark.kind is Kind.PAIRS else tensor.dim() - 1 if mark.kind is Kind.EDGES else 0
+    axis = (
+        mark.axis
+        if mark.kind is PlacementKind.PAIRS
+        else tensor.dim() - 1
+        if mark.kind is PlacementKind.EDGES
+        else 0
+    )
     fits = tensor.dim() > axis and tensor.size(axis) == scope.views[mark.view].edge_ids.numel()
-    return Mark(Kind.PAIRS, mark.view, axis) if fits else None
+    return Placement(PlacementKind.PAIRS, mark.view, axis) if fits else None
 
 
 def _axis(tensor: Tensor, edges: int) -> int:

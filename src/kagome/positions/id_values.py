@@ -21,17 +21,17 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from kagome.placement.placement import IDS, NO_IDS, Kind, Mark, tensors
-from kagome.placement.symbolic_size import Count
-from kagome.positions.refusals import FULL, Args, Func, Kwargs, Places, refused
-from kagome.sparse_ops.edge_view import View
+from kagome.placement.placement import IDS, NO_IDS, Placement, PlacementKind, tensors
+from kagome.placement.symbolic_size import SymbolicSize
+from kagome.positions.refusals import FULL, Args, Func, Kwargs, PositionScope, refused
+from kagome.sparse_ops.edge_view import EdgeView
 from kagome.user_frame import from_library
 
 
-class Ends(Places, Protocol):
+class EndpointValues(PositionScope, Protocol):
     """What this file asks of the running interception."""
 
-    views: list[View]
+    views: list[EdgeView]
 
 
 _STAY: Final = NO_IDS | frozenset(
@@ -67,7 +67,7 @@ _BLIND: Final = _STAY - _SOURCES - _SLICES - _READS
 """Calls that look neither at the values of ids nor at places among a part's own edges."""
 
 
-def by_value(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def by_value(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """A call's arguments with the whole graph's numbers for ids of a part, where it looks at their values.
 
     Args:
@@ -85,7 +85,7 @@ def by_value(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, 
             continue
         if mark.kind in IDS:
             found.append(tensor)
-        places = places or mark.kind is Kind.LOCAL
+        places = places or mark.kind is PlacementKind.LOCAL
     if not (found or places):
         return args, kwargs
     looks = name not in _STAY or name in _SOURCES
@@ -122,7 +122,7 @@ def by_value(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, 
     return tuple(told(value) for value in args), {key: told(value) for key, value in kwargs.items()}
 
 
-def _refuse_places(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> None:
+def _refuse_places(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> None:
     """Refuse what looks at places among a part's own edges or rows, other than to put them in that order.
 
     Raises:
@@ -130,7 +130,7 @@ def _refuse_places(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> None:
     """
     base = scope.marks.get(args[0]) if args else None
     sliced = False
-    if name == "__getitem__" and base is not None and base.kind is Kind.LOCAL:
+    if name == "__getitem__" and base is not None and base.kind is PlacementKind.LOCAL:
         items = args[1] if isinstance(args[1], tuple) else (args[1],)
         item = next((item for item in items if item is not None), FULL)  # nonzero()[:, 0] has columns
         if item is Ellipsis and args[0].dim() == 1:
@@ -147,13 +147,13 @@ def _refuse_places(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> None:
         )
 
 
-def _of_no_rows(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> bool:
+def _of_no_rows(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> bool:
     """Whether what is read by places is neither rows nor ids: a table, of which all ranks have all."""
     table = kwargs.get("weight", args[1] if len(args) > 1 else None) if name == "embedding" else args[0]
     return scope.marks.get(table) is None
 
 
-def _writes_places(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> bool:
+def _writes_places(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> bool:
     """Whether places are what is written, and not where."""
     index = _index_of(name, args, kwargs)
     skipped = index if isinstance(index, (tuple, list)) else (index,)
@@ -162,10 +162,10 @@ def _writes_places(scope: Ends, name: str, args: Args, kwargs: Kwargs) -> bool:
         for value in tensors(args[1:], kwargs)
         if all(value is not each for each in skipped)
     ]
-    return any(mark is not None and mark.kind is Kind.LOCAL for mark in marks)
+    return any(mark is not None and mark.kind is PlacementKind.LOCAL for mark in marks)
 
 
-def _is_ids(scope: Ends, value: Any) -> bool:
+def _is_ids(scope: EndpointValues, value: Any) -> bool:
     mark = scope.marks.get(value)
     return mark is not None and mark.kind in IDS
 
@@ -181,10 +181,10 @@ def _to_float(name: str, args: Args, kwargs: Kwargs) -> bool:
     return False
 
 
-def _counts(scope: Ends, args: Args, kwargs: Kwargs) -> bool:
+def _counts(scope: EndpointValues, args: Args, kwargs: Kwargs) -> bool:
     """Whether ``max`` asks for the last vertex that has an edge: ``handlers`` answers."""
     mark = scope.marks.get(args[0]) if args else None
-    return mark is not None and mark.kind is Kind.EDGES and len(args) == 1 and not kwargs
+    return mark is not None and mark.kind is PlacementKind.EDGES and len(args) == 1 and not kwargs
 
 
 def _index_of(name: str, args: Args, kwargs: Kwargs) -> Any:
@@ -196,7 +196,7 @@ def _index_of(name: str, args: Args, kwargs: Kwargs) -> Any:
     return kwargs.get("index", args[2] if len(args) > 2 else None)
 
 
-def numbers(scope: Ends, ids: Tensor) -> Tensor:
+def numbers(scope: EndpointValues, ids: Tensor) -> Tensor:
     """The whole graph's numbers of vertices for a part's ids: an attribute of the edges.
 
     Shapes:
@@ -205,30 +205,32 @@ def numbers(scope: Ends, ids: Tensor) -> Tensor:
     mark = scope.marks.get(ids)
     assert mark is not None
     scope.numbered = True
-    edges = ids if mark.kind is Kind.EDGES else mark.edges
+    edges = ids if mark.kind is PlacementKind.EDGES else mark.edges
     with torch._C.DisableTorchFunction():
         values = scope.ids_in(mark)[ids.long()].to(ids.dtype)
     count = edges.size(-1) if edges is not None else None
-    return scope.marks.put(values, Mark(Kind.PAIRS, mark.view, _axis(values, mark, count), edges))
+    return scope.marks.put(
+        values, Placement(PlacementKind.PAIRS, mark.view, _axis(values, mark, count), edges)
+    )
 
 
-def _axis(values: Tensor, mark: Mark, edges: int | None) -> int:
+def _axis(values: Tensor, mark: Placement, edges: int | None) -> int:
     """Along which axis there is an entry an edge: ids may have been put in columns."""
-    if mark.kind is Kind.EDGES:
+    if mark.kind is PlacementKind.EDGES:
         return values.dim() - 1
     if edges is not None:
         return next((axis for axis, size in enumerate(values.shape) if size == edges), 0)
     return next((axis for axis, size in enumerate(values.shape) if size != 1), 0)
 
 
-def bincount(scope: Ends, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def bincount(scope: EndpointValues, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``torch.bincount(e[1], minlength=x.size(0))``: how many edges end in each own vertex."""
     ids: Tensor = args[0] if args else kwargs["input"]
     if not scope.parted or not _is_ids(scope, ids) or from_library():
         return NotImplemented
     weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
     least: Any = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-    whole = isinstance(least, Count) and least.of_vertices and least.mark.whole
+    whole = isinstance(least, SymbolicSize) and least.of_vertices and least.mark.whole
     if not whole and int(least) != scope.vertices:
         raise refused(
             scope,
@@ -238,21 +240,21 @@ def bincount(scope: Ends, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     each = torch.ones(ids.shape, dtype=torch.float64, device=ids.device) if weights is None else weights
     with torch._C.DisableTorchFunction():
         none = torch.zeros(scope.own, dtype=each.dtype, device=ids.device)
-    scope.marks.put(none, Mark(Kind.ROWS))
+    scope.marks.put(none, Placement(PlacementKind.ROWS))
     sums = scope.__torch_function__(Tensor.scatter_add, (), (none, 0, ids, each))
-    return sums if weights is not None else scope.marks.put(sums.long(), Mark(Kind.ROWS))
+    return sums if weights is not None else scope.marks.put(sums.long(), Placement(PlacementKind.ROWS))
 
 
-def refuse_rows_by_value(scope: Ends, base: Any, axis: int, index: Tensor, mark: Mark) -> None:
+def refuse_rows_by_value(scope: EndpointValues, base: Any, axis: int, index: Tensor, mark: Placement) -> None:
     """Refuse a read or write of rows of vertices by numbers that edges hold.
 
     Raises:
         ModelError: If the rows lie apart.
     """
     held = scope.marks.get(base)
-    rows = held is not None and held.kind in (Kind.ROWS, Kind.NUMBERS) and held.axis == axis
+    rows = held is not None and held.kind in (PlacementKind.ROWS, PlacementKind.NUMBERS) and held.axis == axis
     ints = index.dtype not in (torch.bool, torch.uint8) and not index.is_floating_point()
-    if rows and scope.parted and mark.kind is Kind.PAIRS and ints and not from_library():
+    if rows and scope.parted and mark.kind is PlacementKind.PAIRS and ints and not from_library():
         raise refused(
             scope,
             "rows of vertices are read or written by numbers that each edge holds",

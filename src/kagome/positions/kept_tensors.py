@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from kagome.errors import ModelError
 from kagome.placement.axis_rules import attribute
-from kagome.placement.placement import Kind, Mark, Marks, tensors
-from kagome.placement.weak_map import ByIdentity
+from kagome.placement.placement import Placement, PlacementKind, Placements, tensors
+from kagome.placement.weak_map import WeakTensorMap
 from kagome.placement.writes import written_by
 from kagome.positions.edge_tables import EdgeTables, tensors_of
 from kagome.user_frame import from_library, user_line
@@ -40,7 +40,7 @@ WAY_OUT: Final = (
 class Keeper(Protocol):
     """What is asked of the running interception."""
 
-    marks: Marks
+    marks: Placements
     parted: bool
 
     def where(self) -> str:
@@ -56,14 +56,14 @@ class Ending(Keeper, Protocol):
         """What was computed, or read, of tensors that last is not known any more."""
 
 
-class Kept:
+class KeptTensors:
     """The tensors of one model, and this part's own copies of some of their rows."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
         self._tables: frozenset[str] = frozenset()
-        self._held: ByIdentity[str] | None = None
-        self._copies: ByIdentity[str] = ByIdentity()
+        self._held: WeakTensorMap[str] | None = None
+        self._copies: WeakTensorMap[str] = WeakTensorMap()
         self.shown = False
         """Whether forward took the data of a tensor that lasts: a write to it changes no version."""
 
@@ -150,7 +150,7 @@ class Kept:
         if self._model is None or (memory := _memory(tensor)) is None:
             return None
         if self._held is None:
-            self._held = ByIdentity()
+            self._held = WeakTensorMap()
             for label, each in tensors_of(self._model, libraries=True):
                 # What an earlier forward has put there are rows of this part, and stay such.
                 if scope.marks.get(each) is None and (there := _memory(each)) is not None:
@@ -196,10 +196,16 @@ def _opened(values: Args) -> Iterator[Any]:
         yield from value if isinstance(value, (tuple, list)) else (value,)
 
 
-def _named(mark: Mark) -> str:
-    return "rows of edges" if mark.kind is Kind.PAIRS else "ids" if mark.kind in _IDS else "rows"
+def _named(mark: Placement) -> str:
+    return "rows of edges" if mark.kind is PlacementKind.PAIRS else "ids" if mark.kind in _IDS else "rows"
 
 
-_IDS: Final = (Kind.EDGES, Kind.SOURCE, Kind.TARGET, Kind.LOCAL, Kind.MIXED)
+_IDS: Final = (
+    PlacementKind.EDGES,
+    PlacementKind.SOURCE,
+    PlacementKind.TARGET,
+    PlacementKind.LOCAL,
+    PlacementKind.MIXED,
+)
 
 HANDLERS: Final = {"__get__": data}

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from kagome.errors import ModelError
-from kagome.placement.placement import PAIRS, VERTICES, Mark, Marks
+from kagome.placement.placement import PAIRS, VERTICES, Placement, Placements
 from kagome.placement.symbolic_size import as_place
 from kagome.user_frame import user_line
 
 if TYPE_CHECKING:
-    from kagome.halo.forward_pass import Turn
-    from kagome.positions.kept_tensors import Kept
-    from kagome.positions.row_copies import Copies
+    from kagome.halo.forward_pass import ForwardPass
+    from kagome.positions.kept_tensors import KeptTensors
+    from kagome.positions.row_copies import RowCopies
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -37,24 +37,24 @@ _ATTENTION = (
 FULL = slice(None)
 
 
-class Placed(Protocol):
+class LocatedScope(Protocol):
     """Who knows where a forward is."""
 
     def where(self) -> str:
         """The path of the module whose forward is running."""
 
 
-class Places(Placed, Protocol):
+class PositionScope(LocatedScope, Protocol):
     """What these handlers ask of the running interception."""
 
-    marks: Marks
+    marks: Placements
     parted: bool
     ascending: bool
     numbered: bool
     device: torch.device
-    copies: Copies
-    keeping: Kept
-    turn: Turn
+    copies: RowCopies
+    keeping: KeptTensors
+    turn: ForwardPass
 
     def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
         """Answer a torch call."""
@@ -67,16 +67,16 @@ class Places(Placed, Protocol):
     def vertices(self) -> int:
         """Vertices of the whole graph."""
 
-    def ids_of(self, mark: Mark) -> Tensor:
+    def ids_of(self, mark: Placement) -> Tensor:
         """Original numbers of the vertices whose rows lie along an axis."""
 
-    def ids_in(self, mark: Mark) -> Tensor:
+    def ids_in(self, mark: Placement) -> Tensor:
         """Original numbers of own and halo rows, in the order of the part's ids."""
 
     def local_of(self, ids: Tensor) -> Tensor:
         """The own rows of own vertices."""
 
-    def number_of(self, mark: Mark, count: int) -> int:
+    def number_of(self, mark: Placement, count: int) -> int:
         """How many rows, of which this rank has ``count``, all ranks have."""
 
     @property
@@ -90,14 +90,14 @@ class Places(Placed, Protocol):
         """Maximum over ranks, without gradient."""
 
 
-def length(scope: Places, mark: Mark) -> int:
+def length(scope: PositionScope, mark: Placement) -> int:
     """Entries of the whole graph's axis, or -1 where they are not known."""
     if mark.subset is not None:
         return -1 if mark.subset.span is None else len(mark.subset.span) * mark.each
     return scope.vertices * mark.each
 
 
-def span_of(scope: Places, mark: Mark, item: slice) -> range:
+def span_of(scope: PositionScope, mark: Placement, item: slice) -> range:
     """The vertices that a slice of an axis names."""
     whole = length(scope, mark)
     if whole < 0:
@@ -117,7 +117,7 @@ def span_of(scope: Places, mark: Mark, item: slice) -> range:
     return held[span.start : span.stop : span.step] if span else range(0)
 
 
-def rows_base(scope: Places, args: Args, kwargs: Kwargs) -> tuple[Tensor, Mark] | None:
+def rows_base(scope: PositionScope, args: Args, kwargs: Kwargs) -> tuple[Tensor, Placement] | None:
     """The tensor of a call that has rows of vertices, and its mark; None where all rows are here."""
     base = args[0] if args else kwargs.get("input")
     mark = scope.marks.get(base) if isinstance(base, Tensor) else None
@@ -132,7 +132,7 @@ def dim_of(args: Args, kwargs: Kwargs, place: int, base: Tensor, default: int = 
     return int(dim or 0) % max(base.dim(), 1)
 
 
-def refused(scope: Placed, what: str, *, hint: str = "", asked: str = _TOLD_APART) -> ModelError:
+def refused(scope: LocatedScope, what: str, *, hint: str = "", asked: str = _TOLD_APART) -> ModelError:
     """The error of a call that depends on where rows lie, in a way that no part can follow."""
     line = user_line()
     return ModelError(
@@ -143,7 +143,7 @@ def refused(scope: Placed, what: str, *, hint: str = "", asked: str = _TOLD_APAR
     )
 
 
-def lost(scope: Placed, mark: Mark, *, edges: bool = False) -> ModelError:
+def lost(scope: LocatedScope, mark: Placement, *, edges: bool = False) -> ModelError:
     """The error of what became of rows by a call that goes by their places.
 
     Args:

@@ -15,16 +15,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kagome.placement.weak_map import ByIdentity
-from kagome.positions.refusals import Args, Places, refused
+from kagome.placement.weak_map import WeakTensorMap
+from kagome.positions.refusals import Args, PositionScope, refused
 from kagome.user_frame import user_line
 
 
-class Copies:
+class RowCopies:
     """The copies of one forward, and which of them were written and not put back."""
 
     def __init__(self) -> None:
-        self._held: ByIdentity[bool] = ByIdentity()
+        self._held: WeakTensorMap[bool] = WeakTensorMap()
         self._open: list[tuple[Tensor, str]] = []
 
     def note(self, rows: Tensor) -> Tensor:
@@ -46,14 +46,14 @@ class Copies:
         if args[0] in self._held or (whole is not None and whole in self._held):
             self._open.append((args[0], f"{name} ({user_line()})"))
 
-    def end(self, scope: Places) -> None:
+    def end(self, scope: PositionScope) -> None:
         """The forward has ended.
 
         Raises:
             ModelError: If a copy was written and not put back.
         """
         left, self._open = self._open, []
-        self._held = ByIdentity()
+        self._held = WeakTensorMap()
         if left:
             raise refused(
                 scope,

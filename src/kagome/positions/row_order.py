@@ -14,23 +14,23 @@ from torch import Tensor
 
 from kagome.deferred.lazy_tensor import now
 from kagome.placement.axis_rules import attribute
-from kagome.placement.placement import ALIGNED, IDS, VERTICES, Kind, Mark
-from kagome.placement.row_subset import Subset, in_a_row
-from kagome.placement.symbolic_size import Count, as_place
-from kagome.positions.refusals import Args, Func, Kwargs, Places, refused, rows_base
+from kagome.placement.placement import ALIGNED, IDS, VERTICES, Placement, PlacementKind
+from kagome.placement.row_subset import RowSubset, in_a_row
+from kagome.placement.symbolic_size import SymbolicSize, as_place
+from kagome.positions.refusals import Args, Func, Kwargs, PositionScope, refused, rows_base
 from kagome.positions.row_positions import rows_at
 from kagome.positions.vertex_tables import has_all, own_rows
 from kagome.user_frame import by_kagome, from_library, user_line
 
 
-def cat(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def cat(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Subsets laid end to end: where they make up a span of vertices, each row goes to its own place."""
     values = args[0] if args else kwargs.get("tensors")
     if not isinstance(values, (tuple, list)):
         return NotImplemented
     marks = [scope.marks.get(value) for value in values]
     kinds = {mark.kind for mark in marks if mark is not None}
-    if kinds.intersection((*IDS, Kind.PAIRS)) or all(
+    if kinds.intersection((*IDS, PlacementKind.PAIRS)) or all(
         mark is None or mark.kind not in VERTICES for mark in marks
     ):
         return _with_edges(scope, func, values, marks, args, kwargs)
@@ -53,25 +53,30 @@ def cat(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any
     with torch._C.DisableTorchFunction():
         at = torch.cat([subset.places() for subset in subsets if subset is not None])
         if len(whole) < scope.vertices:
-            mark = replace(first, subset=Subset(at, whole))
+            mark = replace(first, subset=RowSubset(at, whole))
         elif not torch.equal(at, torch.arange(at.numel(), device=at.device)):
             laid = rows_at(laid, mark, at.argsort(), whole=False)
     return scope.marks.put(laid, mark)
 
 
-def _subset_of(scope: Places, mark: Mark) -> Subset:
+def _subset_of(scope: PositionScope, mark: Placement) -> RowSubset:
     """Which vertices a mark's rows belong to: all own ones, where it names no others."""
     if mark.subset is not None:
         return mark.subset
-    return Subset(torch.arange(scope.own, device=scope.device), range(scope.vertices))
+    return RowSubset(torch.arange(scope.own, device=scope.device), range(scope.vertices))
 
 
 def _with_edges(
-    scope: Places, func: Func, values: Sequence[Any], marks: Sequence[Mark | None], args: Args, kwargs: Kwargs
+    scope: PositionScope,
+    func: Func,
+    values: Sequence[Any],
+    marks: Sequence[Placement | None],
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Edges with loops behind them, made of the numbers of vertices, and weights with those of loops."""
     lead = next((mark for mark in marks if mark is not None and mark.kind in IDS), None)
-    pairs = next((mark for mark in marks if mark is not None and mark.kind is Kind.PAIRS), None)
+    pairs = next((mark for mark in marks if mark is not None and mark.kind is PlacementKind.PAIRS), None)
     given = zip(values, marks, strict=True)
     if lead is not None:
         local = [_loops(scope, value, mark, lead) for value, mark in given]
@@ -91,13 +96,13 @@ def _with_edges(
     return out
 
 
-def _loops(scope: Places, value: Tensor, mark: Mark | None, lead: Mark) -> Tensor:
+def _loops(scope: PositionScope, value: Tensor, mark: Placement | None, lead: Placement) -> Tensor:
     """Ids that are put to a part's edges: those of own vertices, both ends of a loop, in local numbers.
 
     Raises:
         ModelError: If a user puts other edges to them: their ids would be taken for a part's.
     """
-    if mark is not None and mark.kind is Kind.NUMBERS:
+    if mark is not None and mark.kind is PlacementKind.NUMBERS:
         return scope.marks.put(scope.local_of(value), replace(lead, edges=None))
     if mark is not None or not scope.parted or not value.numel():
         return value
@@ -117,12 +122,12 @@ def _loops(scope: Places, value: Tensor, mark: Mark | None, lead: Mark) -> Tenso
     return value
 
 
-def count(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def count(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``len(x)``: how many vertices or edges the whole graph has, or of them a mask has chosen."""
     mark = scope.marks.get(args[0])
     if mark is None or not scope.parted or from_library() or by_kagome():
         return NotImplemented
-    if mark.kind in (Kind.LOST, Kind.MIXED, Kind.MATRIX):
+    if mark.kind in (PlacementKind.LOST, PlacementKind.MIXED, PlacementKind.MATRIX):
         return NotImplemented
     with torch._C.DisableTorchFunction():
         here, dims = len(args[0]), args[0].dim()
@@ -130,9 +135,11 @@ def count(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     return scope.number_of(mark, here) if along == 0 else NotImplemented
 
 
-def numbers(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def numbers(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``torch.linspace(0, 1, x.size(0))``: of a number for each vertex, those of own ones."""
-    counts = [value for value in (*args, *kwargs.values()) if isinstance(value, Count) and value.of_vertices]
+    counts = [
+        value for value in (*args, *kwargs.values()) if isinstance(value, SymbolicSize) and value.of_vertices
+    ]
     if not counts or not scope.parted or from_library():
         return NotImplemented
     with torch._C.DisableTorchFunction():
@@ -142,7 +149,7 @@ def numbers(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     return own_rows(scope, every, 0)
 
 
-def arange(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def arange(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``torch.arange(x.size(0))``: the numbers of own vertices."""
     given = [kwargs.get("start", 0), kwargs.get("end"), kwargs.get("step", 1)]
     plain = [value for value in args if isinstance(value, (int, float))]
@@ -151,14 +158,14 @@ def arange(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     else:
         given[: len(plain)] = plain
     start, end, step = given
-    if not isinstance(end, Count) or not end.of_vertices or as_place(start) != 0 or step != 1:
+    if not isinstance(end, SymbolicSize) or not end.of_vertices or as_place(start) != 0 or step != 1:
         return numbers(scope, name, func, args, kwargs)
     if from_library():
         return NotImplemented  # PyG makes ids of own rows
     if not end.mark.whole:
         raise refused(scope, "arange counts rows of some vertices, or several a vertex")
     named = {key: value for key, value in kwargs.items() if key in ("dtype", "device")}
-    mark = Mark(Kind.NUMBERS)
+    mark = Placement(PlacementKind.NUMBERS)
     scope.numbered = scope.parted or scope.numbered
     with torch._C.DisableTorchFunction():
         ids = scope.ids_of(mark)
@@ -178,7 +185,7 @@ _OVER = {
 _DEFAULT = {"diff": -1, "unfold": 0, "trapezoid": -1, "fft_fft": -1, "fft_ifft": -1, "fft_rfft": -1}
 
 
-def over_rows(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def over_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Calls that go from one row to the next along an axis: refused along that of the vertices."""
     held = rows_base(scope, args, kwargs)
     if held is None:
@@ -204,7 +211,7 @@ def over_rows(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) 
     raise refused(scope, f"{name} goes from one vertex to the next by their places")
 
 
-def among(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def among(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``torch.bucketize(a, b)``: how numbers lie among others. Those of rows are each part's own.
 
     Raises:
@@ -227,17 +234,17 @@ def among(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     told = scope.marks.get(looked) if name == "searchsorted" and mark is None else None
     if told is None or told.kind not in ALIGNED or held.dim() != 1:
         return NotImplemented
-    mark = replace(told, kind=Kind.ROWS) if told.kind is Kind.NUMBERS else told
+    mark = replace(told, kind=PlacementKind.ROWS) if told.kind is PlacementKind.NUMBERS else told
     return scope.marks.put(func(*args, **kwargs), mark)
 
 
-def nbytes(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def nbytes(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``x.nbytes``: those of the rows of all ranks."""
     if attribute(func) != "nbytes" or scope.marks.get(args[0]) is None or not scope.parted or from_library():
         return NotImplemented
     entries = scope.__torch_function__(Tensor.numel, (), (args[0],))
     with torch._C.DisableTorchFunction():
-        every = entries.of_all() if isinstance(entries, Count) else entries
+        every = entries.of_all() if isinstance(entries, SymbolicSize) else entries
         return every * args[0].element_size()
 
 
@@ -245,7 +252,7 @@ FEWEST = 8
 """A list of fewer entries is a user's constants, though a part have as many rows."""
 
 
-def of_list(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def of_list(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``torch.tensor([f(row) for row in x])``: a loop in Python over rows goes over a part's alone.
 
     A list that has as many entries as this part has rows is taken for one of these where it meets rows; as a
@@ -258,7 +265,7 @@ def of_list(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) ->
         return NotImplemented
     out = func(*args, **kwargs)
     line = f"{name} ({user_line()}), which makes as many rows as this part has"
-    return scope.marks.put(out, Mark(Kind.LOST, origin=line))
+    return scope.marks.put(out, Placement(PlacementKind.LOST, origin=line))
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {

@@ -26,15 +26,15 @@ from torch import Tensor
 
 from kagome.deferred.lazy_tensor import now
 from kagome.halo.exchange import NAMED
-from kagome.placement.placement import VERTICES, Kind, Mark
-from kagome.placement.row_subset import Subset, among
+from kagome.placement.placement import VERTICES, Placement, PlacementKind
+from kagome.placement.row_subset import RowSubset, among
 from kagome.placement.symbolic_size import as_place
 from kagome.positions.refusals import (
     FULL,
     Args,
     Func,
     Kwargs,
-    Places,
+    PositionScope,
     dim_of,
     length,
     refused,
@@ -44,7 +44,7 @@ from kagome.positions.refusals import (
 from kagome.user_frame import from_library
 
 
-def getitem(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def getitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``x[...]`` where something stands at the row axis that is a place, or chooses among places."""
     base, index = args[0], args[1]
     mark = scope.marks.get(base)
@@ -73,10 +73,10 @@ def getitem(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     return scope.__torch_function__(Tensor.__getitem__, (), (out, tuple(items)))
 
 
-def _chosen(scope: Places, func: Func, base: Tensor, index: Any, mark: Mark, item: Tensor) -> Any:
+def _chosen(scope: PositionScope, func: Func, base: Tensor, index: Any, mark: Placement, item: Tensor) -> Any:
     """``x[mask]`` and ``x[order]``: own rows that a flag a row, or own places, choose."""
     held = scope.marks.get(item)
-    if held is not None and held.kind is Kind.NUMBERS:
+    if held is not None and held.kind is PlacementKind.NUMBERS:
         scope.numbered = True
         places = scope.local_of(item)
         out = (
@@ -85,21 +85,23 @@ def _chosen(scope: Places, func: Func, base: Tensor, index: Any, mark: Mark, ite
             else NotImplemented
         )
         return out if out is NotImplemented else scope.marks.put(out, replace(mark))
-    own = held is None or held.kind in (*VERTICES, Kind.LOCAL)
+    own = held is None or held.kind in (*VERTICES, PlacementKind.LOCAL)
     if not own or item.dim() != 1 or mark.each > 1:
         return NotImplemented
     flags = item.dtype in (torch.bool, torch.uint8)
-    if (flags and item.numel() != base.size(mark.axis)) or not (flags or (held and held.kind is Kind.LOCAL)):
+    if (flags and item.numel() != base.size(mark.axis)) or not (
+        flags or (held and held.kind is PlacementKind.LOCAL)
+    ):
         return NotImplemented
     out = func(now(base), index)
     with torch._C.DisableTorchFunction():
         places = item.bool() if flags else item
         if mark.subset is not None:
             places = mark.subset.places()[places]
-    return scope.marks.put(out, replace(mark, subset=Subset(places)))
+    return scope.marks.put(out, replace(mark, subset=RowSubset(places)))
 
 
-def _noted(scope: Places, func: Func, base: Tensor, index: Any, mark: Mark, item: Any) -> Any:
+def _noted(scope: PositionScope, func: Func, base: Tensor, index: Any, mark: Placement, item: Any) -> Any:
     """A slice where all rows are here: torch takes it; which vertices it names is kept for draws."""
     spanned = mark.subset is None or mark.subset.span is not None
     if not isinstance(item, slice) or mark.each > 1 or not spanned:
@@ -109,14 +111,16 @@ def _noted(scope: Places, func: Func, base: Tensor, index: Any, mark: Mark, item
     held = range(scope.vertices) if mark.subset is None or mark.subset.span is None else mark.subset.span
     span = held[numbers]
     with torch._C.DisableTorchFunction():
-        return scope.marks.put(out, replace(mark, subset=Subset(torch.arange(scope.own)[list(span)], span)))
+        return scope.marks.put(
+            out, replace(mark, subset=RowSubset(torch.arange(scope.own)[list(span)], span))
+        )
 
 
-def _known(scope: Places, item: Tensor) -> bool:
+def _known(scope: PositionScope, item: Tensor) -> bool:
     """Whether an index is one that knows which own rows it names: not a list of numbers of vertices."""
     mark = scope.marks.get(item)
-    if mark is not None and mark.kind is not Kind.LOST:
-        return mark.kind not in (Kind.ROWS, Kind.PAIRS) or item.dtype == torch.bool
+    if mark is not None and mark.kind is not PlacementKind.LOST:
+        return mark.kind not in (PlacementKind.ROWS, PlacementKind.PAIRS) or item.dtype == torch.bool
     if item.dtype in (torch.bool, torch.uint8):
         return not scope.parted or item.dim() != 1 or item.numel() != scope.vertices
     return not scope.parted
@@ -149,7 +153,7 @@ def items_of(index: Any, dims: int, axis: int) -> tuple[list[Any], int]:
     return [*items, FULL], len(items)
 
 
-def take(scope: Places, base: Tensor, mark: Mark, item: Any) -> Tensor:
+def take(scope: PositionScope, base: Tensor, mark: Placement, item: Any) -> Tensor:
     """The rows of the whole graph that an item of an index names, as far as this part has them.
 
     Args:
@@ -172,8 +176,8 @@ def take(scope: Places, base: Tensor, mark: Mark, item: Any) -> Tensor:
         raise refused(scope, f"rows are indexed by a {type(item).__name__}")
     if item.dtype in (torch.bool, torch.uint8):
         return _masked(scope, base, mark, item)
-    if (held := scope.marks.get(item)) is not None and held.kind in (Kind.ROWS, Kind.PAIRS):
-        holder = "vertex" if held.kind is Kind.ROWS else "edge"
+    if (held := scope.marks.get(item)) is not None and held.kind in (PlacementKind.ROWS, PlacementKind.PAIRS):
+        holder = "vertex" if held.kind is PlacementKind.ROWS else "edge"
         raise refused(
             scope,
             f"rows of other vertices are read by numbers that each {holder} holds",
@@ -183,7 +187,7 @@ def take(scope: Places, base: Tensor, mark: Mark, item: Any) -> Tensor:
     return _listed(scope, base, mark, item)
 
 
-def _spanned(scope: Places, base: Tensor, mark: Mark, span: range) -> Tensor:
+def _spanned(scope: PositionScope, base: Tensor, mark: Placement, span: range) -> Tensor:
     """Own rows among a span."""
     if len(span) * mark.each == length(scope, mark):
         return scope.marks.put(base.view_as(base), mark)
@@ -195,11 +199,11 @@ def _spanned(scope: Places, base: Tensor, mark: Mark, span: range) -> Tensor:
         out = rows_at(base, mark, chosen, whole=scope.ascending)
         if out._base is None:
             scope.copies.note(out)
-    subset = Subset(chosen if held is None else held[chosen], span)
+    subset = RowSubset(chosen if held is None else held[chosen], span)
     return scope.marks.put(out, replace(mark, subset=subset))
 
 
-def rows_at(base: Tensor, mark: Mark, chosen: Tensor, *, whole: bool) -> Tensor:
+def rows_at(base: Tensor, mark: Placement, chosen: Tensor, *, whole: bool) -> Tensor:
     """Rows at places along the row axis; those that lie together as a view of them."""
     first = int(chosen[0]) if chosen.numel() else 0
     if mark.each == 1 and whole and (not chosen.numel() or int(chosen[-1]) - first + 1 == chosen.numel()):
@@ -211,18 +215,18 @@ def rows_at(base: Tensor, mark: Mark, chosen: Tensor, *, whole: bool) -> Tensor:
     return out
 
 
-def _masked(scope: Places, base: Tensor, mark: Mark, mask: Tensor) -> Tensor:
+def _masked(scope: PositionScope, base: Tensor, mark: Placement, mask: Tensor) -> Tensor:
     """Own rows where a mask over all vertices is true."""
     if mark.subset is not None or mark.each > 1:
         raise refused(scope, "a mask of all vertices chooses among some of them")
-    own = scope.marks.put(mask.bool()[scope.ids_of(mark)], Mark(Kind.ROWS))
+    own = scope.marks.put(mask.bool()[scope.ids_of(mark)], Placement(PlacementKind.ROWS))
     with torch._C.DisableTorchFunction():
         chosen = own.nonzero().view(-1)
         out = base.index_select(mark.axis, chosen)
-    return scope.marks.put(out, replace(mark, subset=Subset(own)))
+    return scope.marks.put(out, replace(mark, subset=RowSubset(own)))
 
 
-def _one(scope: Places, base: Tensor, mark: Mark, place: int) -> Tensor:
+def _one(scope: PositionScope, base: Tensor, mark: Placement, place: int) -> Tensor:
     whole = length(scope, mark)
     place = int(as_place(place))
     if whole >= 0 and not -whole <= place < whole:
@@ -230,7 +234,7 @@ def _one(scope: Places, base: Tensor, mark: Mark, place: int) -> Tensor:
     return _listed(scope, base, mark, torch.tensor(place, device=base.device))
 
 
-def _listed(scope: Places, base: Tensor, mark: Mark, places: Tensor) -> Tensor:
+def _listed(scope: PositionScope, base: Tensor, mark: Placement, places: Tensor) -> Tensor:
     """Rows of named vertices, on every rank."""
     whole = length(scope, mark)
     if whole < 0 or mark.each > 1:
@@ -258,7 +262,7 @@ def _listed(scope: Places, base: Tensor, mark: Mark, places: Tensor) -> Tensor:
         return out.movedim(tuple(range(places.dim())), tuple(mark.axis + i for i in range(places.dim())))
 
 
-def _alike(scope: Places, places: Tensor) -> None:
+def _alike(scope: PositionScope, places: Tensor) -> None:
     """Refuse numbers of vertices that are not the same on all ranks: they were made from a part's own."""
     if not scope.checked:
         return
@@ -271,7 +275,7 @@ def _alike(scope: Places, places: Tensor) -> None:
         raise refused(scope, "rows are read by numbers that are not the same on all ranks")
 
 
-def narrow(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def narrow(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``x.narrow(0, start, length)``."""
     held = rows_base(scope, args, kwargs)
     if held is None or dim_of(args, kwargs, 1, held[0]) != held[1].axis or from_library():
@@ -282,7 +286,7 @@ def narrow(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     return take(scope, *held, slice(start, start + count))
 
 
-def select(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def select(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``x.select(0, place)``."""
     held = rows_base(scope, args, kwargs)
     if held is None or dim_of(args, kwargs, 1, held[0]) != held[1].axis or from_library():
@@ -292,7 +296,7 @@ def select(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     )
 
 
-def index_select(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def index_select(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``x.index_select(0, ids)`` by numbers of vertices that no edge named."""
     held = rows_base(scope, args, kwargs)
     index = kwargs.get("index", args[2] if len(args) > 2 else None)
@@ -301,7 +305,7 @@ def index_select(scope: Places, name: str, func: Func, args: Args, kwargs: Kwarg
     return take(scope, *held, index) if dim_of(args, kwargs, 1, held[0]) == held[1].axis else NotImplemented
 
 
-def split(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def split(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``split``, ``chunk``, ``tensor_split`` along the vertices: spans of all of them."""
     held = rows_base(scope, args, kwargs)
     if held is None or dim_of(args, kwargs, 2, held[0]) != held[1].axis or from_library():
@@ -338,11 +342,11 @@ def _ends(name: str, whole: int, how: Any) -> list[int]:
     return ends
 
 
-def setitem(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def setitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``x[...] = value`` where something stands at the row axis that is a place."""
     base, index, value = args
     mark, held = scope.marks.get(base), scope.marks.get(value)
-    if held is not None and held.kind is Kind.LOST:
+    if held is not None and held.kind is PlacementKind.LOST:
         scope.marks.put(base, held)
     if mark is None or mark.kind not in VERTICES or not scope.parted:
         return NotImplemented
@@ -376,7 +380,14 @@ def setitem(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) ->
 
 
 def _written(
-    scope: Places, value: Any, mine: Tensor, base: Tensor, mark: Mark, items: list[Any], *, single: bool
+    scope: PositionScope,
+    value: Any,
+    mine: Tensor,
+    base: Tensor,
+    mark: Placement,
+    items: list[Any],
+    *,
+    single: bool,
 ) -> Any:
     """What own rows get of a value for all rows that are written."""
     if not isinstance(value, Tensor) or value.dim() == 0 or single:
@@ -396,7 +407,7 @@ def _written(
     return value.index_select(value.dim() + right, mine.nonzero().view(-1).to(value.device))
 
 
-def written_by_place(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def written_by_place(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``index_put``, ``index_fill`` and ``index_copy`` of rows by numbers of vertices: an assignment."""
     held = rows_base(scope, args, kwargs)
     if held is None or from_library():

@@ -14,16 +14,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kagome.placement.placement import ALIGNED, Kind, Mark
+from kagome.placement.placement import ALIGNED, Placement, PlacementKind
 from kagome.placement.symbolic_size import as_place
-from kagome.positions.refusals import Args, Func, Kwargs, Places, refused
+from kagome.positions.refusals import Args, Func, Kwargs, PositionScope, refused
 from kagome.user_frame import from_library
 
 WIDEST: Final = 2**22
 """Between the least and the greatest value: ranks compare a number for each value that lies between."""
 
 
-def unique(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def unique(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``unique(values, return_inverse, return_counts)`` of whole numbers or truth values.
 
     Shapes:
@@ -59,7 +59,7 @@ def unique(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     return out[0] if len(out) == 1 else tuple(out)
 
 
-def _ends(scope: Places, values: Tensor) -> tuple[int, int]:
+def _ends(scope: PositionScope, values: Tensor) -> tuple[int, int]:
     """The least and the greatest value of all ranks."""
     with torch._C.DisableTorchFunction():
         far = torch.full((2,), -float(2**53), dtype=torch.float64, device=values.device)
@@ -69,17 +69,17 @@ def _ends(scope: Places, values: Tensor) -> tuple[int, int]:
     return -int(most[0]), int(most[1])
 
 
-def _attribute(mark: Mark) -> Mark:
+def _attribute(mark: Placement) -> Placement:
     """The mark of values that vertices or edges hold."""
-    return Mark(
-        Kind.ROWS if mark.kind is Kind.NUMBERS else mark.kind,
+    return Placement(
+        PlacementKind.ROWS if mark.kind is PlacementKind.NUMBERS else mark.kind,
         *(mark.view, mark.axis, mark.edges),
         subset=mark.subset,
         each=mark.each,
     )
 
 
-def bincount(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def bincount(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``bincount`` of whole numbers that vertices or edges hold: the counts of all ranks."""
     values: Tensor = args[0] if args else kwargs["input"]
     mark = scope.marks.get(values)

@@ -16,20 +16,20 @@ from torch import Tensor
 
 from kagome.errors import ModelError
 from kagome.placement.axis_rules import ELEMENTWISE
-from kagome.placement.placement import IDS, VERTICES, Kind, Mark
-from kagome.placement.symbolic_size import Count, as_place
+from kagome.placement.placement import IDS, VERTICES, Placement, PlacementKind
+from kagome.placement.symbolic_size import SymbolicSize, as_place
 from kagome.placement.writes import IN_PLACE, written_by
-from kagome.positions.refusals import FULL, Args, Func, Kwargs, Places, lost, refused
+from kagome.positions.refusals import FULL, Args, Func, Kwargs, PositionScope, lost, refused
 from kagome.user_frame import from_library
 
 
-def of_table(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def of_table(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``table[:x.size(0)]`` and ``table[torch.arange(x.size(0))]``: own rows of a tensor with all rows."""
     base, index = args[0], args[1]
     if type(index) not in (slice, tuple) or scope.marks.get(base) is not None:
         return NotImplemented
     head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
-    if type(head) is slice and isinstance(head.stop, Count) and head.stop.of_vertices:
+    if type(head) is slice and isinstance(head.stop, SymbolicSize) and head.stop.of_vertices:
         if (
             not isinstance(base, Tensor)
             or as_place(head.start)
@@ -42,14 +42,14 @@ def of_table(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -
             return NotImplemented
         scope.numbered = True
         own = func(base, scope.ids_of(mark)) if scope.parted else func(base, head)
-        scope.marks.put(own, Mark(Kind.ROWS))
+        scope.marks.put(own, Placement(PlacementKind.ROWS))
         if scope.parted and not scope.keeping.copy(scope, base, own):
             scope.copies.note(own)
         return own[(FULL, *rest)] if rest else own
     return NotImplemented
 
 
-def set_rows(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def set_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``table[row] = value`` by ids of edges: a tensor with all rows is written by original numbers.
 
     Raises:
@@ -61,7 +61,11 @@ def set_rows(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -
         if held is not None and held.kind in VERTICES:
             raise all_rows_written(scope, name)
         head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
-        if type(head) is slice and isinstance(head.stop, Count) and head.stop.mark == Mark(Kind.ROWS):
+        if (
+            type(head) is slice
+            and isinstance(head.stop, SymbolicSize)
+            and head.stop.mark == Placement(PlacementKind.ROWS)
+        ):
             whole = slice(head.start, scope.vertices, head.step)
             return func(base, (whole, *rest), value)
     mark = scope.marks.get(index) if isinstance(index, Tensor) else None
@@ -71,20 +75,20 @@ def set_rows(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -
     return NotImplemented if numbers is None else func(base, numbers, value)
 
 
-def own_rows(scope: Places, table: Tensor, axis: int) -> Tensor:
+def own_rows(scope: PositionScope, table: Tensor, axis: int) -> Tensor:
     """Own rows of a tensor that has a row for each vertex of the graph, the same on all ranks.
 
     Shapes:
         table ``[..., N, ...]`` -> ``[..., n, ...]``.
     """
     scope.numbered = True
-    mark = Mark(Kind.ROWS, axis=axis)
+    mark = Placement(PlacementKind.ROWS, axis=axis)
     with torch._C.DisableTorchFunction():
         out = table.index_select(axis, scope.ids_of(mark).to(table.device))
     return scope.marks.put(out, mark)
 
 
-def has_all(scope: Places, value: Any, axis: int) -> bool:
+def has_all(scope: PositionScope, value: Any, axis: int) -> bool:
     """Whether an unmarked tensor has a row for each vertex of the graph along an axis."""
     if not scope.parted or not isinstance(value, Tensor) or scope.marks.get(value) is not None:
         return False
@@ -93,7 +97,7 @@ def has_all(scope: Places, value: Any, axis: int) -> bool:
 
 
 def original(
-    scope: Places, table: Any, axis: int, ids: Tensor, mark: Mark, *, library: bool = False
+    scope: PositionScope, table: Any, axis: int, ids: Tensor, mark: Placement, *, library: bool = False
 ) -> Tensor | None:
     """Original numbers for ids of the part, where they index a tensor that is the same on all ranks.
 
@@ -114,7 +118,7 @@ def original(
     if not scope.parted or table.dim() == 0:
         return None
     held = scope.marks.get(table)
-    if held is not None and held.kind is Kind.LOST:
+    if held is not None and held.kind is PlacementKind.LOST:
         raise lost(scope, held)
     if held is not None and held.kind in VERTICES and not held.whole:
         raise refused(scope, "edges read rows of some vertices only, by ids of all of them")
@@ -133,27 +137,31 @@ def original(
         return scope.ids_in(mark)[ids]
 
 
-def written_to(scope: Places, base: Tensor, axis: int, index: Tensor, name: str) -> Tensor:
+def written_to(scope: PositionScope, base: Tensor, axis: int, index: Tensor, name: str) -> Tensor:
     """What a write by ids of the part goes to: own rows of a tensor that has a row for each vertex.
 
     Raises:
         ModelError: If it goes to such a tensor in place, or to rows of some vertices.
     """
     held = scope.marks.get(base)
-    if held is not None and held.kind is Kind.LOST:
+    if held is not None and held.kind is PlacementKind.LOST:
         raise lost(scope, held)
     if held is not None and held.kind in VERTICES and not held.whole:
         raise refused(scope, "edges write to rows of some vertices only, by ids of all of them")
     if not has_all(scope, base, axis) or base.size(axis) == scope.own:
         return base
-    if index.numel() and int(index.max()) >= scope.own and scope.marks.get(index) == Mark(Kind.TARGET):
+    if (
+        index.numel()
+        and int(index.max()) >= scope.own
+        and scope.marks.get(index) == Placement(PlacementKind.TARGET)
+    ):
         return base  # a layer's own groups, made from ids of targets
     if name.endswith("_") and not from_library():
         raise all_rows_written(scope, name)
     return own_rows(scope, base, axis)
 
 
-def all_rows_written(scope: Places, name: str) -> ModelError:
+def all_rows_written(scope: PositionScope, name: str) -> ModelError:
     """The error of a call that writes rows of a part into a tensor that has a row for each vertex."""
     return refused(
         scope,
@@ -162,7 +170,7 @@ def all_rows_written(scope: Places, name: str) -> ModelError:
     )
 
 
-def refuse_unknown_write(scope: Places, name: str, base: Any, dim: Any) -> None:
+def refuse_unknown_write(scope: PositionScope, name: str, base: Any, dim: Any) -> None:
     """Refuse a write to rows of vertices by ids that no edge of the graph gave.
 
     Raises:
@@ -178,14 +186,14 @@ def refuse_unknown_write(scope: Places, name: str, base: Any, dim: Any) -> None:
         )
 
 
-def refuse_unfit(scope: Places, name: str, args: Args, kwargs: Kwargs, error: Exception) -> None:
+def refuse_unfit(scope: PositionScope, name: str, args: Args, kwargs: Kwargs, error: Exception) -> None:
     """Say of a call that torch refuses that it was given the rows of a part.
 
     Raises:
         ModelError: If it was, by the user's code.
     """
     marks = [scope.marks.get(tensor) for tensor in _flat(args, kwargs)] if scope.parted else []
-    gone = next((mark for mark in marks if mark is not None and mark.kind is Kind.LOST), None)
+    gone = next((mark for mark in marks if mark is not None and mark.kind is PlacementKind.LOST), None)
     if gone is not None:
         raise lost(scope, gone) from error
     if any(mark is not None and mark.kind in VERTICES for mark in marks) and not from_library():
@@ -193,7 +201,7 @@ def refuse_unfit(scope: Places, name: str, args: Args, kwargs: Kwargs, error: Ex
         raise refused(scope, f"{name} does not take the {scope.own:,} rows of a part: {words}") from error
 
 
-def given_rows(scope: Places, values: Any, axis: int) -> Any:
+def given_rows(scope: PositionScope, values: Any, axis: int) -> Any:
     """What a layer is given, with own rows in the place of tables with a row for each vertex.
 
     Args:
@@ -211,7 +219,7 @@ def given_rows(scope: Places, values: Any, axis: int) -> Any:
     return own_rows(scope, values, axis % values.dim()) if table else values
 
 
-def refuse_some_rows(scope: Places, given: Any, what: str) -> None:
+def refuse_some_rows(scope: PositionScope, given: Any, what: str) -> None:
     """Refuse what leaves a forward, or a stage of it, and has not a row for each vertex, or is not known.
 
     Args:
@@ -228,13 +236,13 @@ def refuse_some_rows(scope: Places, given: Any, what: str) -> None:
         given = tuple(given.values())
     for value in given if isinstance(given, (tuple, list)) else (given,):
         mark = scope.marks.get(value)
-        if mark is not None and mark.kind is Kind.LOST:
+        if mark is not None and mark.kind is PlacementKind.LOST:
             raise lost(scope, mark)
         if mark is not None and mark.kind in VERTICES and not mark.whole:
             raise refused(scope, f"{what} gives rows of some vertices only, of shape {list(value.shape)}")
 
 
-def refuse_unknown_edges(scope: Places, edges: Any) -> None:
+def refuse_unknown_edges(scope: PositionScope, edges: Any) -> None:
     """Refuse edges that a layer is given and that are not made of the graph's.
 
     Raises:
@@ -243,7 +251,7 @@ def refuse_unknown_edges(scope: Places, edges: Any) -> None:
     if not scope.parted:
         return
     held = scope.marks.get(edges)
-    if held is not None and held.kind is Kind.LOST:
+    if held is not None and held.kind is PlacementKind.LOST:
         raise lost(scope, held, edges=True)
     if held is None and type(edges) is Tensor and not edges.is_sparse:
         raise refused(
@@ -253,7 +261,7 @@ def refuse_unknown_edges(scope: Places, edges: Any) -> None:
         )
 
 
-def refuse_lost_ids(scope: Places, name: str, args: Args, kwargs: Kwargs) -> None:
+def refuse_lost_ids(scope: PositionScope, name: str, args: Args, kwargs: Kwargs) -> None:
     """Refuse rows that are read or written by ids made of lost rows: of the nearest vertices in a part.
 
     Raises:
@@ -261,7 +269,7 @@ def refuse_lost_ids(scope: Places, name: str, args: Args, kwargs: Kwargs) -> Non
     """
     for value in _deep((*args[1:], *kwargs.values())):
         held = scope.marks.get(value)
-        if held is not None and held.kind is Kind.LOST and not value.is_floating_point():
+        if held is not None and held.kind is PlacementKind.LOST and not value.is_floating_point():
             raise lost(scope, held, edges=True)
 
 
@@ -283,7 +291,7 @@ BY_IDS: Final = frozenset(
 """Calls that read or write entries by ids."""
 
 
-def met(scope: Places, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+def met(scope: PositionScope, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """A call's arguments with own rows of tensors that have all rows, where they meet rows of vertices.
 
     Returns:
@@ -328,7 +336,7 @@ def _flat(args: Sequence[Any], kwargs: Kwargs) -> Sequence[Tensor]:
     return out
 
 
-def embedding(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def embedding(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``F.embedding(edge_index[0], table)``: a table is the same on all ranks, so ids are the graph's own."""
     ids = args[0] if args else kwargs.get("input")
     mark = scope.marks.get(ids)
@@ -336,21 +344,21 @@ def embedding(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) 
     if mark is None or not isinstance(table, Tensor) or not isinstance(ids, Tensor):
         return NotImplemented
     held = scope.marks.get(table)
-    if held is not None and mark.kind in (*VERTICES, Kind.PAIRS):
+    if held is not None and mark.kind in (*VERTICES, PlacementKind.PAIRS):
         # Rows of vertices, or what was lost of them: no table that all ranks have.
         return scope.__torch_function__(Tensor.__getitem__, (), (table, ids))
     axis = ids.dim() - 1 if mark.kind in IDS else mark.axis
     if mark.kind in VERTICES:
         out = func(*args, **kwargs)
-        return scope.marks.put(out, replace(mark, kind=Kind.ROWS))
+        return scope.marks.put(out, replace(mark, kind=PlacementKind.ROWS))
     if mark.kind not in IDS:
         return NotImplemented
     own = original(scope, table, 0, ids, mark)
     named = {key: value for key, value in kwargs.items() if key not in ("input", "weight")}
     out = func(ids if own is None else own, table, *args[2:], **named)
-    if mark.kind is Kind.EDGES:
-        return scope.marks.put(out, Mark(Kind.PAIRS, mark.view, axis, ids))
-    return scope.marks.put(out, Mark(Kind.PAIRS, mark.view, axis, mark.edges))
+    if mark.kind is PlacementKind.EDGES:
+        return scope.marks.put(out, Placement(PlacementKind.PAIRS, mark.view, axis, ids))
+    return scope.marks.put(out, Placement(PlacementKind.PAIRS, mark.view, axis, mark.edges))
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {

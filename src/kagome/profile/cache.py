@@ -29,7 +29,7 @@ FRESH_SECONDS: Final = 86_400
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class MeasurementCache:
     """Measured values by what decides them.
 
     Args:
@@ -103,9 +103,9 @@ class Kept:
                         file.unlink()
 
 
-def opened(reuse: bool) -> Kept:
+def opened(reuse: bool) -> MeasurementCache:
     """The user's measurements, if they are to be used."""
-    return Kept(cache_folder() / "measured" if reuse else None)
+    return MeasurementCache(cache_folder() / "measured" if reuse else None)
 
 
 def _machine() -> list[object]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from kagome.profile.cache import Kept
+from kagome.profile.cache import MeasurementCache
 from kagome.profile.steady_times import again, steady
 
 ROWS, WIDTH, EDGES = 20_000, 128, 100_000
@@ -20,7 +20,7 @@ SECONDS = 0.3
 """Of one measurement."""
 
 
-def crowding(cores: int, kept: Kept) -> float:
+def crowding(cores: int, kept: MeasurementCache) -> float:
     """The contention of so many cores; measured once where it is kept."""
     return float(kept.value("contention", cores, lambda: list(contention(cores)), lambda found: found[1])[0])
 

@@ -17,22 +17,22 @@ from torch import nn
 
 from kagome.comm.codec import Codec
 from kagome.comm.in_process.replay_channel import ReplayChannel
-from kagome.comm.in_process.thread_group import LocalGroup
+from kagome.comm.in_process.thread_group import ThreadGroup
 from kagome.config import Parallel
 from kagome.deferred.lazy_tensor import EscapeError
 from kagome.errors import KagomeError
 from kagome.graph.partition.partition import Partition, extract, kinds_of
 from kagome.graph.structure.attributes import Sorted
-from kagome.halo.compressed_exchange import Crossing
+from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.copies import copied
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
-from kagome.model.forward_call import Calling
-from kagome.planner.cost_model import Rates, Timed, computing
+from kagome.model.forward_call import ForwardCall
+from kagome.planner.cost_model import CostRates, Timed, computing
 from kagome.profile.part_size import counts_of
-from kagome.profile.run_mode import Way
+from kagome.profile.run_mode import RunMode
 from kagome.profile.steady_times import again, clock, steady
 from kagome.profile.synthetic_parts import drawn, made_pieces
 from kagome.recompute.checkpoint import recompute
@@ -52,7 +52,7 @@ EVEN = 64
 
 
 @dataclass(frozen=True)
-class Epoch:
+class EpochCost:
     """One epoch of one rank.
 
     Args:
@@ -72,11 +72,11 @@ def epochs(
     model: nn.Module,
     pieces: Sequence[Partition],
     count: int,
-    way: Way,
+    way: RunMode,
     cut: Parallel = WHOLE,
     *,
     turns: int = 0,
-) -> list[list[Epoch]]:
+) -> list[list[EpochCost]]:
     """Train copies of a model for some epochs, weights as they are; a rank a piece, as threads.
 
     Args:
@@ -93,11 +93,11 @@ def epochs(
         Of each rank its ``count + turns`` epochs, or more.
     """
 
-    def run(way: Way) -> list[list[Epoch]]:
+    def run(way: RunMode) -> list[list[EpochCost]]:
         models = [copied(model).train() for _ in pieces]
-        group, seconds = LocalGroup(len(pieces), timeout=PATIENCE), clock()
+        group, seconds = ThreadGroup(len(pieces), timeout=PATIENCE), clock()
 
-        def work(rank: int) -> list[Epoch]:
+        def work(rank: int) -> list[EpochCost]:
             channel = ReplayChannel(group, rank, seconds)
             return _epochs(models[rank], pieces[rank], channel, count, turns, way, cut)
 
@@ -115,17 +115,17 @@ def _epochs(
     channel: ReplayChannel,
     count: int,
     turns: int,
-    way: Way,
+    way: RunMode,
     cut: Parallel,
-) -> list[Epoch]:
-    road = Crossing(channel, cut, way.seed)
-    scope = Interception(piece, road, seed=way.seed, handlers=HANDLERS, fast=way.fast, tensor=cut.tensor)
+) -> list[EpochCost]:
+    road = CompressedExchange(channel, cut, way.seed)
+    scope = Interceptor(piece, road, seed=way.seed, handlers=HANDLERS, fast=way.fast, tensor=cut.tensor)
     undo = [apply_rules(model, scope), install(model, scope)]
-    found: list[Epoch] = []
+    found: list[EpochCost] = []
     if way.recompute:
         undo.append(recompute(model, scope))
     try:
-        calling = Calling.of(model, set(scope.inputs))
+        calling = ForwardCall.of(model, set(scope.inputs))
 
         def one() -> None:
             before, meanwhile, begun = dict(channel.bytes), channel.meanwhile, channel.clock()
@@ -138,7 +138,7 @@ def _epochs(
             sent = {kind: value - before[kind] for kind, value in channel.bytes.items()}
             times = begun, *channel.met, channel.clock()
             spans = tuple(after - before for before, after in pairwise(times))
-            found.append(Epoch(times[-1] - begun, channel.meanwhile - meanwhile, spans, sent))
+            found.append(EpochCost(times[-1] - begun, channel.meanwhile - meanwhile, spans, sent))
             model.zero_grad()
 
         for epoch in range(count):
@@ -154,7 +154,7 @@ def _epochs(
     return found
 
 
-def crossing(model: nn.Module, part: Partition, way: Way) -> tuple[float, float]:
+def crossing(model: nn.Module, part: Partition, way: RunMode) -> tuple[float, float]:
     """Bytes of halos of an epoch: forward for a row that is sent, backward for one that is read.
 
     Args:
@@ -167,7 +167,9 @@ def crossing(model: nn.Module, part: Partition, way: Way) -> tuple[float, float]
     return float(round(sent)), float(round(halo))
 
 
-def _by_row(model: nn.Module, pieces: Sequence[Partition], way: Way, cut: Parallel) -> tuple[float, float]:
+def _by_row(
+    model: nn.Module, pieces: Sequence[Partition], way: RunMode, cut: Parallel
+) -> tuple[float, float]:
     found = [each[-1].bytes["halo"] for each in epochs(model, pieces, SETTLED, way, cut)]
     counts = [counts_of(piece) for piece in pieces]
     units = np.array([[one.sent, one.halo] for one in counts], dtype=float)
@@ -175,7 +177,7 @@ def _by_row(model: nn.Module, pieces: Sequence[Partition], way: Way, cut: Parall
     return float(rates[0]), float(rates[1])
 
 
-def coded(model: nn.Module, part: Partition, way: Way) -> tuple[float, float]:
+def coded(model: nn.Module, part: Partition, way: RunMode) -> tuple[float, float]:
     """As :func:`crossing`, with one bit a number."""
     data = drawn(part, UNEVEN[-1], 4 * UNEVEN[-1], way.seed)
     owner = torch.bucketize(torch.arange(UNEVEN[-1]), torch.tensor(UNEVEN[:-1]), right=True)
@@ -202,7 +204,7 @@ def coding(turns: int = 3) -> tuple[float, float]:
     return took / rows.nbytes, spread
 
 
-def transposes(model: nn.Module, part: Partition, way: Way) -> tuple[float, float] | None:
+def transposes(model: nn.Module, part: Partition, way: RunMode) -> tuple[float, float] | None:
     """Bytes a vertex of a settled epoch's transposes; None if none is made.
 
     Args:
@@ -233,7 +235,7 @@ def transposes(model: nn.Module, part: Partition, way: Way) -> tuple[float, floa
 
 
 def timed(
-    model: nn.Module, cuts: Sequence[Sequence[Partition]], way: Way, *, slices: int = 1, turns: int = 3
+    model: nn.Module, cuts: Sequence[Sequence[Partition]], way: RunMode, *, slices: int = 1, turns: int = 3
 ) -> Timed:
     """Time ranks, each by itself, in parts of graphs or in feature slices.
 
@@ -285,7 +287,9 @@ def _fitted(units: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[
     return [float(each) for each in solved / scale]
 
 
-def alone(model: nn.Module, sample: Partition, rates: Rates, way: Way, most: int) -> tuple[float, float]:
+def alone(
+    model: nn.Module, sample: Partition, rates: CostRates, way: RunMode, most: int
+) -> tuple[float, float]:
     """How many times as fast as rates say one rank is that has the graph, and all threads, to itself.
 
     Args:

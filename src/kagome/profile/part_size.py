@@ -21,7 +21,7 @@ Kind = TypeVar("Kind", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Counts:
+class PartSize:
     """How large one part is: what a forecast scales with."""
 
     rows: int
@@ -46,7 +46,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Team:
+class GroupSize:
     """Ranks that slice features together, as if one had all their vertices.
 
     Args:
@@ -66,14 +66,14 @@ UNITS: Final = ("one", "rows", "halo", "edges", "loops", "cut")
 """What bytes are told apart by: one for all, and the counts that a model can see."""
 
 
-def counts_of(part: Partition) -> Counts:
+def counts_of(part: Partition) -> PartSize:
     """The counts of one part.
 
     Cost: one pass over its edges.
     """
     own, source = part.own.numel(), part.edge_index[0]
     mask = part.nodes.get("train_mask")
-    return Counts(
+    return PartSize(
         rows=own,
         halo=part.halo.numel(),
         edges=source.numel(),
@@ -86,7 +86,7 @@ def counts_of(part: Partition) -> Counts:
 
 def split_counts(
     edge_index: Tensor, owner: Tensor, parts: int, train: Tensor | None = None
-) -> tuple[Counts, ...]:
+) -> tuple[PartSize, ...]:
     """The counts of all parts of a whole graph, for ranks that need not be there.
 
     Args:
@@ -120,11 +120,11 @@ def split_counts(
         by_part(owner[pairs % max(owner.numel(), 1)]),
         [0] * parts if train is None else by_part(learns),
     )
-    return tuple(Counts(*row) for row in zip(*columns, strict=True))
+    return tuple(PartSize(*row) for row in zip(*columns, strict=True))
 
 
 def fitted(
-    counts: Sequence[Counts], found: Sequence[Mapping[Kind, int]], among: Collection[str] = UNITS
+    counts: Sequence[PartSize], found: Sequence[Mapping[Kind, int]], among: Collection[str] = UNITS
 ) -> dict[Kind, tuple[float, ...]]:
     """Bytes for each of :data:`UNITS`, by kind: whole numbers where all is linear.
 

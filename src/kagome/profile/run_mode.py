@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Way:
+class RunMode:
     """How a model will be run.
 
     Args:

@@ -16,21 +16,21 @@ from torch import Tensor, nn
 
 from kagome.comm.channel import Channel, Kind as Traffic, Op
 from kagome.comm.exchange import Trip
-from kagome.comm.work import Pending
+from kagome.comm.work import Work
 from kagome.components.task import draws_of, unmoved
 from kagome.config import Train
 from kagome.graph.partition.partition import Partition, partition
 from kagome.graph.structure.attributes import tensors_of
 from kagome.halo.exchange import is_named
 from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
 from kagome.model.trace.equivalence import TRACED, refuse_unlike
 from kagome.model.trace.graph import LayerGraph, Step
 from kagome.model.trace.shapes import Survey, settled, survey
 from kagome.model.trace.tracer import HINT
-from kagome.placement.placement import Kind, Mark
+from kagome.placement.placement import Placement, PlacementKind
 from kagome.profile.subgraph import sample_part, take_sample
 from kagome.user_frame import user_line
 
@@ -79,11 +79,11 @@ class Asked(Channel):
         header: tuple[int, ...] | None = None,
         pick: Tensor | None = None,
         trip: Trip | None = None,
-    ) -> Pending:
+    ) -> Work:
         """What the rank keeps for itself; of the other one nothing comes."""
         rows = rows if pick is None else rows.index_select(0, pick)
         kept, come = rows[: send_counts[0]], rows.new_zeros(sum(recv_counts[1:]), *rows.shape[1:])
-        return Pending(torch.cat([kept, come]), self, action, kind)
+        return Work(torch.cat([kept, come]), self, action, kind)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, key: Hashable = None, **rest: Any) -> Tensor:
         """Its own share."""
@@ -92,11 +92,11 @@ class Asked(Channel):
         return tensor.detach().clone()
 
 
-class Sample(Interception):
+class ShapeSample(Interceptor):
     """A sample of a graph by itself, on an :class:`Asked`."""
 
-    def write(self, sums: Tensor, axis: int, mark: Mark) -> Tensor:
-        """As :meth:`Interception.write`: sums on neighbours' rows go along edges the other way."""
+    def write(self, sums: Tensor, axis: int, mark: Placement) -> Tensor:
+        """As :meth:`Interceptor.write`: sums on neighbours' rows go along edges the other way."""
         if isinstance(self.channel.channel, Asked):
             self.channel.channel.note(self.where())
         return super().write(sums, axis, mark)
@@ -109,7 +109,7 @@ def sample_scope(
     channel: Asked,
     *,
     fast: bool = False,
-) -> Interception:
+) -> Interceptor:
     """An interception of a sample of a rank's part, alone.
 
     Args:
@@ -124,7 +124,7 @@ def sample_scope(
         piece = sample_part(part, vertices, train.seed)
     else:
         piece = partition(take_sample(part, vertices, train.seed), parts=1, method="contiguous")[0]
-    return Sample(piece, channel, device=channel.device, seed=train.seed, handlers=HANDLERS, fast=fast)
+    return ShapeSample(piece, channel, device=channel.device, seed=train.seed, handlers=HANDLERS, fast=fast)
 
 
 def looked_at(
@@ -171,9 +171,12 @@ def looked_at(
     return replace(settled(one, other, vertices, edges), beyond=beyond, named=by_number)
 
 
-def _survey(model: nn.Module, graph: LayerGraph, scope: Interception, train: Train) -> Survey:
+def _survey(model: nn.Module, graph: LayerGraph, scope: Interceptor, train: Train) -> Survey:
     # A layer may have added loops: rows of other edges than the graph's have no place in a chunk's.
-    kinds = {Kind.ROWS: ("rows", scope.own), Kind.PAIRS: ("edges", scope.part.edge_index.size(1))}
+    kinds = {
+        PlacementKind.ROWS: ("rows", scope.own),
+        PlacementKind.PAIRS: ("edges", scope.part.edge_index.size(1)),
+    }
 
     def look(value: Any) -> str:
         if not isinstance(value, Tensor):
@@ -188,7 +191,7 @@ def _survey(model: nn.Module, graph: LayerGraph, scope: Interception, train: Tra
         return survey(graph, model, scope.inputs, look=look, draws=lambda: scope.draws)
 
 
-def _compare(model: nn.Module, graph: LayerGraph, scope: Interception, train: Train, *, named: bool) -> None:
+def _compare(model: nn.Module, graph: LayerGraph, scope: Interceptor, train: Train, *, named: bool) -> None:
     """Refuse steps that do not give what forward gives: notes taken of it can miss what it does."""
     root = type(model).__name__
 
@@ -225,7 +228,7 @@ class On(ExitStack):
         training: The mode.
     """
 
-    def __init__(self, model: nn.Module, scope: Interception, train: Train, *, training: bool = True) -> None:
+    def __init__(self, model: nn.Module, scope: Interceptor, train: Train, *, training: bool = True) -> None:
         super().__init__()
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         # What a forward sets on a module, a buffer's name included, goes with it.

@@ -19,7 +19,7 @@ from kagome.config import Train
 from kagome.deferred import rewrite_rules
 from kagome.errors import KagomeError
 from kagome.graph.partition.partition import Partition
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.trace.graph import LayerGraph, Ref, Step, failed, mapped, over_after
 from kagome.model.trace.shapes import Survey
 from kagome.profile.step_shapes import SAMPLE, Asked, On, sample_scope
@@ -121,7 +121,7 @@ def _fastest(
 
 
 def step_by_step(
-    model: nn.Module, graph: LayerGraph, scope: Interception, clock: Callable[[], float]
+    model: nn.Module, graph: LayerGraph, scope: Interceptor, clock: Callable[[], float]
 ) -> Iterator[tuple[Step, tuple[float, float]]]:
     """Run all steps, each forward and at once backward.
 
@@ -162,7 +162,7 @@ def _one(
     step: Step,
     model: nn.Module,
     values: dict[str, Any],
-    scope: Interception,
+    scope: Interceptor,
     *,
     clock: Callable[[], float],
     copies: bool,
@@ -218,12 +218,12 @@ def _learns(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
 
 
-def _copied(value: Any, scope: Interception) -> Any:
+def _copied(value: Any, scope: Interceptor) -> Any:
     """A copy of a new leaf, where the value needs a gradient."""
     return _marked(value.detach().requires_grad_().clone(), value, scope) if _learns(value) else value
 
 
-def _marked(given: Tensor, like: Tensor, scope: Interception) -> Tensor:
+def _marked(given: Tensor, like: Tensor, scope: Interceptor) -> Tensor:
     mark = scope.marks.get(like)
     return given if mark is None else scope.mark(given, mark)
 

@@ -16,7 +16,7 @@ from kagome.graph.partition.partition import Partition, extract, kinds_of
 from kagome.graph.partition.partitioners import assign, shared_out
 from kagome.graph.structure.attributes import Sorted
 from kagome.profile.epoch_costs import shares_of
-from kagome.profile.part_size import Counts, split_counts
+from kagome.profile.part_size import PartSize, split_counts
 from kagome.profile.synthetic_parts import drawn
 
 LARGEST = 4_000_000
@@ -33,7 +33,7 @@ CUTS = 2, 4
 
 
 @dataclass(frozen=True)
-class Graph:
+class GraphSize:
     """What is known of a graph.
 
     Args:
@@ -56,7 +56,7 @@ class Graph:
             self._owners[key] = assign(method, edge_index, self.vertices, parts, seed)
         return self._owners[key]
 
-    def counts(self, number: int, seed: int) -> tuple[tuple[Counts, ...], float]:
+    def counts(self, number: int, seed: int) -> tuple[tuple[PartSize, ...], float]:
         """Of each part of a cut, or one that stands for all; and by which share its halo may be off."""
         n, e = self.vertices, self.edges
         if self.data is not None:
@@ -68,10 +68,10 @@ class Graph:
         outside = (number - 1) * (1 - (1 - 1 / number) ** degree) * COMMUNITIES
         halo = round(n * outside / number)
         cut = round(e / number * (1 - 1 / number) * COMMUNITIES)
-        one = Counts(-(-n // number), halo, -(-e // number), 0, cut, halo, n // number)
+        one = PartSize(-(-n // number), halo, -(-e // number), 0, cut, halo, n // number)
         return (one,), 0.0 if number == 1 else GUESSED
 
-    def shares(self, groups: int, number: int, seed: int) -> tuple[Counts, ...]:
+    def shares(self, groups: int, number: int, seed: int) -> tuple[PartSize, ...]:
         """Of each of so many equal shares of each part's vertices, or one that stands for all."""
         size = groups * number
         if self.data is None:
@@ -83,7 +83,7 @@ class Graph:
         return split_counts(edge_index, owner, size, mask)
 
 
-def samples_of(graph: Graph, like: Partition, seed: int) -> list[Partition]:
+def samples_of(graph: GraphSize, like: Partition, seed: int) -> list[Partition]:
     """Graphs to time a model on: the graph itself if it is small, a smaller one, one with fewer edges."""
     there = graph.data is not None and graph.edges <= LARGEST
     share = 1.0 if there else min(1.0, MADE / max(graph.edges, 1))
@@ -96,7 +96,7 @@ def samples_of(graph: Graph, like: Partition, seed: int) -> list[Partition]:
     return [like if there else made(n, e), made(n / 4, e / 4), made(n, e / 4)]
 
 
-def cuts_of(graph: Graph, like: Partition, seed: int) -> list[Sequence[Partition]]:
+def cuts_of(graph: GraphSize, like: Partition, seed: int) -> list[Sequence[Partition]]:
     """Graphs cut into parts of different sizes, to time ranks on: as a run would cut this one, if there.
 
     Args:

@@ -29,14 +29,14 @@ from torch_geometric import nn as pyg
 
 from kagome.deferred.lazy_tensor import now
 from kagome.halo.comm_recorder import Tape
-from kagome.intercept.interceptor import Interception
-from kagome.recompute.snapshot import Given, Moment, Standing, mapped, pardoned
+from kagome.intercept.interceptor import Interceptor
+from kagome.recompute.snapshot import Given, LayerSnapshot, Standing, mapped, pardoned
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, pyg.Sequential)
 """What holds a model's layers."""
 
 
-def recompute(model: nn.Module, scope: Interception) -> Callable[[], None]:
+def recompute(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
     """Let each layer of a model keep its inputs alone in training, and run again in backward.
 
     Args:
@@ -89,7 +89,7 @@ def _passes(module: nn.Module) -> bool:
     return any(isinstance(m, pyg.MessagePassing) for m in module.modules())
 
 
-def _wrap(layer: nn.Module, scope: Interception) -> Callable[[], None]:
+def _wrap(layer: nn.Module, scope: Interceptor) -> Callable[[], None]:
     own, inner = vars(layer).get("forward"), layer.forward
 
     @wraps(inner)
@@ -112,13 +112,13 @@ def _wrap(layer: nn.Module, scope: Interception) -> Callable[[], None]:
 
 
 def _kept(
-    layer: nn.Module, inner: Callable[..., Any], scope: Interception, args: Any, kwargs: dict[str, Any]
+    layer: nn.Module, inner: Callable[..., Any], scope: Interceptor, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Run a layer, and let backward run it again."""
     with torch._C.DisableTorchFunction():  # it is not the user's computation
         args, kwargs = mapped(args, now), mapped(kwargs, now)  # nothing put off comes in, or goes out
         scope.forget_reads()
-        given, standing, moment = Given(scope, args, kwargs), Standing(layer), Moment(scope)
+        given, standing, moment = Given(scope, args, kwargs), Standing(layer), LayerSnapshot(scope)
     tape: Tape = []
     ran = False
 

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from kagome.errors import ModelError
-from kagome.halo.forward_pass import Turn
-from kagome.intercept.interceptor import Interception
-from kagome.placement.placement import Mark
+from kagome.halo.forward_pass import ForwardPass
+from kagome.intercept.interceptor import Interceptor
+from kagome.placement.placement import Placement
 
 _STATE = ("path", "arguments", "draws", "training", "fault", "layers", "fast")
 _NOTHING = object()
 
 
-class Moment:
+class LayerSnapshot:
     """Where the forward stands: its turn, the modules that run, the number of draws, Python's generators.
 
     Torch's own generators are the business of ``torch.utils.checkpoint``.
@@ -34,7 +34,7 @@ class Moment:
         scope: The interception.
     """
 
-    def __init__(self, scope: Interception) -> None:
+    def __init__(self, scope: Interceptor) -> None:
         self._scope, self._turn, self._collectives = scope, scope.turn, scope.turn.collectives
         self._state, self._draws = self._read()
 
@@ -43,7 +43,7 @@ class Moment:
         """The same moment of a turn of its own, in which torch's ``hook`` may run layers again."""
         scope, then = self._scope, self._turn
         found, there = self._read(), scope.turn
-        turn = scope.turn = Turn(then.epoch, checked=then.checked, device=scope.device, grad=True)
+        turn = scope.turn = ForwardPass(then.epoch, checked=then.checked, device=scope.device, grad=True)
         turn.collectives = self._collectives
         scope.forget_reads()
         self._write((self._state, self._draws))
@@ -73,7 +73,7 @@ def _copied(value: Any) -> Any:
 
 
 @contextmanager
-def pardoned(turn: Turn, hook: Any) -> Iterator[None]:
+def pardoned(turn: ForwardPass, hook: Any) -> Iterator[None]:
     """Around a layer that this hook of torch's saved tensors may run again."""
     turn.pardoned = hook
     try:
@@ -168,10 +168,10 @@ class Given:
         kwargs: By name.
     """
 
-    def __init__(self, scope: Interception, args: Any, kwargs: dict[str, Any]) -> None:
+    def __init__(self, scope: Interceptor, args: Any, kwargs: dict[str, Any]) -> None:
         self.tensors: list[Tensor] = []
         self._marks, self._slots = scope.marks, dict[int, _Slot]()
-        self._found: list[Mark | None] = []
+        self._found: list[Placement | None] = []
         self._versions: list[tuple[Tensor, int]] = []
         # Containers are copied: a layer may write its result into the one that it was given.
         self._args, self._kwargs = mapped(args, self._keep, anew=True), mapped(kwargs, self._keep, anew=True)

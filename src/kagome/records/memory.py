@@ -17,7 +17,7 @@ GRAVE: Final = ("weights", "features", "activations", "halo")
 
 
 @dataclass(frozen=True)
-class Holdings:
+class MemoryByKind:
     """Bytes that one rank holds, by kind; a tensor's memory counts once, for the first kind that has it."""
 
     weights: int = 0
@@ -51,7 +51,7 @@ class Holdings:
         """Whether nothing but the rest is unknown."""
         return all(getattr(self, name) is not None for name in KINDS if name != "other")
 
-    def beside(self, peak: int) -> Holdings:
+    def beside(self, peak: int) -> MemoryByKind:
         """The same with the rest up to a measured peak."""
         return replace(self, other=max(peak - replace(self, other=None).total, 0))
 
@@ -70,7 +70,7 @@ class Holdings:
         return f"{bytes_text(self.total)} ({', '.join(told)})"
 
 
-KINDS: Final = tuple(field.name for field in fields(Holdings))
+KINDS: Final = tuple(field.name for field in fields(MemoryByKind))
 """The kinds, in the order in which they are shown."""
 
 
@@ -78,12 +78,12 @@ def _large(value: int | None, total: int) -> bool:
     return value is None or value * 20 >= max(total, 1)
 
 
-def fullest(holdings: Sequence[Holdings]) -> Holdings:
+def fullest(holdings: Sequence[MemoryByKind]) -> MemoryByKind:
     """The one that holds most."""
     return max(holdings, key=lambda one: one.total)
 
 
-def side_by_side(predicted: Holdings | None, measured: Holdings) -> dict[str, Any]:
+def side_by_side(predicted: MemoryByKind | None, measured: MemoryByKind) -> dict[str, Any]:
     """What ``summary.json`` says of one rank."""
     return {
         "predicted": None if predicted is None else predicted.as_dict(),

@@ -16,11 +16,11 @@ from statistics import fmean
 
 from kagome.errors import ScheduleError
 from kagome.records.spans import MOVE, Span, action_of, common_epochs, median_epoch, training
-from kagome.schedule.actions import Action, Kind, Program, Programs
-from kagome.schedule.simulator import Run, Seconds, Span as Slice, simulate
+from kagome.schedule.actions import Action, ActionKind, Program, Programs
+from kagome.schedule.simulator import Seconds, SimulatedSpan as Slice, Simulation, simulate
 
 Interval = tuple[float, float]
-_Key = tuple[int, Kind] | tuple[int, Kind, int, int | None]
+_Key = tuple[int, ActionKind] | tuple[int, ActionKind, int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Shares:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredPipeline:
     """One epoch of a pipeline as it was."""
 
     epoch: int
@@ -85,7 +85,7 @@ class Measured:
         return max(rank.computing for rank in self.ranks) / mean - 1 if mean else 0.0
 
 
-def measure(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None) -> Measured | None:
+def measure(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None) -> MeasuredPipeline | None:
     """What the ranks did in one epoch of a pipeline.
 
     Args:
@@ -119,7 +119,7 @@ def measure(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None) -
         _shares(mine, [(name, part) for name, part in rest if part[1] > part[0]], transit, end - begin)
         for mine, rest, transit in zip(slices, others, transits, strict=True)
     )
-    return Measured(epoch, end - begin, slices, ranks)
+    return MeasuredPipeline(epoch, end - begin, slices, ranks)
 
 
 def predict(
@@ -128,7 +128,7 @@ def predict(
     *,
     epoch: int | None = None,
     transfer: Seconds | None = None,
-) -> Run | None:
+) -> Simulation | None:
     """What the programs would take on imaginary devices with the seconds that the actions took here.
 
     An F or a B takes the mean of its stage's ranks over the recorded epochs after the first; one that was
@@ -272,7 +272,7 @@ def _transits(slices: Sequence[Sequence[Slice]]) -> list[float]:
     ]
 
 
-def _programs(measured: Measured) -> Programs:
+def _programs(measured: MeasuredPipeline) -> Programs:
     """What each stage did: the actions of its rank that has most of them."""
     longest: dict[int, Program] = {}
     for stage, slices in zip(measured.stages, measured.slices, strict=True):

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kagome.records.units import bytes_text, seconds_text
-from kagome.schedule.simulator import Run
+from kagome.schedule.simulator import Simulation
 
 HEAD = ("plan", "exact", "an epoch", "of it waiting", "crosses", "memory a rank")
 """Columns of the table."""
@@ -23,7 +23,7 @@ REASONS = 5
 """Of so many plans, the best ones, why they stand there is printed; of all it is on the page."""
 
 
-class Row(Protocol):
+class PlanRow(Protocol):
     """One plan."""
 
     @property
@@ -71,7 +71,7 @@ class Row(Protocol):
         """Seconds that each rank computes."""
 
     @property
-    def run(self) -> Run | None:
+    def run(self) -> Simulation | None:
         """What a pipeline's stages do over time."""
 
 
@@ -79,11 +79,11 @@ class Ranked(Protocol):
     """Plans, the best first, and those that do not fit."""
 
     @property
-    def fitting(self) -> Sequence[Row]:
+    def fitting(self) -> Sequence[PlanRow]:
         """Those that fit."""
 
     @property
-    def refused(self) -> Sequence[tuple[Row, str]]:
+    def refused(self) -> Sequence[tuple[PlanRow, str]]:
         """The others, with why."""
 
     @property
@@ -118,7 +118,7 @@ def title_of(plans: Ranked) -> str:
     return f"{facts['ranks']} ranks of {facts['cluster']}; {graph}"
 
 
-def cells(one: Row) -> tuple[str, ...]:
+def cells(one: PlanRow) -> tuple[str, ...]:
     """A plan's row in the table, a cell for each of :data:`HEAD`."""
     about, off = (f" +-{each:.0%}" if each else "" for each in (one.uncertain, one.seconds_off))
     share = one.exposed_seconds / one.epoch_seconds if one.epoch_seconds else 0.0

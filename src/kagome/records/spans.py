@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from kagome.errors import ScheduleError
-from kagome.schedule.actions import Action, Kind, parse
+from kagome.schedule.actions import Action, ActionKind, parse
 
 SET_UP = ("partition", "load", "check")
 COMPUTE = ("forward", "backward", "optimizer")
@@ -56,7 +56,7 @@ def phase_of(name: str) -> str:
     action = action_of(name)
     if action is None:
         return name
-    return {Kind.F: "forward", Kind.B: "backward"}.get(action.kind, "exchange")
+    return {ActionKind.F: "forward", ActionKind.B: "backward"}.get(action.kind, "exchange")
 
 
 def by_phase(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from kagome.placement.placement import Mark
+from kagome.placement.placement import Placement
 from kagome.replay.arguments import Rows, StandIns, State, fits, leaves_of, stand_ins, state_of
 from kagome.replay.propagate import plain
-from kagome.replay.recorded_ops import Notes, Op
+from kagome.replay.recorded_ops import CallRecorder, Op
 
 TRIES = 4
 """A layer of which so many calls could not be learned is watched no more."""
@@ -48,7 +48,7 @@ class Learned:
 
     given: StandIns
     rows: tuple[int, ...]
-    marks: tuple[Mark | None, ...]
+    marks: tuple[Placement | None, ...]
     state: tuple[State, ...]
     ops: tuple[Op, ...]
     out: int
@@ -120,7 +120,7 @@ def _settings(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, value in vars(module).items() if type(value) in _PLAIN)
 
 
-class Calls:
+class LayerReplay:
     """The last calls of each layer, by whether it trains and whether gradients are on.
 
     Args:
@@ -170,7 +170,7 @@ class Calls:
         able = self.on and scope.fast and not scope.slices and scope.notes is None
         return able and not _cast() and not scope.own_seed()
 
-    def watch(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> Notes | None:
+    def watch(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> CallRecorder | None:
         """Take notes of the call that begins, if there is something to learn of it; else None."""
         layer = states.layer
         if self._tries.get(id(layer), 0) >= TRIES or not self._may():
@@ -183,10 +183,10 @@ class Calls:
                 return None
             rows = [leaves[place] for place in _rows(given)]
             fixed = (*layer.parameters(), *layer.buffers())
-            self.scope.notes = Notes(self.scope, rows, fixed)
+            self.scope.notes = CallRecorder(self.scope, rows, fixed)
         return self.scope.notes  # type: ignore[no-any-return]
 
-    def learn(self, notes: Notes, states: States, args: Sequence[Any], kwargs: Any, out: Any) -> None:
+    def learn(self, notes: CallRecorder, states: States, args: Sequence[Any], kwargs: Any, out: Any) -> None:
         """Keep what was noted of a call that has ended, if it is all of it."""
         layer, scope = states.layer, self.scope
         with torch._C.DisableTorchFunction():
@@ -206,7 +206,7 @@ def _rows(given: StandIns) -> tuple[int, ...]:
     return tuple(at for at, one in enumerate(given) if isinstance(one, Rows) and one.first == at)
 
 
-def _same(one: Mark | None, other: Mark | None) -> bool:
+def _same(one: Placement | None, other: Placement | None) -> bool:
     """Whether marks say the same, of the same edges."""
     if one is other:
         return True

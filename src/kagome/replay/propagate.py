@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
-from kagome.deferred.lazy_tensor import Lazy
+from kagome.deferred.lazy_tensor import LazyTensor
 from kagome.deferred.message import EdgeSet, Message, Source
 from kagome.deferred.reduce import Reduce, Total
 from kagome.replay.arguments import Rows, StandIns, State, fits, leaves_of, stand_ins, state_of
@@ -69,11 +69,11 @@ class Recipe:
         """The sum of other rows, put off."""
         source, roots = Source(rows, self.whole, self.site), ((rows, rows._version),)
         return self.edges.rows(
-            Lazy(Total(Message(self.edges, None, source, self.weight, roots=roots), self.how))
+            LazyTensor(Total(Message(self.edges, None, source, self.weight, roots=roots), self.how))
         )
 
 
-class Again:
+class PropagateCache:
     """The last call of each layer's ``propagate`` in training, and the last one in evaluation.
 
     Args:
@@ -103,7 +103,7 @@ class Again:
         """Keep what a call put off, if it is a sum of rows that it was given."""
         key = _key(layer)
         self._recipes.pop(key, None)
-        expr = out.expr if isinstance(out, Lazy) and out.value is None else None
+        expr = out.expr if isinstance(out, LazyTensor) and out.value is None else None
         if not isinstance(expr, Total) or not plain(layer):
             return
         with torch._C.DisableTorchFunction():

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome.deferred.lazy_tensor import Lazy, now
-from kagome.placement.placement import Mark, tensors
+from kagome.deferred.lazy_tensor import LazyTensor, now
+from kagome.placement.placement import Placement, tensors
 
 Part = tuple[int, Any]
 """How an argument comes about, and from what."""
@@ -50,7 +50,7 @@ class Op:
     args: tuple[Part, ...]
     kwargs: tuple[tuple[str, Part], ...]
     path: str | None
-    mark: Mark | None
+    mark: Placement | None
 
     def again(self, scope: Any, values: Sequence[Any]) -> Any:
         """Make the call on other values."""
@@ -82,7 +82,7 @@ def filled(part: Part, values: Sequence[Any]) -> Any:
     return kind(filled(each, values) for each in parts)
 
 
-class Notes:
+class CallRecorder:
     """What is noted of one call of a layer.
 
     Args:
@@ -155,7 +155,7 @@ class Notes:
 
     def _part(self, value: Any, passed: Any) -> Part:
         if isinstance(value, Tensor):
-            return self._of(value, computed=not isinstance(passed, Lazy))
+            return self._of(value, computed=not isinstance(passed, LazyTensor))
         if isinstance(value, (tuple, list)) and any(isinstance(each, Tensor) for each in value):
             parts = zip(value, passed, strict=True)
             return NEST, (type(value), tuple(self._part(one, other) for one, other in parts))
@@ -166,9 +166,9 @@ class Notes:
     def _of(self, tensor: Tensor, *, computed: bool) -> Part:
         place = self._places.get(id(tensor))
         if place is not None:
-            return (COMPUTED if isinstance(tensor, Lazy) and computed else VALUE), place
+            return (COMPUTED if isinstance(tensor, LazyTensor) and computed else VALUE), place
         for place, value in enumerate(self._values):
-            if isinstance(value, Lazy) and value.value is tensor:
+            if isinstance(value, LazyTensor) and value.value is tensor:
                 return COMPUTED, place
         if id(tensor) not in self._fixed and not self.scope.lasting(tensor):
             raise _UnknownError

@@ -23,7 +23,7 @@ from typing import Final
 from kagome.errors import ScheduleError
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """What an action does; the value is its text."""
 
     F = "F"
@@ -38,29 +38,29 @@ class Kind(Enum):
     @property
     def computes(self) -> bool:
         """Whether it computes; else it sends or receives."""
-        return self in (Kind.F, Kind.B)
+        return self in (ActionKind.F, ActionKind.B)
 
     @property
     def sends(self) -> bool:
         """Whether it sends."""
-        return self in (Kind.SEND_F, Kind.SEND_B)
+        return self in (ActionKind.SEND_F, ActionKind.SEND_B)
 
     @property
     def receives(self) -> bool:
         """Whether it waits for what another stage sends."""
-        return self in (Kind.RECV_F, Kind.RECV_B)
+        return self in (ActionKind.RECV_F, ActionKind.RECV_B)
 
     @property
     def forward(self) -> bool:
         """Whether it belongs to the forward pass."""
-        return self in (Kind.F, Kind.SEND_F, Kind.RECV_F)
+        return self in (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
 
 
 ANSWERS: Final = {
-    Kind.SEND_F: Kind.RECV_F,
-    Kind.RECV_F: Kind.SEND_F,
-    Kind.SEND_B: Kind.RECV_B,
-    Kind.RECV_B: Kind.SEND_B,
+    ActionKind.SEND_F: ActionKind.RECV_F,
+    ActionKind.RECV_F: ActionKind.SEND_F,
+    ActionKind.SEND_B: ActionKind.RECV_B,
+    ActionKind.RECV_B: ActionKind.SEND_B,
 }
 """The kind at the other end."""
 
@@ -78,7 +78,7 @@ class Action:
     """
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     chunk: int
     piece: int | None = None
     peer: int | None = None
@@ -94,7 +94,7 @@ class Action:
 
     @property
     def _next(self) -> int:
-        return self.stage + (1 if self.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
+        return self.stage + (1 if self.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1)
 
     @property
     def answer(self) -> Action:
@@ -130,7 +130,7 @@ def parse(text: str) -> Action:
             "an action is written as 2F0, 1B3, 0SEND_F2, 1RECV_F2 or 2F0.1", f"found {text!r}"
         )
     stage, kind, chunk, piece, arrow, peer = found.groups()
-    action = Action(int(stage), Kind(kind), int(chunk), _number(piece), _number(peer))
+    action = Action(int(stage), ActionKind(kind), int(chunk), _number(piece), _number(peer))
     wrong_piece = piece is not None and not action.kind.computes
     wrong_peer = arrow is not None and arrow != {True: ">", False: "<"}[action.kind.sends]
     if wrong_piece or wrong_peer or (peer is not None and action.kind.computes):

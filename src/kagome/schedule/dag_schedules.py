@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kagome.errors import ScheduleError
-from kagome.schedule.actions import Action, Kind, Programs
+from kagome.schedule.actions import Action, ActionKind, Programs
 
 Link = tuple[int, int]
 """A stage whose output another one reads, and that one."""
@@ -158,18 +158,18 @@ def covered(shape: DagShape, stage: int, other: int, chunk: int) -> range:
 def _forward(shape: DagShape, stage: int, chunk: int) -> Iterator[Action]:
     for one in shape.sources(stage):
         for unit in covered(shape, stage, one, chunk):
-            yield Action(stage, Kind.RECV_F, unit, None, one)
-    yield Action(stage, Kind.F, chunk)
+            yield Action(stage, ActionKind.RECV_F, unit, None, one)
+    yield Action(stage, ActionKind.F, chunk)
     for other in shape.readers(stage):
         for unit in covered(shape, stage, other, chunk):
-            yield Action(stage, Kind.SEND_F, unit, None, other)
+            yield Action(stage, ActionKind.SEND_F, unit, None, other)
 
 
 def _backward(shape: DagShape, stage: int, chunk: int) -> Iterator[Action]:
     for other in reversed(shape.readers(stage)):
         for unit in covered(shape, stage, other, chunk):
-            yield Action(stage, Kind.RECV_B, unit, None, other)
-    yield Action(stage, Kind.B, chunk)
+            yield Action(stage, ActionKind.RECV_B, unit, None, other)
+    yield Action(stage, ActionKind.B, chunk)
     for one in reversed(shape.sources(stage)):
         for unit in covered(shape, stage, one, chunk):
-            yield Action(stage, Kind.SEND_B, unit, None, one)
+            yield Action(stage, ActionKind.SEND_B, unit, None, one)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kagome.errors import ScheduleError
-from kagome.schedule.actions import Action, Kind, Program, Programs
+from kagome.schedule.actions import Action, ActionKind, Program, Programs
 
 Link = tuple[int, int]
 """A stage whose output another one reads, and that one."""
@@ -194,20 +194,20 @@ def _forward(
     shape: Shape, stage: int, chunk: int, piece: int | None = None, *, first: bool = True, last: bool = True
 ) -> Iterator[Action]:
     for one in shape.sources(stage) if first else ():
-        yield Action(stage, Kind.RECV_F, chunk, None, one)
-    yield Action(stage, Kind.F, chunk, piece)
+        yield Action(stage, ActionKind.RECV_F, chunk, None, one)
+    yield Action(stage, ActionKind.F, chunk, piece)
     for other in shape.readers(stage) if last else ():
-        yield Action(stage, Kind.SEND_F, chunk, None, other)
+        yield Action(stage, ActionKind.SEND_F, chunk, None, other)
 
 
 def _backward(
     shape: Shape, stage: int, chunk: int, piece: int | None = None, *, first: bool = True, last: bool = True
 ) -> Iterator[Action]:
     for other in reversed(shape.readers(stage)) if first else ():
-        yield Action(stage, Kind.RECV_B, chunk, None, other)
-    yield Action(stage, Kind.B, chunk, piece)
+        yield Action(stage, ActionKind.RECV_B, chunk, None, other)
+    yield Action(stage, ActionKind.B, chunk, piece)
     for one in reversed(shape.sources(stage)) if last else ():
-        yield Action(stage, Kind.SEND_B, chunk, None, one)
+        yield Action(stage, ActionKind.SEND_B, chunk, None, one)
 
 
 def _depths(shape: Shape) -> list[int]:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kagome.errors import ScheduleError
-from kagome.schedule.actions import Action, Kind, Program, pairs, pointed
+from kagome.schedule.actions import Action, ActionKind, Program, pairs, pointed
 
 Seconds = Callable[[Action], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SimulatedSpan:
     """An action with its begin and end, in seconds."""
 
     action: Action
@@ -28,7 +28,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Run:
+class Simulation:
     """What a simulation found.
 
     Args:
@@ -37,8 +37,8 @@ class Run:
         held: The most that each rank held at once, in the unit of ``size``.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
-    transfers: tuple[Span, ...]
+    spans: tuple[tuple[SimulatedSpan, ...], ...]
+    transfers: tuple[SimulatedSpan, ...]
     held: tuple[float, ...]
 
     @property
@@ -71,7 +71,7 @@ def simulate(
     transfer: Seconds | None = None,
     size: Callable[[Action], float] | None = None,
     paired: bool = False,
-) -> Run:
+) -> Simulation:
     """Run programs on imaginary devices.
 
     Args:
@@ -94,9 +94,9 @@ def simulate(
         pairs(programs)
     clocks = [0.0] * len(programs)
     places = [0] * len(programs)
-    spans: list[list[Span]] = [[] for _ in programs]
+    spans: list[list[SimulatedSpan]] = [[] for _ in programs]
     arrived: dict[Action, float] = {}
-    transfers: list[Span] = []
+    transfers: list[SimulatedSpan] = []
     links: dict[tuple[int, int], float] = {}
     homes = {action.stage: rank for rank, program in enumerate(programs) for action in program}
     moved = True
@@ -110,16 +110,16 @@ def simulate(
                     if come is None:
                         break
                     clocks[rank] = max(now, come)
-                    spans[rank].append(Span(action, now, clocks[rank]))
+                    spans[rank].append(SimulatedSpan(action, now, clocks[rank]))
                 elif action.kind.sends:
                     link = (rank, homes[action.other])
                     takes = 0.0 if transfer is None or link[0] == link[1] else transfer(action)
                     begin = now if link[0] == link[1] else max(now, links.get(link, 0.0))
                     links[link] = arrived[action] = begin + takes
-                    transfers.append(Span(action, begin, arrived[action]))
+                    transfers.append(SimulatedSpan(action, begin, arrived[action]))
                 else:
                     clocks[rank] = now + compute(action)
-                    spans[rank].append(Span(action, now, clocks[rank]))
+                    spans[rank].append(SimulatedSpan(action, now, clocks[rank]))
                 places[rank] += 1
                 moved = True
     stuck = [rank for rank, program in enumerate(programs) if places[rank] < len(program)]
@@ -131,7 +131,7 @@ def simulate(
         )
         raise ScheduleError("every stage comes to its program's end", f"{len(stuck)} wait for ever\n{shown}")
     kept = tuple(_most(program, size) for program in programs)
-    return Run(tuple(map(tuple, spans)), tuple(transfers), kept)
+    return Simulation(tuple(map(tuple, spans)), tuple(transfers), kept)
 
 
 def _most(program: Program, size: Callable[[Action], float] | None) -> float:
@@ -139,9 +139,9 @@ def _most(program: Program, size: Callable[[Action], float] | None) -> float:
     first: dict[tuple[int, int], Action] = {}
     last: dict[tuple[int, int], Action] = {}
     for action in program:
-        if action.kind is Kind.F:
+        if action.kind is ActionKind.F:
             first.setdefault((action.stage, action.chunk), action)
-        elif action.kind is Kind.B:
+        elif action.kind is ActionKind.B:
             last[action.stage, action.chunk] = action
     begins, ends = set(first.values()), set(last.values())
     now = most = 0.0

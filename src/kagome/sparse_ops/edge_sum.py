@@ -26,9 +26,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from kagome.halo.exchange import Road
-from kagome.halo.forward_pass import Turn, inside
-from kagome.halo.table_view import Lying
+from kagome.halo.exchange import HaloWork
+from kagome.halo.forward_pass import ForwardPass, inside
+from kagome.halo.table_view import TableView
 from kagome.kernels import ops
 from kagome.kernels.base.csr import Structure
 
@@ -40,8 +40,8 @@ def neighbor_sum(
     weight: Tensor | None = None,
     scale: Tensor | None = None,
     factor: Tensor | None = None,
-    road: Road | None = None,
-    turn: Turn | None = None,
+    road: HaloWork | None = None,
+    turn: ForwardPass | None = None,
 ) -> Tensor:
     """The sum over each row's in-edges of its neighbours' rows, each times its edge's weight.
 
@@ -171,8 +171,8 @@ class _SumOverRoad(torch.autograd.Function):
         factor: Tensor | None,
         token: Tensor,
         edges: Structure,
-        road: Road,
-        turn: Turn,
+        road: HaloWork,
+        turn: ForwardPass,
     ) -> tuple[Tensor, Tensor]:
         coming = road.fetch(rows)
         near, far = (None, None) if factor is None else (factor[: edges.own], factor[edges.own :])
@@ -180,7 +180,7 @@ class _SumOverRoad(torch.autograd.Function):
         out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
         keep = ctx.needs_input_grad[1]
         halo = coming.wait().view(-1, *rows.shape[1:]) if keep else None
-        if isinstance(coming, Lying) and halo is None and rows.dim() == 2:
+        if isinstance(coming, TableView) and halo is None and rows.dim() == 2:
             each = weight if factor is None else coming.weights(factor, edges)
             ops.sum_rows(coming.where.layout(edges), coming.table(), each, scale, into=out)
         else:
@@ -218,7 +218,7 @@ class _SumOverRoad(torch.autograd.Function):
         return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
 
     @staticmethod
-    def again(ctx: Any, turn: Turn, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def again(ctx: Any, turn: ForwardPass, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Backward that can be differentiated, exchange and sum apart: [Note: again] in rows."""
         weight, rows, _ = ctx.saved_tensors
         edges, road, g_rows, g_weight = ctx.edges, ctx.road, None, None

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kagome.graph.partition.partition import Partition
-from kagome.halo.exchange import Carrier, NeighborRows
+from kagome.halo.exchange import Carrier, HaloExchange
 
 
 @dataclass(frozen=True)
-class View:
+class EdgeView:
     """Edges of own vertices in one direction.
 
     Args:
@@ -39,23 +39,23 @@ class View:
     edge_index: Tensor
     given: Tensor
     edge_ids: Tensor
-    rows: NeighborRows
+    rows: HaloExchange
     attributes: dict[str, Tensor] = field(default_factory=dict)
-    across: NeighborRows | None = None
+    across: HaloExchange | None = None
     pick: Tensor | None = None
 
 
 def in_view(
-    part: Partition, channel: Carrier, device: torch.device, rows: NeighborRows | None = None
-) -> View:
+    part: Partition, channel: Carrier, device: torch.device, rows: HaloExchange | None = None
+) -> EdgeView:
     """The in-edges of a part's own vertices, as the partition holds them; ``rows`` if others supply them."""
     ids, send = torch.cat([part.own, part.halo]).to(device), part.send.to(device)
     edge_index, own = part.edge_index.to(device), part.own.numel()
     reads = torch.bincount(edge_index[0], minlength=ids.numel())[own:]
-    rows = rows or NeighborRows(
+    rows = rows or HaloExchange(
         own, part.halo.numel(), send, part.send_counts, part.recv_counts, channel, ids, reads
     )
-    return View(
+    return EdgeView(
         ids=ids,
         edge_index=edge_index,
         given=edge_index,
@@ -65,7 +65,7 @@ def in_view(
     )
 
 
-def out_view(view: View, channel: Carrier) -> View:
+def out_view(view: EdgeView, channel: Carrier) -> EdgeView:
     """The out-edges of own vertices, fetched from the ranks that hold them as in-edges. All ranks call it.
 
     Cost:
@@ -106,12 +106,12 @@ def out_view(view: View, channel: Carrier) -> View:
     source[away] = own + by_id[torch.searchsorted(halo[by_id], read[away])]
     edge_index = torch.stack([source, target])
     ids = torch.cat([mine, halo])
-    return View(
+    return EdgeView(
         ids=ids,
         edge_index=edge_index,
         given=edge_index.flip(0),
         edge_ids=edge_ids,
-        rows=NeighborRows(
+        rows=HaloExchange(
             own,
             halo.numel(),
             torch.searchsorted(mine, asked.squeeze(1)),
@@ -126,7 +126,7 @@ def out_view(view: View, channel: Carrier) -> View:
     )
 
 
-def _across(places: Tensor, give: list[int], take: list[int], channel: Carrier) -> NeighborRows:
+def _across(places: Tensor, give: list[int], take: list[int], channel: Carrier) -> HaloExchange:
     """Who supplies rows of edges that others hold as in-edges.
 
     Args:
@@ -140,10 +140,10 @@ def _across(places: Tensor, give: list[int], take: list[int], channel: Carrier) 
     send = torch.cat([places[:begin], places[begin + give[me] :]])
     gives = tuple(0 if peer == me else count for peer, count in enumerate(give))
     takes = tuple(0 if peer == me else count for peer, count in enumerate(take))
-    return NeighborRows(places.numel(), sum(takes), send, gives, takes, channel)
+    return HaloExchange(places.numel(), sum(takes), send, gives, takes, channel)
 
 
-def _picked(places: Tensor, give: list[int], take: list[int], across: NeighborRows) -> Tensor:
+def _picked(places: Tensor, give: list[int], take: list[int], across: HaloExchange) -> Tensor:
     """Where among own in-edges and those of others each edge is, in the order in which they came."""
     me = across.channel.rank
     begin, before = sum(give[:me]), sum(take[:me])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kagome.sparse_ops.sparse_features import Thin
+from kagome.sparse_ops.sparse_features import SparseFeatures
 
 LEAST = 64
 """Rows from which the call's own cost does not show."""
@@ -22,13 +22,13 @@ BLOCK = 4096
 """Rows that a weight's gradient is summed over at a time: what oneDNN turns round stays in a core's cache."""
 
 
-def linear(x: Tensor | Thin, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor | SparseFeatures, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x W^T + b``, as ``F.linear``.
 
     Shapes:
         x ``[n, F]``, weight ``[G, F]``, bias ``[G]`` -> ``[n, G]``.
     """
-    if isinstance(x, Thin):
+    if isinstance(x, SparseFeatures):
         return x.linear(weight, bias)
     if not suits(x, weight):
         return functional.linear(x, weight, bias)

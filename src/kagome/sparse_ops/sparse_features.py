@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kagome.kernels import ops
-from kagome.kernels.base.csr import LARGEST, Layout, Structure
+from kagome.kernels.base.csr import LARGEST, CsrLayout, Structure
 
 SHARE: Final = 1 / 16
 """Of a product's numbers. With more entries oneDNN's product of all numbers is as fast: on one core with
@@ -31,7 +31,7 @@ LEAST: Final = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
-class Thin:
+class SparseFeatures:
     """Rows, or weighted sums of rows over in-edges, by what in them is not zero.
 
     Args:
@@ -47,8 +47,8 @@ class Thin:
         20 bytes an entry of float32.
     """
 
-    by_row: Layout
-    by_column: Layout
+    by_row: CsrLayout
+    by_column: CsrLayout
     values: Tensor
     columns: int
     edges: Structure | None = None
@@ -120,7 +120,7 @@ def thin_of(
     edges: Structure | None = None,
     weight: Tensor | None = None,
     scale: Tensor | None = None,
-) -> Thin | None:
+) -> SparseFeatures | None:
     """Rows that are nearly all zeros, by what is not; None where a product of all numbers is as fast.
 
     Args:
@@ -142,7 +142,7 @@ def thin_of(
     row, column = rows.nonzero(as_tuple=True)
     found = Structure(column, row, rows.size(0), max(rows.shape))
     values = rows[row, column]
-    return Thin(found.by_target, found.by_source, values, rows.size(1), edges, weight, scale)
+    return SparseFeatures(found.by_target, found.by_source, values, rows.size(1), edges, weight, scale)
 
 
 def is_thin(rows: Tensor, edges: Structure | None = None) -> bool:
@@ -158,7 +158,7 @@ def is_thin(rows: Tensor, edges: Structure | None = None) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Thin) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: SparseFeatures) -> Tensor:
         ctx.x = x
         out = x.times(weight.t())
         return out if bias is None else out.add_(bias)

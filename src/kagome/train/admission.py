@@ -19,20 +19,20 @@ from torch_geometric.data import Data
 
 from kagome import config
 from kagome.comm.channel import Channel
-from kagome.components.engine import Runner
+from kagome.components.engine import Engine
 from kagome.components.model_setup import materialise
 from kagome.errors import ModelError
 from kagome.graph.partition.choice import choose
 from kagome.graph.partition.partition import Partition
 from kagome.graph.partition.partitioners import assign
 from kagome.launch.host_memory import available_bytes
-from kagome.memory.estimate import Rates, rates_of
-from kagome.pipelining.chunk_engine import Pipeline
-from kagome.pipelining.memory_estimate import Share, held_by_stages, share_of
-from kagome.profile.part_size import Counts, Team, counts_of, split_counts
-from kagome.profile.run_mode import Way
+from kagome.memory.estimate import MemoryRates, rates_of
+from kagome.pipelining.chunk_engine import ChunkEngine
+from kagome.pipelining.memory_estimate import StageMemory, held_by_stages, share_of
+from kagome.profile.part_size import GroupSize, PartSize, counts_of, split_counts
+from kagome.profile.run_mode import RunMode
 from kagome.records.epoch import Memory
-from kagome.records.memory import Holdings, fullest, side_by_side
+from kagome.records.memory import MemoryByKind, fullest, side_by_side
 from kagome.records.units import bytes_text
 
 MANY = 8
@@ -41,24 +41,24 @@ BEYOND = 1.5
 """So many times what is left is not tried: a forecast is off by a tenth or two."""
 
 
-class Account(NamedTuple):
+class RankAccount(NamedTuple):
     """What one rank tells the others: its counts, where it is, and what it may still take there."""
 
-    counts: Counts
+    counts: PartSize
     place: str
     free: int | None
     now: int
     """Bytes that it holds already."""
     validates: bool
-    rates: Rates | None
+    rates: MemoryRates | None
     outside: int
     """Rows that it reads of ranks that do not slice features with it."""
-    share: Share | None = None
+    share: StageMemory | None = None
     """What it has of its part's model, in a pipeline."""
 
 
 @dataclass
-class Accounts:
+class Admission:
     """One rank's.
 
     Args:
@@ -67,10 +67,10 @@ class Accounts:
         settings: Of the run.
     """
 
-    engine: Runner
+    engine: Engine
     optimizer: Optimizer
     settings: config.Run
-    predicted: Holdings | None = None
+    predicted: MemoryByKind | None = None
 
     def foresee(self, part: Partition, channel: Channel) -> tuple[str, ...]:
         """Predict what all ranks will hold. All ranks call it, with the model as it was given.
@@ -87,10 +87,10 @@ class Accounts:
         train, engine = self.settings.train, self.engine
         parallel = self.settings.parallel.fit(channel.size)
         counts = counts_of(part)
-        share = share_of(engine, counts, self.optimizer) if isinstance(engine, Pipeline) else None
+        share = share_of(engine, counts, self.optimizer) if isinstance(engine, ChunkEngine) else None
         tensor, rates = parallel.tensor, None
         if channel.rank == 0:
-            way = Way(
+            way = RunMode(
                 several=channel.size > 1 or (parallel.chunks or 1) > 1,
                 fast=engine.fast,
                 recompute=engine.recompute,
@@ -104,9 +104,9 @@ class Accounts:
             count for rank, count in enumerate(part.recv_counts) if rank // tensor != part.part // tensor
         )
         now = engine.held(self.optimizer, None).total
-        offer = Account(counts, *_place(channel.device), now, validates, rates, outside, share)
-        found: list[Any] = channel.gather_objects(offer, "foresee memory", [Account])
-        offers: list[Account] = found
+        offer = RankAccount(counts, *_place(channel.device), now, validates, rates, outside, share)
+        found: list[Any] = channel.gather_objects(offer, "foresee memory", [RankAccount])
+        offers: list[RankAccount] = found
         rates = offers[0].rates
         assert rates is not None
         keeps_best = any(offer.validates for offer in offers)
@@ -141,7 +141,7 @@ class Accounts:
         return peak, side_by_side(self.predicted, engine.held(self.optimizer, best).beside(peak))
 
 
-def _teams(offers: Sequence[Account], tensor: int) -> list[Team | None]:
+def _teams(offers: Sequence[RankAccount], tensor: int) -> list[GroupSize | None]:
     """For each rank those that slice features with it; None where none do."""
     if tensor == 1:
         return [None] * len(offers)
@@ -153,7 +153,7 @@ def _teams(offers: Sequence[Account], tensor: int) -> list[Team | None]:
         # Several may read the same row: as many do as if each drew its own from all that are not theirs.
         rest = max(vertices - rows, 1)
         unread = math.prod(1 - one.outside / rest for one in some)
-        teams.append(Team(rows, edges, round(rest * (1 - unread)), tensor))
+        teams.append(GroupSize(rows, edges, round(rest * (1 - unread)), tensor))
     return [teams[rank // tensor] for rank in range(len(offers))]
 
 
@@ -174,7 +174,7 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
     """
     materialise(model, part, torch.device("cpu"))
     train = settings.train
-    way = Way(
+    way = RunMode(
         several=parts > 1,
         fast=settings.model.fast,
         recompute=settings.model.recompute,
@@ -194,7 +194,7 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
     return _said([rates.at(one) for one in counts], rates)
 
 
-def _said(held: Sequence[Holdings], rates: Rates) -> str:
+def _said(held: Sequence[MemoryByKind], rates: MemoryRates) -> str:
     full = fullest(held)
     where = "on one rank" if len(held) == 1 else f"on the fullest of {len(held)} ranks"
     why = f"; activations are not known: {rates.fault}" if rates.fault else ""
@@ -259,7 +259,7 @@ def _less(recomputes: bool) -> str:
     return f"more ranks on other machines, {again}or a smaller --model.hidden"
 
 
-def _too_much(held: Sequence[Holdings], offers: Sequence[Account]) -> list[_Want]:
+def _too_much(held: Sequence[MemoryByKind], offers: Sequence[RankAccount]) -> list[_Want]:
     """Each place whose ranks will want more than is left there."""
     wants = []
     for place in dict.fromkeys(offer.place for offer in offers):

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kagome.comm.channel import Channel
 from kagome.errors import CallbackError, ConfigError
-from kagome.train.rank_agreement import Marks, refuse_unlike
+from kagome.train.rank_agreement import ModelMarks, refuse_unlike
 
 EVENTS: Final = ("on_fit_start", "on_epoch_end", "on_checkpoint", "on_fit_end")
 """The methods that a callback may have."""
@@ -33,7 +33,7 @@ class Callbacks:
         ConfigError: If one has none of the methods, or one of another name that begins with ``on_``.
     """
 
-    def __init__(self, given: Sequence[object], world: Channel, marks: Marks) -> None:
+    def __init__(self, given: Sequence[object], world: Channel, marks: ModelMarks) -> None:
         if isinstance(given, str) or not isinstance(given, Sequence):
             raise ConfigError("callbacks=... takes a list of objects", f"it was given {type(given).__name__}")
         for callback in given:

@@ -29,7 +29,7 @@ from kagome.graph.partition.store import Meta
 from kagome.graph.prepare import owners, prepare
 from kagome.graph.structure.validate import validate
 from kagome.launch.host_memory import available_bytes
-from kagome.train.host_parts import Look, Offer, Parts
+from kagome.train.host_parts import HostParts, Look, Offer
 
 __all__ = [
     "degree_histogram",
@@ -231,7 +231,7 @@ def from_settings(
     hosts = channel.gather_objects(host, "find the hosts")
     first = hosts.index(host) == channel.rank
     with ExitStack() as stack:
-        source = Parts(settings, method, seed, channel.size, cache.opened(reuse)) if first else None
+        source = HostParts(settings, method, seed, channel.size, cache.opened(reuse)) if first else None
         # All hosts cut alike: with the least memory of any, and by the partitioner that one has parts of.
         facts = channel.gather_objects(source and source.look(), "look for kept parts", [Look])
         seen = [fact for fact in facts if isinstance(fact, Look)]

@@ -10,17 +10,17 @@ from torch import nn
 
 from kagome import config
 from kagome.comm.mesh import Mesh
-from kagome.components.engine import Phases, Runner
+from kagome.components.engine import Engine, PhaseTimer
 from kagome.errors import ConfigError
 from kagome.graph.partition.partition import Partition
 from kagome.objective.optimizers import Aim
-from kagome.pipelining.chunk_engine import Pipeline
-from kagome.train.graph_engine import Engine
+from kagome.pipelining.chunk_engine import ChunkEngine
+from kagome.train.graph_engine import GraphEngine
 
 
 def engine_for(
-    model: nn.Module, part: Partition, mesh: Mesh, *, settings: config.Run, aim: Aim, phases: Phases
-) -> Runner:
+    model: nn.Module, part: Partition, mesh: Mesh, *, settings: config.Run, aim: Aim, phases: PhaseTimer
+) -> Engine:
     """The engine that a mesh and its chunks need.
 
     Raises:
@@ -36,7 +36,7 @@ def engine_for(
             hint="one of the two",
         )
     if parallel.pipe == 1 and parallel.chunks == 1:
-        return Engine(
+        return GraphEngine(
             model,
             part,
             mesh.graph,
@@ -54,7 +54,7 @@ def engine_for(
             f"with pipe={parallel.pipe}, chunks={parallel.chunks} a layer's rows have gone on by then",
             hint="leave --model.recompute out, or --parallel.graph alone",
         )
-    return Pipeline(
+    return ChunkEngine(
         model,
         part,
         mesh,

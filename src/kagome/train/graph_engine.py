@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from kagome.adaptive.gradient_probe import agreement, products
-from kagome.adaptive.precision import EXACT, Ladder, LateProbe, Rung
-from kagome.adaptive.report import Tally
-from kagome.checkpoint.epoch_state import Carried, Layout, Told, said_of
+from kagome.adaptive.precision import EXACT, PrecisionController, PrecisionLevel, StalenessProbe
+from kagome.adaptive.report import ExchangeReport
+from kagome.checkpoint.epoch_state import EpochState, RestoredState, StateLayout, said_of
 from kagome.comm.channel import Channel
-from kagome.components.attached import Installed, while_installed
-from kagome.components.engine import Phases, without_fast
-from kagome.components.forward_reuse import Ahead, Forward
+from kagome.components.attached import Attachment, while_installed
+from kagome.components.engine import PhaseTimer, without_fast
+from kagome.components.forward_reuse import Forward, ForwardReuse
 from kagome.components.gradients import Gradients
 from kagome.components.model_setup import refused_input
 from kagome.components.offload import Offload
@@ -32,27 +32,27 @@ from kagome.components.task import check_finite, check_rows, draws_of, in_float3
 from kagome.config import Parallel, Train
 from kagome.deferred.lazy_tensor import EscapeError
 from kagome.errors import KagomeError, ModelError
-from kagome.feature_parallel.tiled_reduce import Bound
+from kagome.feature_parallel.tiled_reduce import TileBound
 from kagome.graph.partition.partition import Partition
-from kagome.halo.compressed_exchange import Crossing
+from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.halo.resumed_rows import NOTHING
 from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.launch.os_errors import in_words
-from kagome.memory.tensor_bytes import Saved, measure
+from kagome.memory.tensor_bytes import SavedMemory, measure
 from kagome.model.buffers import Buffers
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
-from kagome.model.forward_call import Calling, failed
+from kagome.model.forward_call import ForwardCall, failed
 from kagome.objective.kept_rows import RefusesKept
-from kagome.objective.loss_weights import Weighed
+from kagome.objective.loss_weights import LossWeights
 from kagome.objective.optimizers import Aim, step_optimizer
 from kagome.recompute.checkpoint import recompute
-from kagome.records.memory import Holdings
+from kagome.records.memory import MemoryByKind
 from kagome.user_frame import raised_at
 
 
-class Engine:
+class GraphEngine:
     """One rank's model on its part.
 
     Args:
@@ -78,14 +78,14 @@ class Engine:
         parallel: Parallel,
         settings: Train,
         aim: Aim,
-        phases: Phases,
+        phases: PhaseTimer,
         fast: bool = True,
         recompute: bool = False,
     ) -> None:
         self.model, self.channel, self.settings, self.phases = model, channel, settings, phases
         self.aim, self.objective = aim, aim.objective
-        self.crossing = Crossing(channel, parallel, settings.seed, late=channel.patient)
-        self.scope = Interception(
+        self.crossing = CompressedExchange(channel, parallel, settings.seed, late=channel.patient)
+        self.scope = Interceptor(
             part,
             self.crossing,
             device=channel.device,
@@ -96,7 +96,7 @@ class Engine:
             sums_only=parallel.halo_sample < 1,
         )
         if parallel.memory_gib is not None:
-            self.scope.bound = Bound(int(parallel.memory_gib * 2**30), channel.device)
+            self.scope.bound = TileBound(int(parallel.memory_gib * 2**30), channel.device)
         # Layers that run again save next to nothing.
         moved = replace(parallel, activations="device") if recompute else parallel
         self.offload = Offload(moved, channel.device, self.scope.lasting)
@@ -107,20 +107,20 @@ class Engine:
                 "memory than float32 takes with them."
             )
         self.recompute = recompute
-        self._calling = Calling.of(model, set(self.scope.inputs))
-        self.installed = Installed(self._put_on, channel.tell)
+        self._calling = ForwardCall.of(model, set(self.scope.inputs))
+        self.installed = Attachment(self._put_on, channel.tell)
         inputs = self.scope.inputs
         self.train_rows = part.nodes["train_mask"].nonzero().view(-1).to(channel.device)
         self.target = self.objective.target(inputs, self.train_rows)
-        self._weighed = Weighed(self.objective, channel)
+        self._weighed = LossWeights(self.objective, channel)
         self._weighed.settle(self.target, None)
-        self.layout = Layout.of(parallel, part.fingerprint, part.own, part=channel.rank)
+        self.layout = StateLayout.of(parallel, part.fingerprint, part.own, part=channel.rank)
         learning = [p for p in model.parameters() if p.requires_grad]
         self.gradients = Gradients(learning, weights, codec=parallel.codec_weights)
         self._watched = parallel if channel.size > 1 else Parallel()
-        self.ladder = Ladder(self._watched)
-        self.tally = Tally(channel, self.crossing, self.gradients)
-        self.ahead = Ahead(model)
+        self.ladder = PrecisionController(self._watched)
+        self.tally = ExchangeReport(channel, self.crossing, self.gradients)
+        self.ahead = ForwardReuse(model)
         if not self.crossing.exact:
             self.ahead.allowed = False  # what training computes is not what evaluation would
         self._checked = False
@@ -137,7 +137,7 @@ class Engine:
         """Whether messages are put off and reduced by kernels; a forward that cannot be turns it off."""
         return self.scope.fast
 
-    def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Holdings:
+    def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:
         """What this rank holds, and what the first forward kept."""
         beside = [self.train_rows]
         return measure(self.scope, self.model, optimizer, self.saved, best=best, beside=beside)
@@ -150,19 +150,19 @@ class Engine:
         """Weights, the optimizer's state and the best weights whole, for a block: they are."""
         yield
 
-    def carried(self, epoch: int) -> Carried:
+    def carried(self, epoch: int) -> EpochState:
         """What the epoch after this one may read of it, and what the ladder knows."""
-        return Carried.of(
+        return EpochState.of(
             self.layout, {"ladder": self.ladder.state_dict()}, self.crossing.known.carried(epoch)
         )
 
-    def resumed(self, optimizer: Optimizer, told: Told) -> str:
+    def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
         """Weights and the optimizer's state were read from a checkpoint. All ranks call it.
 
         Returns:
             How it goes on with late rows.
         """
-        self.ladder = Ladder(self._watched, told.guards.get("ladder"))
+        self.ladder = PrecisionController(self._watched, told.guards.get("ladder"))
         recall = told.recall(self.layout, self.channel, self.channel.device)
         self.crossing.forget(recall or NOTHING)
         return said_of(recall, late=self.crossing.late)
@@ -288,7 +288,7 @@ class Engine:
         with self.tally.aside():
             found = self._gradient(epoch, stop, EXACT)
         squares = products(zip(self.gradients.parameters, guess, strict=True)).tolist()
-        self._say(self.ladder.see(LateProbe(epoch, rung, *agreement(*squares))))
+        self._say(self.ladder.see(StalenessProbe(epoch, rung, *agreement(*squares))))
         return found
 
     def _say(self, said: str) -> None:
@@ -296,7 +296,7 @@ class Engine:
             self._notes.append(said)
 
     def _gradient(
-        self, epoch: int, stop: bool, rung: Rung | None = None, *, asks: bool = False
+        self, epoch: int, stop: bool, rung: PrecisionLevel | None = None, *, asks: bool = False
     ) -> tuple[float, float]:
         """Forward, backward and the sum of gradients: the loss, and how many ranks were asked to stop."""
         rung = rung or self.ladder.rung
@@ -398,14 +398,14 @@ class Engine:
             buffers = Buffers(self.model)
             before = buffers.now(), buffers.copies()
             try:
-                return self._kept(epoch, Saved(self.scope, self.model), watched=watched)
+                return self._kept(epoch, SavedMemory(self.scope, self.model), watched=watched)
             except RuntimeError as error:
                 if not _of_hooks(error):
                     raise
                 buffers.restore(*before)  # torch.func takes none: what the forward keeps is not measured
         return self._kept(epoch, None, watched=watched)
 
-    def _kept(self, epoch: int, saved: Saved | None, *, watched: bool) -> Forward:
+    def _kept(self, epoch: int, saved: SavedMemory | None, *, watched: bool) -> Forward:
         with (
             self.phases.phase("forward", epoch),
             self.ahead.watching(watched) as unchanged,

@@ -48,7 +48,7 @@ class Offer(NamedTuple):
 
 
 @dataclass
-class Parts:
+class HostParts:
     """One host's parts.
 
     Args:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kagome.comm.all_reduce import PendingSum
+from kagome.comm.all_reduce import AllReduceWork
 from kagome.comm.channel import Channel
 from kagome.comm.stats import KINDS, Traffic
 from kagome.errors import CommError, ModelError
@@ -31,7 +31,7 @@ class Begun:
     """
 
     record: EpochRecord
-    counts: PendingSum
+    counts: AllReduceWork
 
     def whole(self, ranks: int) -> EpochRecord:
         """The record; waits for the counts."""
@@ -46,7 +46,7 @@ class Begun:
         )
 
 
-class Costs:
+class EpochTimer:
     """What the current epoch has cost so far, and epochs whose counts are on their way.
 
     Args:

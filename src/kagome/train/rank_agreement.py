@@ -139,7 +139,7 @@ def compared(world: Channel, model: nn.Module, rules: Facts, changed: bool, *, w
     return anywhere
 
 
-class Marks:
+class ModelMarks:
     """What a callback on one rank must leave as it is.
 
     Args:

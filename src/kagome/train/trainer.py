@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from kagome import config
 from kagome.checkpoint import checkpoint
-from kagome.checkpoint.best_weights import Best, copied, holds
+from kagome.checkpoint.best_weights import BestWeights, copied, holds
 from kagome.checkpoint.saved_weights import give_alike
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import open_mesh
@@ -35,7 +35,7 @@ from kagome.config.fields import check_kind
 from kagome.errors import ConfigError, DataError
 from kagome.graph.partition.partition import Partition, graph_of
 from kagome.graph.partition.store import Meta
-from kagome.launch.finalizer import Leaving
+from kagome.launch.finalizer import Finalizer
 from kagome.launch.gc import set_aside
 from kagome.launch.signals import asked_to_stop, ended_by
 from kagome.objective import optimizers
@@ -48,12 +48,12 @@ from kagome.report.progress import Progress, warn
 from kagome.run_dir.results import original_order, outcome
 from kagome.run_dir.run_dir import RunWriter, earlier_records
 from kagome.train import data as source
-from kagome.train.admission import Accounts
+from kagome.train.admission import Admission
 from kagome.train.callbacks import Callbacks
 from kagome.train.engines import engine_for
-from kagome.train.graph_engine import Engine
-from kagome.train.metrics_log import Costs
-from kagome.train.rank_agreement import Marks, compared, facts_of, refuse_unlike_codes
+from kagome.train.graph_engine import GraphEngine
+from kagome.train.metrics_log import EpochTimer
+from kagome.train.rank_agreement import ModelMarks, compared, facts_of, refuse_unlike_codes
 from kagome.verify.check import before_first
 
 AFTER_IMPORTS: Final = Memory()
@@ -171,7 +171,7 @@ class Trainer:
         self.settings, self.train = settings, settings.train
         self._files = ExitStack()  # what any thread may close
         # Nothing on the stacks may hold the trainer. What is not gone before ends with the process.
-        self._closing = weakref.finalize(self, Leaving(self._stack.close, self._files.close))
+        self._closing = weakref.finalize(self, Finalizer(self._stack.close, self._files.close))
         try:
             mesh = open_mesh(settings.parallel, timeout=self.train.timeout, say=warn)
             self.mesh = self._stack.enter_context(mesh)
@@ -188,7 +188,7 @@ class Trainer:
                 self.model, said = ready(given, self.part, self.mesh, settings.parallel)
             self._say_all(said)
             self._learn(wishes)
-            self._marks = Marks(self.model, self.optimizer, self.scheduler)
+            self._marks = ModelMarks(self.model, self.optimizer, self.scheduler)
             self._callbacks = Callbacks(callbacks, self.world, self._marks)
             chosen = (out() if self.mesh.rank == 0 else None) if callable(out) else out
             folder = self.world.gather_objects(chosen, "the run's folder")[0]
@@ -218,14 +218,14 @@ class Trainer:
         self.optimizer = optimizers.optimizer_of(self.model, self.settings, optimizer, self.mesh)
         self._default_optimizer = optimizer is None and scheduler is None
         self.scheduler = optimizers.scheduler_of(self.optimizer, scheduler, higher=self.aim.metric.higher)
-        self.costs = Costs(self.world)
+        self.costs = EpochTimer(self.world)
         self.engine = engine_for(
             self.model, self.part, self.mesh, settings=self.settings, aim=self.aim, phases=self.spans
         )
-        self.accounts = Accounts(self.engine, self.optimizer, self.settings)
+        self.accounts = Admission(self.engine, self.optimizer, self.settings)
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
             self.engine.ahead.allowed = False  # it might write to the weights unseen
-        self.epoch, self._best, self._was_checked, self._is_whole = 0, Best(), False, True
+        self.epoch, self._best, self._was_checked, self._is_whole = 0, BestWeights(), False, True
         self.records: list[EpochRecord] = []
         self._last: dict[str, Tensor] | None = None
 
@@ -437,7 +437,7 @@ class Trainer:
         if self._was_checked or not self.train.check:
             return
         with self.spans.phase("check"):
-            goes = self.engine.goes if isinstance(self.engine, Engine) else None
+            goes = self.engine.goes if isinstance(self.engine, GraphEngine) else None
             self._say_all(before_first(self.model, self.part, self.world, self.settings, goes))
         self._was_checked = True
 
@@ -550,7 +550,7 @@ class Trainer:
             optimizers.set_rates(self.optimizer, self.train)
         with checkpoint.fitting(folder):
             said = self.engine.resumed(self.optimizer, told)
-        self.epoch, self._best = place.epoch, Best.at(place, best)
+        self.epoch, self._best = place.epoch, BestWeights.at(place, best)
         self.records = earlier_records(self.world, folder, place.epoch)
         self._say(
             f"resumed after epoch {place.epoch}, written by {place.world_size} ranks, in {folder}{said}"

@@ -21,9 +21,9 @@ from torch.utils.hooks import BackwardHook
 
 from kagome.errors import ModelError
 from kagome.halo.forward_pass import transformed
-from kagome.placement.placement import Marks
+from kagome.placement.placement import Placements
 from kagome.user_code import opaque_calls
-from kagome.user_code.in_backward import Behind, behind
+from kagome.user_code.in_backward import BackwardCode, behind
 
 _LIBRARIES: Final = frozenset(
     [
@@ -87,7 +87,7 @@ def _running() -> Any:
     if transformed():
         return None
     for mode in reversed(_get_current_function_mode_stack()):
-        if isinstance(getattr(mode, "marks", None), Marks):
+        if isinstance(getattr(mode, "marks", None), Placements):
             return mode if mode.parted and mode.turn.running else None
     return None
 
@@ -129,7 +129,7 @@ class _Seen:
         behind: What is known of its inputs and outputs.
     """
 
-    def __init__(self, cls: Any, behind: Behind) -> None:
+    def __init__(self, cls: Any, behind: BackwardCode) -> None:
         self._cls, self._behind = cls, behind
 
     def __getattr__(self, name: str) -> Any:
@@ -158,7 +158,7 @@ class _Flow:
         marks = self.inputs.given + self.outputs.given
         sizes = self.inputs.sizes + self.outputs.sizes
         one = self.inputs
-        seen = Behind(one.scope, one.what, one.where, marks, one.given, sizes)
+        seen = BackwardCode(one.scope, one.what, one.where, marks, one.given, sizes)
         found = [*_padded(back, len(one.given)), *(given or ())]
         return seen.run(hook, (module, back, given), found)
 

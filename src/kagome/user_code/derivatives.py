@@ -21,17 +21,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kagome.deferred.lazy_tensor import EscapeError, Lazy, now
+from kagome.deferred.lazy_tensor import EscapeError, LazyTensor, now
 from kagome.errors import ModelError
-from kagome.halo.forward_pass import Turn
+from kagome.halo.forward_pass import ForwardPass
 
 _SIGNATURE = signature(torch.autograd.grad)
 
 
-class Scope(Protocol):
+class DerivativeScope(Protocol):
     """What this file needs of the running interception."""
 
-    turn: Turn
+    turn: ForwardPass
 
     @property
     def size(self) -> int:
@@ -53,13 +53,13 @@ class Scope(Protocol):
         """Why rows of this forward do not cross as they are, in this epoch; empty if they do."""
 
 
-def _grad(scope: Scope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _grad(scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.grad``: the derivative of the whole graph's."""
     if func is not torch.autograd.grad:
         return NotImplemented
     given = _SIGNATURE.bind(*args, **kwargs).arguments
     inputs = _listed(given["inputs"])
-    if any(isinstance(each, Lazy) for each in inputs):
+    if any(isinstance(each, LazyTensor) for each in inputs):
         raise EscapeError(
             "fast paths see each torch call of a model",
             "a derivative is taken by what is computed where it is used",
@@ -90,28 +90,30 @@ def _listed(values: Any) -> list[Any]:
     return list(values) if isinstance(values, Sequence) else [values]
 
 
-def _seed(scope: Scope, out: Tensor, seed: Tensor | None) -> Tensor | None:
+def _seed(scope: DerivativeScope, out: Tensor, seed: Tensor | None) -> Tensor | None:
     """The gradient of an output on this rank: of what all ranks have, each has its share."""
     if scope.axis(out) is not None:
         return seed
     return (torch.ones_like(out) if seed is None else seed) / scope.size
 
 
-def _whole(scope: Scope, of: Tensor, found: Tensor | None) -> Tensor | None:
+def _whole(scope: DerivativeScope, of: Tensor, found: Tensor | None) -> Tensor | None:
     """A gradient by rows is this rank's; by what all ranks have, the sum over ranks."""
     if found is None:
         return None
     return scope.total(found) if scope.axis(of) is None else scope.like(found, of)
 
 
-def _backward(scope: Scope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _backward(
+    scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """``backward()`` inside forward adds to gradients that ranks sum after the loss."""
     if scope.size == 1:
         return NotImplemented
     raise _refused("backward()", scope, "it adds to gradients that are summed over ranks after the loss")
 
 
-def _refused(what: str, scope: Scope, why: str) -> ModelError:
+def _refused(what: str, scope: DerivativeScope, why: str) -> ModelError:
     return ModelError(
         "a derivative inside forward is one of the whole graph's",
         f"{what} is called there, and {why}",

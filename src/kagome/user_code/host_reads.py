@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 from kagome.deferred.lazy_tensor import now
-from kagome.placement.placement import ALIGNED, IDS, VERTICES, Kind, tensors
-from kagome.positions.refusals import Args, Func, Kwargs, Places, lost, refused
+from kagome.placement.placement import ALIGNED, IDS, VERTICES, PlacementKind, tensors
+from kagome.positions.refusals import Args, Func, Kwargs, PositionScope, lost, refused
 from kagome.user_frame import by_kagome, from_library
 
 _WHOLE: Final = ("tolist", "numpy", "__array__", "__dlpack__")
 _ONE: Final = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__")
 
 
-def _theirs(scope: Places) -> bool:
+def _theirs(scope: PositionScope) -> bool:
     """Whether the user's own code asks on a part."""
     return scope.parted and not from_library() and not by_kagome()
 
 
-def taken(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def taken(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``x.tolist()``, ``x.numpy()``, ``x.item()``."""
     mark = scope.marks.get(args[0])
     if mark is None or not _theirs(scope):
         return NotImplemented
-    if mark.kind is Kind.LOST:
+    if mark.kind is PlacementKind.LOST:
         raise lost(scope, mark)
     if name in _WHOLE and mark.kind in ALIGNED:
         rows = "vertices" if mark.kind in VERTICES else "edges"
@@ -47,7 +47,7 @@ def taken(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     return NotImplemented
 
 
-def alike(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def alike(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``torch.equal(x, y)`` and ``torch.allclose(x, y)`` of rows: whether it holds on all ranks.
 
     Cost:
@@ -56,7 +56,7 @@ def alike(scope: Places, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     marks = [mark for tensor in tensors(args, kwargs) if (mark := scope.marks.get(tensor)) is not None]
     if not marks or not _theirs(scope):
         return NotImplemented
-    gone = next((mark for mark in marks if mark.kind is Kind.LOST), None)
+    gone = next((mark for mark in marks if mark.kind is PlacementKind.LOST), None)
     if gone is not None:
         raise lost(scope, gone)
     if not any(mark.kind in (*ALIGNED, *IDS) for mark in marks):

@@ -29,10 +29,10 @@ from torch.overrides import TorchFunctionMode
 from kagome.deferred.lazy_tensor import now
 from kagome.deferred.rewrite_rules import asks
 from kagome.errors import ModelError
-from kagome.halo.forward_pass import Turn, transformed
+from kagome.halo.forward_pass import ForwardPass, transformed
 from kagome.placement.axis_rules import attribute
-from kagome.placement.placement import ALIGNED, VERTICES, Kind, Mark, Marks, tensors
-from kagome.placement.weak_map import ByIdentity
+from kagome.placement.placement import ALIGNED, VERTICES, Placement, PlacementKind, Placements, tensors
+from kagome.placement.weak_map import WeakTensorMap
 from kagome.user_frame import by_user_itself, user_line
 
 _SUMS: Final = frozenset(["sum", "matmul", "mm", "bmm", "__matmul__", "__rmatmul__", "mv", "dot", "einsum"])
@@ -113,12 +113,12 @@ _HINT: Final = (
 )
 
 
-class Scope(Protocol):
+class BackwardScope(Protocol):
     """What this file needs of the running interception."""
 
-    marks: Marks
+    marks: Placements
     parted: bool
-    turn: Turn
+    turn: ForwardPass
     path: list[str]
 
     def where(self) -> str:
@@ -129,7 +129,7 @@ class Scope(Protocol):
 
 
 @dataclass(frozen=True)
-class Behind:
+class BackwardCode:
     """Something of a user's that runs in backward.
 
     Args:
@@ -144,9 +144,9 @@ class Behind:
     scope: ref[Any]
     what: str
     where: str
-    given: tuple[Mark | None, ...]
-    gives: tuple[Mark | None, ...]
-    sizes: tuple[tuple[Mark, int], ...] = ()
+    given: tuple[Placement | None, ...]
+    gives: tuple[Placement | None, ...]
+    sizes: tuple[tuple[Placement, int], ...] = ()
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], grads: Sequence[Any]) -> Any:
         """Run it, and look at what it does.
@@ -176,20 +176,20 @@ class Behind:
         return result
 
 
-def behind(scope: Any, what: str, given: Sequence[Any], gives: Sequence[Any]) -> Behind:
+def behind(scope: Any, what: str, given: Sequence[Any], gives: Sequence[Any]) -> BackwardCode:
     """What runs in backward, of the tensors whose gradients it is given and gives."""
     with torch._C.DisableTorchFunction():
         marks = [tuple(map(scope.marks.get, values)) for values in (given, gives)]
         rows = zip((*given, *gives), (*marks[0], *marks[1]), strict=True)
         sizes = tuple((m, t.size(m.axis)) for t, m in rows if m is not None and m.kind in ALIGNED)
-    return Behind(ref(scope), what, scope.where(), marks[0], marks[1], sizes)
+    return BackwardCode(ref(scope), what, scope.where(), marks[0], marks[1], sizes)
 
 
 @dataclass
 class _State:
     name: str = ""
-    shares: ByIdentity[bool] = field(default_factory=ByIdentity)
-    made: ByIdentity[bool] = field(default_factory=ByIdentity)
+    shares: WeakTensorMap[bool] = field(default_factory=WeakTensorMap)
+    made: WeakTensorMap[bool] = field(default_factory=WeakTensorMap)
 
 
 class InBackward(TorchFunctionMode):
@@ -201,7 +201,7 @@ class InBackward(TorchFunctionMode):
         function: The user's, for its line.
     """
 
-    def __init__(self, scope: Scope, behind: Behind, function: Callable[..., Any]) -> None:
+    def __init__(self, scope: BackwardScope, behind: BackwardCode, function: Callable[..., Any]) -> None:
         super().__init__()
         self._scope, self._behind, self._function = scope, behind, function
         self._held = _State()
@@ -218,7 +218,7 @@ class InBackward(TorchFunctionMode):
         finally:
             turn.backward, scope.path = before, path
 
-    def meet(self, grad: Tensor, mark: Mark | None) -> None:
+    def meet(self, grad: Tensor, mark: Placement | None) -> None:
         """Say what a gradient is that the function is given."""
         if mark is not None and mark.kind in ALIGNED:
             self._scope.marks.put(grad, _rows(mark))
@@ -265,7 +265,7 @@ class InBackward(TorchFunctionMode):
         if out in self._held.shares:
             return
         mark = self._scope.marks.get(out)
-        if (mark is not None and mark.kind is Kind.LOST) or (
+        if (mark is not None and mark.kind is PlacementKind.LOST) or (
             mark is None and rows and not name.startswith("new_")
         ):
             raise self._looks(name)
@@ -326,7 +326,7 @@ class InBackward(TorchFunctionMode):
 
     # What comes out ------------------------------------------------------------------------------
 
-    def accept(self, grad: Tensor, mark: Mark | None) -> None:
+    def accept(self, grad: Tensor, mark: Placement | None) -> None:
         """Look at a gradient that the function returns.
 
         Raises:
@@ -368,12 +368,12 @@ class InBackward(TorchFunctionMode):
         )
 
 
-def _rows(mark: Mark) -> Mark:
+def _rows(mark: Placement) -> Placement:
     """The mark of a gradient: of numbers of vertices it is no number of a vertex."""
-    return Mark(Kind.ROWS, mark.view, mark.axis) if mark.kind is Kind.NUMBERS else mark
+    return Placement(PlacementKind.ROWS, mark.view, mark.axis) if mark.kind is PlacementKind.NUMBERS else mark
 
 
-def _alike(one: Mark, other: Mark) -> bool:
+def _alike(one: Placement, other: Placement) -> bool:
     """Whether marks say the same rows."""
     if one.subset is not other.subset and not (one.subset is not None and one.subset.same(other.subset)):
         return False
@@ -388,7 +388,9 @@ def _number(value: Any) -> bool:
 # Hooks of tensors --------------------------------------------------------------------------------
 
 
-def register_hook(scope: Scope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def register_hook(
+    scope: BackwardScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """``h.register_hook(hook)``: on a part the hook's own calls are looked at."""
     if not scope.parted or isinstance(args[0], nn.Parameter):
         return NotImplemented  # those of weights run on whole gradients
@@ -425,7 +427,7 @@ class _Node:
         return getattr(self._node, name)
 
 
-def grad_fn(scope: Scope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def grad_fn(scope: BackwardScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``h.grad_fn``, where a user asks for it."""
     if attribute(func) != "grad_fn" or not by_user_itself():
         return NotImplemented

@@ -15,7 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from kagome.errors import ModelError
 from kagome.placement.placement import tensors
-from kagome.positions.refusals import Placed
+from kagome.positions.refusals import LocatedScope
 
 _SCRIPTED: Final = "ScriptFunction"
 """The name that ``torch.jit.script`` gives to a function; a traced one keeps its own."""
@@ -93,7 +93,7 @@ def _has_rows(scope: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     return any(scope.marks.get(tensor) is not None for tensor in tensors(args, kwargs))
 
 
-def _refused(scope: Placed, got: str, way: str = _WAY) -> ModelError:
+def _refused(scope: LocatedScope, got: str, way: str = _WAY) -> ModelError:
     return ModelError(
         "on several ranks each call inside forward is looked at",
         f"{got}, which hides its calls",

@@ -44,7 +44,7 @@ VERTICES: Final = 200
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedTensor:
     """One compared tensor.
 
     Args:
@@ -74,8 +74,8 @@ class CheckResult:
         unseen: What could not be compared, or nothing.
     """
 
-    first: Row | None
-    rows: tuple[Row, ...] = field(repr=False)
+    first: ComparedTensor | None
+    rows: tuple[ComparedTensor, ...] = field(repr=False)
     parts: int
     tensor: int
     vertices: int
@@ -212,8 +212,8 @@ def _way(parts: int, seed: int, tensor: int, fast: bool) -> _Way:
 class _Found:
     """What one sample showed, and whether forward told its vertices apart by their places."""
 
-    rows: list[Row]
-    first: Row | None
+    rows: list[ComparedTensor]
+    first: ComparedTensor | None
     dtype: torch.dtype
     numbered: bool
 
@@ -348,7 +348,7 @@ def biased(model: nn.Module, part: Partition, share: float, seed: int) -> ModelE
 
 def _compare(
     model: nn.Module, sample: Data, owner: Tensor, dtype: torch.dtype, way: _Way
-) -> tuple[list[Row], bool]:
+) -> tuple[list[ComparedTensor], bool]:
     """Plain PyG against the split, and with draws one rank against the split.
 
     Returns:
@@ -357,7 +357,7 @@ def _compare(
     with _default(dtype):
         whole_data = split_all(sample, torch.zeros_like(owner), 1)[0]
         pieces = split_all(sample, owner, way.parts)
-        rows: list[Row] = []
+        rows: list[ComparedTensor] = []
         quiet = {**HANDLERS, **dict.fromkeys(DRAWS, no_draw)}
         whole = whole_of(copied(model), whole_data, way.seed)
         split = split_of(model, pieces, quiet, way.seed, tensor=way.tensor, fast=way.fast)
@@ -365,7 +365,9 @@ def _compare(
         for name, buffer in whole.buffers.items():
             shares = [trace.buffers[name] for trace in split]
             if all(share.shape == buffer.shape for share in shares):
-                rows.append(Row(name, "buffer", max(_error(share, buffer, None) for share in shares)))
+                rows.append(
+                    ComparedTensor(name, "buffer", max(_error(share, buffer, None) for share in shares))
+                )
         if way.parts > 1:
             # Once more with dropout on, against Kagome on one rank: draws must not know the mesh.
             one = split_of(model, [whole_data], dict(HANDLERS), way.seed, fast=way.fast, once_only=True)
@@ -389,8 +391,8 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 def _differences(
     whole: Trace, split: list[Trace], pieces: list[Partition], sample: Data, note: str
-) -> list[Row]:
-    rows: list[Row] = []
+) -> list[ComparedTensor]:
+    rows: list[ComparedTensor] = []
     count = int(sample.num_nodes or 0)
     for name, value in whole.outputs.items():
         found = [trace.outputs.get(name) for trace in split]
@@ -403,7 +405,7 @@ def _differences(
         for piece, part in zip(pieces, found, strict=True):
             assert part is not None
             joined.index_copy_(axis, piece.own, part.to(joined.dtype))
-        rows.append(Row(name + note, "output", _error(joined, value, None)))
+        rows.append(ComparedTensor(name + note, "output", _error(joined, value, None)))
     scale = max(
         (float(g.abs().max()) for g in whole.grads.values() if g is not None and g.numel()), default=0.0
     )
@@ -416,7 +418,7 @@ def _differences(
             start=torch.zeros_like(next(g for g in (grad, *shares) if g is not None)),
         )
         rows.append(
-            Row(
+            ComparedTensor(
                 name + note,
                 "gradient",
                 _error(total, torch.zeros_like(total) if grad is None else grad, scale),

@@ -19,21 +19,21 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from kagome.comm.in_process.thread_group import LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 from kagome.components.task import has_rows
 from kagome.deferred.lazy_tensor import EscapeError
 from kagome.errors import CommError, KagomeError, ModelError
 from kagome.graph.partition.partition import Partition
 from kagome.graph.structure.sparse_adjacency import inputs_of
 from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interception
+from kagome.intercept.interceptor import Interceptor
 from kagome.model.copies import copied
 from kagome.model.exact import dropout
 from kagome.model.exact.distributions import LAWS, Given, given_of, handed_out, likely
 from kagome.model.exact.handlers import DROPOUTS, HANDLERS, counted, drawn_for
 from kagome.model.exact.layer_rules import apply_rules
 from kagome.model.exact.scope import argument
-from kagome.model.forward_call import Calling
+from kagome.model.forward_call import ForwardCall
 from kagome.user_code.functional import opened
 from kagome.user_code.torch_checkpoint import once
 
@@ -215,7 +215,7 @@ def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
     try:
         model.train()
         with _NoDraws():
-            out = Calling.of(model, set(inputs)).call(model, inputs)
+            out = ForwardCall.of(model, set(inputs)).call(model, inputs)
         _backward(out, part.own, None, model, trace, seed)
     except KagomeError:
         raise
@@ -263,9 +263,9 @@ def _split_of(
 ) -> list[Trace]:
     copies = [copied(model) for _ in pieces]
 
-    def work(channel: LocalChannel) -> Trace:
+    def work(channel: ThreadChannel) -> Trace:
         part, mine = pieces[channel.rank], copies[channel.rank]
-        scope = Interception(part, channel, seed=seed, handlers=handlers, fast=fast, tensor=tensor)
+        scope = Interceptor(part, channel, seed=seed, handlers=handlers, fast=fast, tensor=tensor)
         scope.runs_once = scope.runs_once or once_only
         unrule = apply_rules(mine, scope)
         uninstall = install(mine, scope)
@@ -273,7 +273,7 @@ def _split_of(
         unwatch = _watch(mine, trace)
         mine.train()
         try:
-            calling = Calling.of(mine, set(scope.inputs))
+            calling = ForwardCall.of(mine, set(scope.inputs))
             with scope.running(1, training=True, checked=True):
                 out = calling.call(mine, scope.inputs)
             trace.numbered = scope.numbered
@@ -289,7 +289,7 @@ def _split_of(
         return trace
 
     try:
-        return LocalGroup(len(pieces)).run(work)
+        return ThreadGroup(len(pieces)).run(work)
     except CommError as error:
         raise ModelError(
             "every part comes to the same exchanges in the same order",
@@ -304,7 +304,7 @@ def _first_line(error: Exception) -> str:
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
-def _part_failed(error: Exception, scope: Interception, rank: int) -> ModelError:
+def _part_failed(error: Exception, scope: Interceptor, rank: int) -> ModelError:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/kagome/" not in f.filename]
     line = next(
         (f"{f.name}, line {f.lineno}: {f.line}" for f in reversed(frames) if "/torch/" not in f.filename), ""

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kagome.comm.in_process.thread_group import Come, LocalChannel, LocalGroup
+from kagome.comm.in_process.thread_group import Come, ThreadChannel, ThreadGroup
 
 
 class _Timed(Come):
@@ -42,8 +42,8 @@ class _Timed(Come):
         return super().lent()
 
 
-class ReplayChannel(LocalChannel):
-    """A :class:`~kagome.comm.in_process.thread_group.LocalChannel`; point-to-point messages are not replayed.
+class ReplayChannel(ThreadChannel):
+    """A :class:`~kagome.comm.in_process.thread_group.ThreadChannel`; no point-to-point message is replayed.
 
     Args:
         group: Of this rank.
@@ -56,7 +56,7 @@ class ReplayChannel(LocalChannel):
         met: When this rank met all others, since it was cleared.
     """
 
-    def __init__(self, group: LocalGroup, rank: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, group: ThreadGroup, rank: int, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(group, rank)
         self.clock = clock
         self.meanwhile, self.met = 0.0, list[float]()

@@ -29,7 +29,7 @@ class _EchoError(CommError):
     """What a rank hears of another one's fault."""
 
 
-class LocalGroup:
+class ThreadGroup:
     """What the threads of one group share.
 
     Args:
@@ -45,7 +45,7 @@ class LocalGroup:
         self.letters: dict[tuple[int, int, bool, int], Tensor] = {}
         """What one rank sent to one, by sender, receiver, pass and number."""
 
-    def run(self, work: Callable[[LocalChannel], T]) -> list[T]:
+    def run(self, work: Callable[[ThreadChannel], T]) -> list[T]:
         """Run ``work`` on every rank, each in a thread; an error of any ends all, and is raised.
 
         Python's garbage collector does not run by itself meanwhile: see :func:`_uncollected`.
@@ -58,7 +58,7 @@ class LocalGroup:
 
         def body(rank: int) -> None:
             try:
-                results[rank] = work(LocalChannel(self, rank))
+                results[rank] = work(ThreadChannel(self, rank))
             except BaseException as error:
                 errors.insert(0, error)
                 self.barrier.abort()
@@ -140,7 +140,7 @@ class _Gone:
 class _Letter:
     """A message from one rank that is to come."""
 
-    group: LocalGroup
+    group: ThreadGroup
     key: tuple[int, int, bool, int]
     empty: Tensor
     action: str
@@ -178,10 +178,10 @@ class _Letter:
         return found
 
 
-class LocalChannel:
-    """One thread's end of a :class:`LocalGroup`; see :class:`kagome.comm.channel.Channel` for each method."""
+class ThreadChannel:
+    """One thread's end of a :class:`ThreadGroup`; its methods are those of ``comm.channel.Channel``."""
 
-    def __init__(self, group: LocalGroup, rank: int) -> None:
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, group.size
         self.device = torch.device("cpu")
         self.bytes: dict[str, int] = dict.fromkeys(KINDS, 0)

@@ -39,7 +39,7 @@ _ALIVE_EVERY: Final = 0.05
 """Seconds between two looks whether an awaited peer is alive."""
 
 
-class Box:
+class Mailbox:
     """The tokens of one rank, and those of the peers that it has opened.
 
     Args:
@@ -54,7 +54,7 @@ class Box:
         32 KiB for each rank of the group.
     """
 
-    def __init__(self, rank: int, size: int, beside: Box | None = None) -> None:
+    def __init__(self, rank: int, size: int, beside: Mailbox | None = None) -> None:
         self.rank, self.size = rank, size
         self.cookie = secrets.token_bytes(_COOKIE)
         self.descriptor = memory_file("kagome-box", self._bytes)
@@ -68,7 +68,7 @@ class Box:
         self._early: dict[tuple[int, int, int], tuple[int, ...]] = {}
         """Peers' tokens that lay in the place of later ones: size, then fields."""
         self._lock = threading.Lock()
-        self._all: list[Box] = [] if beside is None else beside._all
+        self._all: list[Mailbox] = [] if beside is None else beside._all
         self._all.append(self)
 
     @property

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kagome.comm.transport import failures
-from kagome.comm.transport.mailbox import BACKWARD, FORWARD, Box
-from kagome.comm.transport.shared_memory import NOWHERE, Shelf
+from kagome.comm.transport.mailbox import BACKWARD, FORWARD, Mailbox
+from kagome.comm.transport.shared_memory import NOWHERE, SharedMemory
 
-Begin = Callable[[], "Work | None"]
+Begin = Callable[[], "TorchWork | None"]
 NO_LIMIT = timedelta(days=1)
 
 
-class Work(Protocol):
+class TorchWork(Protocol):
     """Something under way."""
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> object:
@@ -48,7 +48,7 @@ class Mark(NamedTuple):
     sheet: int = 0
 
 
-class Wire:
+class Transport:
     """The messages of one lane of one group, in their order, and those between two of its ranks.
 
     Args:
@@ -63,7 +63,7 @@ class Wire:
         self,
         group: dist.ProcessGroup,
         lane: Literal[0, 1],
-        shelf: Shelf | None,
+        shelf: SharedMemory | None,
         back: dist.ProcessGroup | None = None,
     ) -> None:
         self.group, self.lane, self.shelf, self.back = group, lane, shelf, back
@@ -114,7 +114,7 @@ class Wire:
                         write(peer, sheet)  # while the ones before travel
                     yield peer, partial(self._send, peer, sent[peer][sheet], marks[sheet], laid.get(peer))
 
-    def send(self, peer: int, message: Tensor, *, backward: bool) -> Work | None:
+    def send(self, peer: int, message: Tensor, *, backward: bool) -> TorchWork | None:
         """Begin a message to one peer, in the order of those that go there in the same pass.
 
         Returns:
@@ -124,17 +124,17 @@ class Wire:
         if not message.numel():
             return None
         if not self.gloo:
-            work: Work = self._one_way(backward).send([message], peer, 0)
+            work: TorchWork = self._one_way(backward).send([message], peer, 0)
             return work
         return self._send(peer, message, mark, self._laid({peer: message}).get(peer))
 
-    def receive(self, peer: int, place: Tensor, *, backward: bool) -> Work | None:
+    def receive(self, peer: int, place: Tensor, *, backward: bool) -> TorchWork | None:
         """Begin to receive what a peer's :meth:`send` of the same pass and number sends."""
         mark = self._mark(peer, backward, sent=False)
         if not place.numel():
             return None
         if not self.gloo:
-            work: Work = self._one_way(backward).recv([place], peer, 0)
+            work: TorchWork = self._one_way(backward).recv([place], peer, 0)
             return work
         return self._receive(peer, place, mark)
 
@@ -161,14 +161,14 @@ class Wire:
                     closed.append(peer)
         return closed
 
-    def by_gloo(self, peer: int, message: Tensor, mark: Mark, *, send: bool) -> Work:
+    def by_gloo(self, peer: int, message: Tensor, mark: Mark, *, send: bool) -> TorchWork:
         """Begin a message through a socket."""
         # Order (7 bits), lane (2), size and sheet (22, hashed): messages that do not belong together never
         # meet, and the wait for the right one ends in an error that can be caught, not in gloo's abort.
         size = (8 * message.numel() + mark.sheet) * 2654435761 % 2**32
         tag = (mark.message % 128) << 24 | mark.lane << 22 | size >> 10
         begin = self.group.send if send else self.group.recv
-        work: Work = begin([message], peer, tag)
+        work: TorchWork = begin([message], peer, tag)
         return work
 
     def _one_way(self, backward: bool) -> dist.ProcessGroup:
@@ -183,12 +183,14 @@ class Wire:
             token = self.shelf.box.count_point(*key[:2], sent=sent)
         return Mark(key[1], self._points[key], token)
 
-    def _receive(self, peer: int, place: Tensor, mark: Mark) -> Work:
+    def _receive(self, peer: int, place: Tensor, mark: Mark) -> TorchWork:
         if self.near(peer):
-            return Coming(self, peer, place, mark)
+            return IncomingMessage(self, peer, place, mark)
         return self.by_gloo(peer, place, mark, send=False)
 
-    def _send(self, peer: int, message: Tensor, mark: Mark, token: tuple[int, ...] | None) -> Work | None:
+    def _send(
+        self, peer: int, message: Tensor, mark: Mark, token: tuple[int, ...] | None
+    ) -> TorchWork | None:
         if token is None or self.shelf is None:
             return self.by_gloo(peer, message, mark, send=True)
         sent = self.by_gloo(peer, message, mark, send=True) if token == NOWHERE else None
@@ -212,7 +214,7 @@ def _nothing(peer: int, sheet: int) -> None:
     """The bytes are there."""
 
 
-class Coming:
+class IncomingMessage:
     """A message whose token comes first: its bytes lie on the peer's shelf, or come by the wire.
 
     Args:
@@ -222,7 +224,7 @@ class Coming:
         mark: Its numbers.
     """
 
-    def __init__(self, wire: Wire, peer: int, place: Tensor, mark: Mark) -> None:
+    def __init__(self, wire: Transport, peer: int, place: Tensor, mark: Mark) -> None:
         self.wire, self.peer, self.place, self.mark = wire, peer, place, mark
         self.lends = False
         """Whether bytes on the shelf are to be left there, to be read in place."""
@@ -256,7 +258,7 @@ class Coming:
 class _Leaving:
     """A message whose token was put off: it is far ahead of what its peer has read."""
 
-    def __init__(self, box: Box, peer: int, mark: Mark, sent: Work | None) -> None:
+    def __init__(self, box: Mailbox, peer: int, mark: Mark, sent: TorchWork | None) -> None:
         self.box, self.peer, self.mark, self.sent = box, peer, mark, sent
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:

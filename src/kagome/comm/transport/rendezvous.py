@@ -21,7 +21,7 @@ from kagome.errors import CommError
 from kagome.launch.environment import Ranks
 
 
-class Joined(PrefixStore):
+class JoinedGroup(PrefixStore):
     """The store of a process group that a mesh has made: which group it is, and how many meshes use it.
 
     torch hands the default group's store to whoever asks, so that a later mesh finds it there.
@@ -42,12 +42,12 @@ class Joined(PrefixStore):
             dist.destroy_process_group()
 
 
-def current() -> Joined | None:
+def current() -> JoinedGroup | None:
     """The default group's store, where a mesh has made that group."""
     store = given_store() if dist.is_initialized() else None
-    while isinstance(store, PrefixStore) and not isinstance(store, Joined):
+    while isinstance(store, PrefixStore) and not isinstance(store, JoinedGroup):
         store = store.underlying_store
-    return store if isinstance(store, Joined) else None
+    return store if isinstance(store, JoinedGroup) else None
 
 
 def given_store() -> Store | None:
@@ -58,7 +58,7 @@ def given_store() -> Store | None:
     return None if find is None else find()
 
 
-def join(ranks: Ranks, device: torch.device, timeout: float) -> Joined:
+def join(ranks: Ranks, device: torch.device, timeout: float) -> JoinedGroup:
     """Meet the other ranks in a process group: a new one, or the one that an open mesh has made on all ranks.
 
     Args:
@@ -109,7 +109,7 @@ def _store(ranks: Ranks, limit: timedelta) -> Store:
     return found
 
 
-def _in_group(ranks: Ranks, device: torch.device, limit: timedelta, store: Store) -> Joined:
+def _in_group(ranks: Ranks, device: torch.device, limit: timedelta, store: Store) -> JoinedGroup:
     """Make the group, or find that all ranks still have one."""
     # torchrun's store outlives a group: what the ranks of an earlier one left there would be believed.
     number, mine = store.add(f"kagome-opened/{ranks.rank}", 1), current()
@@ -122,7 +122,7 @@ def _in_group(ranks: Ranks, device: torch.device, limit: timedelta, store: Store
             mine.users += 1
             return mine
         dist.destroy_process_group()  # another rank has left it: nobody can use it any more
-    joined = Joined(number, store)
+    joined = JoinedGroup(number, store)
     backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(
         backend, store=joined, rank=ranks.rank, world_size=ranks.size, timeout=limit, device_id=own

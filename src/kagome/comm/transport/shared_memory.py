@@ -26,7 +26,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kagome.comm.transport.mailbox import FIELDS, Box, mapped, memory_file
+from kagome.comm.transport.mailbox import FIELDS, Mailbox, mapped, memory_file
 
 SHARE: Final = 1 / 8
 """All shelves of a host together take at most this share of the memory that is free at the start."""
@@ -70,7 +70,7 @@ class Segment:
 
 
 @dataclass
-class Allowance:
+class MemoryAllowance:
     """What all shelves of a rank together may take, and have taken.
 
     Args:
@@ -82,7 +82,7 @@ class Allowance:
     held: int = 0
 
 
-class Shelf:
+class SharedMemory:
     """One rank's segments for one group, and those of its peers that it has opened.
 
     Args:
@@ -94,7 +94,7 @@ class Shelf:
         Segments stay until the end: as many as messages are under way at once, each up to 4 times too large.
     """
 
-    def __init__(self, box: Box, peers: frozenset[int], allowance: Allowance) -> None:
+    def __init__(self, box: Mailbox, peers: frozenset[int], allowance: MemoryAllowance) -> None:
         self.box, self.peers, self.allowance = box, peers, allowance
         self._own: list[Segment] = []
         self._theirs: dict[tuple[int, int], Segment] = {}

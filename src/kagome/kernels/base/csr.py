@@ -29,7 +29,7 @@ class Arrays(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class CsrLayout:
     """Edges grouped by one end: a compressed sparse row matrix whose entries know their edge.
 
     Args:
@@ -63,23 +63,23 @@ class Layout:
         return self.column.numel()
 
     @cached_property
-    def own(self) -> Layout:
+    def own(self) -> CsrLayout:
         """The entries that read own rows, alone and without gaps; the layout itself where all do."""
         return self._taken(self.pointer[:-1], self.middle)
 
     @cached_property
-    def halo(self) -> Layout:
+    def halo(self) -> CsrLayout:
         """The entries that read halo rows, alone and without gaps."""
         return self._taken(self.middle, self.pointer[1:])
 
-    def _taken(self, begin: Tensor, end: Tensor) -> Layout:
+    def _taken(self, begin: Tensor, end: Tensor) -> CsrLayout:
         pointer = torch.zeros_like(self.pointer)
         torch.cumsum(end - begin, 0, out=pointer[1:])
         if int(pointer[-1]) == self.edges:
             return self
         row = torch.repeat_interleave(pointer.diff())
         place = torch.arange(row.numel(), device=row.device) + (begin - pointer[:-1]).index_select(0, row)
-        return Layout(
+        return CsrLayout(
             pointer, pointer[1:], self.column.index_select(0, place), self.edge.index_select(0, place)
         )
 
@@ -115,16 +115,16 @@ class Structure:
     whole: int
 
     @cached_property
-    def by_target(self) -> Layout:
+    def by_target(self) -> CsrLayout:
         """In-edges of each own row, sorted by source, equal ones in the order given."""
         self._fits()
         if self.source.is_cuda:
             return _sorted(self.target, self.source, self.own, self.whole, self.own)
         parts = grouped(_array(self.target), _array(self.source), self.own, self.own)
-        return Layout(*(torch.from_numpy(part) for part in parts))
+        return CsrLayout(*(torch.from_numpy(part) for part in parts))
 
     @cached_property
-    def by_source(self) -> Layout:
+    def by_source(self) -> CsrLayout:
         """Out-edges of each row that may be read, sorted by target, equal ones in the order given."""
         self._fits()
         if self.source.is_cuda:
@@ -132,7 +132,7 @@ class Structure:
         layout = self.by_target
         pointer, column, edge = (t.numpy() for t in (layout.pointer, layout.column, layout.edge))
         start, other, which = (torch.from_numpy(t) for t in turned(pointer, column, edge, self.whole))
-        return Layout(start, start[1:], other, which)
+        return CsrLayout(start, start[1:], other, which)
 
     @cached_property
     def walked(self) -> Structure:
@@ -190,14 +190,14 @@ class Structure:
                 raise IndexError(f"index {wrong} is out of bounds for dimension 0 with size {rows}")
 
 
-def _sorted(major: Tensor, minor: Tensor, rows: int, columns: int, own: int) -> Layout:
+def _sorted(major: Tensor, minor: Tensor, rows: int, columns: int, own: int) -> CsrLayout:
     """The layout by one stable sort of (major, minor): any device."""
     edge = torch.argsort(major * max(columns, 1) + minor, stable=True)
     column, row = minor[edge], major[edge]
     pointer = torch.zeros(rows + 1, dtype=torch.int64, device=major.device)
     torch.cumsum(torch.bincount(major, minlength=rows), 0, out=pointer[1:])
     middle = pointer[:-1] + torch.bincount(row[column < own], minlength=rows)
-    return Layout(pointer, middle, column.to(torch.int32), edge.to(torch.int32))
+    return CsrLayout(pointer, middle, column.to(torch.int32), edge.to(torch.int32))
 
 
 def _array(ids: Tensor) -> Any:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kagome.kernels.base.csr import Layout, Structure
+from kagome.kernels.base.csr import CsrLayout, Structure
 
 Span = Literal["all", "own", "halo"]
 """Which entries of each row are walked: all, those that read own rows, or those that read halo rows."""
@@ -20,7 +20,9 @@ TINY = 1e-16
 """Added to a softmax's total, as PyG does."""
 
 
-def entries(layout: Layout, span: Span = "all", rows: slice | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def entries(
+    layout: CsrLayout, span: Span = "all", rows: slice | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(row of the result, column, edge) of each entry in the span, as int64."""
     kept = slice(None) if rows is None else rows
     begin = (layout.middle if span == "halo" else layout.pointer[:-1])[kept]
@@ -32,7 +34,7 @@ def entries(layout: Layout, span: Span = "all", rows: slice | None = None) -> tu
     return row, layout.column.index_select(0, place).long(), layout.edge.index_select(0, place).long()
 
 
-def count_of(layout: Layout, rows: slice | None) -> int:
+def count_of(layout: CsrLayout, rows: slice | None) -> int:
     """How many rows a result has."""
     return layout.rows if rows is None else len(range(*rows.indices(layout.rows)))
 
@@ -55,7 +57,7 @@ def _greatest(index: Tensor, values: Tensor, rows: int) -> Tensor:
 
 
 def sum_rows(
-    layout: Layout,
+    layout: CsrLayout,
     x: Tensor,
     weight: Tensor | None = None,
     scale: Tensor | None = None,
@@ -77,7 +79,13 @@ def sum_rows(
 
 
 def dot_edges(
-    layout: Layout, a: Tensor, b: Tensor, *, span: Span = "all", offset: int = 0, into: Tensor | None = None
+    layout: CsrLayout,
+    a: Tensor,
+    b: Tensor,
+    *,
+    span: Span = "all",
+    offset: int = 0,
+    into: Tensor | None = None,
 ) -> Tensor:
     """See ``ops.dot_edges``."""
     row, column, edge = entries(layout, span)
@@ -86,25 +94,25 @@ def dot_edges(
     return out
 
 
-def extreme_rows(layout: Layout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+def extreme_rows(layout: CsrLayout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     """See ``ops.extreme_rows``."""
     row, column, _ = entries(layout)
     return _extreme(layout, row, x.index_select(0, column), sign)
 
 
-def extreme_edges(layout: Layout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+def extreme_edges(layout: CsrLayout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     """See ``ops.extreme_edges``."""
     row, _, edge = entries(layout)
     return _extreme(layout, row, values.index_select(0, edge), sign)
 
 
-def _extreme(layout: Layout, row: Tensor, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+def _extreme(layout: CsrLayout, row: Tensor, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     best = _greatest(row, values * sign, layout.rows) * sign
     best = torch.where(_aligned(layout.pointer.diff() == 0, best), torch.zeros_like(best), best)
     return best, _summed(row, (values == best.index_select(0, row)).to(values.dtype), layout.rows)
 
 
-def extreme_back(layout: Layout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
+def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
     """See ``ops.extreme_back``."""
     row, column, _ = entries(layout)
     share = (g / ties.clamp(min=1)).index_select(0, column)
@@ -112,7 +120,7 @@ def extreme_back(layout: Layout, x: Tensor, best: Tensor, ties: Tensor, g: Tenso
     return _summed(row, share * same, layout.rows)
 
 
-def extreme_edges_back(layout: Layout, values: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
+def extreme_edges_back(layout: CsrLayout, values: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
     """See ``ops.extreme_edges_back``."""
     row, _, edge = entries(layout)
     same = values.index_select(0, edge) == best.index_select(0, row)
@@ -121,7 +129,7 @@ def extreme_edges_back(layout: Layout, values: Tensor, best: Tensor, ties: Tenso
     return out
 
 
-def softmax_edges(layout: Layout, logits: Tensor) -> Tensor:
+def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
     """See ``ops.softmax_edges``."""
     row, _, edge = entries(layout)
     z = logits.index_select(0, edge)
@@ -131,7 +139,7 @@ def softmax_edges(layout: Layout, logits: Tensor) -> Tensor:
     return out
 
 
-def softmax_edges_back(layout: Layout, alpha: Tensor, g: Tensor) -> Tensor:
+def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
     """See ``ops.softmax_edges_back``."""
     row, _, edge = entries(layout)
     total = _summed(row, (alpha * g).index_select(0, edge), layout.rows)
@@ -140,7 +148,7 @@ def softmax_edges_back(layout: Layout, alpha: Tensor, g: Tensor) -> Tensor:
     return alpha * (g - spread)
 
 
-def softmax_sum(layout: Layout, a: Tensor, b: Tensor, slope: float) -> Tensor:
+def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor:
     """See ``ops.softmax_sum``."""
     row, column, edge = entries(layout)
     logits = a.new_empty(layout.edges, a.size(1))
@@ -156,7 +164,7 @@ def softmax_sum_back(
     return join_edges_back(structure, a, b, slope, gz)
 
 
-def leaky_dots(layout: Layout, a: Tensor, b: Tensor, att: Tensor, slope: float) -> Tensor:
+def leaky_dots(layout: CsrLayout, a: Tensor, b: Tensor, att: Tensor, slope: float) -> Tensor:
     """See ``ops.leaky_dots``."""
     row, column, edge = entries(layout)
     out = a.new_empty(layout.edges, a.size(1))
@@ -183,13 +191,13 @@ def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: T
     table.index_add_(0, place, rows.index_select(0, which) * scale.view(-1, *[1] * (rows.dim() - 1)))
 
 
-def sum_edges(layout: Layout, values: Tensor, rows: slice | None = None) -> Tensor:
+def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> Tensor:
     """See ``ops.sum_edges``."""
     row, _, edge = entries(layout, "all", rows)
     return _summed(row, values.index_select(0, edge), count_of(layout, rows))
 
 
-def column_softmax(layout: Layout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ops.column_softmax``."""
     row, column, _ = entries(layout)
     zs = z.index_select(0, column)
@@ -202,7 +210,7 @@ def column_softmax(layout: Layout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor
 
 
 def column_softmax_back(
-    layout: Layout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
+    layout: CsrLayout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See ``ops.column_softmax_back``."""
     row, column, _ = entries(layout)

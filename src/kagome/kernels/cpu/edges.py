@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kagome.kernels.base.csr import Layout, Structure
+from kagome.kernels.base.csr import CsrLayout, Structure
 from kagome.kernels.base.reference import count_of
 from kagome.kernels.base.thread_pool import array, compiled, flat, share, spread
 from kagome.kernels.cpu.prefetch import ahead_of, fetch
@@ -113,7 +113,7 @@ def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: T
     )
 
 
-def sum_edges(layout: Layout, values: Tensor, rows: slice | None = None) -> Tensor:
+def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> Tensor:
     """See ``ops.sum_edges``."""
     begin, end = bounds(layout, rows)
     out = values.new_empty(count_of(layout, rows), *values.shape[1:])
@@ -157,7 +157,7 @@ def join_edges_back(
     return ga, _bent(structure.by_source, b, a, slope, g)
 
 
-def _bent(layout: Layout, mine: Tensor, its: Tensor, slope: float, g: Tensor) -> Tensor:
+def _bent(layout: CsrLayout, mine: Tensor, its: Tensor, slope: float, g: Tensor) -> Tensor:
     begin, end = bounds(layout)
     out = mine.new_empty(mine.shape)
     column, edge = layout.arrays.column, layout.arrays.edge

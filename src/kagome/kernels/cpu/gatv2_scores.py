@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kagome.kernels.base.csr import Layout, Structure
+from kagome.kernels.base.csr import CsrLayout, Structure
 from kagome.kernels.base.thread_pool import array, compiled, cuts_of, each, flat, share
 from kagome.kernels.cpu.prefetch import ahead_of, fetch
 from kagome.kernels.cpu.simd import add_bent, bent_dot
@@ -113,7 +113,7 @@ def _back(width: int) -> Callable[..., None]:
     return loop
 
 
-def leaky_dots(layout: Layout, a: Tensor, b: Tensor, att: Tensor, slope: float) -> Tensor:
+def leaky_dots(layout: CsrLayout, a: Tensor, b: Tensor, att: Tensor, slope: float) -> Tensor:
     """See ``ops.leaky_dots``."""
     begin, end = bounds(layout)
     heads, width = a.shape[1:]

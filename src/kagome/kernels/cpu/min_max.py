@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kagome.kernels.base.csr import Layout
+from kagome.kernels.base.csr import CsrLayout
 from kagome.kernels.base.reference import TINY
 from kagome.kernels.base.thread_pool import compiled, flat, share
 from kagome.kernels.cpu.exp import exponential
@@ -138,17 +138,17 @@ def _softmax_back(
                 of_z[f] += p * (read[f] - sums[f])
 
 
-def extreme_rows(layout: Layout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+def extreme_rows(layout: CsrLayout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     """See ``ops.extreme_rows``."""
     return _extremes(layout, layout.arrays.column, x, sign)
 
 
-def extreme_edges(layout: Layout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+def extreme_edges(layout: CsrLayout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     """See ``ops.extreme_edges``."""
     return _extremes(layout, layout.arrays.edge, values, sign)
 
 
-def _extremes(layout: Layout, index: Any, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+def _extremes(layout: CsrLayout, index: Any, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     begin, end = bounds(layout)
     best, ties = x.new_empty(layout.rows, *x.shape[1:]), x.new_empty(layout.rows, *x.shape[1:])
     values, top, same = flat(x), flat(best), flat(ties)
@@ -162,7 +162,7 @@ def _extremes(layout: Layout, index: Any, x: Tensor, sign: float) -> tuple[Tenso
     return best, ties
 
 
-def extreme_back(layout: Layout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
+def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
     """See ``ops.extreme_back``."""
     begin, end = bounds(layout)
     out = x.new_empty(x.shape)
@@ -177,7 +177,7 @@ def extreme_back(layout: Layout, x: Tensor, best: Tensor, ties: Tensor, g: Tenso
     return out
 
 
-def extreme_edges_back(layout: Layout, values: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
+def extreme_edges_back(layout: CsrLayout, values: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
     """See ``ops.extreme_edges_back``."""
     begin, end = bounds(layout)
     out = values.new_empty(values.shape)
@@ -192,7 +192,7 @@ def extreme_edges_back(layout: Layout, values: Tensor, best: Tensor, ties: Tenso
     return out
 
 
-def column_softmax(layout: Layout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ops.column_softmax``."""
     begin, end = bounds(layout)
     made = [torch.empty(layout.rows, *z.shape[1:], dtype=z.dtype) for _ in range(3)]
@@ -209,7 +209,7 @@ def column_softmax(layout: Layout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor
 
 
 def column_softmax_back(
-    layout: Layout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
+    layout: CsrLayout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See ``ops.column_softmax_back``."""
     begin, end = bounds(layout)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kagome.kernels.base.csr import Layout, Structure
+from kagome.kernels.base.csr import CsrLayout, Structure
 from kagome.kernels.base.reference import TINY
 from kagome.kernels.base.thread_pool import array, compiled, inlined, share
 from kagome.kernels.cpu.edges import sum_edges
@@ -207,7 +207,7 @@ def _sums_back(width: int) -> Callable[..., None]:
     return loop
 
 
-def softmax_edges(layout: Layout, logits: Tensor) -> Tensor:
+def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
     """See ``ops.softmax_edges``."""
     begin, end = bounds(layout)
     out = logits.new_empty(logits.shape)
@@ -222,7 +222,7 @@ def softmax_edges(layout: Layout, logits: Tensor) -> Tensor:
     return out
 
 
-def softmax_edges_back(layout: Layout, alpha: Tensor, g: Tensor) -> Tensor:
+def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
     """See ``ops.softmax_edges_back``."""
     begin, end = bounds(layout)
     out = alpha.new_empty(alpha.shape)
@@ -238,7 +238,7 @@ def softmax_edges_back(layout: Layout, alpha: Tensor, g: Tensor) -> Tensor:
     return out
 
 
-def softmax_sum(layout: Layout, a: Tensor, b: Tensor, slope: float) -> Tensor:
+def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor:
     """See ``ops.softmax_sum``."""
     begin, end = bounds(layout)
     heads = a.size(1)

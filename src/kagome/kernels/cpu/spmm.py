@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kagome.kernels.base.csr import Layout
+from kagome.kernels.base.csr import CsrLayout
 from kagome.kernels.base.reference import Span, count_of
 from kagome.kernels.base.thread_pool import array, compiled, flat, share
 from kagome.kernels.cpu.prefetch import ahead_of, fetch
@@ -30,12 +30,12 @@ WIDTHS = (8, 16, 32, 64, 128)
 """Columns a head that have a loop of their own; other numbers go by fours."""
 
 
-def part_of(layout: Layout, span: Span) -> Layout:
+def part_of(layout: CsrLayout, span: Span) -> CsrLayout:
     """The layout of a span's entries alone."""
     return {"all": lambda: layout, "own": lambda: layout.own, "halo": lambda: layout.halo}[span]()
 
 
-def bounds(layout: Layout, rows: slice | None = None) -> tuple[Any, Any]:
+def bounds(layout: CsrLayout, rows: slice | None = None) -> tuple[Any, Any]:
     """Where each row's entries begin and end, as numpy arrays."""
     pointer = layout.arrays.pointer
     begin, end = pointer[:-1], pointer[1:]
@@ -264,7 +264,7 @@ def _numbers(scale: Tensor, like: Tensor) -> Any:
 
 
 def sum_rows(
-    layout: Layout,
+    layout: CsrLayout,
     x: Tensor,
     weight: Tensor | None = None,
     scale: Tensor | None = None,
@@ -308,7 +308,13 @@ def sum_rows(
 
 
 def dot_edges(
-    layout: Layout, a: Tensor, b: Tensor, *, span: Span = "all", offset: int = 0, into: Tensor | None = None
+    layout: CsrLayout,
+    a: Tensor,
+    b: Tensor,
+    *,
+    span: Span = "all",
+    offset: int = 0,
+    into: Tensor | None = None,
 ) -> Tensor:
     """See ``ops.dot_edges``."""
     heads, width = a.shape[1:]

@@ -86,7 +86,7 @@ def _module(device: str) -> Any:
         return import_module("kagome.kernels.quantize.cpu")
     if device == "cuda" and find_spec("triton") is not None:
         return import_module("kagome.kernels.quantize.triton")
-    return Plain
+    return ReferenceCodec
 
 
 def drawn(stamps: Tensor, key: int, width: int) -> Tensor:
@@ -119,7 +119,7 @@ def _mixed(h: Tensor) -> Tensor:
     return h ^ h >> 16
 
 
-class Plain:
+class ReferenceCodec:
     """The same in plain PyTorch."""
 
     @staticmethod

@@ -18,7 +18,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from kagome.kernels.base.csr import Layout, Structure
+from kagome.kernels.base.csr import CsrLayout, Structure
 from kagome.kernels.base.reference import (
     TINY,
     Span,
@@ -68,7 +68,7 @@ def _tile(x: Tensor) -> tuple[int, int]:
     return columns, min(BLOCK, triton.next_power_of_2(max(columns, 1)))
 
 
-def _bounds(layout: Layout, span: Span = "all", rows: slice | None = None) -> tuple[Tensor, Tensor]:
+def _bounds(layout: CsrLayout, span: Span = "all", rows: slice | None = None) -> tuple[Tensor, Tensor]:
     kept = slice(None) if rows is None else rows
     begin = layout.middle if span == "halo" else layout.pointer[:-1]
     end = layout.middle if span == "own" else layout.pointer[1:]
@@ -90,7 +90,7 @@ def _by_heads(kernel: Any, x: Tensor, programs: int, heads: int, *arguments: Any
 
 
 def sum_rows(
-    layout: Layout,
+    layout: CsrLayout,
     x: Tensor,
     weight: Tensor | None = None,
     scale: Tensor | None = None,
@@ -127,14 +127,20 @@ def sum_rows(
     return out if into is None or direct else into.add_(out)
 
 
-def sum_edges(layout: Layout, values: Tensor, rows: slice | None = None) -> Tensor:
+def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> Tensor:
     """See ``ops.sum_edges``."""
-    by_edge = Layout(layout.pointer, layout.middle, layout.edge, layout.edge)
+    by_edge = CsrLayout(layout.pointer, layout.middle, layout.edge, layout.edge)
     return sum_rows(by_edge, values, rows=rows)
 
 
 def dot_edges(
-    layout: Layout, a: Tensor, b: Tensor, *, span: Span = "all", offset: int = 0, into: Tensor | None = None
+    layout: CsrLayout,
+    a: Tensor,
+    b: Tensor,
+    *,
+    span: Span = "all",
+    offset: int = 0,
+    into: Tensor | None = None,
 ) -> Tensor:
     """See ``ops.dot_edges``."""
     out = a.new_zeros(layout.edges, a.size(1)) if into is None else into
@@ -143,7 +149,7 @@ def dot_edges(
     return out if kept is out else out.copy_(kept)
 
 
-def leaky_dots(layout: Layout, a: Tensor, b: Tensor, att: Tensor, slope: float) -> Tensor:
+def leaky_dots(layout: CsrLayout, a: Tensor, b: Tensor, att: Tensor, slope: float) -> Tensor:
     """See ``ops.leaky_dots``."""
     out = a.new_empty(layout.edges, a.size(1))
     _dots(layout, a, b, att, slope, out, "all", 0)
@@ -151,7 +157,7 @@ def leaky_dots(layout: Layout, a: Tensor, b: Tensor, att: Tensor, slope: float) 
 
 
 def _dots(
-    layout: Layout,
+    layout: CsrLayout,
     a: Tensor,
     b: Tensor,
     att: Tensor | None,
@@ -208,20 +214,20 @@ def leaky_dots_back(
     return ga, gb, tally.sum(0).to(att.dtype)
 
 
-def softmax_edges(layout: Layout, logits: Tensor) -> Tensor:
+def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
     """See ``ops.softmax_edges``."""
     logits = logits.contiguous()
     return _edge_softmax(layout, logits, logits, logits, logits, None)
 
 
-def softmax_sum(layout: Layout, a: Tensor, b: Tensor, slope: float) -> Tensor:
+def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor:
     """See ``ops.softmax_sum``."""
     a, b = a.contiguous(), b.contiguous()
     return _edge_softmax(layout, a, a, a, b, slope)
 
 
 def _edge_softmax(
-    layout: Layout, like: Tensor, logits: Tensor, a: Tensor, b: Tensor, slope: float | None
+    layout: CsrLayout, like: Tensor, logits: Tensor, a: Tensor, b: Tensor, slope: float | None
 ) -> Tensor:
     heads = like.size(1)
     out = like.new_empty(layout.edges, heads)
@@ -233,7 +239,7 @@ def _edge_softmax(
     return out
 
 
-def softmax_edges_back(layout: Layout, alpha: Tensor, g: Tensor) -> Tensor:
+def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
     """See ``ops.softmax_edges_back``."""
     alpha = alpha.contiguous()
     return _edge_softmax_back(layout, alpha, alpha, None, alpha, g.contiguous())[1]
@@ -249,7 +255,7 @@ def softmax_sum_back(
 
 
 def _edge_softmax_back(
-    layout: Layout, a: Tensor, b: Tensor, slope: float | None, alpha: Tensor, g: Tensor
+    layout: CsrLayout, a: Tensor, b: Tensor, slope: float | None, alpha: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
     heads = alpha.size(1)
     ga, gz = torch.empty_like(a), torch.empty_like(alpha)
@@ -260,17 +266,17 @@ def _edge_softmax_back(
     return ga, gz
 
 
-def extreme_rows(layout: Layout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+def extreme_rows(layout: CsrLayout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     """See ``ops.extreme_rows``."""
     return _extremes(layout, layout.column, x, sign)
 
 
-def extreme_edges(layout: Layout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+def extreme_edges(layout: CsrLayout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     """See ``ops.extreme_edges``."""
     return _extremes(layout, layout.edge, values, sign)
 
 
-def _extremes(layout: Layout, index: Tensor, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+def _extremes(layout: CsrLayout, index: Tensor, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     best, ties = x.new_empty(layout.rows, *x.shape[1:]), x.new_empty(layout.rows, *x.shape[1:])
     arguments = (*_bounds(layout), index, x, best, ties, _tile(x)[0])
@@ -278,7 +284,7 @@ def _extremes(layout: Layout, index: Tensor, x: Tensor, sign: float) -> tuple[Te
     return best, ties
 
 
-def extreme_back(layout: Layout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
+def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
     """See ``ops.extreme_back``."""
     x, part = x.contiguous(), (g / ties.clamp(min=1)).contiguous()
     out = torch.empty_like(x)
@@ -287,7 +293,7 @@ def extreme_back(layout: Layout, x: Tensor, best: Tensor, ties: Tensor, g: Tenso
     return out
 
 
-def column_softmax(layout: Layout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ops.column_softmax``."""
     z, m = z.contiguous(), m.contiguous()
     out, top, total = (z.new_empty(layout.rows, *z.shape[1:]) for _ in range(3))
@@ -297,7 +303,7 @@ def column_softmax(layout: Layout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor
 
 
 def column_softmax_back(
-    layout: Layout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
+    layout: CsrLayout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See ``ops.column_softmax_back``."""
     z, m, out, top = (t.contiguous() for t in (z, m, out, top))

@@ -28,7 +28,7 @@ from torch_geometric.data import Data
 from kagome.errors import ModelError
 from kagome.model.copies import copied
 from kagome.model.decouple.propagation import Attention, Ends, Mean, Relations, Symmetric
-from kagome.model.forward_call import Calling
+from kagome.model.forward_call import ForwardCall
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Hops(NamedTuple):
     times: int = 1
 
 
-class Calls:
+class CallOrder:
     """The layers that a forward came to, in order; those of one kind that follow each other together."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Map(nn.Module):
         calls: Told of each call.
     """
 
-    def __init__(self, layer: nn.Module, rule: Rule, operator: Operator, calls: Calls) -> None:
+    def __init__(self, layer: nn.Module, rule: Rule, operator: Operator, calls: CallOrder) -> None:
         super().__init__()
         self.layer, self.rule, self.operator, self.calls = layer, rule, operator, calls
 
@@ -132,7 +132,7 @@ class Decoupled(nn.Module):
         operators: By the place of each kind in the first forward.
     """
 
-    def __init__(self, model: nn.Module, calls: Calls, operators: Mapping[Operator, nn.Module]) -> None:
+    def __init__(self, model: nn.Module, calls: CallOrder, operators: Mapping[Operator, nn.Module]) -> None:
         super().__init__()
         self.model, self.calls = model, calls
         self.order = tuple(operators)
@@ -169,10 +169,12 @@ class Decoupled(nn.Module):
         )
 
 
-def _mapped(model: nn.Module, calls: Calls, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Hops], Calling]:
+def _mapped(
+    model: nn.Module, calls: CallOrder, inputs: Mapping[str, Any]
+) -> tuple[Tensor, list[Hops], ForwardCall]:
     """A model's maps run; the hops that follow; and how it is called."""
     calls.hops = []
-    calling = Calling.of(model, set(inputs))
+    calling = ForwardCall.of(model, set(inputs))
     rows = calling.call(model, inputs)
     hops, calls.hops = calls.hops, []  # what they hold of this forward is not kept
     return rows, hops, calling
@@ -193,7 +195,7 @@ def decouple(model: nn.Module, inputs: Mapping[str, Tensor]) -> Decoupled:
     """
     own = (*model.parameters(), *model.buffers())
     twin = copied(model, {id(tensor): tensor for tensor in own})
-    calls = Calls()
+    calls = CallOrder()
     layers = {path: m for path, m in twin.named_modules() if isinstance(m, pyg.MessagePassing)}
     if not layers:
         raise ModelError(

@@ -24,7 +24,7 @@ from typing import Any, Final
 from torch import nn
 
 from kagome.errors import ModelError
-from kagome.model.forward_call import Calling
+from kagome.model.forward_call import ForwardCall
 from kagome.model.operators.pieces import Piece
 from kagome.model.operators.probe import Fact, Probe, compare, compare_gradients, probe
 from kagome.model.operators.samples import Batch, inputs_of
@@ -276,7 +276,7 @@ def branches_of(model: nn.Module, sample: Batch, *, batch_norm: str = "refuse") 
             read each other.
     """
     inputs = inputs_of(model, sample)
-    calling = Calling.named_as(model, inputs)
+    calling = ForwardCall.named_as(model, inputs)
     graph = trace(model, list(inputs), words=OF_SAMPLES, calling=calling)
     branches = Branches(graph, probe(model, graph, inputs, batch_norm=batch_norm))
     compare(model, branches.graph, inputs, batch_norm=batch_norm)

@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from kagome.errors import DataError, KagomeError, ModelError
-from kagome.model.forward_call import Calling
-from kagome.model.operators.sample_dropout import Call, Masks, Place, place_of
+from kagome.model.forward_call import ForwardCall
+from kagome.model.operators.sample_dropout import Call, DropoutSite, Masks, place_of
 from kagome.model.operators.samples import count_of, rows_of
 from kagome.model.trace.equivalence import refuse_unlike
 from kagome.model.trace.graph import LayerGraph, Step
@@ -90,7 +90,7 @@ class Probe:
     """
 
     facts: Mapping[str, Fact]
-    places: Mapping[Call, Place | None]
+    places: Mapping[Call, DropoutSite | None]
 
 
 def probe(
@@ -131,7 +131,7 @@ def probe(
     with _untouched(model, batch_norm) as check_buffers:
         runs = [last(size, masks) for size, masks in zip(sizes, noted, strict=True)]
         check_buffers()
-        places: dict[Call, Place | None] = {}
+        places: dict[Call, DropoutSite | None] = {}
         for call, shape in noted[0].shapes.items():
             try:
                 places[call] = place_of(shape, sizes[0], noted[1].shapes[call], sizes[1], several=True)
@@ -178,7 +178,7 @@ def compare(model: nn.Module, graph: LayerGraph, inputs: Mapping[str, Tensor], *
         for name, value in rows.items():  # forward may have written to them
             given[name].copy_(value)
 
-    calling = Calling.named_as(model, given)
+    calling = ForwardCall.named_as(model, given)
     refuse_unlike(model, graph, given, on=on, before=masks.at, calling=calling)
 
 

@@ -28,7 +28,7 @@ _DROPS = ("dropout", "dropout_", "feature_dropout", "feature_dropout_")
 _REFUSED = ("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
 
 
-class Place(NamedTuple):
+class DropoutSite(NamedTuple):
     """Where the samples lie in a tensor.
 
     Args:
@@ -53,7 +53,7 @@ class Masks(TorchFunctionMode):
             the shapes are noted.
     """
 
-    def __init__(self, seed: int, places: Mapping[Call, Place | None] | None = None) -> None:
+    def __init__(self, seed: int, places: Mapping[Call, DropoutSite | None] | None = None) -> None:
         super().__init__()
         self.seed, self.places = seed, places
         self.shapes: dict[Call, tuple[int, ...]] = {}
@@ -135,7 +135,7 @@ class Masks(TorchFunctionMode):
 
 def place_of(
     shape: tuple[int, ...], samples: int, other: tuple[int, ...], others: int, *, several: bool = False
-) -> Place | None:
+) -> DropoutSite | None:
     """Where samples lie, from a tensor's shapes for two numbers of samples.
 
     Args:
@@ -158,5 +158,5 @@ def place_of(
         axis = axes[0]
         each, rest = divmod(shape[axis], samples)
         if not rest and other[axis] == each * others and (each == 1 or several):
-            return Place(axis, each)
+            return DropoutSite(axis, each)
     raise ValueError

@@ -24,7 +24,7 @@ _VIEWS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Flow:
+class Liveness:
     """What flows through a graph.
 
     Args:
@@ -47,7 +47,7 @@ class Flow:
     same_state: Mapping[str, int]
 
     @staticmethod
-    def of(graph: LayerGraph, survey: Survey) -> Flow:
+    def of(graph: LayerGraph, survey: Survey) -> Liveness:
         """What flows through a graph, by a survey of it.
 
         Raises:
@@ -79,7 +79,7 @@ class Flow:
             elif _of_shapes(step, again | free, survey):
                 again.add(step.name)
         body = tuple(step for step in graph.steps if step.name not in again)
-        flow = Flow(graph, body, frozenset(again), {}, {}, {}, {})
+        flow = Liveness(graph, body, frozenset(again), {}, {}, {}, {})
         readers: dict[str, list[int]] = {step.name: [] for step in body}
         for place, step in enumerate(body):
             for name in flow.needed(step.reads)[1]:
@@ -104,7 +104,7 @@ class Flow:
             for place, step in enumerate(body)
             if state[place]
         }
-        return Flow(
+        return Liveness(
             graph, body, flow.again, {k: tuple(v) for k, v in readers.items()}, firm, until, same_state
         )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kagome.errors import ModelError
 from kagome.model.split.balance import SLACK, allowed_pieces, best_cuts, most_pieces
-from kagome.model.split.liveness import Flow
+from kagome.model.split.liveness import Liveness
 from kagome.model.trace.graph import Step
 from kagome.model.trace.shapes import LayerGraph, Survey, Value
 
@@ -91,7 +91,7 @@ def cut(
             where=next((step.line for step in graph.steps if step.name == graph.output), ""),
             hint="return the scores alone; a table of all vertices is read by number, with n_id in the data",
         )
-    flow = Flow.of(graph, survey)
+    flow = Liveness.of(graph, survey)
     allowed = allowed_pieces([_is_layer(step) for step in flow.body], flow.barred())
     most = most_pieces(allowed, stages)
     if most < stages:
@@ -164,7 +164,7 @@ def _is_layer(step: Step) -> bool:
     return step.layer or (step.kind != "attribute" and bool(step.parameters))
 
 
-def _refuse(flow: Flow, stages: int, most: int, ranks: int) -> None:
+def _refuse(flow: Liveness, stages: int, most: int, ranks: int) -> None:
     layers = sum(_is_layer(step) for step in flow.body)
     why = f"it has {layers} step{'s' * (layers != 1)} with weights or messages"
     blocked = flow.blocked()
@@ -186,7 +186,7 @@ def _refuse(flow: Flow, stages: int, most: int, ranks: int) -> None:
     )
 
 
-def _built(graph: LayerGraph, flow: Flow, cuts: Sequence[int], ranks: int) -> tuple[Stage, ...]:
+def _built(graph: LayerGraph, flow: Liveness, cuts: Sequence[int], ranks: int) -> tuple[Stage, ...]:
     count = len(cuts) - 1
     home: dict[str, int] = {}
     for number in range(count):

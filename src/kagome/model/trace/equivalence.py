@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from kagome.errors import KagomeError, ModelError
-from kagome.model.forward_call import Calling
+from kagome.model.forward_call import ForwardCall
 from kagome.model.trace.graph import LayerGraph, Step, failed
 from kagome.model.trace.tracer import is_whole
 
@@ -36,7 +36,7 @@ def refuse_unlike(
     where: Callable[[], str] = str,
     hint: str = TRACED,
     halved: bool = False,
-    calling: Calling | None = None,
+    calling: ForwardCall | None = None,
 ) -> None:
     """Run a model as it is and by its steps, in both modes, and compare.
 
@@ -58,7 +58,7 @@ def refuse_unlike(
     Cost:
         Two forwards of the sample in each mode.
     """
-    form = calling or Calling.of(model, inputs)
+    form = calling or ForwardCall.of(model, inputs)
     given = [value for value in inputs.values() if isinstance(value, Tensor)]
     kinds = {tensor.dtype for tensor in (*model.parameters(), *given)}
     kinds |= {torch.bfloat16} if halved else set()

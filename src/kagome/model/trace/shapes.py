@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from kagome.errors import KagomeError, ModelError
-from kagome.model.forward_call import Calling
+from kagome.model.forward_call import ForwardCall
 from kagome.model.trace.builder import OF_GRAPHS, ForeignError, Words, both_modes, same, steps_of
 from kagome.model.trace.containers import Contents
 from kagome.model.trace.graph import Flag, LayerGraph, Ref, Step, failed
@@ -87,7 +87,7 @@ def trace(
     names: Sequence[str],
     plain: Mapping[str, Any] | None = None,
     words: Words = OF_GRAPHS,
-    calling: Calling | None = None,
+    calling: ForwardCall | None = None,
 ) -> LayerGraph:
     """The steps of a model's forward, the same for training and evaluation but for the training flag.
 
@@ -105,7 +105,7 @@ def trace(
         ModelError: If the model's own forward cannot be traced, does other things in training than in
             evaluation, or returns no single value; or if it asks for an input that there is not.
     """
-    form, contents = calling or Calling.of(model, names), Contents(model)
+    form, contents = calling or ForwardCall.of(model, names), Contents(model)
     whole: set[str] = set()
 
     def noted(training: bool) -> LayerGraph:

@@ -28,7 +28,7 @@ from torch_geometric.nn.models import MLP, JumpingKnowledge
 from kagome.errors import ModelError
 from kagome.model import forward_call as calling_file
 from kagome.model.exact.dropout import DRAWS
-from kagome.model.forward_call import Calling
+from kagome.model.forward_call import ForwardCall
 from kagome.model.trace.graph import Constant
 
 CURE = "put these lines into a module of its own: what cannot be followed is one operator"
@@ -154,7 +154,7 @@ class Tracer(fx.Tracer):
     def __init__(
         self,
         model: nn.Module,
-        calling: Calling,
+        calling: ForwardCall,
         names: Collection[str],
         whole: Collection[str],
         plain: Mapping[str, Any] | None = None,

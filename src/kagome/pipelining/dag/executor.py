@@ -14,18 +14,18 @@ from torch import Tensor
 from kagome.comm.channel import Channel
 from kagome.model.operators.graph import Branches
 from kagome.model.operators.pieces import Piece
-from kagome.pipelining.dag.sample_layout import Layout
-from kagome.pipelining.dag.stage_run import Job, StageCode
-from kagome.pipelining.dag.transfers import Messages, names_of
+from kagome.pipelining.dag.sample_layout import SampleLayout
+from kagome.pipelining.dag.stage_run import DagStageCode, DagStageRun
+from kagome.pipelining.dag.transfers import DagTransfers, names_of
 from kagome.records.spans import Spans
-from kagome.schedule.actions import Action, Kind, Program, Programs, pointed
+from kagome.schedule.actions import Action, ActionKind, Program, Programs, pointed
 from kagome.schedule.dag_schedules import DagShape, dag
 
 Lose = Callable[[Tensor, range], Tensor]
 
 
 @dataclass(frozen=True)
-class Pass:
+class DagExecutor:
     """One rank's.
 
     Args:
@@ -36,8 +36,8 @@ class Pass:
         spans: Where the time of each action goes.
     """
 
-    code: StageCode
-    layout: Layout
+    code: DagStageCode
+    layout: SampleLayout
     program: Program
     channel: Channel
     spans: Spans
@@ -49,7 +49,7 @@ class Pass:
         *,
         training: bool,
         lose: Lose | None = None,
-        done: Callable[[Job], None] = lambda job: None,
+        done: Callable[[DagStageRun], None] = lambda job: None,
     ) -> None:
         """Run the program.
 
@@ -65,18 +65,18 @@ class Pass:
         """
         stage, replica = self.layout.seat(self.channel.rank)
         doing = f"update {update}" if training else "prediction"
-        jobs: dict[int, Job] = {}
+        jobs: dict[int, DagStageRun] = {}
 
-        def job_of(chunk: int) -> Job:
+        def job_of(chunk: int) -> DagStageRun:
             if chunk not in jobs:
                 samples = self.layout.samples(stage, chunk, replica)
-                jobs[chunk] = Job(self.code, samples, inputs, lose, update, training=training)
+                jobs[chunk] = DagStageRun(self.code, samples, inputs, lose, update, training=training)
             return jobs[chunk]
 
         last = {self._chunk(stage, action): place for place, action in enumerate(self.program)}
         at = 0
         try:
-            messages = Messages(
+            messages = DagTransfers(
                 self.code.branches,
                 self.code.piece,
                 self.layout,
@@ -90,7 +90,7 @@ class Pass:
                 with self.spans.phase(str(action), update if training else None):
                     if action.kind.computes:
                         job = job_of(action.chunk)
-                        if action.kind is Kind.F:
+                        if action.kind is ActionKind.F:
                             job.forward()
                             done(job)
                         else:
@@ -127,7 +127,7 @@ def forward_program(piece: Piece, chunks: int) -> Program:
     """A stage's program of a prediction in which all stages have the same micro-batches."""
     stage, program = piece.number, list[Action]()
     for chunk in range(chunks):
-        program += [Action(stage, Kind.RECV_F, chunk, None, one) for one in sorted(piece.takes)]
-        program.append(Action(stage, Kind.F, chunk))
-        program += [Action(stage, Kind.SEND_F, chunk, None, other) for other in sorted(piece.gives)]
+        program += [Action(stage, ActionKind.RECV_F, chunk, None, one) for one in sorted(piece.takes)]
+        program.append(Action(stage, ActionKind.F, chunk))
+        program += [Action(stage, ActionKind.SEND_F, chunk, None, other) for other in sorted(piece.gives)]
     return tuple(program)

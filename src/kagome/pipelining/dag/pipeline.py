@@ -43,11 +43,11 @@ from kagome.pipelining.dag.checks import (
     rough_operators,
     take_state,
 )
-from kagome.pipelining.dag.executor import Pass, forward_program, update_programs
+from kagome.pipelining.dag.executor import DagExecutor, forward_program, update_programs
 from kagome.pipelining.dag.plans import plan_of
-from kagome.pipelining.dag.replicas import Weights
-from kagome.pipelining.dag.sample_layout import Layout
-from kagome.pipelining.dag.stage_run import Job, StageCode
+from kagome.pipelining.dag.replicas import ReplicaWeights
+from kagome.pipelining.dag.sample_layout import SampleLayout
+from kagome.pipelining.dag.stage_run import DagStageCode, DagStageRun
 from kagome.pipelining.foreign_weights import read_by_loss, refused, watch_hooks, watched
 from kagome.planner.stages.plan import StagePlan
 from kagome.records.spans import Span, Spans
@@ -107,7 +107,9 @@ def pipeline(
         A few forwards and backwards of 4 samples, with ``auto`` of up to 64; all weights once from rank 0.
     """
     check_kind("channel", channel, Channel | None)
-    wishes = Wishes(loss, _adam if optimizer is None else optimizer, devices, plan, batch, batch_norm, seed)
+    wishes = PipelineOptions(
+        loss, _adam if optimizer is None else optimizer, devices, plan, batch, batch_norm, seed
+    )
     with ExitStack() as stack:
         world = channel or stack.enter_context(open_mesh(Parallel())).world
         pipe = Pipeline(model_to_cut(model), sample_batch, wishes, world)
@@ -116,7 +118,7 @@ def pipeline(
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PipelineOptions:
     """What a user wants of a pipeline besides the model; see :func:`pipeline`.
 
     Raises:
@@ -185,7 +187,9 @@ class Pipeline:
         stage: This rank's stage.
     """
 
-    def __init__(self, model: nn.Module, sample_batch: Batch, wishes: Wishes, channel: Channel) -> None:
+    def __init__(
+        self, model: nn.Module, sample_batch: Batch, wishes: PipelineOptions, channel: Channel
+    ) -> None:
         wishes.check_devices(channel.size)
         self._stack = ExitStack()
         self.model, self.channel, self._loss = model.to(channel.device), channel, wishes.loss
@@ -208,16 +212,16 @@ class Pipeline:
         compare_halves(model, graph, inputs, self.plan.batch, batch_norm=wishes.batch_norm)
         shape = self.plan.shape(self.operators)
         self._pieces = self._branches.pieces([stage.operators for stage in self.plan.stages])
-        self._layout = Layout.of(self.plan)
+        self._layout = SampleLayout.of(self.plan)
         self.stage, self._replica = self._layout.seat(channel.rank)
         programs = update_programs(self._branches, self._pieces, shape)
         self.program = to_text(programs)
         self._programs, self._program = programs, programs[self.stage]
         self._forms = forms_of(inputs)
-        self._code = StageCode(
+        self._code = DagStageCode(
             model, self._branches, self._pieces[self.stage], Masks(wishes.seed, self._branches.places)
         )
-        self._weights = Weights(model, self._pieces, self._layout, channel)
+        self._weights = ReplicaWeights(model, self._pieces, self._layout, channel)
         self._weights.share_first()
         own = list(self._weights.mine.values())
         self.optimizer = wishes.optimizer(own) if own else None
@@ -264,11 +268,11 @@ class Pipeline:
         def lose(out: Tensor, samples: range) -> Tensor:
             return lost(self._loss, out, target[samples.start : samples.stop]) / self.plan.batch
 
-        def done(job: Job) -> None:
+        def done(job: DagStageRun) -> None:
             if job.loss is not None:
                 total.add_(job.loss.detach().double())
 
-        current = Pass(self._code, self._layout, self._program, self.channel, self._spans)
+        current = DagExecutor(self._code, self._layout, self._program, self.channel, self._spans)
         with hooks_off(self._weights.mine.values()):
             current.run(inputs, update, training=True, lose=lose, done=done)
         with self._spans.phase("weights", update):
@@ -306,13 +310,13 @@ class Pipeline:
         name, found = self._branches.graph.output, dict[int, Tensor]()
         fact = self._branches.facts[name]
 
-        def done(job: Job) -> None:
+        def done(job: DagStageRun) -> None:
             if name in job.outs and self._code.piece.output == name:
                 found[job.samples.start] = job.outs[name]
 
         self.model.eval()
         try:
-            Pass(self._code, layout, program, self.channel, self._spans).run(
+            DagExecutor(self._code, layout, program, self.channel, self._spans).run(
                 inputs, self._update, training=False, done=done
             )
         finally:

@@ -16,10 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kagome.comm.channel import Channel
 from kagome.model.operators.pieces import Piece
-from kagome.pipelining.dag.sample_layout import Layout
+from kagome.pipelining.dag.sample_layout import SampleLayout
 
 
-class Weights:
+class ReplicaWeights:
     """Who has what.
 
     Args:
@@ -29,7 +29,9 @@ class Weights:
         channel: All ranks.
     """
 
-    def __init__(self, model: nn.Module, pieces: Sequence[Piece], layout: Layout, channel: Channel) -> None:
+    def __init__(
+        self, model: nn.Module, pieces: Sequence[Piece], layout: SampleLayout, channel: Channel
+    ) -> None:
         self.model, self.channel = model, channel
         self.parameters = dict(model.named_parameters())
         self.holders: dict[str, tuple[int, ...]] = {}

@@ -19,7 +19,7 @@ from kagome.planner.stages.plan import StagePlan
 
 
 @dataclass(frozen=True)
-class Layout:
+class SampleLayout:
     """Samples by stage, micro-batch and replica.
 
     Args:
@@ -33,14 +33,16 @@ class Layout:
     devices: tuple[int, ...]
 
     @staticmethod
-    def of(plan: StagePlan) -> Layout:
+    def of(plan: StagePlan) -> SampleLayout:
         """The layout of a plan's batch."""
         stages = plan.stages
-        return Layout(plan.batch, tuple(s.micro_batch for s in stages), tuple(s.devices for s in stages))
+        return SampleLayout(
+            plan.batch, tuple(s.micro_batch for s in stages), tuple(s.devices for s in stages)
+        )
 
-    def even(self, batch: int) -> Layout:
+    def even(self, batch: int) -> SampleLayout:
         """The same ranks for any number of samples, all stages in micro-batches of one size."""
-        return Layout(batch, (max(self.sizes),) * len(self.sizes), self.devices)
+        return SampleLayout(batch, (max(self.sizes),) * len(self.sizes), self.devices)
 
     def chunks(self, stage: int) -> int:
         """Micro-batches of a stage."""

@@ -23,7 +23,7 @@ Part = tuple[range, Tensor]
 
 
 @dataclass(frozen=True)
-class StageCode:
+class DagStageCode:
     """What a rank runs.
 
     Args:
@@ -39,7 +39,7 @@ class StageCode:
     masks: Masks
 
 
-class Job:
+class DagStageRun:
     """One rank's samples of one micro-batch.
 
     Args:
@@ -54,7 +54,7 @@ class Job:
 
     def __init__(
         self,
-        code: StageCode,
+        code: DagStageCode,
         samples: range,
         inputs: Mapping[str, Tensor],
         lose: Callable[[Tensor, range], Tensor] | None,

@@ -12,20 +12,21 @@ from typing import Final
 
 import torch
 
-from kagome.comm.channel import Channel, Pending, Sending
+from kagome.comm.channel import Channel
+from kagome.comm.work import SendWork, Work
 from kagome.model.operators.graph import Branches
 from kagome.model.operators.pieces import Piece
-from kagome.pipelining.dag.sample_layout import Layout
-from kagome.pipelining.dag.stage_run import Job
-from kagome.schedule.actions import Action, Kind, Program
+from kagome.pipelining.dag.sample_layout import SampleLayout
+from kagome.pipelining.dag.stage_run import DagStageRun
+from kagome.schedule.actions import Action, ActionKind, Program
 
 AHEAD: Final = 8
 """Receives that are posted before they are waited for: more would hold memory that no window counts."""
 
-_Coming = tuple[str, range, Pending]
+_Coming = tuple[str, range, Work]
 
 
-class Messages:
+class DagTransfers:
     """One rank's, in one pass.
 
     Args:
@@ -41,7 +42,7 @@ class Messages:
         self,
         branches: Branches,
         piece: Piece,
-        layout: Layout,
+        layout: SampleLayout,
         channel: Channel,
         program: Program,
         words: Callable[[Action], str],
@@ -50,10 +51,10 @@ class Messages:
         self.words = words
         self._posted: deque[tuple[Action, list[_Coming]]] = deque()
         self._left = deque(action for action in program if action.kind.receives)
-        self._leaving: dict[int, list[Sending]] = {}
+        self._leaving: dict[int, list[SendWork]] = {}
         self._post()
 
-    def send(self, action: Action, job: Job) -> None:
+    def send(self, action: Action, job: DagStageRun) -> None:
         """Begin to send each peer its samples of a unit."""
         forward = action.kind.forward
         for peer, samples in self.layout.shared(self.channel.rank, action.other, action.chunk):
@@ -68,7 +69,7 @@ class Messages:
                 answered = forward and self.branches.facts[name].grad
                 self._leaving.setdefault(job.samples.start if answered else -1, []).append(sending)
 
-    def receive(self, action: Action, job: Job) -> None:
+    def receive(self, action: Action, job: DagStageRun) -> None:
         """Wait for all peers' samples of a unit."""
         posted, coming = self._posted.popleft()
         assert posted == action
@@ -76,7 +77,7 @@ class Messages:
             job.take(action.other, name, (samples, pending.wait()))
         self._post()
 
-    def answered(self, job: Job) -> None:
+    def answered(self, job: DagStageRun) -> None:
         """All that a job gave has come back as gradients: what was sent has long gone."""
         for sending in self._leaving.pop(job.samples.start, []):
             sending.wait()
@@ -109,6 +110,6 @@ class Messages:
 
 def names_of(branches: Branches, piece: Piece, action: Action) -> list[str]:
     """The values that a SEND or RECV of a stage is about; back go the gradients of those that have one."""
-    given = piece.gives if action.kind in (Kind.SEND_F, Kind.RECV_B) else piece.takes
+    given = piece.gives if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else piece.takes
     names = given.get(action.other, ())
     return [name for name in names if action.kind.forward or branches.facts[name].grad]

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from kagome.planner.stages.operator_costs import Operator, OperatorGraph
 from kagome.planner.stages.plan import StagePlan
-from kagome.planner.stages.series_parallel import Tree, tree_of
+from kagome.planner.stages.series_parallel import SeriesParallelTree, tree_of
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _alone(graph: OperatorGraph, one: Sequence[str], two: Sequence[str]) -> bool
     return all(reader in one or reader in two for name in one for reader in graph.readers[name])
 
 
-def _rows(node: Tree) -> Iterator[list[str]]:
+def _rows(node: SeriesParallelTree) -> Iterator[list[str]]:
     """Leaves that stand next to each other in a row."""
     row: list[str] = []
     for child in node.children:

@@ -32,9 +32,9 @@ import numpy as np
 from kagome.errors import PlanError
 from kagome.planner.stages import graphpipe_search
 from kagome.planner.stages.devices import StageCost
-from kagome.planner.stages.operator_groups import Facts, Floats, Groups, Ints, run
+from kagome.planner.stages.operator_groups import Floats, GroupFacts, Groups, Ints, run
 from kagome.planner.stages.plan import PlannedStage, StagePlan
-from kagome.planner.stages.series_parallel import Tree, tree_of
+from kagome.planner.stages.series_parallel import SeriesParallelTree, tree_of
 from kagome.planner.stages.simulate_plan import longer_turns, trial
 from kagome.schedule.dag_schedules import windows
 
@@ -50,7 +50,7 @@ class TreePlans(ABC):
 
 
 @dataclass(eq=False)
-class Row(TreePlans):
+class SearchRow(TreePlans):
     """Children one after the other.
 
     Args:
@@ -98,7 +98,7 @@ class SideBySide(TreePlans):
     """
 
     search: Search
-    node: Tree
+    node: SeriesParallelTree
     behind: int
     tables: Floats
     how: Ints
@@ -145,13 +145,13 @@ class Search:
         places: Micro-batches that stages may have, by their places among the facts'.
     """
 
-    def __init__(self, facts: Facts, bottleneck: float, places: Sequence[int]) -> None:
+    def __init__(self, facts: GroupFacts, bottleneck: float, places: Sequence[int]) -> None:
         self.facts, self.bottleneck, self.places = facts, bottleneck, tuple(places)
         self.sizes = np.array([0, *(facts.sizes[place] for place in places)], dtype=float)
         self._needs: dict[int, Ints] = {}
         self._known: dict[tuple[int, float, int], TreePlans] = {}
 
-    def solve(self, node: Tree, held: float, behind: int) -> TreePlans:
+    def solve(self, node: SeriesParallelTree, held: float, behind: int) -> TreePlans:
         """Plans for a node, given what is held behind it, and in which micro-batch, by place."""
         key = id(node), held, behind
         if key not in self._known:
@@ -169,7 +169,7 @@ class Search:
         own, other = int(self.sizes[size]), int(self.sizes[reader])
         return PlannedStage(names, devices, own, max(1, other // own))
 
-    def _need(self, node: Tree, groups: Groups) -> Ints:
+    def _need(self, node: SeriesParallelTree, groups: Groups) -> Ints:
         if id(node) not in self._needs:
             self._needs[id(node)] = groups.need(self.bottleneck, self.places)
         return self._needs[id(node)]
@@ -178,13 +178,13 @@ class Search:
     def _most(self) -> int:
         return self.facts.cost.devices.count
 
-    def _row(self, node: Tree, held: float, behind: int) -> Row:
+    def _row(self, node: SeriesParallelTree, held: float, behind: int) -> SearchRow:
         groups, cost = self.facts.groups(node), self.facts.cost
         children = len(groups.children)
         tables = np.full((children + 1, self._most + 1, self.sizes.size), np.inf)
         tables[children, 0, behind] = held
         how = np.zeros((*tables.shape, 3), dtype=np.int64)
-        found = Row(self, groups, tables, how)
+        found = SearchRow(self, groups, tables, how)
         need, end = self._need(node, groups), children
 
         def up_to(first: int, end: int) -> None:
@@ -206,7 +206,7 @@ class Search:
         up_to(0, end)
         return found
 
-    def _side_by_side(self, node: Tree, held: float, behind: int) -> SideBySide:
+    def _side_by_side(self, node: SeriesParallelTree, held: float, behind: int) -> SideBySide:
         states, groups, cost = self.facts.states(node), self.facts.groups(node), self.facts.cost
         tables = np.full((states.begins.size - 1, self._most + 1, self.sizes.size), np.inf)
         tables[0, 0, 0] = 0.0
@@ -248,14 +248,14 @@ class GraphPipe:
     tolerance: float = 0.01
 
     @cached_property
-    def tree(self) -> Tree:
+    def tree(self) -> SeriesParallelTree:
         """The operators as a tree."""
         return tree_of(self.cost.graph)
 
     @cached_property
-    def facts(self) -> Facts:
+    def facts(self) -> GroupFacts:
         """What groups of operators cost."""
-        return Facts(self.cost, tuple(sorted(self.sizes)))
+        return GroupFacts(self.cost, tuple(sorted(self.sizes)))
 
     def plan(self) -> StagePlan:
         """Of the plans that the search meets, with one micro-batch and with any, the fastest in a trial.

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kagome.planner.stages.devices import StageCost
-from kagome.planner.stages.series_parallel import Tree
+from kagome.planner.stages.series_parallel import SeriesParallelTree
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -38,7 +38,7 @@ class Groups:
         seconds ``[groups, micro-batches, devices]``; fixed and kept ``[groups]``.
     """
 
-    children: tuple[Tree, ...]
+    children: tuple[SeriesParallelTree, ...]
     members: tuple[int, ...]
     seconds: Floats
     fixed: Floats
@@ -85,7 +85,7 @@ class States:
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
+class GroupFacts:
     """What does not depend on the bottleneck: shared by all questions.
 
     Args:
@@ -103,7 +103,7 @@ class Facts:
         """Groups of which the costs are known."""
         return sum(len(groups.members) for groups in self._groups.values())
 
-    def groups(self, node: Tree) -> Groups:
+    def groups(self, node: SeriesParallelTree) -> Groups:
         """A node's groups: of a row, children next to each other (see :func:`run`), else what states name."""
         if id(node) not in self._groups:
             children = node.children or (node,)
@@ -112,7 +112,7 @@ class Facts:
             self._groups[id(node)] = self._counted(children, members)
         return self._groups[id(node)]
 
-    def states(self, node: Tree) -> States:
+    def states(self, node: SeriesParallelTree) -> States:
         """The states of a parallel node."""
         if id(node) not in self._states:
             self._states[id(node)] = states_of(node)
@@ -156,7 +156,7 @@ class Facts:
     def _place(self) -> dict[str, int]:
         return {operator.name: place for place, operator in enumerate(self.cost.graph.operators)}
 
-    def _counted(self, children: Sequence[Tree], members: tuple[int, ...]) -> Groups:
+    def _counted(self, children: Sequence[SeriesParallelTree], members: tuple[int, ...]) -> Groups:
         """As ``StageCost``, of many stages at once."""
         link, batch, operators = self.cost.devices, self.cost.batch, self.cost.graph.operators
         own = np.zeros((len(children), len(operators)))
@@ -200,7 +200,7 @@ def runs(children: int) -> Iterator[int]:
             yield (1 << end) - (1 << begin)
 
 
-def states_of(node: Tree) -> States:
+def states_of(node: SeriesParallelTree) -> States:
     """The states that a parallel node's children can be in."""
     count = len(node.children)
     options: dict[int, list[tuple[int | None, int]]] = {}

@@ -22,7 +22,7 @@ from kagome.planner.stages.operator_costs import OperatorGraph
 
 
 @dataclass(frozen=True)
-class Tree:
+class SeriesParallelTree:
     """A node.
 
     Args:
@@ -36,9 +36,9 @@ class Tree:
 
     kind: str
     names: tuple[str, ...]
-    children: tuple[Tree, ...] = ()
+    children: tuple[SeriesParallelTree, ...] = ()
     forced: bool = False
-    rows: tuple[Tree, ...] = ()
+    rows: tuple[SeriesParallelTree, ...] = ()
 
     def leaves(self) -> Iterator[str]:
         """Operators in the order of the tree."""
@@ -48,7 +48,7 @@ class Tree:
             yield from child.leaves()
 
 
-def tree_of(graph: OperatorGraph) -> Tree:
+def tree_of(graph: OperatorGraph) -> SeriesParallelTree:
     """The tree of a graph.
 
     Cost: the square of the number of operators, in bits.
@@ -71,35 +71,50 @@ def tree_of(graph: OperatorGraph) -> Tree:
     return _with_rows(found, levels, root=True)
 
 
-def _with_rows(node: Tree, levels: Mapping[str, int], *, root: bool = False) -> Tree:
+def _with_rows(
+    node: SeriesParallelTree, levels: Mapping[str, int], *, root: bool = False
+) -> SeriesParallelTree:
     children = tuple(_with_rows(child, levels) for child in node.children)
     if node.kind == "leaf" or not (node.kind == "parallel" or (root and any(c.children for c in children))):
         return replace(node, children=children)
     by_branch = list(node.leaves())
     orders = dict.fromkeys((tuple(by_branch), tuple(sorted(by_branch, key=levels.__getitem__))))
-    rows = (Tree("series", order, tuple(Tree("leaf", (name,)) for name in order), True) for order in orders)
+    rows = (
+        SeriesParallelTree(
+            "series", order, tuple(SeriesParallelTree("leaf", (name,)) for name in order), True
+        )
+        for order in orders
+    )
     return replace(node, children=children, rows=tuple(rows))
 
 
-def _tree(names: Sequence[str], members: list[int], below: Sequence[int], related: Sequence[int]) -> Tree:
+def _tree(
+    names: Sequence[str], members: list[int], below: Sequence[int], related: Sequence[int]
+) -> SeriesParallelTree:
     own = tuple(names[number] for number in members)
     if len(members) == 1:
-        return Tree("leaf", own)
+        return SeriesParallelTree("leaf", own)
     everyone = sum(1 << number for number in members)
     side_by_side = _components(members, lambda number: related[number] & everyone)
     if len(side_by_side) > 1:
-        return Tree("parallel", own, tuple(_tree(names, part, below, related) for part in side_by_side))
+        return SeriesParallelTree(
+            "parallel", own, tuple(_tree(names, part, below, related) for part in side_by_side)
+        )
     in_a_row = _components(members, lambda number: everyone & ~related[number])
     if len(in_a_row) > 1:
         # Of two such parts all of one come before all of the other.
         in_a_row.sort(key=lambda part: bin(below[part[0]] & everyone).count("1"))
-        return Tree("series", own, _flat(_tree(names, part, below, related) for part in in_a_row))
-    return Tree("series", own, tuple(Tree("leaf", (name,)) for name in own), forced=True)
+        return SeriesParallelTree(
+            "series", own, _flat(_tree(names, part, below, related) for part in in_a_row)
+        )
+    return SeriesParallelTree(
+        "series", own, tuple(SeriesParallelTree("leaf", (name,)) for name in own), forced=True
+    )
 
 
-def _flat(children: Iterator[Tree]) -> tuple[Tree, ...]:
+def _flat(children: Iterator[SeriesParallelTree]) -> tuple[SeriesParallelTree, ...]:
     """Children, those of a forced row in its place: a row in a row is one row."""
-    found: list[Tree] = []
+    found: list[SeriesParallelTree] = []
     for child in children:
         found.extend(child.children if child.forced else (child,))
     return tuple(found)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 from kagome.planner.stages.devices import StageCost
 from kagome.planner.stages.plan import StagePlan
-from kagome.schedule.actions import Action, Kind
+from kagome.schedule.actions import Action, ActionKind
 from kagome.schedule.dag_schedules import DagShape, dag, windows
-from kagome.schedule.simulator import Run, simulate
+from kagome.schedule.simulator import Simulation, simulate
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class PlanSimulation:
     """What a simulated batch found.
 
     Args:
@@ -27,7 +27,7 @@ class Trial:
     """
 
     shape: DagShape
-    run: Run
+    run: Simulation
     seconds: float
     memory: tuple[float, ...]
 
@@ -45,7 +45,7 @@ class Trial:
         return max(found)
 
 
-def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Trial:
+def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> PlanSimulation:
     """Run a plan's programs once.
 
     Args:
@@ -58,7 +58,7 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Tria
     passes = [cost.compute(s.operators, s.devices, s.micro_batch) for s in plan.stages]
 
     def compute(action: Action) -> float:
-        return passes[action.stage][0 if action.kind is Kind.F else 1]
+        return passes[action.stage][0 if action.kind is ActionKind.F else 1]
 
     def transfer(action: Action) -> float:
         way = min(action.stage, action.other), max(action.stage, action.other)
@@ -77,7 +77,7 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Tria
         cost.memory(stage.operators, stage.devices, samples)
         for stage, samples in zip(plan.stages, held, strict=True)
     )
-    return Trial(shape, run, run.seconds + sync, memory)
+    return PlanSimulation(shape, run, run.seconds + sync, memory)
 
 
 def flow(

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from kagome.records.pipeline import Measured
+from kagome.records.pipeline import MeasuredPipeline
 from kagome.records.units import seconds_text
 from kagome.report.charts.style import ink
 from kagome.report.charts.svg import legend
 from kagome.report.chrome_trace import axis
-from kagome.schedule.simulator import Run, Span as Slice
+from kagome.schedule.simulator import SimulatedSpan as Slice, Simulation
 
 MOST_ROWS = 32
 MOST_SLICES = 4000
@@ -25,7 +25,7 @@ LEAST = 0.2
 """What is narrower, in pixels, is not drawn unless it computes."""
 
 
-def lanes_svg(measured: Measured, predicted: Run | None = None) -> str:
+def lanes_svg(measured: MeasuredPipeline, predicted: Simulation | None = None) -> str:
     """A pipeline's epoch over time: measured above, predicted below, to one scale.
 
     Of more than :data:`MOST_ROWS` ranks or stages the first are drawn.
@@ -45,7 +45,7 @@ def lanes_svg(measured: Measured, predicted: Run | None = None) -> str:
     return _chart(groups, length, what)
 
 
-def predicted_svg(predicted: Run) -> str:
+def predicted_svg(predicted: Simulation) -> str:
     """An epoch of a pipeline that nobody ran yet.
 
     Of more than :data:`MOST_ROWS` stages the first are drawn.

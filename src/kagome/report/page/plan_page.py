@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from kagome.records.plan import HEAD, Ranked, Row, cells, title_of
+from kagome.records.plan import HEAD, PlanRow, Ranked, cells, title_of
 from kagome.records.units import seconds_text
 from kagome.report.charts.style import ink
 from kagome.report.charts.svg import Bar, bars, legend
@@ -65,7 +65,7 @@ def _beside(plans: Ranked) -> str:
     return section("Plans", keys + bars(rows, seconds_text) + numbers, lead)
 
 
-def _epoch(number: int, one: Row) -> str:
+def _epoch(number: int, one: PlanRow) -> str:
     title = f"{number}. {one.name}"
     if one.run is not None:
         rest = one.epoch_seconds - one.run.seconds
