@@ -247,12 +247,13 @@ def read(run: Path) -> Any:
     """All that a run reads of its newest checkpoint."""
     from kagome.checkpoint import checkpoint
     from kagome.checkpoint.epoch_state import Recalled
+    from kagome.checkpoint.files import latest
     from kagome.comm.channel import Channel
     from kagome.config import toml_io
     from kagome.model.zoo import build_model
     from kagome.objective import optimizers
 
-    settings, folder = toml_io.from_toml(run / "config.toml"), checkpoint.latest(run)
+    settings, folder = toml_io.from_toml(run / "config.toml"), latest(run)
     model = build_model(settings.model, in_channels=6, out_channels=3, num_nodes=60)
     optimizer = optimizers.optimizer_of(model, settings, None)
     place, best, told = checkpoint.load(

@@ -15,6 +15,7 @@ from training import QUIET, Gcn, graph, losses, model, settings
 
 from kagome import Trainer
 from kagome.checkpoint import checkpoint
+from kagome.checkpoint.files import latest
 from kagome.comm.channel import Channel
 from kagome.errors import CheckpointError
 from kagome.records.epoch import read_records
@@ -90,7 +91,7 @@ def test_best_weights_survive_a_resume_that_does_not_better_them(ranks, run, sav
 
 def test_patience_goes_on_where_it_was(run):
     """The epochs waited before the resume count."""
-    place = json.loads((checkpoint.latest(run) / "place.json").read_text())
+    place = json.loads((latest(run) / "place.json").read_text())
     found = trained(
         Channel(None, "cpu"), str(run), 500, str(run), patience=max(place["waited"], 1) + 1, lr=0.0
     )
@@ -119,7 +120,7 @@ def test_only_the_newest_two_stay_and_the_pointer_names_the_last(tmp_path):
     trained(Channel(None, "cpu"), str(tmp_path), 7, save_every=2)
     found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert found == ["epoch-000006", "epoch-000007", "latest"]
-    assert checkpoint.latest(tmp_path).name == "epoch-000007"
+    assert latest(tmp_path).name == "epoch-000007"
 
 
 def test_somebody_s_copy_of_a_checkpoint_stays(tmp_path):
@@ -143,7 +144,7 @@ def test_a_course_that_was_left_is_removed_with_the_next_checkpoint(run):
     shutil.copytree(run / "checkpoints" / "epoch-000007", run / "checkpoints" / "epoch-000009")
     trained(Channel(None, "cpu"), str(run), 8, str(run))
     assert sorted(p.name for p in (run / "checkpoints").glob("epoch-*")) == ["epoch-000007", "epoch-000008"]
-    assert checkpoint.latest(run).name == "epoch-000008"
+    assert latest(run).name == "epoch-000008"
 
 
 def test_a_write_that_was_cut_off_is_passed_over(tmp_path):
@@ -158,7 +159,7 @@ def test_a_write_that_was_cut_off_is_passed_over(tmp_path):
             CheckpointError, match=rf"place.json is missing(.|\n)*--resume {older}, which is wh"
         ):
             trained(Channel(None, "cpu"), None, 9, str(where))
-    assert checkpoint.latest(older) == older
+    assert latest(older) == older
     found = trained(Channel(None, "cpu"), str(tmp_path), 9, str(older), save_every=3)
     assert found["summary"]["epochs"] == 9
     assert not half.exists()
@@ -167,7 +168,7 @@ def test_a_write_that_was_cut_off_is_passed_over(tmp_path):
 def test_a_fault_while_writing_leaves_the_last_one_and_reaches_every_rank(ranks, run):
     for found in ranks(2, writes_where_it_cannot, str(run)):
         assert "No space left" in found
-    assert checkpoint.latest(run).name == f"epoch-{SAVED:06d}"
+    assert latest(run).name == f"epoch-{SAVED:06d}"
 
 
 def writes_where_it_cannot(channel: Channel, folder: str) -> str:
@@ -189,7 +190,7 @@ def writes_where_it_cannot(channel: Channel, folder: str) -> str:
 
 
 def damage(folder: Path, how: str) -> None:
-    last = checkpoint.latest(folder)
+    last = latest(folder)
     if how == "place":
         (last / "place.json").write_text('{"epoch": 7')
     elif how == "data":
@@ -225,7 +226,7 @@ def test_a_refused_checkpoint_leaves_the_model_as_it_was(run):
     before = {name: value.clone() for name, value in mine.state_dict().items()}
     with pytest.raises(CheckpointError):
         checkpoint.load(
-            checkpoint.latest(run),
+            latest(run),
             Channel(None, "cpu"),
             model=mine,
             optimizer=torch.optim.Adam(mine.parameters()),
@@ -261,14 +262,14 @@ def writes_what_cannot_be(channel: Channel, folder: str) -> str:
 def test_a_state_that_cannot_be_written_ends_all_ranks(ranks, run):
     for found in ranks(2, writes_what_cannot_be, str(run)):
         assert "a builtins.function is no plain data; the last whole one is" in found
-    assert checkpoint.latest(run).name == f"epoch-{SAVED:06d}"
+    assert latest(run).name == f"epoch-{SAVED:06d}"
 
 
 def test_a_run_saved_between_evaluations_ends_with_its_best_epoch_s_weights(tmp_path):
     """The resume has no epoch left: only the checkpoint says that the last one is not the best."""
     often = trained(Channel(None, "cpu"), None, 4, eval_every=4)
     trained(Channel(None, "cpu"), str(tmp_path), 6, eval_every=4, save_every=5)
-    between = checkpoint.latest(tmp_path / "checkpoints" / "epoch-000005")
+    between = latest(tmp_path / "checkpoints" / "epoch-000005")
     found = trained(Channel(None, "cpu"), None, 5, str(between), eval_every=4)
     assert found["summary"]["best_epoch"] == 4
     torch.testing.assert_close(found["weights"], often["weights"])

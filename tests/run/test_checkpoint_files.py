@@ -23,6 +23,7 @@ from training import QUIET, Gcn, graph, settings
 from kagome import Trainer
 from kagome.checkpoint import checkpoint
 from kagome.checkpoint.checkpoint import RunPosition
+from kagome.checkpoint.files import latest
 from kagome.comm.channel import Channel
 from kagome.errors import CheckpointError
 from kagome.storage import sealed_files
@@ -158,12 +159,12 @@ def test_a_pointer_that_names_nothing_is_said_to(pair, text):
     else:
         pointer.write_bytes(text)
     with pytest.raises(CheckpointError, match=rf"holds something else(.|\n)*--resume {pair}/epoch-000007"):
-        checkpoint.latest(pair)
+        latest(pair)
 
 
 def test_without_a_pointer_the_newest_is_taken(pair):
     (pair / checkpoint.LATEST).unlink()
-    assert checkpoint.latest(pair).name == "epoch-000007"
+    assert latest(pair).name == "epoch-000007"
 
 
 def test_another_optimizer_or_model_is_refused(pair):
@@ -365,7 +366,7 @@ def test_a_file_that_cannot_grow_ends_all_ranks_with_the_last_whole_one_by_name(
         assert re.search(r"epoch-000008, but it cannot be: .*File too large.*; the last whole one is", text)
         assert str(pair / "epoch-000007") in text
     assert sorted(p.name for p in pair.iterdir()) == ["epoch-000006", "epoch-000007", "latest"]
-    read(checkpoint.latest(pair))
+    read(latest(pair))
 
 
 def test_a_run_says_so_in_one_sentence(tmp_path):
@@ -405,7 +406,7 @@ def test_what_epochs_handed_on_and_nobody_can_use_is_an_error_of_ours(tmp_path):
     """Edited on purpose, with a right checksum."""
     with Trainer(Gcn(), graph(), train=settings(), report=QUIET, out=tmp_path / "run") as trainer:
         trainer.fit(2)
-    folder = checkpoint.latest(tmp_path / "run")
+    folder = latest(tmp_path / "run")
     rest = (folder / "rest.json").read_text()
     assert '[["drifted", 0.0]' in rest or '"drifted", 0.0' in rest
     (folder / "rest.json").write_text(rest.replace('"drifted", 0.0', '"drifted", "much"'))

@@ -15,7 +15,7 @@ import torch
 from training import QUIET, graph, losses, model, settings
 
 from kagome import Trainer
-from kagome.checkpoint import checkpoint
+from kagome.checkpoint.files import latest
 from kagome.comm.channel import Channel
 from kagome.errors import CheckpointError, ConfigError, KagomeError
 from kagome.records.epoch import read_records
@@ -275,7 +275,7 @@ def test_a_folder_that_was_deleted_is_made_again_and_said(tmp_path):
     assert (found, text) == (expected, "")
     assert [note for note in notes if "was deleted after epoch 2: it is made again" in note]
     assert [record.epoch for record in read_records(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5]
-    assert checkpoint.latest(out).name == "epoch-000005"
+    assert latest(out).name == "epoch-000005"
     assert (tmp_path / "run" / "config.toml").exists()
     trained(ALONE, out, 6, resume=out)
 
@@ -333,7 +333,7 @@ def test_another_graph_of_the_same_shape_is_refused(ranks, tmp_path, what):
     for text in ranks(2, with_named, out, 4, {"resume": out, "data": changed(what)}):
         assert "edges, features, labels or masks are others" in text
         assert "Try: " in text
-    assert json.loads((checkpoint.latest(out) / "place.json").read_text())["epoch"] == 2
+    assert json.loads((latest(out) / "place.json").read_text())["epoch"] == 2
 
 
 def test_the_same_graph_cut_otherwise_goes_on(ranks, tmp_path):

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from kagome.checkpoint import checkpoint
+from kagome.checkpoint.files import RunPosition
 from kagome.errors import ModelError
 from kagome.model.sparse_buffers import laid_out
 
@@ -26,7 +26,7 @@ class BestWeights:
         self.weights: dict[str, Tensor] | None = None
 
     @classmethod
-    def at(cls, place: checkpoint.RunPosition, weights: dict[str, Tensor] | None) -> BestWeights:
+    def at(cls, place: RunPosition, weights: dict[str, Tensor] | None) -> BestWeights:
         """As a checkpoint has it."""
         best = cls()
         best.epoch, best.metric, best.waited = place.best_epoch, place.best_metric, place.waited
@@ -65,9 +65,9 @@ class BestWeights:
         model.load_state_dict(self.weights)
         return last
 
-    def place(self, epoch: int, seed: int, world_size: int, graph: str) -> checkpoint.RunPosition:
+    def place(self, epoch: int, seed: int, world_size: int, graph: str) -> RunPosition:
         """What a checkpoint says of the run."""
-        return checkpoint.RunPosition(epoch, seed, self.epoch, self.metric, self.waited, world_size, graph)
+        return RunPosition(epoch, seed, self.epoch, self.metric, self.waited, world_size, graph)
 
 
 def _better(metric: float, before: float, higher: bool) -> bool:

@@ -16,21 +16,33 @@ epoch.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, get_type_hints
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kagome.checkpoint.epoch_state import SECTION, EpochState, Named, RestoredState, checked
+from kagome.checkpoint.files import (
+    FORMAT,
+    LATEST,
+    NAME,
+    PAGE,
+    REST,
+    RunPosition,
+    damaged,
+    number_of,
+    offer,
+    read_page,
+    reason_of,
+    whole_ones,
+)
 from kagome.comm.channel import Channel
 from kagome.comm.serialization import ObjectError, pack, unpack
-from kagome.config.fields import fits, path_of
 from kagome.errors import CheckpointError, KagomeError
 from kagome.storage import sealed_files
 from kagome.storage.atomic import write_text
@@ -38,36 +50,8 @@ from kagome.storage.sealed_files import Seal, SealError
 
 KEEP: Final = 2
 """Whole checkpoints that stay; older ones are removed."""
-FORMAT: Final = 2
-PAGE: Final = "place.json"
-REST: Final = "rest.json"
-LATEST: Final = "latest"
-_NAME: Final = re.compile(r"epoch-\d{6,12}")
 _KEPT: Final = "rest"
 """Section of the tensors that lie somewhere in what is no tensor."""
-
-
-@dataclass(frozen=True)
-class RunPosition:
-    """Where a run stands after an epoch.
-
-    Args:
-        epoch: Epochs done.
-        seed: The run's seed.
-        best_epoch: The epoch with the best validation metric, 0 before any.
-        best_metric: That metric.
-        waited: Epochs since then, up to the last evaluation.
-        world_size: Ranks that wrote it; a resume may have others.
-        graph: Its name by its content, however it was cut.
-    """
-
-    epoch: int
-    seed: int
-    best_epoch: int
-    best_metric: float | None
-    waited: int
-    world_size: int
-    graph: str
 
 
 # Writing -----------------------------------------------------------------------------------------
@@ -123,7 +107,7 @@ def save(
             mine |= {} if carried is None else carried.tensors
             seal = sealed_files.write_tensors(fresh / file, mine)
     except Exception as error:  # a state that cannot be written ends all ranks, not one
-        fault = _reason(error)
+        fault = reason_of(error)
     seals: list[Any] = channel.gather_objects((fault, file, seal), "written", [Seal])
     fault = next((fault for fault, *_ in seals if fault), "")
     if channel.rank == 0:
@@ -162,7 +146,7 @@ def _publish(
         sealed_files.sync_folder(folder)
         _remove_others(folder, target.name)
     except Exception as error:
-        return _reason(error)
+        return reason_of(error)
     return ""
 
 
@@ -177,13 +161,13 @@ def _make_room(fresh: Path) -> str:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
     except OSError as error:
-        return _reason(error)
+        return reason_of(error)
     return ""
 
 
 def _agree(channel: Channel, fault: str, target: Path) -> None:
     """Every rank raises what any of them met: none goes on to wait for another that has given up."""
-    whole = _whole(target.parent)[:1] if fault else []
+    whole = whole_ones(target.parent)[:1] if fault else []
     told: list[Any] = channel.gather_objects((fault, whole), "checkpoint")
     met, last = next((each for each in told if each[0]), ("", []))
     if met:
@@ -225,21 +209,10 @@ def _shares(state: Mapping[str, Tensor], count: int) -> list[list[str]]:
 def _remove_others(folder: Path, newest: str) -> None:
     """Keep the newest few; later epochs are of a course that was left (a fresh start, an older resume)."""
     # What has another name is somebody's copy.
-    found = sorted((path.name for path in folder.glob("epoch-*") if _NAME.fullmatch(path.name)), key=_number)
-    kept = [name for name in found if _number(name) <= _number(newest)][-KEEP:]
+    found = sorted((path.name for path in folder.glob("epoch-*") if NAME.fullmatch(path.name)), key=number_of)
+    kept = [name for name in found if number_of(name) <= number_of(newest)][-KEEP:]
     for name in set(found) - set(kept):
         shutil.rmtree(folder / name, ignore_errors=True)
-
-
-def _number(name: str) -> int:
-    return int(name.removeprefix("epoch-")) if _NAME.fullmatch(name) else -1
-
-
-def _reason(error: BaseException) -> str:
-    """What happened, in one line."""
-    strerror = getattr(error, "strerror", None)
-    lines = str(strerror or error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _state(model: nn.Module, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -326,66 +299,9 @@ def fitting(folder: Path) -> Iterator[None]:
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"a run goes on with what the epochs of {folder} handed on",
-            f"this run can make nothing of it: {type(error).__name__}: {_reason(error)}",
-            hint=_offer(folder.parent, folder.name),
+            f"this run can make nothing of it: {type(error).__name__}: {reason_of(error)}",
+            hint=offer(folder.parent, folder.name),
         ) from error
-
-
-# Finding -----------------------------------------------------------------------------------------
-
-
-def latest(folder: str | Path) -> Path:
-    """The newest checkpoint of a run.
-
-    Args:
-        folder: The run's folder, its ``checkpoints`` folder, or one checkpoint.
-
-    Raises:
-        CheckpointError: If there is none, or the newest cannot be told or is not whole.
-    """
-    folder = path_of(folder, "resume")
-    if (folder / PAGE).exists():
-        return folder
-    place = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    pointer = place / LATEST
-    if not pointer.exists():
-        found = sorted((p.parent for p in place.glob(f"epoch-*/{PAGE}")), key=lambda p: _number(p.name))
-        if not found:
-            raise CheckpointError(
-                f"a checkpoint was expected in {folder}",
-                "there is no whole one",
-                hint="kagome train --out DIR writes them to DIR/checkpoints",
-            )
-        return found[-1]
-    with suppress(OSError, ValueError):
-        name = pointer.open("rb").read(100).decode("ascii").strip() if pointer.is_file() else ""
-        if _NAME.fullmatch(name):
-            return place / name
-    raise CheckpointError(
-        f"{pointer} holds the name of the newest checkpoint",
-        "it holds something else",
-        hint=_offer(place, ""),
-    )
-
-
-def _whole(place: Path, but: str = "") -> list[str]:
-    """Checkpoints that are as they were written, the newest first, with their paths."""
-    found = sorted((p for p in place.glob("epoch-*") if p.name != but), key=lambda p: -_number(p.name))
-    whole = []
-    for folder in found:
-        with suppress(SealError, CheckpointError, ValueError):
-            for name, seal in _page(folder)[1].items():
-                sealed_files.verify(folder / name, seal)
-            whole.append(str(folder))
-    return whole
-
-
-def _offer(place: Path, but: str) -> str:
-    """What to try where a checkpoint is damaged: an older one by name."""
-    whole = _whole(place, but)
-    if not whole:
-        return "there is no other whole checkpoint beside it: begin anew"
-    return f"--resume {whole[0]}, which is whole"
 
 
 # Reading -----------------------------------------------------------------------------------------
@@ -453,7 +369,7 @@ def load(
         refused = misfit(model, sections["model"]) or misfit(model, sections["best"] or sections["model"])
         refused = refused or _other_optimizer(optimizer, rest["kind"], rest["groups"], state)
     except (SealError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(folder, f"{REST} does not fit: {type(error).__name__}: {_reason(error)}") from None
+        raise damaged(folder, f"{REST} does not fit: {type(error).__name__}: {reason_of(error)}") from None
     if refused:
         raise CheckpointError(
             f"a checkpoint of this model was expected in {folder}",
@@ -481,12 +397,12 @@ def best_weights(folder: str | Path) -> dict[str, Tensor]:
     """
     folder = Path(folder)
     try:
-        files = _page(folder)[1]
+        files = read_page(folder)[1]
         for name, seal in files.items():
             sealed_files.verify(folder / name, seal)
         sections = _read(folder, files)[1]
     except (SealError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(folder, _reason(error)) from None
+        raise damaged(folder, reason_of(error)) from None
     return sections["best"] or sections["model"]
 
 
@@ -499,7 +415,7 @@ def _give(optimizer: Optimizer, scheduler: Any, state: Any, rest: Mapping[str, A
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
         raise CheckpointError(
             f"the optimizer and scheduler of the run in {folder} were expected",
-            f"these do not take their state: {type(error).__name__}: {_reason(error)}",
+            f"these do not take their state: {type(error).__name__}: {reason_of(error)}",
             hint="the same optimizer and scheduler as the run that wrote it",
         ) from None
 
@@ -508,7 +424,7 @@ def _verified(folder: Path, channel: Channel) -> tuple[RunPosition, dict[str, Se
     """The page of a checkpoint that is whole; each rank looks at some of its files."""
     fault, found = "", None
     try:
-        found = _page(folder)
+        found = read_page(folder)
         for number, (name, seal) in enumerate(found[1].items()):
             if number % channel.size == channel.rank:
                 sealed_files.verify(folder / name, seal)
@@ -516,42 +432,9 @@ def _verified(folder: Path, channel: Channel) -> tuple[RunPosition, dict[str, Se
         fault = str(error)
     faults = [str(each) for each in channel.gather_objects(fault, "verify the checkpoint") if each]
     if faults:
-        raise _damaged(folder, faults[0])
+        raise damaged(folder, faults[0])
     assert found is not None
     return found
-
-
-def _damaged(folder: Path, fault: str) -> CheckpointError:
-    return CheckpointError(
-        f"a whole checkpoint was expected in {folder}",
-        f"it is damaged: {fault[:400]}",
-        hint=_offer(folder.parent, folder.name),
-    )
-
-
-def _page(folder: Path) -> tuple[RunPosition, dict[str, Seal]]:
-    """A checkpoint's page.
-
-    Raises:
-        SealError: If it is damaged, or of another version.
-    """
-    facts = sealed_files.read_page(folder / PAGE)
-    if facts.pop("format", None) != FORMAT:
-        raise SealError(f"{PAGE} is of another version of Kagome; this one reads format {FORMAT}")
-    files = sealed_files.seals_of(facts.pop("files", None))
-    hints = get_type_hints(RunPosition)
-    try:
-        given = unpack({"dict": [[name, value] for name, value in facts.items()]}, [])
-    except ObjectError as error:
-        raise SealError(f"{PAGE} is damaged: {error}") from None
-    if set(given) != {field.name for field in fields(RunPosition)}:
-        raise SealError(f"{PAGE} is damaged: it has {', '.join(map(str, given))[:200]}")
-    for name, value in given.items():
-        if not fits(value, hints[name]) or (isinstance(value, int) and value < 0 and name != "seed"):
-            raise SealError(f"{PAGE} is damaged: {name} is {str(value)[:40]!r}")
-    if folder.name != f"epoch-{given['epoch']:06d}" and _NAME.fullmatch(folder.name):
-        raise SealError(f"{PAGE} is of epoch {given['epoch']}, and the folder is {folder.name}")
-    return RunPosition(**given), files
 
 
 def _read(folder: Path, files: Mapping[str, Seal]) -> tuple[Any, dict[str, dict[str, Tensor]]]:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from kagome.checkpoint import checkpoint
+from kagome.checkpoint.files import latest
 from kagome.comm.channel import Channel
 from kagome.config.fields import path_of
 from kagome.errors import CheckpointError
@@ -39,7 +40,7 @@ def weights_at(where: str | Path) -> dict[str, Tensor]:
     if path.is_dir():
         alone, saved = path / f"model{SUFFIX}", path / "checkpoints"
         if not alone.exists() or (saved.is_dir() and any(saved.iterdir())):
-            return checkpoint.best_weights(checkpoint.latest(path))
+            return checkpoint.best_weights(latest(path))
         path = alone
     if not path.is_file() or path.suffix != SUFFIX:
         raise CheckpointError(

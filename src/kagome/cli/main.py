@@ -194,7 +194,7 @@ def _checkpoint(folder: str | None) -> Path | None:
     names = ("latest", "epoch-*", "place.json")
     if not any(found for name in names for found in place.glob(name)):
         return None
-    from kagome.checkpoint.checkpoint import latest
+    from kagome.checkpoint.files import latest
 
     return latest(folder)
 

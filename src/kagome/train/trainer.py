@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from kagome import config
 from kagome.checkpoint import checkpoint
 from kagome.checkpoint.best_weights import BestWeights, copied, holds
+from kagome.checkpoint.files import latest
 from kagome.checkpoint.saved_weights import give_alike
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import open_mesh
@@ -536,7 +537,7 @@ class Trainer:
         self._callbacks.tell("on_checkpoint", path)
 
     def _resume(self, where: str | Path) -> None:
-        folder = checkpoint.latest(where)
+        folder = latest(where)
         place, best, told = checkpoint.load(
             folder,
             self.world,

@@ -1,0 +1,148 @@
+"""Files of a checkpoint: its page, where it says how far the run was, and which checkpoint is the newest.
+
+Where it sits: ``checkpoint`` writes and reads the rest; ``saved_weights`` and the command line ask for the
+newest.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final, get_type_hints
+
+from kagome.comm.serialization import ObjectError, unpack
+from kagome.config.fields import fits, path_of
+from kagome.errors import CheckpointError
+from kagome.storage import sealed_files
+from kagome.storage.sealed_files import Seal, SealError
+
+FORMAT: Final = 2
+PAGE: Final = "place.json"
+REST: Final = "rest.json"
+LATEST: Final = "latest"
+NAME: Final = re.compile(r"epoch-\d{6,12}")
+
+
+@dataclass(frozen=True)
+class RunPosition:
+    """Where a run stands after an epoch.
+
+    Args:
+        epoch: Epochs done.
+        seed: The run's seed.
+        best_epoch: The epoch with the best validation metric, 0 before any.
+        best_metric: That metric.
+        waited: Epochs since then, up to the last evaluation.
+        world_size: Ranks that wrote it; a resume may have others.
+        graph: Its name by its content, however it was cut.
+    """
+
+    epoch: int
+    seed: int
+    best_epoch: int
+    best_metric: float | None
+    waited: int
+    world_size: int
+    graph: str
+
+
+def latest(folder: str | Path) -> Path:
+    """The newest checkpoint of a run.
+
+    Args:
+        folder: The run's folder, its ``checkpoints`` folder, or one checkpoint.
+
+    Raises:
+        CheckpointError: If there is none, or the newest cannot be told or is not whole.
+    """
+    folder = path_of(folder, "resume")
+    if (folder / PAGE).exists():
+        return folder
+    place = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    pointer = place / LATEST
+    if not pointer.exists():
+        found = sorted((p.parent for p in place.glob(f"epoch-*/{PAGE}")), key=lambda p: number_of(p.name))
+        if not found:
+            raise CheckpointError(
+                f"a checkpoint was expected in {folder}",
+                "there is no whole one",
+                hint="kagome train --out DIR writes them to DIR/checkpoints",
+            )
+        return found[-1]
+    with suppress(OSError, ValueError):
+        name = pointer.open("rb").read(100).decode("ascii").strip() if pointer.is_file() else ""
+        if NAME.fullmatch(name):
+            return place / name
+    raise CheckpointError(
+        f"{pointer} holds the name of the newest checkpoint",
+        "it holds something else",
+        hint=offer(place, ""),
+    )
+
+
+def whole_ones(place: Path, but: str = "") -> list[str]:
+    """Checkpoints that are as they were written, the newest first, with their paths."""
+    found = sorted((p for p in place.glob("epoch-*") if p.name != but), key=lambda p: -number_of(p.name))
+    whole = []
+    for folder in found:
+        with suppress(SealError, CheckpointError, ValueError):
+            for name, seal in read_page(folder)[1].items():
+                sealed_files.verify(folder / name, seal)
+            whole.append(str(folder))
+    return whole
+
+
+def offer(place: Path, but: str) -> str:
+    """What to try where a checkpoint is damaged: an older one by name."""
+    whole = whole_ones(place, but)
+    if not whole:
+        return "there is no other whole checkpoint beside it: begin anew"
+    return f"--resume {whole[0]}, which is whole"
+
+
+def damaged(folder: Path, fault: str) -> CheckpointError:
+    """The error for a checkpoint that is not as it was written."""
+    return CheckpointError(
+        f"a whole checkpoint was expected in {folder}",
+        f"it is damaged: {fault[:400]}",
+        hint=offer(folder.parent, folder.name),
+    )
+
+
+def read_page(folder: Path) -> tuple[RunPosition, dict[str, Seal]]:
+    """A checkpoint's page.
+
+    Raises:
+        SealError: If it is damaged, or of another version.
+    """
+    facts = sealed_files.read_page(folder / PAGE)
+    if facts.pop("format", None) != FORMAT:
+        raise SealError(f"{PAGE} is of another version of Kagome; this one reads format {FORMAT}")
+    files = sealed_files.seals_of(facts.pop("files", None))
+    hints = get_type_hints(RunPosition)
+    try:
+        given = unpack({"dict": [[name, value] for name, value in facts.items()]}, [])
+    except ObjectError as error:
+        raise SealError(f"{PAGE} is damaged: {error}") from None
+    if set(given) != {field.name for field in fields(RunPosition)}:
+        raise SealError(f"{PAGE} is damaged: it has {', '.join(map(str, given))[:200]}")
+    for name, value in given.items():
+        if not fits(value, hints[name]) or (isinstance(value, int) and value < 0 and name != "seed"):
+            raise SealError(f"{PAGE} is damaged: {name} is {str(value)[:40]!r}")
+    if folder.name != f"epoch-{given['epoch']:06d}" and NAME.fullmatch(folder.name):
+        raise SealError(f"{PAGE} is of epoch {given['epoch']}, and the folder is {folder.name}")
+    return RunPosition(**given), files
+
+
+def number_of(name: str) -> int:
+    """The epoch of a checkpoint by its folder's name; -1 for another folder."""
+    return int(name.removeprefix("epoch-")) if NAME.fullmatch(name) else -1
+
+
+def reason_of(error: BaseException) -> str:
+    """What happened, in one line."""
+    strerror = getattr(error, "strerror", None)
+    lines = str(strerror or error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
