@@ -1,7 +1,7 @@
 """The table ``docs/convolutions.md``: what each of PyG's convolutions gives when it is split over ranks.
 
 Run as ``python -m tests.conv_table`` (``make table``). It makes the comparisons of
-``tests/neighbors/test_convolutions_exact.py`` anew; ``tests/test_conv_table.py`` says whether the
+``tests/intercept/test_convolutions_exact.py`` anew; ``tests/test_conv_table.py`` says whether the
 committed file still names every class, variant and verdict.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # as pytest does
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import torch
 import torch_geometric

@@ -76,8 +76,9 @@ class Bench:
     def make(cls, options: argparse.Namespace) -> Bench:
         """Load the graph, give it to the methods, measure the bandwidth."""
         import floor
-        import graphs
         import methods
+
+        import graphs
 
         graph = graphs.load(options.graph, options.data, options.runs / "graphs")
         known, notes = methods.known(graph.edge_index, graph.num_nodes)

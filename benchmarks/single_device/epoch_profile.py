@@ -101,10 +101,11 @@ def profiled(trial: Trial, options: argparse.Namespace) -> dict[str, Any]:
 
     The optimizer marks the epoch: so evaluation is outside, and the side is trained as it always is.
     """
-    import graphs
     import sides
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
+
+    import graphs
 
     torch.set_num_threads(trial.threads)
     graph = graphs.load(trial.graph, options.data, options.runs / "graphs")

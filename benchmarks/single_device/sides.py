@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import graphs
 import numba  # noqa: F401 - counts as an import, not as memory of a run
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from trial import Result, Trial
 
+import graphs
 from kagome import Trainer
 from kagome.config import Model, Report, Train
 from kagome.model.zoo import build_model

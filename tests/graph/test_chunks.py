@@ -6,11 +6,11 @@ import itertools
 from dataclasses import dataclass, replace
 
 import torch
-from graphs import multigraphs
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch_geometric.data import Data
 
+from graphs import multigraphs
 from kagome.graph.partition.chunks import Chunks, ChunkStep, alone, cut_part, order_of, plan_steps
 from kagome.graph.partition.merged_chunks import at_once, together
 from kagome.graph.partition.partition import Partition, partition

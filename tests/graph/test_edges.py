@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from graphs import cuts
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch_geometric.data import Data
 
+from graphs import cuts
 from kagome.graph.structure import edges, kernels
 
 several = settings(max_examples=60, deadline=None)

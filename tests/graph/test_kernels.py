@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from graphs import multigraphs
 from hypothesis import given, settings, strategies as st
 from torch_geometric.data import Data
 
+from graphs import multigraphs
 from kagome.graph.datasets.builtin import sbm
 from kagome.graph.structure import kernels
 from kagome.kernels.base import jit

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import cuts
 from hypothesis import given, settings
 from torch import Tensor
 from torch_geometric.data import Data
 
+from graphs import cuts
 from kagome.errors import PartitionError
 from kagome.graph.partition.partition import Partition, extract, fingerprint, partition, split_all
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import multigraphs
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch_geometric.data import Data
 
+from graphs import multigraphs
 from kagome import config
 from kagome.errors import PartitionError
 from kagome.graph.datasets.builtin import sbm

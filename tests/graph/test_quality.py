@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from graphs import cuts
 from hypothesis import given, settings
 from torch import Tensor
 from torch_geometric.data import Data
 
+from graphs import cuts
 from kagome.graph.partition.partition import split_all
 from kagome.graph.partition.quality import HEADER, quality
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import cuts
 from hypothesis import given, settings
 from torch import Tensor
 from torch_geometric.data import Data
 
+from graphs import cuts
 from kagome.errors import PartitionError
 from kagome.graph.partition.partition import Partition, fingerprint, graph_of, split_all
 from kagome.graph.partition.store import PAGE, Meta, describe, load_meta, load_part, save

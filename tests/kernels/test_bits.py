@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from bit_cases import KEY, Case, assert_same, cases, code, same, stamp_that_draws
 from hypothesis import HealthCheck, given, settings
 
+from bit_cases import KEY, Case, assert_same, cases, code, same, stamp_that_draws
 from kagome.kernels.quantize import cpu, ops
 from kagome.kernels.quantize.ops import LEAST_SPAN, WIDTHS, ReferenceCodec, drawn, groups
 

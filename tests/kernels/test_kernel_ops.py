@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from kernel_cases import CHECKS, cases
 
 from kagome.kernels import ops
 from kagome.kernels.base import reference, thread_pool
 from kagome.kernels.base.csr import Structure
 from kagome.kernels.cpu import dispatch
+from kernel_cases import CHECKS, cases
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from kernel_cases import cases
 
 from kagome.errors import DataError
 from kagome.kernels.base.csr import LARGEST, Structure, _sorted
+from kernel_cases import cases
 
 
 @settings(deadline=None, max_examples=100)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cases import Case, called
 from torch import Tensor, nn
 
+from cases import Case, called
 from convolutions import double_precision
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from cases import Case, with_targets
 from torch_geometric.data import Data
 
 from adjacency_models import ADJACENCIES, weighted
+from cases import Case, with_targets
 
 FORMS = (
     ("csr", "normalised"),

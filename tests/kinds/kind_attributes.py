@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch_geometric.nn as pyg
-from cases import Case, with_targets
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from by_hand import graph
+from cases import Case, with_targets
 
 FEATURES, WIDTH, OUT = 6, 8, 4
 

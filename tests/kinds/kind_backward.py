@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
-from cases import Case, with_targets
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import register_multi_grad_hook
 from torch_geometric.data import Data
 
 from by_hand import graph
+from cases import Case, with_targets
 
 FEATURES, WIDTH, OUT = 6, 8, 4
 Hook = Callable[[Tensor], Any]

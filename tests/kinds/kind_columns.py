@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
-from cases import Case, PlainMetric, with_targets
 from sklearn import metrics as sk
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from by_hand import graph
+from cases import Case, PlainMetric, with_targets
 
 N, FEATURES, WIDTH, CLASSES = 30, 6, 8, 4
 

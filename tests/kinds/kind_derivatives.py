@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
-from cases import Case, with_targets
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
 import forces
 from by_hand import graph
+from cases import Case, with_targets
 
 FEATURES, WIDTH = 6, 8
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from cases import Case, with_targets
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GraphConv
 
+from cases import Case, with_targets
 from edge_models import EDGES, FAN_IN, ONE_RANK, ORDERS, TABLES, D, P, graph, summed, table
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from cases import Case, with_targets
 from torch_geometric.data import Data
 
+from cases import Case, with_targets
 from edge_models import ORDERS, graph
 from flip_models import FLIPS
 

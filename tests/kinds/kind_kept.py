@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch_geometric.nn as pyg
-from cases import Case, with_targets
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import degree
 
 from by_hand import ByHand, Given, graph
+from cases import Case, with_targets
 
 WIDTH = 8
 Write = Callable[[nn.Module, Tensor, Tensor], Any]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
-from cases import Case, PlainLoss, with_targets
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from by_hand import graph
+from cases import Case, PlainLoss, with_targets
 
 N, FEATURES, WIDTH, CLASSES = 30, 6, 8, 4
 NAN = float("nan")

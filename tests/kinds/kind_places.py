@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from cases import Case, with_targets
 from torch import nn
 
 import call_models
 import place_models
 import value_models
 from by_hand import ByHand, graph
+from cases import Case, with_targets
 from place_models import Body, Mods
 
 

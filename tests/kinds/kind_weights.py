@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
-from cases import Case, with_targets
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import SGD, Optimizer
 from torch_geometric.data import Data
 
 from by_hand import graph
+from cases import Case, with_targets
 from weight_readers import PENALTIES, Net, optimizer_of
 
 FEATURES, WIDTH, OUT = 6, 8, 4

@@ -13,13 +13,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "run"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))  # as pytest does
 
 import torch
-from compare import KINDS, MESHES, cases_of, expected, meshes_of, verdict
 
+from compare import KINDS, MESHES, cases_of, expected, meshes_of, verdict
 from pool import Pool
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "exactness"

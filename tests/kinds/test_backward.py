@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from kind_backward import CASES, REFUSED, SERVED, Late, Two, data
 from torch import Tensor
 
 from kagome.comm.channel import Channel
 from kagome.errors import ModelError
+from kind_backward import CASES, REFUSED, SERVED, Late, Two, data
 from parity import assert_equal, joined, one_rank, parity, random_owner, split, whole
 
 BUILDS = {**{name: case.build for name, case in CASES.items()}, "late": Late}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+
 from compare import KINDS, cases_of, expected, meshes_of, verdict
 
 

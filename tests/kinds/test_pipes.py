@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from cases import Case, with_targets
-from compare import MESHES, Left, judged, plain, ran
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor, nn
 
 from by_hand import ByHand, Given, graph
+from cases import Case, with_targets
+from compare import MESHES, Left, judged, plain, ran
 from kagome.comm.channel import Channel
 from place_models import PIECES, TWO, N
 
