@@ -6,7 +6,8 @@ Run: python benchmarks/pipeline/accuracy.py --data ../shared/data   (resumes whe
 How many stages the layers are cut into changes no number (tests/pipelining/test_pipeline.py), so a pipeline
 of 4 stages with 16 chunks trains here as one rank with 16 chunks, and the hybrid of 2 stages by 2 parts as
 two ranks with 8 chunks each. Graph parallelism gives the one device's numbers but for rounding: ``--modes
-graph`` shows it."""
+graph`` shows it.
+"""
 
 from __future__ import annotations
 
