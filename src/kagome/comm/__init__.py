@@ -1,1 +1,1 @@
-"""What crosses between ranks: meshes, channels, exchanges, reductions and codecs."""
+"""Communication between ranks: meshes, channels, exchanges, reductions and codecs."""

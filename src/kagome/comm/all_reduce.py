@@ -1,6 +1,6 @@
-"""Summing: a sum over all ranks under way - in one round or two, in the values' own type or a shorter one.
+"""All-reduce: a non-blocking sum over all ranks, in one round or two, exact or cast to a shorter type.
 
-Where it sits: ``channel`` begins one, ``components.gradients`` one a bucket.
+Where it sits: ``channel`` starts one; ``components.gradients`` starts one for each bucket of gradients.
 
 ::
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from kagome.comm.channel import Channel
 
 ONE_ROUND_BYTES: Final = 2**18
-"""A sum goes in one round up to so many bytes of all ranks together: below it a second round would cost its
-latency."""
+"""A sum takes one round while the messages of all ranks together have at most this many bytes. For such short
+messages a second round would cost more latency than it saves in bytes."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """How values look on the wire.
+    """The format in which the values of a sum are sent.
 
     Args:
-        dtype: Their own type, in which they are added.
-        cast: The shorter type of those that are cast; else their own.
-        exact: So many, the first of all, are not cast.
+        dtype: The type of the tensor, in which the values are added.
+        cast: The shorter type in which values are sent; equal to ``dtype`` if none is cast.
+        exact: Number of leading values that are sent in ``dtype``.
     """
 
     dtype: torch.dtype
@@ -47,21 +47,21 @@ class Values:
 
     @staticmethod
     def of(flat: Tensor, cast: torch.dtype | None, exact: int) -> Values:
-        """Values whose others are cast, where that makes them shorter."""
+        """Return the format for a tensor, with a cast only if ``cast`` is shorter than the tensor's type."""
         shorter = cast is not None and flat.is_floating_point() and cast.itemsize < flat.dtype.itemsize
         return Values(flat.dtype, cast if cast is not None and shorter else flat.dtype, exact)
 
     def size(self, begin: int, end: int) -> int:
-        """Bytes of a piece."""
+        """Return the number of bytes that the values from ``begin`` to ``end`` take in a message."""
         exact = self._exact(begin, end)
         return exact * self.dtype.itemsize + (end - begin - exact) * self.cast.itemsize
 
     def pack(self, piece: Tensor, begin: int) -> Tensor:
-        """A piece as bytes; where nothing is cast, the same memory.
+        """Return a piece of the values as bytes. If nothing is cast, the bytes share the piece's memory.
 
         Args:
-            piece: Some of the values.
-            begin: Which is its first.
+            piece: A run of consecutive values.
+            begin: Index of the first of them among all values.
         """
         if self.cast == self.dtype:
             return piece.view(torch.uint8)
@@ -69,7 +69,7 @@ class Values:
         return torch.cat([piece[:exact].view(torch.uint8), piece[exact:].to(self.cast).view(torch.uint8)])
 
     def unpack(self, message: Tensor, begin: int, end: int) -> Tensor:
-        """A piece of its bytes; where nothing is cast, the same memory."""
+        """Return the values of a message. If nothing is cast, they share its memory."""
         if self.cast == self.dtype:
             return aligned(message, self.dtype)
         split = self._exact(begin, end) * self.dtype.itemsize
@@ -82,18 +82,21 @@ class Values:
 
 @dataclass
 class AllReduceWork:
-    """A sum over all ranks under way; ``wait`` gives it.
+    """A sum over all ranks in progress; ``wait`` returns it.
 
-    Each rank adds the ranks' values one after the other in the order of ranks, so the bits depend neither on
-    timing nor on what else is summed in the same message. In one round every rank gets every other's values
-    and adds them; in two rounds each adds a piece and sends it to the others: fewer bytes, but the second
-    round begins only in ``advance`` or ``wait``. Values that are cast are cast once on their way in and, in
-    two rounds, once on their way out; a rank reads its own as the others do.
+    Each rank adds the ranks' values one after the other in rank order, so the bits of the sum depend neither
+    on timing nor on what else shares the message. In one round every rank receives all values of all ranks
+    and adds them. In two rounds each rank adds one piece and sends its sum to the others. This takes fewer
+    bytes, but the second round begins only in ``advance`` or ``wait``. Values that are cast are cast once
+    before the first round and, in two rounds, once more before the second. A rank reads its own values from
+    the same cast message as its peers do.
 
     Args:
-        first: The values of all ranks, or of this rank's piece; with one rank, or nccl's own sum, the sum.
-        values: How they look on the wire; None where the sum itself comes.
-        bounds: Where the pieces of two rounds begin and end, a rank each; for one round, the only one's.
+        first: The values of all ranks, or of this rank's piece. With one rank, or with nccl's own all-reduce,
+            it is the sum itself.
+        values: The format in which values are sent; None if ``first`` is the sum itself.
+        bounds: In two rounds, where each rank's piece begins and ends. In one round, one pair for all values.
+        second: The second round, once it has begun.
     """
 
     first: Work
@@ -103,12 +106,12 @@ class AllReduceWork:
 
     @property
     def rounds(self) -> int:
-        """How often values cross."""
+        """Number of rounds in which values are sent."""
         return min(len(self.bounds), 2) or 1
 
     @property
     def uncast(self) -> int:
-        """Bytes that this rank sends, were nothing cast."""
+        """Bytes that this rank would send if nothing were cast."""
         channel = self.first.channel
         if self.values is None:
             return 2 * (channel.size - 1) * self.first.rows.nbytes // channel.size
@@ -119,7 +122,10 @@ class AllReduceWork:
         return (count + (end - begin) * (channel.size - 2)) * self.values.dtype.itemsize
 
     def advance(self) -> None:
-        """Begin the second round, if any, once the first has ended: of several sums, before any wait."""
+        """Begin the second round, if there is one, once the first has ended.
+
+        With several sums in progress, call it on each before waiting for any.
+        """
         if self.rounds == 2 and self.second is None and self.values is not None:
             first, values = self.first, self.values
             begin, end = self.bounds[first.channel.rank]
@@ -129,13 +135,13 @@ class AllReduceWork:
             self.second = first.channel.start_parts(same, sizes, first.action, first.kind)
 
     def wait(self) -> Tensor:
-        """Wait for the sum.
+        """Wait for the sum and return it.
 
         Returns:
-            A tensor of the same shape, the same bits on every rank; with one rank what was given.
+            A tensor of the same shape, with the same bits on every rank; with one rank the input itself.
 
         Raises:
-            CommError: If a peer was late or lost.
+            CommError: If a peer was late or its connection was lost.
         """
         if self.values is None:
             return self.first.wait()
@@ -154,7 +160,7 @@ class AllReduceWork:
             yield self.values.unpack(message, *bounds)
 
     def _added(self, come: Tensor, begin: int, end: int) -> Tensor:
-        """All ranks' values of a piece, added."""
+        """Return the sum of all ranks' values of one piece."""
         assert self.values is not None
         rows = come.view(self.first.channel.size, self.values.size(begin, end))
         total = self.values.unpack(rows[0], begin, end) + self.values.unpack(rows[1], begin, end)
@@ -172,21 +178,21 @@ def start_all_reduce(
     cast: torch.dtype | None = None,
     exact: int = 0,
 ) -> AllReduceWork:
-    """Begin a sum over the ranks; see :class:`AllReduceWork` for its bits.
+    """Begin a sum over the ranks; :class:`AllReduceWork` says how its bits come about.
 
-    Nobody is waited for here, and no peer's limit begins before this rank waits.
+    This call waits for no peer, and the time limit for peers begins only when this rank waits.
 
     Args:
-        channel: Of the ranks.
-        tensor: This rank's values; not to be changed before the wait ends.
-        action: What this is, for errors.
-        kind: What its bytes and its time count as.
-        cast: A type that values have on the wire, where it is shorter than their own.
-        exact: So many of them, the first, keep their own.
+        channel: The channel of the ranks.
+        tensor: This rank's values, which must not change before the wait ends.
+        action: Name of the operation, for error messages.
+        kind: Traffic kind that its bytes and time are counted under.
+        cast: Type in which values are sent, if it is shorter than their own.
+        exact: Number of leading values that are sent in their own type.
 
     Shapes: [n] -> [n].
 
-    Cost: size - 1 times the bytes on the wire in one round, 2 (size - 1) / size times in two.
+    Cost: size - 1 times the message's bytes in one round, 2 (size - 1) / size times in two.
     """
     flat, size, count = tensor.detach().contiguous(), channel.size, tensor.numel()
     if size == 1:

@@ -1,16 +1,17 @@
-"""Codec: what rows look like on the wire - their own type, a shorter float, or a few bits a number.
+"""Codec: how rows are encoded for sending: in their own type, as shorter floats, or with a few bits a number.
 
-Where it sits: ``halo.compressed_exchange`` codes what goes to all peers with it, ``pipeline.p2p`` what goes
-from stage to stage. It knows nothing of peers: a message is bytes.
+Where it sits: ``halo.compressed_exchange`` encodes exchanges between all ranks with it, and
+``pipelining.p2p`` the rows sent from stage to stage. A codec does not know about peers: it maps rows to
+bytes.
 
 ::
 
     cast      [ numbers of the shorter type ]                                    rows x width x its size
     bits      [ low, float32 ] [ span, 16 bits ] [ codes ]      6 bytes a row + ceil(rows x bits / 8) x width
 
-``low`` is a row's least number; ``span``, the way to its greatest, is the upper half of a float32,
-rounded up. Codes are drawn against what is stored: restored rows are right on the mean, constant rows
-exactly.
+``low`` is the smallest number of a row. ``span``, the distance to the largest, is stored as the upper half of
+a float32, rounded up. Codes are rounded stochastically against the stored values, so restored rows are
+unbiased and constant rows are exact.
 
 Source: Sylvie's low-bit module; header and draws are ours, see ``kernels.quantize.ops``.
 """
@@ -29,7 +30,7 @@ from kagome.errors import ModelError
 from kagome.kernels.quantize import ops
 
 HEADER: Final = 6
-"""Bytes a row, of the codecs with few bits."""
+"""Bytes of header for each row in the codecs with few bits."""
 BITS: Final[dict[CodecName, int]] = {"onebit": 1, "int2": 2, "int4": 4, "int8": 8}
 CASTS: Final[dict[CodecName, torch.dtype]] = {
     "fp32": torch.float32,
@@ -37,39 +38,43 @@ CASTS: Final[dict[CodecName, torch.dtype]] = {
     "fp16": torch.float16,
 }
 SHEETS: Final = 4
-"""Of the rows for one peer: while one travels the next is coded, and the one before restored over there."""
+"""Segments of a message to one peer. While one is in transit, the sender encodes the next and the receiver
+decodes the one before."""
 LEAST_SHEET: Final = 128 * 1024
-"""Bytes of a sheet, about, at least: a message has its cost."""
+"""Approximate minimum size of a segment in bytes, because each message has a fixed cost."""
 FINER: Final[tuple[CodecName, ...]] = ("onebit", "int2", "int4", "int8", "bf16", "none")
-"""Codecs from few bits to all of them."""
+"""The codecs in order of precision, from the fewest bits to the rows' own type."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """One way of writing rows.
+    """One way of encoding rows as bytes.
 
     Args:
-        name: As in the settings.
+        name: The codec's name in the settings.
     """
 
     name: CodecName
 
     @property
     def bits(self) -> int | None:
-        """Bits of a number, where they are few; else None."""
+        """Bits of each number, for the codecs with few bits; None for the others."""
         return BITS.get(self.name)
 
     @property
     def exact(self) -> bool:
-        """Whether what is restored is what was given."""
+        """Whether decoding returns exactly the rows that were encoded."""
         return self.name == "none"
 
     def shortens(self, width: int, dtype: torch.dtype) -> bool:
-        """Whether rows so wide take fewer bytes than they have: a header may be longer than a narrow row."""
+        """Return whether encoding saves bytes at this width.
+
+        For narrow rows the header may cost more than it saves.
+        """
         return self.size(8, width, dtype) < 8 * width * dtype.itemsize
 
     def size(self, rows: int, width: int, dtype: torch.dtype) -> int:
-        """Bytes of a message."""
+        """Return the number of bytes of an encoded message."""
         if rows == 0 or width == 0:
             return 0
         if self.bits is not None:
@@ -77,27 +82,31 @@ class Codec:
         return rows * width * CASTS.get(self.name, dtype).itemsize
 
     def sheets(self, rows: int, width: int, dtype: torch.dtype) -> list[int]:
-        """Rows of each sheet, as both ends know: coded by themselves they take the bytes of all at once."""
+        """Return the number of rows in each segment, which both sides compute alike.
+
+        The encoded segments together take as many bytes as a message of all rows.
+        """
         count = min(max(self.size(rows, width, dtype) // LEAST_SHEET, 1), SHEETS)
         step = -(-rows // count)
-        step += -step % 8  # rows that share bytes stay together
+        step += -step % 8  # rows that share bytes must be in one segment
         return [min(step, rows - first) for first in range(0, rows, step or 1)] or [0]
 
     def encode(
         self, rows: Tensor, pick: Tensor | None, stamps: Tensor, key: int, message: Tensor, *, where: str
     ) -> None:
-        """Write rows as a message.
+        """Encode rows into a message.
 
         Args:
-            rows: Rows.
-            pick: Code these of them, in this order; all if None.
-            stamps: A number a coded row, by which it draws: the same row draws the same on any ranks.
-            key: What else the draws depend on.
-            message: Where the bytes go.
-            where: For errors.
+            rows: The rows to select from.
+            pick: Indices of the rows to encode, in this order; all rows if None.
+            stamps: One number for each encoded row that seeds its random draws, so that a row gets the same
+                draws on any number of ranks.
+            key: A further seed of the draws.
+            message: Buffer that the bytes are written to.
+            where: Location for error messages.
 
         Raises:
-            ModelError: If a number is not finite, or too large for the codec.
+            ModelError: If a number is NaN, infinite, or too large for the codec.
 
         Shapes:
             ``rows [*, W]``, ``pick [R]`` and ``stamps [R]`` int64, ``message [size]`` uint8.
@@ -122,7 +131,7 @@ class Codec:
         head[4 * count :].copy_(span.view(torch.uint8))
 
     def decode(self, message: Tensor, out: Tensor) -> Tensor:
-        """A message's rows, written to ``out``.
+        """Decode a message into ``out`` and return it.
 
         Shapes:
             ``message [size]`` uint8, ``out [R, W]`` contiguous, of any type -> ``out``.
@@ -131,7 +140,7 @@ class Codec:
         if not message.numel():
             return out.zero_()
         if self.bits is None:
-            # A message may begin anywhere in what came: numbers want to begin at a multiple of their size.
+            # A message may begin at any byte of the received buffer, but a view needs an aligned start.
             cast = CASTS.get(self.name, out.dtype)
             return out.copy_(aligned(message, cast).view(count, width))
         head, body = message[: HEADER * count], message[HEADER * count :].view(-1, width)
@@ -154,13 +163,13 @@ class Codec:
 
 
 def lost_share(codec: Codec, sample: Tensor, stamps: Tensor, key: int, where: str) -> float | None:
-    """Length of what a codec loses of some rows, over theirs; None where that is 0."""
+    """Return the norm of a codec's error on sample rows over the rows' own norm; None if that is zero."""
     lost, whole = lost_squares(codec, sample, stamps, key, where)
     return None if whole == 0 else math.sqrt(lost / whole)
 
 
 def lost_squares(codec: Codec, sample: Tensor, stamps: Tensor, key: int, where: str) -> tuple[float, float]:
-    """Squares of the length of what a codec loses of some rows, and of theirs."""
+    """Return the squared norm of a codec's error on sample rows, and that of the rows."""
     whole = float(sample.double().square().sum())
     if whole == 0:
         return 0.0, 0.0
@@ -172,7 +181,7 @@ def lost_squares(codec: Codec, sample: Tensor, stamps: Tensor, key: int, where: 
 
 
 def aligned(message: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes of a message as numbers, copied where they do not lie as numbers must."""
+    """View bytes of a message as numbers, copying them first if they are not aligned."""
     if message.storage_offset() % dtype.itemsize:
         message = message.clone()
     return message.view(dtype)

@@ -1,6 +1,7 @@
-"""Trip: which rows go where in one exchange, for those on the way who code them or bring them late.
+"""Exchange route: which rows of one exchange go where, for carriers that encode or delay them.
 
-Where it sits: ``neighbors`` says it of each exchange; ``crossing`` reads it, a plain channel does not.
+Where it sits: ``halo`` passes one with each exchange. ``halo.compressed_exchange`` reads it; a plain channel
+ignores it.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ from dataclasses import dataclass
 from torch import Tensor
 
 Blocks = Sequence[tuple[int, int]]
-"""Rows and columns, by peer."""
+"""Number of rows and columns, for each peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """One exchange of one site.
+    """Description of one exchange of one site.
 
     Args:
-        site: The same in every forward.
-        direction: 0 and 1: rows to those who read them; 2 and 3: what lies on read rows to their owners.
-        epoch: Of training, from 1.
-        training: Whether it belongs to the forward and backward of an epoch, and to no other.
-        stamps: A number for each row that is sent, the same on any ranks: the vertex.
-        reads: How many edges here read each row that comes; empty where that is not known.
-        blocks: Rows and columns of what goes to each peer, and of what comes from each, where numbers and not
-            rows of one width are exchanged.
+        site: Key of the site, the same in every forward pass.
+        direction: 0 and 1 send rows to the ranks that read them; 2 and 3 send values at read rows back to the
+            rows' owners. Odd directions belong to the backward pass.
+        epoch: The training epoch, from 1.
+        training: Whether the exchange belongs to the forward and backward pass of a training epoch.
+        stamps: A number for each row that is sent, the same for any number of ranks: the vertex id.
+        reads: Number of local edges that read each received row; empty if that is not known.
+        blocks: Rows and columns of the block sent to each peer and of the block received from each. Given
+            only if blocks of different widths are exchanged instead of rows of one width.
     """
 
     site: Hashable
@@ -39,12 +41,12 @@ class Trip:
 
     @property
     def name(self) -> str:
-        """The site and the way in words: which call of a module it is, where it is called more than once."""
+        """Site and direction in words, with the call's number if a module is called more than once."""
         module, call = self.site if isinstance(self.site, tuple) else (self.site, 1)
         times = f", call {call}" if call != 1 else ""
         return f"{module}{times} {'backward' if self.backward else 'forward'}"
 
     @property
     def backward(self) -> bool:
-        """Whether gradients travel."""
+        """Whether the exchange carries gradients."""
         return self.direction % 2 == 1

@@ -1,6 +1,6 @@
-"""Groups: the process groups along a mesh's axes, each with its channel and its shelf.
+"""Process groups: those along a mesh's axes, each with its channel and its shared memory.
 
-Where it sits: ``mesh`` opens them once the ranks have met, and closes them before the ranks part.
+Where it sits: ``mesh`` opens them once the ranks have met, and closes them before the ranks leave.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class MeshGroups:
     """The process groups of a mesh.
 
     Args:
-        rank: This rank.
-        stages: Ranks along the pipe axis.
-        parts: Ranks along the graph axis.
-        device: Where tensors live.
-        timeout: Seconds after which a wait is given up.
+        rank: This rank in the world.
+        stages: Number of ranks along the pipe axis.
+        parts: Number of ranks along the graph axis.
+        device: Device of this rank's tensors.
+        timeout: Seconds after which a wait fails.
     """
 
     def __init__(self, rank: int, stages: int, parts: int, device: torch.device, timeout: float) -> None:
@@ -38,13 +38,16 @@ class MeshGroups:
     def open(
         self, channels: list[Channel], watch: Watchdog | None, *, shared_memory: bool, late: bool = False
     ) -> tuple[Channel, Channel, Channel]:
-        """Make what is missing; all ranks do, in one order.
+        """Create the missing groups and their channels.
+
+        All ranks call this, and create groups in the same order.
 
         Args:
-            channels: Where each is put as soon as it is there, so that an error leaves none open.
-            watch: Who knows what the peers do.
-            shared_memory: Whether ranks of one host may use it.
-            late: Whether rows may come an epoch late.
+            channels: List that each channel is added to as soon as it exists, so that none stays open after
+                an error.
+            watch: The watchdog, which knows what each peer is doing.
+            shared_memory: Whether ranks of one host may use shared memory.
+            late: Whether rows may be used one epoch after they were sent.
 
         Returns:
             The channels of the world, of this rank's stage, and of its part.
@@ -83,14 +86,14 @@ class MeshGroups:
         return world, graph, pipe
 
     def close(self) -> None:
-        """Leave the groups that were made; no channel may hold one any more."""
+        """Destroy the groups that were created here. By then no channel may hold a reference to one."""
         while self._made:
             group = self._made.pop()
-            with suppress(ValueError, AssertionError):  # ended with the default group, for a peer has left it
+            with suppress(ValueError, AssertionError):  # already ended with the default group: a peer left it
                 dist.destroy_process_group(group)
 
     def _own(self, members: list[list[int]]) -> dist.ProcessGroup:
-        """Make several groups, all ranks in one order, and give the one that this rank is in."""
+        """Create several groups, in one order on all ranks, and return the one that contains this rank."""
         (mine,) = [each for each in members if self.rank in each]
         for each in members:
             group = dist.new_group(each, timeout=timedelta(seconds=self._timeout))
@@ -102,15 +105,15 @@ class MeshGroups:
 def open_shelf(
     channel: Channel, *, wanted: bool = True, beside: SharedMemory | None = None
 ) -> SharedMemory | None:
-    """Find out which ranks can read each other's memory; all ranks of the group call this.
+    """Find out which ranks can read each other's memory. All ranks of the group call this.
 
     Args:
         channel: The channel of the group.
         wanted: Whether this rank takes part.
-        beside: A shelf that this rank has for a larger group: both together take what one would.
+        beside: This rank's shared memory for a larger group. Both share one allowance.
 
     Returns:
-        The shelf; None if no other rank can read it.
+        The shared memory; None if no other rank can read it.
     """
     if channel.size == 1:
         return None

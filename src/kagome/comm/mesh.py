@@ -1,6 +1,6 @@
-"""Mesh: the ranks of a run along its axes, each axis with its channel; opened and closed as one context.
+"""Mesh: the ranks of a run arranged along axes, one channel for each axis, opened and closed as a context.
 
-Where it sits: ``run`` opens it first of all; everything else is given its channel.
+Where it sits: a run opens the mesh first. All other code receives its channels.
 
 ::
 
@@ -9,7 +9,7 @@ Where it sits: ``run`` opens it first of all; everything else is given its chann
                                    stage 1      3        4        5
                                                 │ pipe: the ranks of one part
 
-It does not build on torch's ``DeviceMesh``: with two axes there is little to cut, and a DeviceMesh takes no
+It does not build on torch's ``DeviceMesh``: two axes leave little to slice, and a DeviceMesh accepts no
 time limit, sets the CUDA device by itself, and needs a process group, which a single rank can do without.
 """
 
@@ -38,28 +38,29 @@ from kagome.launch.finalizer import close_waiting
 from kagome.launch.threads import CpuShare, seat, threads
 
 TAKEN_WITHIN = 10.0
-"""Seconds that a rank stays at the end for its peers to take what lies on its shelf."""
+"""Seconds that a rank waits at the end for its peers to read the rest of its shared memory."""
 AFTER_ERROR = 1.0
-"""The same after an error: long enough for an answer that makes them raise the same."""
+"""The same wait after an error, long enough to send the answer that makes peers raise the same error."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks of a run, and where this one stands.
+    """All ranks of a run, and the place of this rank among them.
 
     Args:
-        size: Ranks in the world.
-        rank: This rank.
-        axes: Ranks along each axis, ``pipe``, ``graph`` and ``tensor``; their product is ``size``.
-        local_rank: This rank among those of its host.
-        device: Where its tensors live.
-        world: The channel of all ranks. What any channel sends counts into the traffic of all.
-        graph: The channel of the ranks that hold the other parts of the graph, or the other slices of its
-            vertices and features, in this rank's stage.
-        weights: The same ranks on a lane of their own: sums of gradients travel while halos do.
+        size: Number of ranks in the world.
+        rank: This rank in the world.
+        axes: Number of ranks along each axis, ``pipe``, ``graph`` and ``tensor``; their product is ``size``.
+        local_rank: This rank among the ranks of its host.
+        device: Device of this rank's tensors.
+        world: The channel of all ranks. Its counters include the traffic of all other channels.
+        graph: The channel of the ranks in this rank's stage that hold the other parts of the graph, or the
+            other slices of its vertices and features.
+        weights: A channel of the same ranks with its own tags, so that gradients are summed while halos are
+            exchanged.
         pipe: The channel of the ranks that hold this rank's part, in the order of their stages.
-        threads: Threads of each rank for computing.
-        watch: What the ranks are doing; None with one rank.
+        threads: Number of compute threads of each rank.
+        watch: The watchdog, which knows what each rank is doing; None with one rank.
     """
 
     size: int
@@ -76,16 +77,16 @@ class Mesh:
 
     @property
     def stage(self) -> int:
-        """Which piece of the model is this rank's."""
+        """Index of this rank's pipeline stage."""
         return self.pipe.rank
 
     @property
     def part(self) -> int:
-        """Which piece of the graph is this rank's."""
+        """Index of this rank's part of the graph."""
         return self.graph.rank
 
     def doing(self, action: str) -> None:
-        """Tell the others what this rank computes from now on, such as ``epoch 2: optimizer``."""
+        """Publish what this rank computes from now on, such as ``epoch 2: optimizer``."""
         if self.watch is not None:
             self.watch.doing(action)
 
@@ -98,26 +99,26 @@ def open_mesh(
     say: Callable[[str], None] = print,
     always_group: bool = False,
 ) -> Iterator[Mesh]:
-    """Join the ranks that the environment names, and leave them at the end, after an error too.
+    """Join the ranks that the environment describes, and leave them at the end, also after an error.
 
-    A process group that the script has made itself is used and left as it is; one that another open mesh has
-    made is shared. With one rank there is none, unless ``always_group`` asks for it. Until the end torch has
-    the threads that are this rank's share of its host, unless the user chose their number: see
+    A process group that the script created itself is used and left open; one that another open mesh created
+    is shared. With one rank no group is created, unless ``always_group`` asks for one. While the mesh is open
+    torch uses this rank's share of its host's threads, unless the user chose their number: see
     :func:`kagome.launch.threads.chosen`.
 
     Args:
-        parallel: How to split; must fit the number of ranks.
-        timeout: Seconds after which a wait is given up.
-        say: Called with a line when a wait grows long.
-        always_group: Make a process group for a single rank too.
+        parallel: The axes to split along; they must fit the number of ranks.
+        timeout: Seconds after which a wait fails.
+        say: Called with one line when a wait takes long.
+        always_group: Create a process group for a single rank too.
 
     Yields:
         The mesh.
 
     Raises:
-        ConfigError: If the split needs another number of ranks.
+        ConfigError: If the axes need another number of ranks.
         CommError: If the ranks do not meet.
-        LaunchError: If the environment is no sense.
+        LaunchError: If the environment is invalid.
     """
     close_waiting()
     given = dist.is_initialized() and current() is None
@@ -164,7 +165,10 @@ def _leave(
     joined: JoinedGroup | None,
     patience: float,
 ) -> None:
-    """Close what was opened, the last first; peers have some seconds to take what is theirs."""
+    """Close what was opened, in reverse order.
+
+    Peers have some seconds to read the rest of the shared memory.
+    """
     if watch is not None:
         watch.close()
     limit = time.monotonic() + patience
@@ -177,7 +181,10 @@ def _leave(
 
 @contextmanager
 def _fitting_threads(channel: Channel) -> Iterator[tuple[int, ...]]:
-    """Give torch, which the compiled loops follow, this rank's share of its host's cores for a while."""
+    """Set torch's thread count to this rank's share of the cores inside the block.
+
+    The compiled kernels use the same count.
+    """
     before = torch.get_num_threads()
     found: Any = channel.gather_objects(seat(before), "cores of each rank", [CpuShare])
     counts = threads(found)
@@ -207,5 +214,8 @@ def _given_ranks() -> Ranks:
 
 
 def _of_this_mesh(store: Store, rank: int) -> Store:
-    """A store in which no other mesh has left anything: all ranks open their meshes in one order."""
+    """Return a store whose keys belong to this mesh alone.
+
+    It relies on all ranks opening their meshes in one order.
+    """
     return PrefixStore(f"kagome-mesh-{store.add(f'kagome-meshes/{rank}', 1)}", store)

@@ -1,6 +1,6 @@
-"""End: one rank's end of a group: who its peers are, how long they are waited for, who is to blame.
+"""Peer group: which ranks a group has, how long to wait for them, and which rank to blame for a fault.
 
-Where it sits: ``channel`` sends and receives on top of it; ``work`` lets it wait.
+Where it sits: ``channel`` sends and receives on top of it; ``work`` waits through it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from kagome.errors import KagomeError
 
 
 class PeerGroup:
-    """One rank's end of a group.
+    """One rank's view of a group.
 
     Args:
         group: The process group; None for one rank.
-        device: Where this rank's tensors live.
-        timeout: Seconds after which a wait is given up.
-        watch: Who knows what the peers do; None leaves that out of the errors.
-        lane: Messages of one lane never meet those of another.
-        traffic: Where to count; its own if None.
-        shelf: Memory that ranks of this host read: with gloo, what is large goes to them by it.
-        back: With nccl a second group of the same ranks: see
+        device: Device of this rank's tensors.
+        timeout: Seconds after which a wait fails.
+        watch: The watchdog, which knows what each peer is doing; without it errors do not say so.
+        lane: Tag of this channel: messages with different tags never match.
+        traffic: Counters to add to; new ones if None.
+        shelf: Memory that other ranks of this host read. With gloo, large messages to them go through it.
+        back: With nccl, a second group of the same ranks: see
             :class:`kagome.comm.transport.process_group.Transport`.
-        name: This rank in the world, where there is no group that knows.
+        name: This rank in the world, used if ``group`` is None.
     """
 
     def __init__(
@@ -58,66 +58,72 @@ class PeerGroup:
         self.lane, self._group = lane, group
         self._wire = None if group is None else Transport(group, lane, shelf, back)
         self._gloo = self._wire is not None and self._wire.gloo
-        # gloo's point-to-point knows host memory only.
+        # gloo's point-to-point operations support host memory only.
         self.wire = torch.device("cpu") if self._gloo else self.device
         self.timer: Callable[[str], AbstractContextManager[object]] | None = None
-        """Called with ``exchange`` around each of them but sums of weights: where its time is to be noted."""
+        """Called with ``exchange`` around each exchange that is not counted as weights or other, to record
+        its time."""
         self.traffic = Traffic() if traffic is None else traffic
 
     def lay_on(self, shelf: SharedMemory | None) -> None:
-        """Let what is large go to ranks of this host by a shelf; all ranks do it at the same point."""
+        """Send large messages to ranks of this host through shared memory.
+
+        All ranks call this at the same point.
+        """
         if self._wire is not None:
             self._wire.shelf = shelf
 
     @property
     def shelf(self) -> SharedMemory | None:
-        """Memory that ranks of this host read; None if there is none."""
+        """Memory that other ranks of this host read; None if there is none."""
         return None if self._wire is None else self._wire.shelf
 
     @property
     def lanes(self) -> bool:
-        """Whether lanes are apart, by gloo's tags; nccl has one order of collectives for all ranks."""
+        """Whether tags keep channels apart, as gloo's do; nccl has one order of collectives for all ranks."""
         return self._gloo
 
     def streams(self, peer: int) -> bool:
-        """Whether what goes to a peer, and comes from it, may do so in several messages."""
+        """Return whether data to and from a peer may be split into several messages."""
         return self._wire is not None and self._gloo and peer != self.rank and not self._wire.near(peer)
 
     def close(self, patience: float = 0.0) -> None:
-        """Let go of the group and the shelf; gloo closes its connections only when nobody holds it any more.
+        """Release the group and the shared memory.
+
+        gloo closes its connections only when nothing refers to the group any more.
 
         Args:
-            patience: Seconds that peers have to take what is still theirs.
+            patience: Seconds that peers have to read the rest of the shared memory.
         """
         if self._wire is not None and self._wire.shelf is not None:
             self._wire.shelf.close(patience)
         self._group = self._wire = None
 
     def take_bytes(self) -> dict[str, int]:
-        """Bytes this rank has sent since the last call, by kind."""
+        """Return the bytes that this rank has sent since the last call, by kind."""
         return self.take_traffic().bytes
 
     def take_traffic(self) -> Traffic:
-        """What this rank has sent and waited since the last call, by kind."""
+        """Return what this rank has sent and how long it waited since the last call, by kind."""
         return self.traffic.take()
 
     def timed(self, kind: Kind) -> AbstractContextManager[object]:
-        """The phase in which an exchange of a kind is noted."""
+        """Return the context in which an exchange of a kind is timed."""
         return nullcontext() if self.timer is None or kind in ("weights", "other") else self.timer("exchange")
 
     def _add(self, kind: Kind, count: int) -> None:
         self.traffic.bytes[kind] += count
 
     def finish(self, pending: Work, most: int | None = None) -> None:
-        """Wait for what a pending exchange still misses.
+        """Wait for the remaining messages of an exchange.
 
         Args:
             pending: The exchange.
-            most: For so many messages, the first ones; by default for all.
+            most: Number of messages to wait for, from the first on; all by default.
 
         Raises:
-            CommError: If a peer was late or lost.
-            KagomeError: What a peer has left word of before it ended.
+            CommError: If a peer was late or its connection was lost.
+            KagomeError: The error that a peer reported before it ended.
         """
         works, action, begun = pending.works, pending.action, time.monotonic()
         asked = len(works) if most is None else most
@@ -131,8 +137,8 @@ class PeerGroup:
                 except RuntimeError as error:
                     left = [p for p, _ in works[place:] if p is not None]
                     fault = self._fault(error, left or others, action, collective=peer is None)
-                    # A work holds its connections open. Dropped with the frames that know it, they close as
-                    # soon as the group is destroyed, and the peers' waits end too, not only at their limits.
+                    # A work object keeps its connections open. Once the references to it are gone, they close
+                    # with the group, and the peers' waits fail at once instead of at their time limits.
                     works.clear()
                     del work
                     raise fault from error.with_traceback(None)
@@ -144,22 +150,24 @@ class PeerGroup:
 
     def _wait(self, work: TorchWork, begun: float, *, collective: bool) -> None:
         if not self._gloo:
-            work.wait()  # with a limit, nccl would block the host instead of the stream
+            work.wait()  # with a time limit, nccl would block the host instead of the stream
             return
-        # A collective ends itself at its limit; were it left running, destroying the group would hang on it.
+        # A collective ends itself at its own time limit. If it still ran, destroying the group would hang.
         limit = self.timeout + 5 if collective else self.timeout
-        left = max(begun + limit - time.monotonic(), 0.01)  # 0 would mean no limit
+        left = max(begun + limit - time.monotonic(), 0.01)  # 0 would mean no time limit
         work.wait(timedelta(seconds=left))
 
     def tell(self, error: BaseException) -> None:
-        """Leave word of what ends this rank in mid-epoch: those who wait for it raise the same."""
+        """Report the error that ends this rank in mid-epoch, so that ranks waiting for it raise it too."""
         if self.watch is not None:
             self.watch.tell(error)
 
     def _fault(self, error: RuntimeError, peers: list[int], action: str, *, collective: bool) -> KagomeError:
-        """The error for a failed wait; ``peers`` are those still awaited, the one that failed first.
+        """Return the error for a failed wait.
 
-        What a rank has left word of is told by those who wait for it, in its own words.
+        ``peers`` are the ranks still awaited, the one that failed first.
+
+        If a rank reported its own error, that error is returned unchanged.
         """
         told = None if self.watch is None else self.watch.told()
         if told is not None:

@@ -1,8 +1,8 @@
-"""Objects: plain data and our own records as JSON and raw tensors, and back; nothing that is read can run.
+"""Serialization: plain data and Kagome's records as JSON and raw tensors; reading them never executes code.
 
-Where it sits: ``channel`` sends objects to other ranks with it; ``checkpoint.checkpoint`` writes with it what
-is no tensor. Only what stands in a closed list is written or made: plain values, containers, tensors, arrays,
-errors of Kagome, and the record classes that the caller names.
+Where it sits: ``channel`` sends objects to other ranks with it; ``checkpoint.checkpoint`` writes everything
+that is not a tensor with it. Only a closed list of types is written or created: plain values, containers,
+tensors, arrays, errors of Kagome, and the record classes that the caller names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kagome import errors
 from kagome.errors import KagomeError
 
 ALIGNED: Final = 16
-"""Tensors begin at a multiple of so many bytes."""
+"""Tensors begin at multiples of this many bytes."""
 _CONTAINERS: Final[Mapping[str, type]] = {
     "tuple": tuple,
     "set": set,
@@ -40,20 +40,20 @@ _MAPPINGS: Final[Mapping[str, type]] = {
 
 
 class ObjectError(ValueError):
-    """A value that is none of those that may be written, or bytes that hold none."""
+    """A value of a type that cannot be written, or bytes that do not hold a value."""
 
 
 def pack(value: object, kinds: Sequence[type] = ()) -> tuple[Any, list[Tensor]]:
-    """A value as JSON has it, and the tensors that it holds, on the CPU.
+    """Return a value as a JSON tree, and the tensors that it contains, on the CPU.
 
     Args:
-        value: None, bool, int, float, str, bytes, a path, a type or a device of torch; lists, tuples, sets
-            and mappings of such; tensors, NumPy arrays and numbers; errors of Kagome; records.
-        kinds: The record classes that may come: dataclasses and named tuples. Those that their fields name
-            are among them.
+        value: None, bool, int, float, str, bytes, a path, or a type or device of torch; lists, tuples, sets
+            and mappings of these; tensors, NumPy arrays and numbers; errors of Kagome; records.
+        kinds: The record classes that may occur: dataclasses and named tuples. The classes named in their
+            fields are included.
 
     Raises:
-        ObjectError: If it holds anything else.
+        ObjectError: If the value contains anything else.
     """
     packing = _Packing({kind.__name__: kind for kind in _reached(tuple(kinds))})
     try:
@@ -63,10 +63,10 @@ def pack(value: object, kinds: Sequence[type] = ()) -> tuple[Any, list[Tensor]]:
 
 
 def unpack(tree: Any, tensors: Sequence[Tensor], kinds: Sequence[type] = ()) -> Any:
-    """What :func:`pack` was given.
+    """Return the value that :func:`pack` was given.
 
     Raises:
-        ObjectError: If it is not what :func:`pack` gives for these kinds.
+        ObjectError: If :func:`pack` cannot have produced this tree for these record classes.
     """
     known = {kind.__name__: kind for kind in _reached(tuple(kinds))}
     try:
@@ -78,7 +78,7 @@ def unpack(tree: Any, tensors: Sequence[Tensor], kinds: Sequence[type] = ()) -> 
 
 
 def to_bytes(value: object, kinds: Sequence[type] = ()) -> Tensor:
-    """A value as bytes; see :func:`pack`.
+    """Return a value as bytes; :func:`pack` says which values are accepted.
 
     Shapes:
         ``[bytes]``, uint8.
@@ -95,10 +95,10 @@ def to_bytes(value: object, kinds: Sequence[type] = ()) -> Tensor:
 
 
 def from_bytes(packed: Tensor, kinds: Sequence[type] = ()) -> Any:
-    """The value that :func:`to_bytes` was given; its tensors have memory of their own.
+    """Return the value that :func:`to_bytes` was given. Its tensors own their memory.
 
     Raises:
-        ObjectError: If these are other bytes.
+        ObjectError: If the bytes do not come from :func:`to_bytes`.
 
     Shapes:
         packed ``[bytes]``, uint8, on the CPU.
@@ -125,10 +125,10 @@ def from_bytes(packed: Tensor, kinds: Sequence[type] = ()) -> Any:
 
 
 def dtype_of(name: object) -> torch.dtype:
-    """A type of torch by its name, ``torch.float32``.
+    """Return the torch type of a name such as ``torch.float32``.
 
     Raises:
-        ObjectError: If it is no type's name.
+        ObjectError: If no type has this name.
     """
     found = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
@@ -137,7 +137,7 @@ def dtype_of(name: object) -> torch.dtype:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as bytes.
+    """View the memory of a contiguous tensor as bytes.
 
     Shapes:
         any -> ``[bytes]``, uint8.
@@ -146,7 +146,7 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 def _sizes(shape: object, limit: int) -> list[int]:
-    """A shape that bytes can hold: before memory is asked for."""
+    """Check that a shape fits into the available bytes, before memory is allocated for it."""
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ObjectError(f"a shape was expected, not {str(shape)[:40]}")
     if math.prod(shape) > limit:
@@ -160,7 +160,7 @@ def _no_constant(text: str) -> Any:
 
 @functools.cache
 def _reached(kinds: tuple[type, ...]) -> tuple[type, ...]:
-    """Record classes, and those that their fields name."""
+    """Return the record classes and, recursively, those named in their fields."""
     found: dict[type, None] = {}
     ahead = list(kinds)
     while ahead:
@@ -192,13 +192,16 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 @dataclasses.dataclass
 class _Packing:
-    """One value on its way to JSON; its tensors are set aside."""
+    """Conversion of one value to JSON, with its tensors collected separately."""
 
     kinds: Mapping[str, type]
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
 
     def tree(self, value: Any) -> Any:
-        """The value as JSON has it: all that JSON does not know is an object of one key, its kind."""
+        """Return a value as JSON.
+
+        A value of a type that JSON lacks becomes an object whose only key is its kind.
+        """
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
@@ -246,13 +249,13 @@ class _Packing:
 
 @dataclasses.dataclass(frozen=True)
 class _Unpacking:
-    """JSON on its way back to a value."""
+    """Conversion of a JSON tree back to a value."""
 
     kinds: Mapping[str, type]
     tensors: Sequence[Tensor]
 
     def value(self, tree: Any) -> Any:
-        """The value of a tree of :class:`_Packing`."""
+        """Return the value of a tree made by :class:`_Packing`."""
         if tree is None or isinstance(tree, bool | int | float | str):
             return tree
         if isinstance(tree, list):

@@ -1,6 +1,6 @@
-"""Traffic: what one rank has sent and how long its exchanges took, by kind.
+"""Traffic statistics: the bytes that one rank has sent and the time its exchanges took, by kind.
 
-Where it sits: each ``channel`` counts into one; ``run`` takes it epoch by epoch.
+Where it sits: each ``channel`` adds to a ``Traffic``; the trainer takes the counts after each epoch.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ def _seconds() -> dict[str, float]:
 
 @dataclass
 class Traffic:
-    """Counters by kind, all kinds always there and in one order.
+    """Counters by kind. Every kind is always present, and all in one order.
 
-    Of the time that an exchange is under way, what was not spent waiting was spent computing: that share,
-    ``1 - waited / under_way``, is hidden. On nccl, whose waits are ordered on the device's stream, both are
-    the host's times.
+    While an exchange is in progress, a rank either waits for it or computes. The share spent computing, ``1 -
+    waited / under_way``, is hidden communication. On nccl, whose waits are ordered on the device's stream,
+    both are times of the host.
     """
 
     bytes: dict[str, int] = field(default_factory=_counts)
-    """Bytes sent."""
+    """Bytes sent by this rank."""
     waited: dict[str, float] = field(default_factory=_seconds)
-    """Seconds blocked until what peers sent had come."""
+    """Seconds spent blocked until messages from peers had arrived."""
     under_way: dict[str, float] = field(default_factory=_seconds)
-    """Seconds in which an exchange was between its begin and the end of its wait, however many were."""
+    """Seconds during which at least one exchange was between its start and the end of its wait."""
     _until: dict[str, float] = field(default_factory=_seconds, compare=False, repr=False)
-    """By kind, up to when ``under_way`` counts."""
+    """For each kind, the time up to which ``under_way`` has been counted."""
 
     def add(self, other: Traffic) -> None:
-        """Add another's counts to these."""
+        """Add another object's counts to these."""
         for kind in KINDS:
             self.bytes[kind] += other.bytes[kind]
             self.waited[kind] += other.waited[kind]
             self.under_way[kind] += other.under_way[kind]
 
     def ended(self, kind: Kind, begun: float, ended: float) -> None:
-        """An exchange has ended; exchanges end in the order in which this is called.
+        """Record that an exchange has ended. Calls must come in the order in which exchanges end.
 
-        Those that share the wire are not counted twice: late rows of all layers are under way at once, an
-        epoch long, and what an epoch of computing hides is at most the epoch.
+        Overlapping exchanges are not counted twice: late rows of all layers are in progress at once for a
+        whole epoch, and the computation of one epoch can hide at most the epoch's length.
         """
         self.under_way[kind] += max(ended - max(begun, self._until[kind]), 0.0)
         self._until[kind] = ended
 
     def take(self) -> Traffic:
-        """The counts since the last call; they begin anew."""
+        """Return the counts since the last call and reset them."""
         taken = Traffic(self.bytes, self.waited, self.under_way)
         self.bytes, self.waited, self.under_way = _counts(), _seconds(), _seconds()
         return taken

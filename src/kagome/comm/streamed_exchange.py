@@ -1,13 +1,13 @@
-"""Letters: bytes that are written sheet by sheet while others travel, and headers that go ahead of rows.
+"""Streamed exchange: bytes written segment by segment while others are in transit, and headers sent first.
 
-Where it sits: ``channel`` calls it; ``halo.encoded_message`` and ``halo.block_exchange`` code rows as they
-are sent.
+Where it sits: ``channel`` calls it. ``halo.encoded_message`` and ``halo.block_exchange`` encode rows while
+they are sent.
 
 ::
 
     write 1.0 | send 1.0 ─────────────────>
               | write 2.0 | send 2.0 ─────────────────>
-                          | write 1.1 | send 1.1 ─────────────────>          sheet 1 of peer 1's letter
+                          | write 1.1 | send 1.1 ─────────────────>          segment 1 of peer 1's message
 """
 
 from __future__ import annotations
@@ -36,23 +36,25 @@ def start_bytes(
     kind: Kind = "halo",
     header: tuple[int, ...] | None = None,
 ) -> Work:
-    """Begin to send each peer bytes that are written only before they go, and to receive theirs.
+    """Begin to send each peer bytes that are written just before they are sent, and to receive the peers'.
 
     Args:
-        channel: Of this rank.
-        write: Called once with each rank of the group that gets any, this one too, each of its sheets, and
-            the place of its bytes, where the model runs.
-        sizes: Bytes of each sheet for each rank: as many sheets for all, on all ranks, empty ones last.
-        expected: Bytes of each sheet from each.
-        action: What this is, for errors.
-        kind: What its bytes count as.
-        header: As :meth:`Channel.start_exchange` takes it.
+        channel: The channel to send through.
+        write: Called once for each segment, with the receiving rank (this one included, but only ranks that
+            receive any bytes), the segment's number, and the buffer for its bytes, which is on the model's
+            device.
+        sizes: Bytes of each segment for each rank. The number of segments is the same for all peers and on
+            all ranks; empty ones come last.
+        expected: Bytes of each segment from each rank.
+        action: Name of the operation, for error messages.
+        kind: Traffic kind that its bytes are counted under.
+        header: The header, as :meth:`Channel.start_exchange` takes it.
 
     Returns:
-        The exchange under way; :meth:`Work.parts` gives each peer's bytes as they come.
+        The exchange in progress; :meth:`Work.parts` yields each peer's bytes as they arrive.
 
     Raises:
-        CommError: If a peer's header or sizes differ, or a peer was late or lost.
+        CommError: If a peer's header or sizes differ, or a peer was late or its connection was lost.
     """
     if header is not None and channel.size > 1:
         with channel.timed(kind):
@@ -89,16 +91,16 @@ def start_bytes(
 def compare(
     channel: Channel, fields: tuple[int, ...], sends: Sequence[int], comes: Sequence[int], action: str
 ) -> None:
-    """Compare a header and counts with all peers, before anything else is sent.
+    """Compare a header and row counts with all peers, before anything else is sent.
 
     Raises:
-        CommError: If they differ.
+        CommError: If the header or a count differs from a peer's.
     """
     ours = [failures.header(fields, send, come) for send, come in zip(sends, comes, strict=True)]
     parts = torch.split(torch.tensor(ours, device=channel.wire), 1)
     pending = channel.start_parts(list(parts), [1] * channel.size, f"{action} (header)", "other")
     theirs: list[list[int]] = pending.wait().tolist()
-    # The own counts were compared before.
+    # A rank's counts to itself were compared before.
     theirs[channel.rank] = failures.header(fields, comes[channel.rank], sends[channel.rank])
     texts = failures.disagreements(ours, theirs, channel.names)
     if texts:

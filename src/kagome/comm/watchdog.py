@@ -1,6 +1,6 @@
-"""Watch: what every rank is doing now, told to the others, so that a wait can say for whom and for what.
+"""Watchdog: publishes what every rank is doing, so that a long wait can name the late rank and its action.
 
-Where it sits: ``Channel`` reports its waits here and asks it whom to blame; ``open_mesh`` makes it.
+Where it sits: ``Channel`` reports its waits here and asks which rank to blame; ``open_mesh`` creates it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 NAMED_PEERS = 4
-"""So many late peers are named in full; the rest are counted."""
+"""Number of late peers that are described in full; the rest are only counted."""
 ANSWERS_WITHIN = 5.0
-"""Seconds that the store has for an answer; one that took longer is not asked again."""
+"""Seconds that the store has to answer. After one answer that took longer it is not asked again."""
 
 
 @dataclass(frozen=True)
 class _Doing:
-    """What this rank does now; replaced whole, so that the thread never reads half of it."""
+    """What this rank does now. It is replaced as a whole, so that the thread never reads a partial update."""
 
     number: int
     action: str
@@ -40,14 +40,14 @@ class _Doing:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank last published.
+    """The last state that a rank published.
 
     Args:
-        number: How many actions it had begun.
-        action: The action's text.
-        begun: When it began that action, in the wall clock's seconds.
-        alive: When it published this, in the wall clock's seconds.
-        waits: Whether it was waiting for others itself.
+        number: Number of actions that the rank had begun.
+        action: Text of the current action.
+        begun: Wall-clock time in seconds at which the rank began the action.
+        alive: Wall-clock time in seconds at which the rank published this state.
+        waits: Whether the rank was itself waiting for others.
     """
 
     number: int
@@ -58,21 +58,22 @@ class Seen:
 
 
 class Watchdog:
-    """Publishes this rank's action to a store and reads the others' when a wait grows long.
+    """Publishes this rank's action to a store, and reads the other ranks' actions when a wait takes long.
 
-    One daemon thread publishes every ``every`` seconds, and at no other time, so that an action costs its
-    rank one small object. The store is cloned: a client of torch's TCPStore serves one call at a time, and a
-    blocking call of the process group on the same client would keep the news back for as long as it blocks.
+    One daemon thread publishes every ``every`` seconds and at no other time, so an action costs its rank only
+    one small object. The store is cloned: a client of torch's TCPStore serves one call at a time, and a
+    blocking call of the process group on the same client would delay publishing for as long as it blocks.
 
     Args:
         store: A store that all ranks share.
         rank: This rank in the world.
-        size: Ranks in the world; with one there is no thread and nothing is published.
-        say: Called with one line for each wait that passes ``warn_after``.
+        size: Number of ranks in the world. With one rank there is no thread and nothing is published.
+        say: Called with one line for each wait that takes longer than ``warn_after``.
         every: Seconds between two publications.
-        warn_after: Seconds of one wait after which it is told.
+        warn_after: Seconds of one wait after which it is reported.
 
-    Cost: about 100 bytes to the store's host every ``every`` seconds; in a long wait, 100 bytes a peer back.
+    Cost: about 100 bytes to the store's host every ``every`` seconds; in a long wait, 100 bytes back for each
+    peer.
     """
 
     def __init__(
@@ -99,23 +100,23 @@ class Watchdog:
             self._thread.start()
 
     def doing(self, action: str) -> None:
-        """Say what this rank computes from now on, such as ``epoch 2: optimizer``."""
+        """Set what this rank computes from now on, such as ``epoch 2: optimizer``."""
         self._frame = action
         self._now = _Doing(self._now.number + 1, action, time.monotonic(), ())
 
     @contextmanager
     def waiting(self, action: str, peers: Sequence[int]) -> Iterator[None]:
-        """Say that this rank waits in ``action`` for ``peers`` (ranks of the world) inside this block."""
+        """Mark this rank as waiting in ``action`` for ``peers`` (ranks of the world) inside the block."""
         before = self._now
         self._now = _Doing(before.number + 1, action, time.monotonic(), tuple(peers))
         try:
             yield
         finally:
-            # Back to what was computed before, with its own start: the wait was a part of it.
+            # Restore the earlier action with its own start time: the wait was a part of it.
             self._now = _Doing(self._now.number + 1, self._frame, before.since, ())
 
     def seen(self, rank: int) -> Seen | None:
-        """What a rank last published; None if it never did or the store does not answer."""
+        """Return the last state that a rank published; None if there is none or the store is silent."""
         if self._thread is None:
             return None
         key = f"watch/{rank}"
@@ -129,17 +130,17 @@ class Watchdog:
         return Seen(number, action, begun, alive, waits)
 
     def tell(self, error: BaseException) -> None:
-        """Leave word of what ends this rank, so that those who wait for it say the same."""
+        """Publish the error that ends this rank, so that ranks waiting for it raise the same error."""
         if self._thread is None or not isinstance(error, KagomeError) or isinstance(error, CommError):
             return
         if error.told_by is not None:
             return
         word = json.dumps(serialization.pack(error)[0])
-        with suppress(RuntimeError):  # the store's host is gone
+        with suppress(RuntimeError):  # the store's host has ended
             self._asked(lambda: self._store.set(f"told/{self.rank}", word))
 
     def told(self) -> KagomeError | None:
-        """What ended another rank, where it has left word of it."""
+        """Return the error that ended another rank, if that rank published one."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         with suppress(RuntimeError, ValueError):
             for rank in others if self._thread is not None else ():
@@ -154,7 +155,7 @@ class Watchdog:
         return self._store.get(key) if self._store.check([key]) else None
 
     def describe(self, rank: int) -> str:
-        """``rank 1, which was last seen in 'epoch 2: optimizer' 12 s ago``."""
+        """Describe a rank: ``rank 1, which was last seen in 'epoch 2: optimizer' 12 s ago``."""
         seen = self.seen(rank)
         if seen is None:
             gone = "; the host where ranks meet is silent" if self._silent else ""
@@ -166,11 +167,14 @@ class Watchdog:
         return text
 
     def late(self, action: str, peers: Sequence[int]) -> list[int]:
-        """Those of ``peers`` that were not seen waiting in ``action`` too."""
+        """Return those of ``peers`` that were not seen waiting in ``action`` themselves."""
         return [peer for peer in peers if not self._waits_in(action, peer)]
 
     def close(self) -> None:
-        """End the thread, leave word of where this rank stopped, and let go of the store; works twice."""
+        """End the thread, publish where this rank stopped, and release the store.
+
+        A second call does nothing.
+        """
         self._closed.set()
         thread, self._thread = self._thread, None
         if thread is None:
@@ -178,15 +182,16 @@ class Watchdog:
         if thread is not threading.current_thread():  # the garbage collector may run in it
             thread.join(timeout=5.0)
         if not thread.is_alive():
-            with suppress(RuntimeError):  # the store's host is gone
+            with suppress(RuntimeError):  # the store's host has ended
                 self._asked(self._publish)
             del self._store
 
     def _asked(self, call: Callable[[], Answer]) -> Answer:
-        """What the store answers.
+        """Return the result of a call to the store.
 
         Raises:
-            RuntimeError: If it does not, or did not before: nobody waits for it twice.
+            RuntimeError: If the store does not answer, or once failed to answer in time: nobody waits for it
+                twice.
         """
         if self._silent:
             raise SilentError("the store is silent")
@@ -205,13 +210,13 @@ class Watchdog:
             try:
                 self._publish()
             except RuntimeError:
-                return  # the store's host is gone: the run ends, and this thread is not the one to say so
+                return  # the store's host has ended, so the run ends; this thread need not report it
             self._warn()
 
     def _publish(self) -> None:
         doing, age = self._now, time.monotonic() - self._now.since
         wall = time.time()
-        # Wall clocks, since monotonic clocks of two hosts have nothing in common.
+        # Wall-clock times, since the monotonic clocks of two hosts are unrelated.
         record = [doing.number, doing.action, wall - age, wall, bool(doing.peers)]
         self._store.set(f"watch/{self.rank}", json.dumps(record))
 

@@ -1,6 +1,6 @@
-"""Pending: what was begun on a channel and will be waited for - rows that come or go.
+"""Work: a communication operation that was started on a channel and will be waited for.
 
-Where it sits: ``channel`` makes them; who began one computes something else before it waits.
+Where it sits: ``channel`` creates these; the caller computes something else between the start and the wait.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from kagome.comm.channel import Channel
 
 Sheets = Sequence[Sequence[int]]
-"""Bytes of each sheet of each peer's letter."""
+"""Bytes of each segment of each peer's message."""
 
 
 @dataclass
 class Work:
-    """An exchange under way; ``wait`` gives its rows.
+    """An exchange in progress; ``wait`` returns its rows.
 
     Args:
-        rows: Where the rows arrive; not to be read before ``wait``.
-        channel: On which it was begun.
-        action: What it is, for errors.
-        kind: What its time counts as.
-        works: What is still to come, with the peer if there is a single one.
-        kept: What must stay in memory until then.
-        begun: When it was begun.
-        apart: Peers whose sheets come one by one; others' come whole.
+        rows: Buffer in which the rows arrive; it must not be read before ``wait``.
+        channel: The channel on which the exchange was started.
+        action: Name of the operation, for error messages.
+        kind: Traffic kind that its time is counted under.
+        works: Messages still to come, each with its peer, or None for a collective.
+        kept: Tensors that must stay in memory until the exchange ends.
+        begun: Time at which the exchange was started.
+        apart: Peers whose segments arrive one by one; the messages of other peers arrive whole.
     """
 
     rows: Tensor
@@ -49,13 +49,13 @@ class Work:
     apart: frozenset[int] = frozenset()
 
     def wait(self) -> Tensor:
-        """Wait until all rows have come and the own ones are taken; a second call returns at once.
+        """Wait until all rows have arrived and this rank's own have been sent. A second call returns at once.
 
         Returns:
             The received rows, peers in the order of their ranks.
 
         Raises:
-            CommError: If a peer was late or lost.
+            CommError: If a peer was late or its connection was lost.
         """
         if not self.works:
             return self.arrived()
@@ -64,15 +64,15 @@ class Work:
 
     @contextmanager
     def lent(self) -> Iterator[Tensor]:
-        """The rows for a block, instead of :meth:`wait`: neither to be kept nor written to.
+        """Lend the rows for a block, instead of :meth:`wait`; they must not be kept or written to.
 
-        Where they all come from one rank of this host they are read in that rank's memory.
+        If they all come from one rank of this host, they are read in that rank's memory.
 
         Yields:
             The received rows.
 
         Raises:
-            CommError: If a peer was late or lost.
+            CommError: If a peer was late or its connection was lost.
         """
         comings = [work for _, work in self.works if isinstance(work, IncomingMessage)]
         whole = [coming for coming in comings if coming.place.numel() == self.rows.nbytes]
@@ -82,24 +82,24 @@ class Work:
         (coming,) = whole
         coming.lends = True
         rows = self.wait()
-        self.rows = rows[:0]  # never filled, if what was lent was
+        self.rows = rows[:0]  # never filled if the rows were lent from the peer's memory
         try:
             yield rows if coming.lying is None else coming.lying.view(rows.dtype).view(rows.shape)
         finally:
             coming.give_back()
 
     def parts(self, expected: Sheets) -> Iterator[tuple[int, int, Tensor]]:
-        """Each rank's sheets as soon as they have come, while others travel; instead of :meth:`wait`.
+        """Yield each rank's segments as they arrive, while others are in transit; instead of :meth:`wait`.
 
         Args:
-            expected: Bytes of each sheet of each rank of the group, empty ones last.
+            expected: Bytes of each segment of each rank of the group, empty ones last.
 
         Yields:
-            A rank of the group, the number of its sheet, and its bytes, neither to be kept nor written to:
-            the first sheet of each rank, and others where they have bytes.
+            A rank of the group, the number of the segment, and its bytes, which must not be kept or written
+            to. The first segment of each rank is always yielded, later ones only if they have bytes.
 
         Raises:
-            CommError: If a peer was late or lost.
+            CommError: If a peer was late or its connection was lost.
         """
         channel = self.channel
         slots = [
@@ -115,7 +115,7 @@ class Work:
             for peer in range(channel.size)
             if sum(expected[peer]) and peer != channel.rank
         )
-        awaited = [peer for peer, _ in self.works[:comes]]  # receives were begun first
+        awaited = [peer for peer, _ in self.works[:comes]]  # receives were started first
         if None in awaited:
             self.wait()
             awaited = []
@@ -132,7 +132,7 @@ class Work:
         self.wait()
 
     def arrived(self) -> Tensor:
-        """The same inside a phase that is timed already."""
+        """Wait for the rows like :meth:`wait`, without timing: for callers that already time the phase."""
         if self.works:
             self.channel.finish(self)
             self.works, self.kept = [], []
@@ -141,18 +141,20 @@ class Work:
 
 @dataclass
 class SendWork:
-    """A message to one rank under way; it holds what is sent until it has gone.
+    """A message to one rank in progress. It keeps the sent tensor in memory until the message has gone.
 
     Args:
-        pending: What is still to be done.
+        pending: The operation to wait for.
     """
 
     pending: Work
 
     def wait(self) -> None:
-        """Return when the message has gone: what was sent may be changed; a second call returns at once.
+        """Wait until the message has gone.
+
+        After that its tensor may be changed. A second call returns at once.
 
         Raises:
-            CommError: If the peer was late or lost.
+            CommError: If the peer was late or its connection was lost.
         """
         self.pending.wait()
