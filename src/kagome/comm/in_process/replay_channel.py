@@ -1,13 +1,13 @@
-"""ReplayChannel: a rank's end of a group of threads that can go on alone, hearing again what it heard.
+"""Replay channel: a rank of a group of threads that can run on alone, on recorded answers of its peers.
 
-Where it sits: ``profile.epoch_costs`` times what one rank computes with it, on a core that no other thread
-wants.
+Where it sits: ``profile.epoch_costs`` uses it to time the computation of one rank on a core that no other
+thread uses.
 
 ::
 
     all ranks      epoch 1   epoch 2, recorded
-    then rank 0                                epoch 3, 4, 5 on what it heard in 2
-    then rank 1                                                                    epoch 3, 4, 5 ...
+    then rank 0                                epochs 3, 4, 5 on what was recorded in 2
+    then rank 1                                                                    epochs 3, 4, 5 ...
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from kagome.comm.in_process.thread_group import Come, ThreadChannel, ThreadGroup
 
 
 class _Timed(Come):
-    """An exchange that notes how long its rank did something else before it asked for the rows."""
+    """An exchange that records how long its rank did other work before it waited for the rows."""
 
     def __init__(self, rows: Tensor, channel: ReplayChannel) -> None:
         super().__init__(rows)
         self._channel, self._begun = channel, channel.clock()
 
     def wait(self) -> Tensor:
-        """The rows."""
+        """Return the rows, and count the time since the start of the exchange."""
         if self._begun:
             self._channel.meanwhile += self._channel.clock() - self._begun
             self._begun = 0.0
         return super().wait()
 
     def lent(self) -> AbstractContextManager[Tensor]:
-        """The rows."""
+        """Lend the rows for a block of code, and count the time as :meth:`wait` does."""
         self.wait()
         return super().lent()
 
 
 class ReplayChannel(ThreadChannel):
-    """A :class:`~kagome.comm.in_process.thread_group.ThreadChannel`; no point-to-point message is replayed.
+    """A thread's channel that can replay collectives; point-to-point messages are not replayed.
 
     Args:
-        group: Of this rank.
-        rank: Its number.
-        clock: Seconds.
+        group: The group of this rank.
+        rank: This rank's number.
+        clock: Returns the time in seconds.
 
     Attributes:
-        meanwhile: Seconds from the start of exchanges until their rows were waited for: what they take, up to
-            that, keeps nobody.
-        met: When this rank met all others, since it was cleared.
+        meanwhile: Seconds between the start of exchanges and the wait for their rows: communication of up to
+            this length is hidden.
+        met: Times at which this rank met all others, since the list was cleared.
     """
 
     def __init__(self, group: ThreadGroup, rank: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -65,20 +65,20 @@ class ReplayChannel(ThreadChannel):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep what is heard inside."""
+        """Record the values that the peers share inside the block."""
         self._heard, self._recording = [], True
         yield
         self._recording = False
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Hear inside what was heard while it was recorded, in the same order; nobody else takes part."""
+        """Return the recorded values inside the block, in the same order; no other rank takes part."""
         self._place = 0
         yield
         self._place = -1
 
     def turn(self) -> Iterator[bool]:
-        """The ranks' turns, one after the other: whether it is this one's."""
+        """Let the ranks take turns, one after the other: yield for each turn whether it is this rank's."""
         for rank in range(self.size):
             yield rank == self.rank
             super()._share(None)
@@ -97,5 +97,5 @@ class ReplayChannel(ThreadChannel):
         return values
 
     def _agree(self, offers: Sequence[str], mine: str) -> None:
-        if self._place < 0:  # what is replayed is of another epoch
+        if self._place < 0:  # replayed values carry the header of another epoch
             super()._agree(offers, mine)

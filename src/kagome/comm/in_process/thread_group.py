@@ -1,6 +1,6 @@
-"""LocalGroup: several ranks as threads of one process, with the channel's face.
+"""Thread group: several ranks as threads of one process, with the interface of a channel.
 
-Where it sits: ``verify.check`` splits a small sample in one process with it; tests use it as the quick rung
+Where it sits: ``verify.check`` splits a small sample in one process with it. Tests use it as the fast level
 below real processes.
 """
 
@@ -26,15 +26,15 @@ T = TypeVar("T")
 
 
 class _EchoError(CommError):
-    """What a rank hears of another one's fault."""
+    """The error of a rank that was stopped by another rank's fault."""
 
 
 class ThreadGroup:
-    """What the threads of one group share.
+    """The state that the threads of one group share.
 
     Args:
         size: Number of threads.
-        timeout: Seconds after which a wait is given up.
+        timeout: Seconds after which a wait fails.
     """
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
@@ -43,12 +43,12 @@ class ThreadGroup:
         self.barrier = threading.Barrier(size, timeout=timeout)
         self.arrived = threading.Condition()
         self.letters: dict[tuple[int, int, bool, int], Tensor] = {}
-        """What one rank sent to one, by sender, receiver, pass and number."""
+        """Point-to-point messages, by sender, receiver, pass (backward or not) and number."""
 
     def run(self, work: Callable[[ThreadChannel], T]) -> list[T]:
-        """Run ``work`` on every rank, each in a thread; an error of any ends all, and is raised.
+        """Run ``work`` on every rank, each in a thread. An error of any rank ends all of them and is raised.
 
-        Python's garbage collector does not run by itself meanwhile: see :func:`_uncollected`.
+        Python's garbage collector does not run by itself in the meantime: see :func:`_uncollected`.
 
         Returns:
             The results in the order of ranks.
@@ -72,7 +72,7 @@ class ThreadGroup:
             for thread in threads:
                 thread.join()
         if errors:
-            # What a rank found itself comes before what others only heard of, a named fault before any other.
+            # A rank's own error comes before an echo of it on other ranks, and a KagomeError before others.
             raise min(
                 errors,
                 key=lambda e: (
@@ -86,14 +86,14 @@ class ThreadGroup:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from running by itself in a block in which several threads draw.
+    """Keep the garbage collector from running by itself while several threads draw random numbers.
 
-    ``torch.get_rng_state``, and so ``fork_rng`` and ``checkpoint``, makes its tensor while it holds the
-    generator's lock. A collection may begin there, and what it frees may let another thread run. That thread
-    waits for the same lock and does not let go of the interpreter: the process stands still for ever.
+    ``torch.get_rng_state``, and so ``fork_rng`` and ``checkpoint``, creates its tensor while it holds the
+    generator's lock. A collection may start at that point, and freeing objects may let another thread run. If
+    that thread waits for the same lock without releasing the interpreter, the process hangs for ever.
 
     Cost:
-        Cycles that the block leaves stay in memory until its end.
+        Reference cycles that the block leaves stay in memory until its end.
     """
     if not gc.isenabled():
         yield
@@ -106,13 +106,13 @@ def _uncollected() -> Iterator[None]:
 
 
 class Come:
-    """An exchange that has ended."""
+    """An exchange that has already ended."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
 
     def wait(self) -> Tensor:
-        """Return the rows that the other ranks sent; they came before this object was made."""
+        """Return the rows that the other ranks sent; they arrived before this object was created."""
         return self.rows
 
     def lent(self) -> AbstractContextManager[Tensor]:
@@ -120,7 +120,7 @@ class Come:
         return nullcontext(self.rows)
 
     def parts(self, expected: Sheets) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield each rank's number, the number of its sheet, and the rows of that sheet."""
+        """Yield each rank's number, the number of its segment, and the rows of that segment."""
         slots = self.wait().split([sum(each) for each in expected])
         for peer, (slot, each) in enumerate(zip(slots, expected, strict=True)):
             for sheet, part in enumerate(slot.split(list(each))):
@@ -130,15 +130,15 @@ class Come:
 
 @dataclass(frozen=True)
 class _Gone:
-    """A message that has gone."""
+    """A point-to-point message that has been sent."""
 
     def wait(self) -> None:
-        """Nothing is left to be done."""
+        """Return at once: the message has been sent."""
 
 
 @dataclass
 class _Letter:
-    """A message from one rank that is to come."""
+    """A point-to-point message that is still to be received."""
 
     group: ThreadGroup
     key: tuple[int, int, bool, int]
@@ -147,7 +147,7 @@ class _Letter:
     found: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The rows, once they are there."""
+        """Wait for the rows and return them."""
         if not self.empty.numel():
             return self.empty
         if self.found is None:
@@ -179,7 +179,7 @@ class _Letter:
 
 
 class ThreadChannel:
-    """One thread's end of a :class:`ThreadGroup`; its methods are those of ``comm.channel.Channel``."""
+    """One thread's interface to a :class:`ThreadGroup`, with the methods of ``comm.channel.Channel``."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, group.size
@@ -188,19 +188,19 @@ class ThreadChannel:
         self._counts: Counter[tuple[int, int, bool]] = Counter()
 
     def _share(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
+        """Return every rank's value, on every rank."""
         try:
             self.group.slots[self.rank] = value
             self.group.barrier.wait()
             values = list(self.group.slots)
             self.group.barrier.wait()
         except threading.BrokenBarrierError:
-            # Not as the RuntimeError that it is: PyG's gather catches those and blames the edges.
+            # BrokenBarrierError is a RuntimeError, which PyG's gather catches and blames on the edges.
             raise _EchoError("all ranks meet at a collective", "another rank stopped before it") from None
         return values
 
     def _agree(self, offers: Sequence[str], mine: str) -> None:
-        """Refuse where ranks are not at the same."""
+        """Raise CommError if another rank is at a different operation."""
         for peer, theirs in enumerate(offers):
             if theirs != mine:
                 raise CommError(f"rank {self.rank} is at {mine}", f"rank {peer} is at {theirs}")
@@ -215,7 +215,7 @@ class ThreadChannel:
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """All-to-all of rows; headers are always compared, as it costs nothing here."""
+        """Exchange rows between all ranks. Headers are always compared, since it costs nothing here."""
         parts = torch.split(rows.detach(), list(send_counts))
         self.bytes[kind] += sum(part.nbytes for peer, part in enumerate(parts) if peer != self.rank)
         offers = self._share((header, action, parts))
@@ -224,7 +224,7 @@ class ThreadChannel:
         counts = [part.size(0) for part in received]
         if counts != list(recv_counts):
             raise CommError(f"{action!r} expects {list(recv_counts)} rows", f"{counts} came")
-        # Who sends nothing here may have rows of other widths for others.
+        # A rank that sends no rows to this one may offer rows of another width, so empty parts are dropped.
         return torch.cat([part for part in received if part.size(0)] or [rows.detach()[:0]])
 
     def start_exchange(
@@ -239,7 +239,7 @@ class ThreadChannel:
         pick: Tensor | None = None,
         trip: Trip | None = None,
     ) -> Come:
-        """The same; threads of one process have nothing to wait for."""
+        """Exchange rows as :meth:`exchange` does, with the result ready at once."""
         rows = rows.detach() if pick is None else rows.detach().index_select(0, pick)
         found = self.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header)
         return self._started(found)
@@ -254,7 +254,7 @@ class ThreadChannel:
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
     ) -> Come:
-        """The same of bytes that are written here."""
+        """Exchange bytes that ``write`` produces, with the result ready at once."""
         out, come = ([sum(each) for each in some] for some in (sizes, expected))
         message = torch.empty(sum(out), dtype=torch.uint8)
         for peer, letter in enumerate(message.split(out)):
@@ -269,7 +269,7 @@ class ThreadChannel:
     def start_send(
         self, rows: Tensor, peer: int, *, action: str, kind: Kind = "stage", backward: bool = False
     ) -> _Gone:
-        """Leave rows for one rank."""
+        """Send rows to one rank by leaving them in the shared state."""
         key = self._next(self.rank, peer, backward)
         if rows.numel():
             with self.group.arrived:
@@ -287,7 +287,7 @@ class ThreadChannel:
         kind: Kind = "stage",
         backward: bool = False,
     ) -> _Letter:
-        """What one rank leaves for this one."""
+        """Begin to receive the rows that one rank leaves for this one."""
         key = self._next(peer, self.rank, backward)
         return _Letter(self.group, key, torch.empty(tuple(shape), dtype=dtype), action)
 
@@ -306,7 +306,7 @@ class ThreadChannel:
         kind: Kind = "statistics",
         key: Hashable = None,
     ) -> Tensor:
-        """Sum, maximum or minimum over the threads."""
+        """Return the sum, maximum or minimum over the threads."""
         offers = self._share((action, tensor.detach()))
         self._agree([f"{doing!r} {list(v.shape)}" for doing, v in offers], f"{action!r} {list(tensor.shape)}")
         stack = torch.stack([value for _, value in offers])

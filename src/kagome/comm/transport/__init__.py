@@ -1,1 +1,1 @@
-"""How bytes go over and come in: process groups, shared memory, deadlines, failures."""
+"""Transport of bytes between ranks: process groups, shared memory, time limits and failures."""

@@ -1,6 +1,6 @@
-"""Faults between ranks, put in words: who waited for whom, or who disagrees with whom about what.
+"""Failures: error messages for late peers, lost connections and ranks that disagree.
 
-Where it sits: pure functions from numbers to ``CommError``; ``comm.channel`` raises what they make.
+Where it sits: pure functions from numbers to ``CommError``; ``comm.channel`` raises what they return.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HEADER_FIELDS = ("direction", "epoch", "site", "width", "gradient", "rows to the
 
 
 def header(fields: Sequence[int], sent: int, received: int) -> list[int]:
-    """The numbers that go to one peer ahead of its rows: always 8, so that they always fit.
+    """Return the numbers sent to one peer ahead of its rows: always 8, so that the size never differs.
 
     Raises:
         ValueError: If there are more than 5 fields.
@@ -27,7 +27,7 @@ def header(fields: Sequence[int], sent: int, received: int) -> list[int]:
 def disagreements(
     ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], names: Sequence[int]
 ) -> list[str]:
-    """What differs between the header sent to each peer and the one that came from it, a text a peer."""
+    """Return one text for each peer whose header differs from the one that was sent to it."""
     texts: list[str] = []
     for our, their, name in zip(ours, theirs, names, strict=True):
         # What one side sends is what the other expects.
@@ -58,9 +58,9 @@ def broken_wait(rank: int, action: str, peers: Sequence[str], *, late: float | N
 
     Args:
         rank: The rank that waited.
-        action: What it waited in.
-        peers: The peers to blame, described.
-        late: The seconds that were too many; None if a connection was closed instead.
+        action: The operation that it waited in.
+        peers: Descriptions of the peers to blame.
+        late: The time limit in seconds that was exceeded; None if a connection was closed instead.
     """
     named = " and for ".join(peers[:4]) + (f" and for {len(peers) - 4} others" if len(peers) > 4 else "")
     found, hint = "the connection was closed: that process died or gave up", "see what that rank said last"

@@ -1,16 +1,17 @@
-"""Box: tokens that one rank leaves for the others of its host, in memory that all of them see.
+"""Mailbox: tokens that one rank leaves for the other ranks of its host, in memory that all of them map.
 
-Where it sits: ``process_group`` leaves a token for each message that lies on ``shared_memory`` and looks for
-its peers'. A token costs a rank no system call and needs no thread of anybody's: where every core computes, a
-message through a socket waits for the scheduler once at each end.
+Where it sits: ``process_group`` leaves a token for each message whose bytes are in ``shared_memory``, and
+looks for the tokens of its peers. A token needs no system call and no extra thread. When every core is
+computing, a message through a socket would wait for the scheduler once on each side.
 
 ::
 
-    own box:   [lane][reader][count mod SLOTS] -> number, read, size, then five fields
-               the writer writes all but `read`, `number` last; the reader writes `read`
+    own mailbox:   [lane][reader][count mod SLOTS] -> number, read, size, then five fields
+                   the writer writes all but `read`, `number` last; the reader writes `read`
 
 A rank looks for a token by the message's count, so messages may be waited for in any order. Messages to all
-ranks are counted a lane; those between two ranks have lanes of their own, each counted a peer and direction.
+ranks are counted for each lane. Point-to-point messages have lanes of their own, in which each peer and
+direction is counted separately.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from datetime import timedelta
 from typing import Final
 
 ALL_LANES: Final = 2
-"""Lanes of messages from all ranks to all."""
+"""Number of lanes for messages from all ranks to all ranks."""
 FORWARD, BACKWARD = ALL_LANES, ALL_LANES + 1
-"""Lanes of messages from one rank to one."""
+"""Lanes for point-to-point messages of the forward and of the backward pass."""
 LANES: Final = ALL_LANES + 2
 FIELDS: Final = 5
 _SLOTS, _WIDTH, _HEAD = 128, 8, 4096
 _COOKIE: Final = 16
 _LOOKS: Final = 50
-"""So often a token is looked for before this rank sleeps between looks."""
+"""Number of polls for a token before this rank sleeps between polls."""
 _NAP, _LONGEST = 2e-5, 5e-4
 _ALIVE_EVERY: Final = 0.05
-"""Seconds between two looks whether an awaited peer is alive."""
+"""Seconds between two checks whether an awaited peer is alive."""
 
 
 class Mailbox:
-    """The tokens of one rank, and those of the peers that it has opened.
+    """The tokens of one rank, and those of the peers whose mailboxes it has opened.
 
     Args:
-        rank: This rank in the group that the box serves.
-        size: Ranks in that group.
-        beside: Another box of this process: what it has put off is tried again wherever this rank waits.
+        rank: This rank in the group that the mailbox serves.
+        size: Number of ranks in that group.
+        beside: Another mailbox of this process. A wait on either retries the delayed tokens of both.
 
     Raises:
-        OSError: If the system gives no such memory.
+        OSError: If the system cannot provide such memory.
 
     Cost:
         32 KiB for each rank of the group.
@@ -66,19 +67,19 @@ class Mailbox:
         self._points: dict[tuple[int, int, bool], int] = {}
         self._put_off: dict[int, list[tuple[int, int, Sequence[int]]]] = {}
         self._early: dict[tuple[int, int, int], tuple[int, ...]] = {}
-        """Peers' tokens that lay in the place of later ones: size, then fields."""
+        """Tokens of peers that occupied the slot of a later token: size, then fields."""
         self._lock = threading.Lock()
         self._all: list[Mailbox] = [] if beside is None else beside._all
         self._all.append(self)
 
     @property
     def offer(self) -> tuple[int, int, bytes]:
-        """What a peer needs to open this box: process, descriptor, and what it must find there."""
+        """The process id, descriptor and cookie with which a peer opens this mailbox."""
         return os.getpid(), self.descriptor, self.cookie
 
     def open(self, peer: int, offer: tuple[int, int, bytes]) -> bool:
-        """Open a peer's box; False where this process cannot, or finds something else there."""
-        if [type(each) for each in offer] != [int, int, bytes]:  # a path is made of it
+        """Open a peer's mailbox; return False if this process cannot, or if the cookie differs."""
+        if [type(each) for each in offer] != [int, int, bytes]:  # it becomes part of a path
             return False
         try:
             file = self._reach(offer)
@@ -95,23 +96,23 @@ class Mailbox:
         return True
 
     def keep(self, peers: Mapping[int, object] | Sequence[int]) -> None:
-        """Forget all peers but these."""
+        """Forget all peers except these."""
         self._theirs = {peer: box for peer, box in self._theirs.items() if peer in peers}
         self._offers = {peer: offer for peer, offer in self._offers.items() if peer in peers}
 
     def count(self, lane: int) -> int:
-        """Number the next message of a lane: the same number at both its ends."""
+        """Number the next message of a lane; sender and receiver count alike."""
         self._counts[lane] += 1
         return self._counts[lane]
 
     def count_point(self, peer: int, lane: int, *, sent: bool) -> int:
-        """Number the next message that goes to a peer, or comes from it."""
+        """Number the next point-to-point message to a peer, or from it."""
         key = (peer, lane, sent)
         self._points[key] = self._points.get(key, 0) + 1
         return self._points[key]
 
     def put(self, peer: int, lane: int, count: int, size: int, fields: Sequence[int]) -> bool:
-        """Leave a token; False if that is put off until the peer has read one from far before."""
+        """Leave a token; return False if it is delayed until the peer has read the older one in its slot."""
         at = self._at(lane, peer, count)
         if self._put_off:
             self.press()
@@ -121,17 +122,20 @@ class Mailbox:
         return True
 
     def lies(self, peer: int, lane: int, count: int) -> bool:
-        """Whether a token was left by now; those put off are tried again."""
+        """Return whether a token has been written by now. Delayed tokens are retried first."""
         self.press_all()
         return all(number != count for number, *_ in self._put_off.get(self._at(lane, peer, count), ()))
 
     def press_all(self) -> None:
-        """Try again what any box of this rank has put off: the peer that it waits for may wait for that."""
+        """Retry the delayed tokens of all mailboxes of this rank.
+
+        The awaited peer may itself wait for one.
+        """
         for box in self._all:
             box.press()
 
     def press(self) -> None:
-        """Try again what was put off, each place's in its order."""
+        """Retry delayed tokens, those of each slot in order."""
         for at, tokens in list(self._put_off.items()):
             while tokens and self._write(at, *tokens[0]):
                 tokens.pop(0)
@@ -139,7 +143,7 @@ class Mailbox:
                 del self._put_off[at]
 
     def _write(self, at: int, count: int, size: int, fields: Sequence[int]) -> bool:
-        """Write a token into its place, if the one before was read."""
+        """Write a token into its slot, if the token before it has been read."""
         if self._own[at] != self._own[at + 1]:
             return False
         for step, value in enumerate((size, *fields), start=2):
@@ -149,14 +153,14 @@ class Mailbox:
         return True
 
     def find(self, peer: int, lane: int, count: int, size: int) -> tuple[int, ...] | None:
-        """The fields of a peer's token for a message of so many bytes, if it is there."""
+        """Return the fields of a peer's token for a message of this size, or None if it is not there yet."""
         early = self._early.get((peer, lane, count))
         if early is not None:
             return early[1:] if early[0] == size else None
         box, at = self._theirs[peer], self._at(lane, self.rank, count)
         there = box[at]
         if there < count and box[at + 1] < there:
-            # Nobody has waited for it yet, and the peer can leave no later one before it is read.
+            # Nobody has waited for this token yet, and the peer cannot write a later one before it is read.
             self._fence()
             self._early[peer, lane, there] = tuple(box[at + 2 : at + 3 + FIELDS])
             box[at + 1] = there
@@ -166,16 +170,16 @@ class Mailbox:
         return tuple(box[at + 3 : at + 3 + FIELDS])
 
     def read(self, peer: int, lane: int, count: int) -> None:
-        """Say that a token was read."""
+        """Mark a peer's token as read."""
         if self._early.pop((peer, lane, count), None) is not None:
-            return  # it was said when it was taken away
+            return  # it was marked as read when ``find`` set it aside
         self._theirs[peer][self._at(lane, self.rank, count) + 1] = count
 
     def wait(self, peer: int, lane: int, count: int, size: int, timeout: timedelta) -> tuple[int, ...]:
-        """The fields of a peer's token, as soon as it is there.
+        """Wait for a peer's token and return its fields.
 
         Raises:
-            RuntimeError: If that takes longer than the limit, or the peer is gone.
+            RuntimeError: If the wait exceeds the time limit, or the peer has ended.
         """
         begun = asked = time.monotonic()
         limit, looks, nap = begun + timeout.total_seconds(), 0, _NAP
@@ -188,7 +192,7 @@ class Mailbox:
             nap, now = min(1.2 * nap, _LONGEST), time.monotonic()
             if now > asked + _ALIVE_EVERY:
                 asked = now
-                # It may have left the token as its last deed.
+                # The peer may have written the token just before it ended.
                 if not self.alive(peer) and self.find(peer, lane, count, size) is None:
                     raise RuntimeError(f"connection closed: rank {peer} of the group is gone")
             if now > limit:
@@ -196,7 +200,7 @@ class Mailbox:
         return found
 
     def alive(self, peer: int) -> bool:
-        """Whether a peer's process is there and has not closed its box."""
+        """Return whether a peer's process exists and has not closed its mailbox."""
         try:
             os.close(self._reach(self._offers[peer]))
         except OSError:
@@ -204,15 +208,15 @@ class Mailbox:
         return True
 
     def open_file(self, peer: int, descriptor: int) -> int:
-        """A descriptor of this process for one of a peer's.
+        """Open a peer's file in this process and return the descriptor.
 
         Raises:
-            OSError: If the peer or its file is gone.
+            OSError: If the peer has ended or its file is closed.
         """
         return os.open(f"/proc/{self._offers[peer][0]}/fd/{descriptor}", os.O_RDWR)
 
     def close(self) -> None:
-        """Let the peers find that this rank is gone."""
+        """Close the mailbox, by which peers see that this rank has ended."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self._all.remove(self)
@@ -226,7 +230,7 @@ class Mailbox:
         return _HEAD // 8 + _WIDTH * (_SLOTS * (lane * self.size + reader) + count % _SLOTS)
 
     def _fence(self) -> None:
-        """Order what was written before it ahead of what is written after it, on any processor."""
+        """Make writes before this call visible ahead of writes after it, on any processor."""
         for _ in range(2):
             with self._lock:
                 pass
@@ -237,11 +241,11 @@ class Mailbox:
 
 
 def memory_file(name: str, size: int) -> int:
-    """A descriptor of so many bytes of memory that other processes can open.
+    """Return a descriptor of this many bytes of memory that other processes can open.
 
     Raises:
-        OSError: If there is no such memory. All pages are taken now: to find out later that there are none
-            would end the process.
+        OSError: If there is no such memory. All pages are allocated now: running out of them later would end
+            the process.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memfd_create")
@@ -255,7 +259,7 @@ def memory_file(name: str, size: int) -> int:
 
 
 def mapped(descriptor: int, size: int) -> mmap.mmap:
-    """A file's memory, pages at hand."""
+    """Map a file's memory, with all pages present."""
     return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
 

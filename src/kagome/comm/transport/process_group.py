@@ -1,7 +1,7 @@
-"""Wire: how a message to each peer, or to one, goes over and comes in: by gloo, by a shelf, or by nccl.
+"""Transport: how a message travels to each peer or to one peer: over gloo, shared memory or nccl.
 
-Where it sits: ``comm.channel`` says what is sent to whom, counts it and waits; this file knows tags and
-order.
+Where it sits: ``comm.channel`` decides what is sent to whom, counts the bytes and waits. This module handles
+tags and the order of messages.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ NO_LIMIT = timedelta(days=1)
 
 
 class TorchWork(Protocol):
-    """Something under way."""
+    """A communication operation in progress; a part of the interface of torch's ``Work``."""
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> object:
-        """Return when it is done; a RuntimeError if it was late or its peer is gone."""
+        """Return when the operation is done; raise RuntimeError if it was late or its peer is gone."""
 
 
 class Mark(NamedTuple):
-    """The numbers of a message, the same at both its ends.
+    """The numbers that identify a message, the same for its sender and its receiver.
 
     Args:
-        lane: Messages of one lane never meet those of another.
-        message: How many were begun on this lane of the wire, for a message between two ranks between those
-            two in this direction; both ends count alike, shelf or not.
-        token: How many in the box, which outlives a wire; ranks without a shelf have none.
-        sheet: Of a message on several.
+        lane: Messages with different lanes never match.
+        message: Number of messages begun on this lane, counted for each peer and direction if the message is
+            point-to-point. Both sides count alike, with or without shared memory.
+        token: Number of the message in the mailbox, which outlives a transport; 0 without shared memory.
+        sheet: Number of the segment, for a message sent in several.
     """
 
     lane: int
@@ -49,14 +49,14 @@ class Mark(NamedTuple):
 
 
 class Transport:
-    """The messages of one lane of one group, in their order, and those between two of its ranks.
+    """The messages of one lane of one group in their order, and those between two of its ranks.
 
     Args:
         group: The process group.
-        lane: Messages of one lane never meet those of another.
+        lane: Messages with different lanes never match.
         shelf: Memory that peers on this host read; None if there is none.
-        back: With nccl a group of the same ranks for what goes back from one rank to one: on one stream what
-            comes late would hold up what goes the other way, and both ranks would wait.
+        back: With nccl, a group of the same ranks for point-to-point messages of the backward pass. On a
+            single stream a late message would block those in the other direction, and both ranks would wait.
     """
 
     def __init__(
@@ -78,13 +78,16 @@ class Transport:
         come: Sequence[Sequence[Tensor]],
         fill: Callable[[int, int], None] | None = None,
     ) -> Iterator[tuple[int | None, Begin]]:
-        """What begins each message, receives first, with its peer (None: all at once); not the own message.
+        """Yield each message's peer and the function that begins it, receives first.
+
+        The peer is None for a collective. The message of this rank to itself is left out.
 
         Args:
-            sent: Bytes for each peer, in sheets: as many on all ranks. With nccl, and for a peer that is
-                ``near``, all are in the first.
-            come: Room for each peer's bytes, likewise.
-            fill: Writes a peer's sheet, if it is not there yet; called as late as can be.
+            sent: Bytes for each peer, as segments: the same number of them on all ranks. With nccl, and for a
+                peer that is ``near``, all bytes are in the first segment.
+            come: Buffers for each peer's bytes, in the same form.
+            fill: Writes a segment for a peer if its bytes are not there yet. It is called as late as
+                possible.
         """
         write = fill or _nothing
         if not self.gloo:
@@ -98,7 +101,7 @@ class Transport:
         sheets, token = range(len(sent[0])), 0 if self.shelf is None else self.shelf.box.count(self.lane)
         self._count += 1
         marks = [Mark(self.lane, self._count, token, sheet) for sheet in sheets]
-        # Receives first, so that what arrives finds its place; each rank begins at another peer.
+        # Receives first, so that arriving bytes have a buffer; each rank begins with another peer.
         for sheet in sheets:
             for peer in self._ring(-1):
                 if come[peer][sheet].numel():
@@ -111,14 +114,14 @@ class Transport:
             for peer in self._ring(1):
                 if sent[peer][sheet].numel():
                     if peer not in near:
-                        write(peer, sheet)  # while the ones before travel
+                        write(peer, sheet)  # while the segments before it are in transit
                     yield peer, partial(self._send, peer, sent[peer][sheet], marks[sheet], laid.get(peer))
 
     def send(self, peer: int, message: Tensor, *, backward: bool) -> TorchWork | None:
-        """Begin a message to one peer, in the order of those that go there in the same pass.
+        """Begin a message to one peer, in the order of the messages sent there in the same pass.
 
         Returns:
-            What is under way; None if it has gone.
+            The operation in progress; None if it has ended already.
         """
         mark = self._mark(peer, backward, sent=True)
         if not message.numel():
@@ -129,7 +132,7 @@ class Transport:
         return self._send(peer, message, mark, self._laid({peer: message}).get(peer))
 
     def receive(self, peer: int, place: Tensor, *, backward: bool) -> TorchWork | None:
-        """Begin to receive what a peer's :meth:`send` of the same pass and number sends."""
+        """Begin to receive what the peer's :meth:`send` of the same pass and number sends."""
         mark = self._mark(peer, backward, sent=False)
         if not place.numel():
             return None
@@ -139,16 +142,19 @@ class Transport:
         return self._receive(peer, place, mark)
 
     def near(self, peer: int) -> bool:
-        """Whether a peer reads this rank's shelf, and this rank its."""
+        """Return whether this rank and a peer read each other's shared memory."""
         return self.shelf is not None and peer in self.shelf.peers
 
     def room(self, count: int, counts: Sequence[int]) -> Tensor | None:
-        """So many bytes on the shelf for a message to all, if a peer that gets rows reads them there."""
+        """Return this many bytes of shared memory for a message to all ranks.
+
+        It is None if no peer would read rows there, or if there is no room.
+        """
         reads = any(rows and peer != self.rank and self.near(peer) for peer, rows in enumerate(counts))
         return self.shelf.room(count) if self.shelf is not None and reads else None
 
     def dead(self, peers: Sequence[int]) -> list[int]:
-        """Those whose connection is closed: a collective's error does not say whose."""
+        """Return the peers whose connection is closed. A collective's own error does not identify them."""
         if not self.gloo:
             return []
         closed: list[int] = []
@@ -162,9 +168,9 @@ class Transport:
         return closed
 
     def by_gloo(self, peer: int, message: Tensor, mark: Mark, *, send: bool) -> TorchWork:
-        """Begin a message through a socket."""
-        # Order (7 bits), lane (2), size and sheet (22, hashed): messages that do not belong together never
-        # meet, and the wait for the right one ends in an error that can be caught, not in gloo's abort.
+        """Begin to send or receive a message through a socket."""
+        # Order (7 bits), lane (2), size and segment (22, hashed): messages that do not belong together never
+        # match, and the wait for the right one ends in an error that can be caught, not in gloo's abort.
         size = (8 * message.numel() + mark.sheet) * 2654435761 % 2**32
         tag = (mark.message % 128) << 24 | mark.lane << 22 | size >> 10
         begin = self.group.send if send else self.group.recv
@@ -175,7 +181,7 @@ class Transport:
         return self.back if backward and self.back is not None else self.group
 
     def _mark(self, peer: int, backward: bool, *, sent: bool) -> Mark:
-        """Number a message between two ranks, an empty one too."""
+        """Number a message between two ranks; empty messages are counted too."""
         key = (peer, BACKWARD if backward else FORWARD, sent)
         self._points[key] = self._points.get(key, 0) + 1
         token = 0
@@ -198,7 +204,7 @@ class Transport:
         return sent if lies else _Leaving(self.shelf.box, peer, mark, sent)
 
     def _laid(self, sent: Mapping[int, Tensor]) -> dict[int, tuple[int, ...]]:
-        """The token for each peer that reads this rank's shelf."""
+        """Put the messages of all near peers into shared memory, and return the token for each."""
         near = {
             peer: part
             for peer, part in sent.items()
@@ -211,28 +217,28 @@ class Transport:
 
 
 def _nothing(peer: int, sheet: int) -> None:
-    """The bytes are there."""
+    """Write nothing: the bytes are in place already."""
 
 
 class IncomingMessage:
-    """A message whose token comes first: its bytes lie on the peer's shelf, or come by the wire.
+    """A message announced by a token: its bytes are in the peer's shared memory, or follow through a socket.
 
     Args:
-        wire: The wire.
-        peer: Who sends it.
-        place: Where its bytes are to go.
-        mark: Its numbers.
+        wire: The transport that receives it.
+        peer: The sending rank of the group.
+        place: Buffer for its bytes.
+        mark: The numbers that identify it.
     """
 
     def __init__(self, wire: Transport, peer: int, place: Tensor, mark: Mark) -> None:
         self.wire, self.peer, self.place, self.mark = wire, peer, place, mark
         self.lends = False
-        """Whether bytes on the shelf are to be left there, to be read in place."""
+        """Whether bytes in shared memory are left there to be read in place."""
         self.lying: Tensor | None = None
         self._token: tuple[int, ...] = NOWHERE
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
-        """Wait for the token, then take the bytes."""
+        """Wait for the token, then copy or receive the bytes."""
         begun = time.monotonic()
         shelf, peer, lane, number = self.wire.shelf, self.peer, self.mark.lane, self.mark.token
         assert shelf is not None
@@ -249,20 +255,20 @@ class IncomingMessage:
             self.give_back()
 
     def give_back(self) -> None:
-        """Let the peer use its memory again."""
+        """Allow the peer to reuse its memory."""
         if self.lying is not None and self.wire.shelf is not None:
             self.wire.shelf.taken(self.peer, self._token)
         self.lying = None
 
 
 class _Leaving:
-    """A message whose token was put off: it is far ahead of what its peer has read."""
+    """A message whose token is delayed because the peer has not read enough of the earlier ones."""
 
     def __init__(self, box: Mailbox, peer: int, mark: Mark, sent: TorchWork | None) -> None:
         self.box, self.peer, self.mark, self.sent = box, peer, mark, sent
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
-        """Return when the token lies there, and its bytes have gone."""
+        """Return when the token has been written and the bytes have been sent."""
         limit = time.monotonic() + timeout.total_seconds()
         while not self.box.lies(self.peer, self.mark.lane, self.mark.token):
             if time.monotonic() > limit:

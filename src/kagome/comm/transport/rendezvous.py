@@ -1,7 +1,7 @@
-"""Joined: the process group that a mesh makes, and that later meshes of the same process share.
+"""Rendezvous: the process group that a mesh creates, and that later meshes of the same process share.
 
-Where it sits: ``comm.mesh`` joins it first and leaves it last. torch has one default group a process. A mesh
-that ended it while another one uses it would end that one too: so the last to leave ends it.
+Where it sits: ``comm.mesh`` joins it first and leaves it last. torch has one default group per process. If a
+mesh ended the group while another one uses it, it would end it for both, so the last mesh to leave ends it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kagome.launch.environment import Ranks
 
 
 class JoinedGroup(PrefixStore):
-    """The store of a process group that a mesh has made: which group it is, and how many meshes use it.
+    """The store of a process group that a mesh created: which group it is, and how many meshes use it.
 
-    torch hands the default group's store to whoever asks, so that a later mesh finds it there.
+    torch returns the default group's store on request, so a later mesh finds it there.
 
     Args:
-        number: Of the group; the same on all ranks.
-        store: That all ranks share.
+        number: Number of the group, the same on all ranks.
+        store: A store that all ranks share.
     """
 
     def __init__(self, number: int, store: Store) -> None:
@@ -36,14 +36,17 @@ class JoinedGroup(PrefixStore):
         self.number, self.users = number, 1
 
     def leave(self) -> None:
-        """End the group with the last mesh that uses it; gloo aborts the process at its exit otherwise."""
+        """Leave the group; the last mesh that uses it ends it.
+
+        Otherwise gloo would abort the process at exit.
+        """
         self.users -= 1
         if self.users == 0 and current() is self:
             dist.destroy_process_group()
 
 
 def current() -> JoinedGroup | None:
-    """The default group's store, where a mesh has made that group."""
+    """Return the default group's store if a mesh created that group; else None."""
     store = given_store() if dist.is_initialized() else None
     while isinstance(store, PrefixStore) and not isinstance(store, JoinedGroup):
         store = store.underlying_store
@@ -51,37 +54,37 @@ def current() -> JoinedGroup | None:
 
 
 def given_store() -> Store | None:
-    """The default group's store, whoever has made it."""
-    # torch keeps it to itself; without it waits are limited all the same, but nobody can say what a late
-    # peer was doing.
+    """Return the default group's store, whoever created the group."""
+    # This function is private to torch. Without the store, waits still have a time limit, but their errors
+    # cannot say what a late peer was doing.
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
     return None if find is None else find()
 
 
 def join(ranks: Ranks, device: torch.device, timeout: float) -> JoinedGroup:
-    """Meet the other ranks in a process group: a new one, or the one that an open mesh has made on all ranks.
+    """Meet the other ranks in a process group: a new one, or one that an open mesh has on all ranks.
 
     Args:
-        ranks: Which rank this is, and where they meet.
-        device: Where its tensors live.
-        timeout: Seconds after which a wait is given up.
+        ranks: This rank's number, and where the ranks meet.
+        device: Device of this rank's tensors.
+        timeout: Seconds after which a wait fails.
 
     Raises:
         CommError: If the ranks do not meet.
     """
     if current() is not None:
-        gc.collect()  # a mesh that nobody holds any more is closed here, on all ranks at the same point
+        gc.collect()  # closes a mesh without references here, on all ranks at the same point
     until = time.monotonic() + timeout
     try:
         while True:
             left = max(until - time.monotonic(), 1.0)
-            # A host that is there and says nothing would be waited for without an end.
+            # Without this limit, a host that accepts the connection but never answers would block for ever.
             ask = partial(_store, ranks, timedelta(seconds=left))
             try:
                 store = within(left + 1, ask, "the ranks' store")
                 return _in_group(ranks, device, timedelta(seconds=timeout), store)
             except dist.DistNetworkError:
-                # That store was of a group which rank 0 is ending, or has ended: it opens the next one there.
+                # The store belonged to a group that rank 0 is ending; it then opens the next one there.
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.1)
@@ -97,9 +100,9 @@ def join(ranks: Ranks, device: torch.device, timeout: float) -> JoinedGroup:
 
 
 def _store(ranks: Ranks, limit: timedelta) -> Store:
-    """A store that all ranks share."""
+    """Return a store that all ranks share."""
     if ranks.size == 1:
-        return HashStore()  # nobody else comes: RANK and MASTER_PORT need not be set
+        return HashStore()  # a single rank needs no address: RANK and MASTER_PORT need not be set
     if ranks.store:
         file = FileStore(ranks.store, -1)
         file.set_timeout(limit)
@@ -110,18 +113,18 @@ def _store(ranks: Ranks, limit: timedelta) -> Store:
 
 
 def _in_group(ranks: Ranks, device: torch.device, limit: timedelta, store: Store) -> JoinedGroup:
-    """Make the group, or find that all ranks still have one."""
-    # torchrun's store outlives a group: what the ranks of an earlier one left there would be believed.
+    """Create the group, or return the existing one if all ranks still have it."""
+    # torchrun's store outlives a group: without a number, keys of an earlier group would be taken for ours.
     number, mine = store.add(f"kagome-opened/{ranks.rank}", 1), current()
     store.set(f"kagome-group/{number}/{ranks.rank}", str(0 if mine is None else mine.number))
-    # All ranks are here before torch begins a group: one that failed would shift the names of later ones.
+    # All ranks wait here before torch creates a group: a failed attempt would shift later groups' names.
     keys = [f"kagome-group/{number}/{rank}" for rank in range(ranks.size)]
     store.wait(keys, limit)
     if mine is not None:
         if all(int(store.get(key)) == mine.number for key in keys):
             mine.users += 1
             return mine
-        dist.destroy_process_group()  # another rank has left it: nobody can use it any more
+        dist.destroy_process_group()  # another rank has left it, so it is unusable
     joined = JoinedGroup(number, store)
     backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(

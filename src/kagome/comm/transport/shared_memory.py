@@ -1,18 +1,19 @@
-"""Shelf: memory of one rank that other ranks of its host read, so that rows need not go through a socket.
+"""Shared memory: memory of one rank that other ranks of its host read, so that rows need no socket.
 
-Where it sits: ``comm.mesh`` opens one for each group of ranks; ``process_group`` lays on it what goes to a
-rank of the same host, and leaves a token in ``mailbox`` that says where it lies.
+Where it sits: ``comm.mesh`` opens one for each group of ranks. ``process_group`` puts messages to a rank of
+the same host into it, and leaves a token in ``mailbox`` that says where the bytes are.
 
 ::
 
     rank 0                                     rank 1
     room ── rows are packed into it            token ── says segment, place, turn
-      └─ token in the box ───────────────────>   └─ copies the rows out, marks the turn as taken
+      └─ token in the mailbox ───────────────>   └─ copies the rows out, marks the turn as taken
     the room is free again once all its readers have marked it
 
-A segment is a ``memfd``: it has no name, needs no ``/dev/shm``, and is gone with its last process. Who can
-open whose is tried, not concluded from names of hosts. When there is no free room and none may be made,
-rows go by the wire as they would without a shelf: nobody ever waits for room.
+A segment is a ``memfd``: it has no name, needs no ``/dev/shm``, and disappears with the last process that
+holds it. Which ranks can open each other's segments is tried out, not inferred from host names. If no free
+room is left and no more may be allocated, rows go through the socket as they would without shared memory:
+no rank ever waits for room.
 """
 
 from __future__ import annotations
@@ -29,22 +30,24 @@ from torch import Tensor
 from kagome.comm.transport.mailbox import FIELDS, Mailbox, mapped, memory_file
 
 SHARE: Final = 1 / 8
-"""All shelves of a host together take at most this share of the memory that is free at the start."""
+"""Upper bound for the shared memory of all ranks of a host together, as a share of the memory free at the
+start."""
 NOWHERE: Final = (-1,) * FIELDS
-"""The token of what comes by the wire; else segment, descriptor, bytes of the segment, first byte, turn."""
+"""The token of a message sent through a socket; other tokens hold segment, descriptor, bytes of the segment,
+first byte and turn."""
 _PAGE, _ALIGNED = 4096, 64
 _ROOMY: Final = 4
-"""A segment serves a message down to this share of its size."""
+"""A segment may be up to this many times as large as a message needs."""
 
 
 class Segment:
-    """A piece of a shelf: marks of its readers, then room for rows.
+    """A block of shared memory: one counter for each reader, then room for rows.
 
     Args:
-        number: Its number on the shelf.
-        descriptor: Its file.
-        size: Bytes of it all.
-        ranks: Ranks of the group, one mark each.
+        number: Its number among this rank's segments.
+        descriptor: Descriptor of its file.
+        size: Bytes of the whole segment.
+        ranks: Number of ranks of the group, which have one counter each.
     """
 
     def __init__(self, number: int, descriptor: int, size: int, ranks: int) -> None:
@@ -54,28 +57,28 @@ class Segment:
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8, offset=marks(ranks))
         self.turn = 0
         self.given: dict[int, int] = {}
-        """The last turn given to each reader."""
+        """The last turn that was announced to each reader."""
         self.lent = False
-        """Whether somebody writes into it now."""
+        """Whether this rank is writing a message into it now."""
 
     @property
     def free(self) -> bool:
-        """Whether all readers have taken what was given to them."""
+        """Whether all readers have read what was announced to them, and no message is being written."""
         return not self.lent and all(self.taken[rank] >= turn for rank, turn in self.given.items())
 
     def place_of(self, part: Tensor) -> int | None:
-        """The first byte of a tensor that lies in this segment's room."""
+        """Return the offset of a tensor's first byte in this segment; None if the tensor is elsewhere."""
         place = part.data_ptr() - self.bytes.data_ptr()
         return place if 0 <= place <= self.bytes.numel() - part.numel() else None
 
 
 @dataclass
 class MemoryAllowance:
-    """What all shelves of a rank together may take, and have taken.
+    """Limit on the shared memory of one rank over all its groups, and the amount in use.
 
     Args:
-        most: Bytes of all segments.
-        held: Bytes of those there are.
+        most: Bytes that all segments together may take.
+        held: Bytes of the existing segments.
     """
 
     most: int
@@ -83,15 +86,16 @@ class MemoryAllowance:
 
 
 class SharedMemory:
-    """One rank's segments for one group, and those of its peers that it has opened.
+    """One rank's segments for one group, and the segments of its peers that it has opened.
 
     Args:
-        box: Where its tokens lie, with the boxes of the peers that can read this rank's memory.
+        box: The mailbox for its tokens, which knows the mailboxes of peers that can read this rank's memory.
         peers: Those peers, by rank of the group.
-        allowance: Bytes that all segments together may take, with those of the rank's other shelves.
+        allowance: Limit in bytes, shared with this rank's other groups.
 
     Cost:
-        Segments stay until the end: as many as messages are under way at once, each up to 4 times too large.
+        Segments remain until the end. There are as many as messages in progress at once, each up to 4 times
+        too large.
     """
 
     def __init__(self, box: Mailbox, peers: frozenset[int], allowance: MemoryAllowance) -> None:
@@ -100,7 +104,10 @@ class SharedMemory:
         self._theirs: dict[tuple[int, int], Segment] = {}
 
     def room(self, count: int) -> Tensor | None:
-        """So many bytes to write into, to be sent next and not to be used after the wait for it; or None."""
+        """Return this many bytes to write the next message into, or None if there is no room.
+
+        The memory must not be used after the wait for that message.
+        """
         needed = self._size(count)
         fitting = [s for s in self._own if needed <= s.size <= _ROOMY * needed and s.free]
         segment = min(fitting, key=lambda s: s.size, default=None) or self._made(needed)
@@ -110,13 +117,13 @@ class SharedMemory:
         return segment.bytes[:count]
 
     def lay(self, parts: Mapping[int, Tensor]) -> dict[int, tuple[int, ...]]:
-        """Lay on the shelf what does not lie there yet.
+        """Copy messages into shared memory, except those that are there already.
 
         Args:
             parts: Bytes for each peer.
 
         Returns:
-            The token's fields for each.
+            The fields of each peer's token.
         """
         loose = {_key(part): part for part in parts.values() if self._holder(part) is None}
         room = self.room(sum(_round_up(count, _ALIGNED) for _, count in loose)) if loose else None
@@ -134,12 +141,12 @@ class SharedMemory:
         return {peer: self._token(peer, found[peer], holder) for peer, holder in held.items()}
 
     def find(self, peer: int, token: tuple[int, ...], count: int) -> Tensor | None:
-        """The bytes that a peer's token tells of, where the peer laid them; None if they come by the wire.
+        """Return the bytes that a peer's token points to; None if they come through the socket.
 
-        They stay as they are until :meth:`taken` says that they were read.
+        They do not change until :meth:`taken` marks them as read.
 
         Raises:
-            RuntimeError: If the peer is gone.
+            RuntimeError: If the peer has ended.
         """
         number, descriptor, size, place, _ = token
         if number < 0:
@@ -155,12 +162,12 @@ class SharedMemory:
         return self._theirs[peer, number].bytes[place : place + count]
 
     def taken(self, peer: int, token: tuple[int, ...]) -> None:
-        """Let the peer use the memory of a token again."""
+        """Allow the peer to reuse the memory of a token."""
         if token[0] >= 0:
             self._theirs[peer, token[0]].taken[self.box.rank] = token[-1]
 
     def close(self, patience: float = 0.0) -> None:
-        """Give the memory back; before, wait up to some seconds until the peers have taken what is theirs."""
+        """Release the memory, after waiting up to some seconds until the peers have read theirs."""
         limit = time.monotonic() + patience
         while time.monotonic() < limit and not all(segment.free for segment in self._own):
             self.box.press()
@@ -181,7 +188,10 @@ class SharedMemory:
         return holder.number, holder.descriptor, holder.size, place, holder.turn
 
     def _size(self, count: int) -> int:
-        """A segment's size for so many bytes: in steps of an eighth, so that few sizes serve all."""
+        """Return the segment size for this many bytes.
+
+        Sizes go in steps of an eighth, so that few are enough.
+        """
         whole = marks(self.box.size) + max(count, 1)
         return _round_up(whole, max(_PAGE, 1 << (whole.bit_length() - 4)))
 
@@ -204,12 +214,12 @@ class SharedMemory:
 
 
 def marks(ranks: int) -> int:
-    """Bytes of the marks of so many ranks, whole pages."""
+    """Return the bytes of the counters of this many ranks, in whole pages."""
     return _round_up(8 * ranks, _PAGE)
 
 
 def _key(part: Tensor) -> tuple[int, int]:
-    """The same for parts that are the same bytes: they are laid once for all their readers."""
+    """Return a key that is equal for parts of the same bytes: they are copied once for all their readers."""
     return part.data_ptr(), part.numel()
 
 

@@ -1,8 +1,7 @@
-"""Within: a call that may block for ever inside a library, given up after some seconds.
+"""Timeout: a call that may block for ever inside a library, abandoned after some seconds.
 
-Where it sits: ``comm.mesh`` and ``comm.watchdog`` ask stores by it. A client of torch's TCPStore has no limit
-for a host that is there and says nothing, or whose link is gone: the system gives up after a quarter of an
-hour.
+Where it sits: ``comm.mesh`` and ``comm.watchdog`` call stores through it. A client of torch's TCPStore has no
+time limit if the host does not answer or the link is broken: the system gives up after a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ Answer = TypeVar("Answer")
 
 
 class SilentError(RuntimeError):
-    """A call has not come back in time."""
+    """A call that has not returned in time."""
 
 
 class _Asked(Generic[Answer]):
@@ -25,16 +24,16 @@ class _Asked(Generic[Answer]):
 
 
 def within(seconds: float, call: Callable[[], Answer], what: str) -> Answer:
-    """What a call gives, if it does so in time; else it is left alone in a thread of its own.
+    """Return the result of a call if it comes in time; otherwise abandon the call in a thread of its own.
 
     Args:
-        seconds: The limit.
-        call: Must not depend on the thread that it runs in.
-        what: For the error.
+        seconds: The time limit.
+        call: The function; it must not depend on the thread in which it runs.
+        what: Name of the callee, for the error message.
 
     Raises:
-        SilentError: If it did not come back.
-        BaseException: What it raised.
+        SilentError: If the call did not return in time.
+        BaseException: Whatever the call raised.
 
     Cost:
         One thread, for as long as the call takes.
