@@ -1,1 +1,1 @@
-"""Rows that ranks read of each other: exchanges, their gradients, and how they are coded or kept."""
+"""Halo exchange: rows that ranks read of each other, their gradients, compression and staleness."""

@@ -1,7 +1,7 @@
-"""Blocks: rows of another width to each peer, coded - what goes between vertex slices and feature slices.
+"""Block exchange: encoded blocks of a different width for each peer, between vertex and feature slices.
 
-Where it sits: ``compressed_exchange`` writes and reads them where a ``Trip`` says that it is made of blocks.
-A rank's own block stays as it is.
+Where it sits: ``compressed_exchange`` sends and receives blocks where a ``Trip`` says that it consists of
+them. A rank's block for itself is not encoded.
 
 ::
 
@@ -24,7 +24,7 @@ from kagome.halo.encoded_message import EncodingChoice, Parts, padded
 from kagome.halo.exchange import UnderWay
 
 Shape = tuple[int, int]
-"""Rows and columns of a block."""
+"""Number of rows and columns of a block."""
 
 
 def start(
@@ -40,19 +40,19 @@ def start(
     kind: Kind,
     header: tuple[int, ...] | None,
 ) -> UnderWay:
-    """Begin an exchange of blocks; its wait gives the numbers, block after block.
+    """Begin an exchange of blocks; its wait returns the numbers, block after block.
 
     Args:
-        way: To the peers.
-        codec: Of what it shortens.
-        numbers: What goes, block after block.
-        sends: Numbers to each peer.
-        comes: Numbers from each.
-        trip: With its blocks.
-        keys: What each peer's draws depend on.
-        action: For a rank that waits.
-        kind: Of bytes.
-        header: What ranks compare.
+        way: The channel to the peers.
+        codec: Codec for the blocks that it shortens.
+        numbers: The numbers to send, block after block.
+        sends: Number of numbers for each peer.
+        comes: Number of numbers from each peer.
+        trip: Description of the exchange, with the shapes of its blocks.
+        keys: Seed of the random draws for each peer's block.
+        action: Name of the operation, for error messages.
+        kind: Traffic kind that its bytes are counted under.
+        header: Numbers that ranks compare before the exchange.
     """
     assert trip.blocks is not None
     (out, come), dtype = trip.blocks, numbers.dtype
@@ -74,7 +74,7 @@ def start(
 
 
 def sample_of(codec: Codec, numbers: Tensor, trip: Trip, rank: int) -> tuple[Tensor, Tensor, int] | None:
-    """A block that is coded, the stamps of its rows, and its peer; None where none is."""
+    """Return the first encoded block, the stamps of its rows, and its peer; None if no block is encoded."""
     assert trip.blocks is not None
     shapes = trip.blocks[0]
     codecs = codecs_of(codec, shapes, rank, numbers.dtype)
@@ -88,7 +88,10 @@ def sample_of(codec: Codec, numbers: Tensor, trip: Trip, rank: int) -> tuple[Ten
 
 
 def codecs_of(codec: Codec, shapes: Sequence[Shape], rank: int, dtype: torch.dtype) -> tuple[Codec, ...]:
-    """The codec of each peer's block: none for one's own, and where a header is longer than what is saved."""
+    """Return the codec of each peer's block.
+
+    This rank's own block is not encoded, nor one whose header would cost more than encoding saves.
+    """
     none = Codec("none")
     return tuple(
         codec if peer != rank and codec.shortens(width, dtype) else none
@@ -97,7 +100,7 @@ def codecs_of(codec: Codec, shapes: Sequence[Shape], rank: int, dtype: torch.dty
 
 
 def sheets_of(codecs: Sequence[Codec], shapes: Sequence[Shape], dtype: torch.dtype) -> list[list[int]]:
-    """Bytes of each sheet of each block."""
+    """Return the bytes of each segment of each block."""
     return [
         padded([codec.size(rows, shape[1], dtype) for rows in codec.sheets(*shape, dtype)])
         for codec, shape in zip(codecs, shapes, strict=True)
@@ -106,13 +109,14 @@ def sheets_of(codecs: Sequence[Codec], shapes: Sequence[Shape], dtype: torch.dty
 
 @dataclass
 class ComingBlocks:
-    """Coded blocks under way.
+    """An exchange of encoded blocks in progress.
 
     Args:
-        bytes: They.
-        codecs: Of each.
-        shapes: Of each.
-        like: Of the type of their numbers.
+        bytes: The encoded bytes in progress.
+        codecs: Codec of each block.
+        shapes: Shape of each block.
+        like: A tensor with the numbers' type and device.
+        numbers: The decoded numbers, once they have arrived.
     """
 
     bytes: Parts
@@ -122,7 +126,7 @@ class ComingBlocks:
     numbers: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The restored numbers, block after block."""
+        """Wait for the blocks and return the decoded numbers, block after block."""
         if self.numbers is None:
             counts = [rows * width for rows, width in self.shapes]
             out = self.like.new_empty(sum(counts))
@@ -136,5 +140,5 @@ class ComingBlocks:
 
     @contextmanager
     def lent(self) -> Iterator[Tensor]:
-        """The restored numbers."""
+        """Lend the decoded numbers for a block of code."""
         yield self.wait()

@@ -1,13 +1,13 @@
-"""Tape: what came from the peers while a layer ran, so that it can run again without asking them.
+"""Communication recorder: what peers sent while a layer ran, so that the layer can run again without them.
 
-Where it sits: ``intercept.interceptor`` puts a ``RecordedRows`` before its channel; ``recompute.checkpoint``
-says when it writes a tape and when it reads one. Otherwise all passes through.
+Where it sits: ``intercept.interceptor`` puts a ``RecordedRows`` in front of its channel, and
+``recompute.checkpoint`` says when it records and when it replays. Otherwise calls pass through.
 
 ::
 
-    forward     layer ──rows──> peers ──halo rows, sums──> layer       each noted, in order
-                                              └──> tape
-    backward    layer again <── tape                                   in the same order; nothing is sent
+    forward     layer ──rows──> peers ──halo rows, sums──> layer       each recorded, in order
+                                              └──> record
+    backward    layer again <── record                                 in the same order; nothing is sent
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from kagome.errors import ModelError
 from kagome.halo.exchange import Carrier, UnderWay
 
 Tape = list[tuple[str, Any]]
-"""What was asked for, and what came."""
+"""Recorded operations in order: the name of each and its result."""
 
 T = TypeVar("T")
 
 
 class RecordedRows:
-    """A channel that can note what comes over it, and give it once more instead of asking the peers.
+    """A channel that can record the results of its operations, and later return them without the peers.
 
     Args:
-        channel: The way to the peers.
+        channel: The channel to the peers.
     """
 
     def __init__(self, channel: Carrier) -> None:
@@ -41,38 +41,38 @@ class RecordedRows:
         self._tape: Tape | None = None
         self._place: int | None = None
         self.tapes: list[Tape] | None = None
-        """A list here is given every tape that is written: somebody counts what they hold."""
+        """If this is a list, every new record is added to it, so that the caller can count its memory."""
 
     @property
     def rank(self) -> int:
-        """The number of this rank in the group."""
+        """Number of this rank in the group."""
         return self.channel.rank
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         return self.channel.size
 
     @property
     def runs(self) -> bool:
-        """Whether a tape is being written or read."""
+        """Whether results are being recorded or replayed."""
         return self._tape is not None
 
     @property
     def exact(self) -> bool:
-        """Whether all arrives as it is, in the same epoch; a channel that says nothing of it sends it so."""
+        """Whether all rows arrive unchanged and in the same epoch; True for a channel that does not say."""
         return bool(getattr(self.channel, "exact", True))
 
     @property
     def closed(self) -> bool:
-        """Whether no edge leads to rows of a peer, though there are some."""
+        """Whether no edge leads to rows of a peer, although there are peers."""
         return bool(getattr(self.channel, "closed", False))
 
     # When ----------------------------------------------------------------------------------------
 
     @contextmanager
     def writing(self, tape: Tape) -> Iterator[None]:
-        """Note what comes."""
+        """Record the results of operations inside the block."""
         if self.tapes is not None:
             self.tapes.append(tape)
         with self._on(tape, None):
@@ -80,13 +80,17 @@ class RecordedRows:
 
     @contextmanager
     def reading(self, tape: Tape) -> Iterator[None]:
-        """Give what came then, from the beginning."""
+        """Replay recorded results inside the block, from the first one on."""
         with self._on(tape, 0):
             yield
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Around what is kept for all forwards: a second pass finds it, and must not ask for it again."""
+        """Keep operations inside the block out of the record.
+
+        Their results are cached for all forward passes: a second run finds them and must not ask for them
+        again.
+        """
         second = self._place is not None
         with self._on([] if second else None, 0 if second else None):
             yield
@@ -111,7 +115,7 @@ class RecordedRows:
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """All-to-all of rows, a count for each peer; what comes is not to be written to."""
+        """Exchange rows between all ranks, with a count for each peer. The result must not be written to."""
 
         def ask() -> Tensor:
             return self.channel.exchange(
@@ -132,7 +136,7 @@ class RecordedRows:
         pick: Tensor | None = None,
         trip: Trip | None = None,
     ) -> UnderWay:
-        """The same, begun; its wait gives the rows."""
+        """Begin an exchange of rows; its wait returns those received."""
 
         def ask() -> UnderWay:
             begun = self.channel.start_exchange(
@@ -158,19 +162,19 @@ class RecordedRows:
         kind: Kind = "statistics",
         key: Hashable = None,
     ) -> Tensor:
-        """The sum, maximum or minimum over all ranks."""
+        """Return the sum, maximum or minimum over all ranks."""
 
         def ask() -> Tensor:
             return self.channel.all_reduce(tensor, op, action=action, kind=kind, key=key)
 
         found = self._once(action, ask)
-        return found if self._tape is None else found.clone()  # a statistic may be written to
+        return found if self._tape is None else found.clone()  # the caller may write to a statistic
 
     def same(self, what: str, found: bool) -> bool:
-        """Whether something kept is there to be used; in a second pass what the first one said.
+        """Return whether a cached value is available; in a replay, return what the first run recorded.
 
         Raises:
-            ModelError: If the first pass had it and the second has not.
+            ModelError: If the first run had the value and the second has not.
         """
         answer = self._once(what, lambda: found)
         if answer and not found:
@@ -178,7 +182,7 @@ class RecordedRows:
         return answer
 
     def _once(self, what: str, ask: Callable[[], T]) -> T:
-        """What came, noted or from the tape."""
+        """Perform an operation and record its result, or return the recorded one."""
         if self._tape is None:
             return ask()
         if self._place is None:
@@ -193,7 +197,7 @@ class RecordedRows:
 
 
 class _Rows:
-    """Rows under way that are kept once they have come."""
+    """An exchange in progress that keeps its rows once they have arrived."""
 
     def __init__(self, begun: UnderWay) -> None:
         self._begun: UnderWay | None = begun
@@ -201,23 +205,23 @@ class _Rows:
 
     @property
     def rows(self) -> Tensor | None:
-        """What has come."""
+        """The received rows; None before the first wait."""
         return self._rows
 
     def wait(self) -> Tensor:
-        """The rows, once they have come."""
+        """Wait for the rows and return them."""
         if self._begun is not None:
             self._rows, self._begun = self._begun.wait(), None
         assert self._rows is not None
         return self._rows
 
     def lent(self) -> AbstractContextManager[Tensor]:
-        """The same."""
+        """Lend the received rows for a block of code."""
         return nullcontext(self.wait())
 
 
 def tensors_of(tape: Tape) -> Iterator[Tensor]:
-    """The tensors that a tape holds."""
+    """Yield the tensors that a record holds."""
     for _, value in tape:
         found = value.rows if isinstance(value, _Rows) else value
         if isinstance(found, Tensor):

@@ -1,12 +1,12 @@
-"""Crossing: how rows cross to the peers - by which codec, and in this epoch or while the next one runs.
+"""Compressed exchange: which codec encodes rows, and whether they are used in this epoch or the next.
 
-Where it sits: before ``comm``'s channel, under ``exchange``, ``historical.tables`` and ``comm_recorder``, who
-know nothing of it.
+Where it sits: in front of ``comm``'s channel and below ``exchange``, ``historical.tables`` and
+``comm_recorder``, which do not know about it.
 
 ::
 
     rows ──pick──> codec ──bytes──> peers            UnderWay: bytes ──codec──> rows
-                                                     late:     the last epoch's; these are for the next
+                                                     late:     last epoch's rows; these are for the next
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kagome.halo.row_selection import Fit, SampledRows, Selection, SelectionPlan
 from kagome.halo.staleness import StaleRows
 
 MEASURED_EVERY: Final = 10
-"""Epochs from one measurement of what a codec loses to the next."""
+"""Number of epochs between two measurements of a codec's error."""
 MEASURED_ROWS: Final = 64
 
 
 @dataclass
 class LateRows:
-    """Rows of the last epoch, if they may be late; these are on their way meanwhile."""
+    """Rows of the last epoch, if they may be late, while this epoch's rows are in transit."""
 
     begun: UnderWay
     line: StaleRows
@@ -50,25 +50,25 @@ class LateRows:
     rows: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The rows."""
+        """Return the rows for this epoch."""
         if self.rows is None:
             self.rows = self.line.turn(self.begun, self.epoch, synchronous=self.synchronous)
         return self.rows
 
     @contextmanager
     def lent(self) -> Iterator[Tensor]:
-        """The rows."""
+        """Lend the rows for a block of code."""
         yield self.wait()
 
 
 @dataclass
 class Crossed:
-    """What crossed since the counts were taken.
+    """Counts of what was exchanged since they were last taken.
 
     Args:
-        plain: Bytes that uncoded rows would have had.
-        sliced: The same of feature slices.
-        errors: By site and pass: length of what the codec lost over the rows', on a sample.
+        plain: Bytes that the rows would have had without encoding.
+        sliced: The same count for feature slices.
+        errors: For each site and pass, the norm of the codec's error over the norm of the rows, on a sample.
     """
 
     plain: int = 0
@@ -77,13 +77,13 @@ class Crossed:
 
 
 class CompressedExchange:
-    """The way to the peers, with codecs and lateness.
+    """A channel to the peers that encodes rows and may delay them by an epoch.
 
     Args:
-        channel: The way itself.
-        late: The way of rows that are read in the next epoch; by default the same.
-        settings: Codecs, age, smoothing.
-        seed: Of the draws.
+        channel: The underlying channel.
+        late: The channel for rows that are read in the next epoch; by default the same channel.
+        settings: Settings of codecs, maximum age and smoothing.
+        seed: Seed of the codecs' random draws.
     """
 
     def __init__(
@@ -94,11 +94,12 @@ class CompressedExchange:
         self.codec = Codec(settings.codec)
         self.codec_backward = Codec(settings.codec_backward or settings.codec)
         self.waits = settings.max_age == 0
-        """Whether no row is late; lines know nothing of such an epoch."""
+        """Whether no row is late; such an epoch does not use the stale rows at all."""
         self.chooses = settings.halo_sample < 1 or settings.skip_drift > 0 or settings.adaptive_bits
-        """Whether only some rows cross, or not all alike."""
+        """Whether only some rows are sent, or rows get different numbers of bits."""
         self.asks = False
-        """Whether a probe asks what late rows give, also in an epoch that waits for them."""
+        """Whether a probe measures the effect of late rows. Rows are then late even in an epoch that would
+        wait for them."""
         self.known = EpochRows()
         self.crossed = Crossed()
         self._measured: set[str] = set()
@@ -106,17 +107,17 @@ class CompressedExchange:
 
     @property
     def rank(self) -> int:
-        """The number of this rank in the group."""
+        """Number of this rank in the group."""
         return self.channel.rank
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         return self.channel.size
 
     @property
     def exact(self) -> bool:
-        """Whether all rows cross as they are, and none is late."""
+        """Whether all rows are sent unchanged and none is late."""
         codecs = self.codec.exact and self.codec_backward.exact
         return self.size == 1 or (codecs and self.waits and not self.chooses)
 
@@ -127,11 +128,17 @@ class CompressedExchange:
 
     @property
     def drifts(self) -> tuple[float, ...]:
-        """Where all ranks want to know it, how far rows moved here, and 1; twice 0 where none could move."""
+        """How far rows moved on this rank, and 1; zeros if no row could move.
+
+        Empty unless ``sync_every`` is ``auto``.
+        """
         return self.known.drifts if self.settings.sync_every == "auto" else ()
 
     def moved(self, drifts: Sequence[float], epoch: int) -> None:
-        """The sum of all ranks' ``drifts`` of an epoch: with ``auto`` the next one may wait."""
+        """Take the sum of all ranks' ``drifts`` of an epoch.
+
+        With ``auto`` it decides whether the next epoch waits.
+        """
         drift, ranks = drifts or (0.0, 0.0)
         self.known.moved(drift / max(ranks, 1.0), epoch)
 
@@ -145,7 +152,7 @@ class CompressedExchange:
         chooses: bool = False,
         asks: bool = False,
     ) -> Iterator[None]:
-        """Let rows cross otherwise for a block; all ranks do."""
+        """Exchange rows in another way inside the block; all ranks enter it."""
         before = self.codec, self.codec_backward, self.waits, self.chooses, self.asks
         self.codec, self.codec_backward = Codec(codec), Codec(codec_backward)
         self.waits, self.chooses, self.asks = waits, chooses, asks
@@ -155,25 +162,25 @@ class CompressedExchange:
             self.codec, self.codec_backward, self.waits, self.chooses, self.asks = before
 
     def _synchronous(self, epoch: int) -> bool:
-        """Whether rows that might be late are waited for."""
+        """Return whether this epoch waits for rows that might be late."""
         every = self.settings.sync_every
         due = isinstance(every, int) and epoch % every == 0
         return not self.asks and (due or self.known.synchronous)
 
     def settle(self) -> None:
-        """Take what is still under way. Rows are the same before and after."""
+        """Receive what is still in transit. The rows that are read do not change."""
         self.known.settle()
 
     def forget(self, recall: ResumedRows = NOTHING) -> None:
-        """Let no epoch read what came before it: weights were changed from outside. All ranks call it.
+        """Drop all rows of earlier epochs, because weights were changed from outside. All ranks call it.
 
         Args:
-            recall: What the next epoch may read all the same.
+            recall: Rows that the next epoch may read all the same.
         """
         self.known.forget(recall)
 
     def take_counts(self) -> Crossed:
-        """What crossed since the last call."""
+        """Return the counts since the last call and reset them."""
         taken, self.crossed = self.crossed, Crossed()
         return taken
 
@@ -187,7 +194,7 @@ class CompressedExchange:
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """All-to-all of rows as they are, a count for each peer."""
+        """Exchange rows between all ranks without encoding, with a count for each peer."""
         return self.channel.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header)
 
     def all_reduce(
@@ -199,7 +206,7 @@ class CompressedExchange:
         kind: Kind = "statistics",
         key: Hashable = None,
     ) -> Tensor:
-        """The sum, maximum or minimum over all ranks, as it is."""
+        """Return the sum, maximum or minimum over all ranks, without encoding."""
         return self.channel.all_reduce(tensor, op, action=action, kind=kind, key=key)
 
     def start_exchange(
@@ -214,7 +221,10 @@ class CompressedExchange:
         pick: Tensor | None = None,
         trip: Trip | None = None,
     ) -> UnderWay:
-        """All-to-all of rows, begun: coded and late as the settings say, where ``trip`` tells of an epoch."""
+        """Begin an exchange of rows.
+
+        They are encoded and delayed as the settings say if ``trip`` belongs to a training epoch.
+        """
         if trip is None or not trip.training or self.size == 1 or not rows.is_floating_point():
             return self.channel.start_exchange(
                 rows, send_counts, recv_counts, action=action, kind=kind, header=header, pick=pick
@@ -240,7 +250,7 @@ class CompressedExchange:
             )
         else:
             if selection is not None and line is not None:
-                line.settle()  # it says which rows come
+                line.settle()  # the notes received with it say which rows come next
             if selection is not None or self.settings.error_feedback:
                 rows, pick = rows if pick is None else rows.index_select(0, pick), None
             if self.settings.error_feedback:
@@ -267,11 +277,11 @@ class CompressedExchange:
         kind: Kind,
         header: tuple[int, ...] | None,
     ) -> UnderWay:
-        """Feature slices: as many columns for each peer as it takes."""
+        """Begin an exchange of feature slices, in which each peer gets as many columns as it holds."""
         assert trip.blocks is not None
         self.crossed.sliced += (numbers.numel() - sends[self.rank]) * numbers.itemsize
         codec = self.codec_backward if trip.backward else self.codec
-        # Other columns of a row draw for themselves, whoever sends them.
+        # Each pair of ranks has its own draws, since every peer gets other columns of a row.
         keys = [_draws(self.seed, trip, self.rank * self.size + peer) for peer in range(self.size)]
         sample = block_exchange.sample_of(codec, numbers, trip, self.rank)
         if sample is not None:
@@ -285,7 +295,7 @@ class CompressedExchange:
     def _selection(
         self, trip: Trip, codec: Codec, sends: Sequence[int], comes: Sequence[int]
     ) -> Selection | None:
-        """What chooses among a site's rows; None where all go alike."""
+        """Return the selection among a site's rows; None if all rows are sent alike."""
         settings = self.settings
 
         def make() -> Selection | None:
@@ -302,7 +312,10 @@ class CompressedExchange:
         return self.known.selection(key, trip.epoch, make, rows) if self.chooses else None
 
     def _reads(self, trip: Trip, sends: Sequence[int], comes: Sequence[int]) -> Tensor:
-        """How many edges read each row that is sent: its readers know; of a gradient's row, once."""
+        """Return how many edges read each row that is sent; the ranks that read it report that.
+
+        A gradient's row counts 1.
+        """
         if trip.direction > 1:
             return torch.ones(sum(sends))
         counts = trip.reads.unsqueeze(1)
@@ -313,7 +326,10 @@ class CompressedExchange:
         )
 
     def _settle(self, trip: Trip) -> None:
-        """Take what will not be read: a message that nobody takes holds up those that come long after it."""
+        """Receive late rows that no epoch will read.
+
+        A message that is not received blocks those sent long after it.
+        """
         if self.waits:
             line = self.known.lines.get((trip.site, trip.direction))
             if line is not None:
@@ -346,12 +362,12 @@ class CompressedExchange:
         header: tuple[int, ...] | None,
         pick: Tensor | None,
     ) -> UnderWay:
-        """Write letters, begin to send them, and to receive the peers'."""
+        """Write encoded messages and begin to send them, and to receive the peers' messages."""
         width, dtype = rows.size(1), rows.dtype
         key = _draws(self.seed, trip, self.rank)
         self._measure(plan.out, rows, pick, trip, key, action)
         letters = Writer(plan.out, rows, pick, trip.stamps, key, plan.notes, action)
-        restored = rows.clone() if self.settings.error_feedback else None  # what does not go loses nothing
+        restored = rows.clone() if self.settings.error_feedback else None  # rows not sent have no error
 
         def write(peer: int, sheet: int, message: Tensor) -> None:
             letters.write(peer, sheet, message)
@@ -368,7 +384,7 @@ class CompressedExchange:
         )
         if restored is not None:
             lost = rows - restored
-            # With few bits a draw may lose more than the row: added up, that would grow without end.
+            # With few bits the error of a draw may exceed the row itself; accumulated, it would diverge.
             keep = lost.norm(dim=1, keepdim=True) < rows.norm(dim=1, keepdim=True)
             self.known.residuals[trip.site, trip.direction] = torch.where(keep, lost, 0.0), trip.epoch
         count = sum(plan.come.counts)
@@ -379,7 +395,7 @@ class CompressedExchange:
     def _measure(
         self, letters: Letters, rows: Tensor, pick: Tensor | None, trip: Trip, key: int, action: str
     ) -> None:
-        """Note what codecs lose of a few rows, of each as many as it has of all."""
+        """Record the codecs' error on a sample of rows, in which each codec has its share of all rows."""
         name = trip.name
         if trip.epoch % MEASURED_EVERY != 1 and name in self._measured:
             return
@@ -395,7 +411,7 @@ class CompressedExchange:
 
 
 def _draws(seed: int, trip: Trip, rank: int) -> int:
-    """64 bits for an exchange: what lies on halo rows is drawn by each of their readers apart."""
+    """Return a 64-bit seed of an exchange's draws. For values at halo rows it differs between readers."""
     reader = rank if trip.direction > 1 else -1
     text = repr((seed, trip.epoch, trip.site, trip.direction, reader)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")

@@ -1,9 +1,9 @@
-"""Letter: what goes to a peer, coded - pieces of its rows, each by its codec, and what is noted behind them.
+"""Encoded message: the bytes sent to one peer, made of pieces of rows, each with its codec, and notes.
 
-A letter of one piece is written on several sheets, which are sent one after the other.
+A message of a single piece is written as several segments, which are sent one after the other.
 
-Where it sits: ``compressed_exchange`` writes and reads them by a ``row_selection``'s plan; the channel sees
-bytes.
+Where it sits: ``compressed_exchange`` writes and reads messages by the plan of a ``row_selection``. The
+channel sees only bytes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kagome.halo.exchange import Carrier
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows to or from one peer that are coded alike.
+    """Rows to or from one peer that are encoded alike.
 
     Args:
-        codec: Theirs.
-        rows: Which of the peer's rows; all if None.
-        factor: What they are multiplied by on arrival.
+        codec: Codec of the rows.
+        rows: Indices among the peer's rows; all rows if None.
+        factor: Factor that the receiver multiplies the rows by.
     """
 
     codec: Codec
@@ -38,18 +38,18 @@ class Piece:
     factor: float = 1.0
 
     def size(self, of: int, width: int, dtype: torch.dtype) -> int:
-        """Bytes, where the peer has so many rows."""
+        """Return the number of bytes, if the peer has ``of`` rows."""
         return self.codec.size(of if self.rows is None else self.rows.numel(), width, dtype)
 
 
 @dataclass(frozen=True)
 class Letters:
-    """What goes to all peers, or comes from them.
+    """The layout of the messages to all peers, or from all peers.
 
     Args:
-        pieces: Of each peer.
-        counts: Rows of each peer, written or not.
-        notes: Bytes behind the pieces of each peer.
+        pieces: The pieces of each peer's message.
+        counts: Number of rows of each peer, sent or not.
+        notes: Bytes that follow the pieces in each peer's message.
     """
 
     pieces: Sequence[Sequence[Piece]]
@@ -57,7 +57,7 @@ class Letters:
     notes: Sequence[int]
 
     def coded(self) -> dict[Codec, Tensor]:
-        """Which rows each codec writes, of all that go."""
+        """Return for each codec the indices of the rows that it encodes, among the rows of all peers."""
         found: dict[Codec, list[Tensor]] = {}
         first = 0
         for pieces, count in zip(self.pieces, self.counts, strict=True):
@@ -68,11 +68,14 @@ class Letters:
         return {codec: torch.cat(rows) for codec, rows in found.items()}
 
     def sheets(self, width: int, dtype: torch.dtype) -> list[list[int]]:
-        """Bytes of each sheet of each peer's letter; all have as many, empty ones last."""
+        """Return the bytes of each segment of each peer's message.
+
+        All have the same number of segments, empty ones last.
+        """
         return [self._sheets(peer, width, dtype) for peer in range(len(self.counts))]
 
     def rows(self, peer: int, width: int, dtype: torch.dtype) -> list[slice] | None:
-        """The rows of each sheet of a letter; None if it is on one sheet."""
+        """Return the rows of each segment of a message; None if it has a single segment."""
         pieces = self.pieces[peer]
         if len(pieces) != 1 or pieces[0].rows is not None or self.notes[peer]:
             return None
@@ -88,27 +91,27 @@ class Letters:
 
 
 def padded(sizes: list[int]) -> list[int]:
-    """As many sheets as all letters have."""
+    """Append empty segments up to the number that all messages have."""
     return [*sizes, *[0] * (SHEETS - len(sizes))]
 
 
 def plain(codec: Codec, counts: Sequence[int]) -> Letters:
-    """All rows, all alike."""
+    """Return the layout in which all rows are encoded alike."""
     return Letters([[Piece(codec)] for _ in counts], counts, [0] * len(counts))
 
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes the letters of one exchange, each when it is asked for.
+    """Writes the messages of one exchange, each when it is asked for.
 
     Args:
-        letters: What is in them.
-        rows: Rows.
-        pick: Which of them go, by peer; all if None.
-        stamps: Of those that go.
-        key: What draws depend on besides.
-        notes: What is noted behind each.
-        where: For errors.
+        letters: Layout of the messages.
+        rows: The rows to select from.
+        pick: Indices of the rows to send, by peer; all rows if None.
+        stamps: The numbers that seed the draws of the rows to send.
+        key: A further seed of the draws.
+        notes: The notes that follow each message.
+        where: Location for error messages.
 
     Shapes:
         ``rows [*, W]``, ``pick [R]``, ``stamps [R]`` with R the sum of counts.
@@ -123,7 +126,7 @@ class Writer:
     where: str = ""
 
     def write(self, peer: int, sheet: int, message: Tensor) -> None:
-        """A sheet of the letter to one peer.
+        """Write one segment of the message to one peer.
 
         Shapes:
             ``message [its size]`` uint8.
@@ -145,7 +148,7 @@ class Writer:
 
 
 def _rows(letters: Letters, peer: int, sheet: int, width: int, dtype: torch.dtype) -> slice:
-    """The rows of a sheet, of all peers' rows."""
+    """Return the range of a segment's rows among the rows of all peers."""
     first, own = sum(letters.counts[:peer]), letters.rows(peer, width, dtype)
     if own is None:
         return slice(first, first + letters.counts[peer])
@@ -153,10 +156,10 @@ def _rows(letters: Letters, peer: int, sheet: int, width: int, dtype: torch.dtyp
 
 
 def read(letters: Letters, peer: int, sheet: int, message: Tensor, out: Tensor) -> Tensor:
-    """Restore the rows of one sheet of a peer's letter; those that are in no piece stay as they are.
+    """Decode the rows of one segment of a peer's message. Rows that are in no piece keep their values.
 
     Returns:
-        Its notes.
+        The segment's notes.
 
     Shapes:
         ``message [its size]`` uint8, ``out [R, W]`` of all peers' rows, contiguous.
@@ -177,10 +180,10 @@ def read(letters: Letters, peer: int, sheet: int, message: Tensor, out: Tensor) 
 
 
 class Parts(Protocol):
-    """Bytes under way."""
+    """An exchange of bytes in progress that arrive segment by segment."""
 
     def parts(self, expected: Sheets) -> Iterator[tuple[int, int, Tensor]]:
-        """Each rank's sheets as soon as they have come."""
+        """Yield each rank's segments as soon as they have arrived."""
 
 
 class EncodingChoice(Carrier, Protocol):
@@ -196,18 +199,18 @@ class EncodingChoice(Carrier, Protocol):
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
     ) -> Parts:
-        """Begin to send bytes to each peer that are written only before they go, and to receive theirs."""
+        """Begin to send each peer bytes that are written just before that, and receive the peers' bytes."""
 
 
 @dataclass
 class IncomingRows:
-    """Coded letters under way.
+    """An exchange of encoded messages in progress.
 
     Args:
-        bytes: They.
-        letters: What is in them.
-        rows: Where their rows go.
-        told: Called with the rows and the notes when they have come.
+        bytes: The bytes in progress.
+        letters: Layout of the messages.
+        rows: Buffer for the decoded rows.
+        told: Called with the rows and the notes once they have arrived.
     """
 
     bytes: Parts
@@ -217,13 +220,13 @@ class IncomingRows:
     done: bool = False
 
     def wait(self) -> Tensor:
-        """The restored rows."""
+        """Wait for the messages and return the decoded rows."""
         if not self.done:
             sheets = self.letters.sheets(self.rows.size(1), self.rows.dtype)
             notes: dict[int, Tensor] = {}
             for peer, sheet, part in self.bytes.parts(sheets):
                 noted = read(self.letters, peer, sheet, part, self.rows)
-                notes.setdefault(peer, noted)  # they are on the first sheet, which is then the only one
+                notes.setdefault(peer, noted)  # a message with notes has only one segment
             self.done = True
             if self.told is not None:
                 self.told(self.rows, [notes[peer] for peer in range(len(sheets))])
@@ -231,5 +234,5 @@ class IncomingRows:
 
     @contextmanager
     def lent(self) -> Iterator[Tensor]:
-        """The restored rows."""
+        """Lend the decoded rows for a block of code."""
         yield self.wait()

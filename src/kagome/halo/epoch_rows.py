@@ -1,6 +1,7 @@
-"""Known: what a crossing has of earlier epochs - late rows, what codecs lost, which rows are to go.
+"""Rows of earlier epochs: the late rows, codec errors and selections that a compressed exchange keeps.
 
-Where it sits: ``compressed_exchange`` has one, and makes its lines and selections; a checkpoint keeps it.
+Where it sits: ``compressed_exchange`` has one, which creates its stale rows and selections. A checkpoint
+saves it.
 """
 
 from __future__ import annotations
@@ -18,22 +19,23 @@ from kagome.halo.staleness import StaleRows
 Key = tuple[Hashable, int]
 """A site and a direction."""
 DRIFTED: Final = 0.5
-"""With ``sync_every="auto"`` an epoch waits before rows have moved by more, in all late epochs together."""
+"""With ``sync_every="auto"`` an epoch waits for its rows before the drift accumulated over late epochs
+exceeds this."""
 
 
 class EpochRows:
-    """One rank's.
+    """One rank's rows of earlier epochs.
 
     Attributes:
-        synchronous: Whether the rows of this epoch are waited for, where they might be late.
-        drifted: How far rows have moved since they were last waited for.
+        synchronous: Whether this epoch waits for rows that might be late.
+        drifted: How far rows have moved since an epoch last waited for them.
     """
 
     def __init__(self) -> None:
         self.lines: dict[Key, StaleRows] = {}
         self.selections: dict[Key, Selection] = {}
         self.residuals: dict[Key, tuple[Tensor, int]] = {}
-        """What the codec lost of a site's rows, and in which epoch."""
+        """For each site, the codec's error on its rows, and the epoch of that error."""
         self.recall: ResumedRows = NOTHING
         self.synchronous, self.drifted = False, 0.0
         self._told = 0
@@ -46,20 +48,22 @@ class EpochRows:
 
     @property
     def drifts(self) -> tuple[float, float]:
-        """How far rows that came last moved within an epoch, the most of any site, and 1.
+        """How far the rows received last moved within an epoch, the maximum over sites, and 1.
 
-        Twice 0 where none did: a part without neighbours is not to make others' rows look still. Not
-        gradients: they move by as much as they are long in every epoch of a run that goes well.
+        Both are 0 if no rows moved: a part without neighbours must not make other ranks' rows look still.
+        Gradients are not included: in a healthy run they move by about their own length in every epoch.
         """
         forth = [line.drift for (_, direction), line in self.lines.items() if direction % 2 == 0]
         found = [drift for drift in forth if drift is not None]
         return (max(found), 1.0) if found else (0.0, 0.0)
 
     def moved(self, drift: float, epoch: int) -> None:
-        """How far rows moved in an epoch: said of it once, whether or not it computes its gradient twice.
+        """Add the drift of an epoch and decide whether the next one waits.
 
-        What late rows cost adds up over epochs: with little drift many are late, with much every second one
-        or none.
+        Counted once, however often it is called.
+
+        The error of late rows adds up over epochs. With little drift many epochs may be late; with much drift
+        only every second one, or none.
         """
         if epoch == self._told:
             return
@@ -68,7 +72,7 @@ class EpochRows:
         self.synchronous = self.drifted > DRIFTED
 
     def line(self, key: Key, epoch: int, make: Callable[[], StaleRows]) -> StaleRows:
-        """A site's line; the first time, a new one that knows what is recalled."""
+        """Return a site's stale rows. The first call creates them and restores rows from a checkpoint."""
         found = self.lines.get(key)
         if found is None:
             found = self.lines[key] = make()
@@ -80,16 +84,18 @@ class EpochRows:
     def selection(
         self, key: Key, epoch: int, make: Callable[[], Selection | None], rows: tuple[int, int]
     ) -> Selection | None:
-        """A site's selection, if it has one; the first time, one that goes on as is recalled.
+        """Return a site's selection, if it has one.
+
+        The first call creates it and restores its state from a checkpoint.
 
         Args:
-            key: Of the site.
-            epoch: The epoch.
-            make: A new one.
-            rows: How many go, and how many come.
+            key: The site and direction.
+            epoch: The current epoch.
+            make: Creates a new selection, or returns None.
+            rows: Number of rows sent and number of rows received.
 
         Raises:
-            CheckpointError: If what is recalled is of other rows.
+            CheckpointError: If the restored state belongs to other rows.
         """
         found = self.selections.get(key)
         if found is None:
@@ -104,7 +110,7 @@ class EpochRows:
         return found
 
     def residual(self, key: Key, epoch: int) -> Tensor | None:
-        """What the codec lost of a site's rows in the last epoch, if it coded any in that."""
+        """Return the codec's error on a site's rows in the last epoch; None if it encoded none then."""
         if key not in self.residuals:
             state = self.recall.take("residual", key, epoch)
             return None if state is None else state["rows"]
@@ -112,22 +118,22 @@ class EpochRows:
         return rows if epoch - when <= 1 else None
 
     def settle(self) -> None:
-        """Take what is still under way. Rows are the same before and after."""
+        """Receive what is still in transit. The rows that are read do not change."""
         for line in self.lines.values():
             line.settle()
 
     def forget(self, recall: ResumedRows) -> None:
-        """Let no epoch read what came before it, but what is recalled. All ranks call it."""
-        self.settle()  # nothing is to lie in the way of what comes
+        """Drop all rows of earlier epochs except those restored from a checkpoint. All ranks call it."""
+        self.settle()  # a message that is not received would block later ones
         self.lines, self.selections, self.residuals = {}, {}, {}
         state = recall.take("crossing", "", recall.epoch)
         self.recall, self._told = recall, 0
         self.synchronous = state is not None and bool(state["synchronous"])
-        # Earlier checkpoints have none.
+        # Checkpoints of earlier versions lack this value.
         self.drifted = 0.0 if state is None else float(state.get("drifted", 0.0))
 
     def carried(self, epoch: int) -> Iterator[Entry]:
-        """What the epoch after this one may read of it."""
+        """Yield the state that the epoch after this one may read."""
         yield "crossing", "", {"synchronous": self.synchronous, "drifted": self.drifted}
         for key, line in self.lines.items():
             yield "line", key, line.state_dict()
@@ -139,7 +145,7 @@ class EpochRows:
 
 
 def _refuse_others(state: State, rows: tuple[int, int], where: str) -> None:
-    """Refuse a selection among other rows: ranks would send what nobody waits for."""
+    """Refuse a selection among other rows, because ranks would then send rows that no peer waits for."""
     for names, count in ((("sent", "goes"), rows[0]), (("table", "comes"), rows[1])):
         for name in names:
             value = state.get(name)

@@ -1,4 +1,4 @@
-"""NeighborRows: the one differentiable function that turns a rank's own rows into all rows its edges read.
+"""Halo exchange: the differentiable function from a rank's own rows to all rows that its edges read.
 
 Where it sits: ``intercept.interceptor`` calls it at each site; it sends through ``comm``'s channel.
 
@@ -8,14 +8,14 @@ Where it sits: ``intercept.interceptor`` calls it at each site; it sends through
     halo rows [H] <──────────── peers             owners, who add them by index (a row sent to two
     out = own ++ halo  [n + H]                    peers comes back twice)
 
-[Note: token] Each forward starts a zero scalar that requires grad. It passes through every collective of
-that forward and is added to the loss, so that backward visits all of them, on every rank, in exactly the
-reverse order, also where a rank's loss does not depend on a site. Without it such a rank leaves its peers
-waiting or, where sizes agree, mixes data silently.
+[Note: token] Each forward pass starts with a zero scalar that requires grad. It goes through every collective
+of that pass and is added to the loss. Backward therefore visits all collectives, on every rank, in exactly
+the reverse order, even where a rank's loss does not depend on a site. Without the token such a rank would
+leave its peers waiting or, where sizes agree, mix up data silently.
 
 [Note: again] A derivative that a model takes inside forward (``user_code.derivatives``) runs backward there,
-and the loss is differentiated through it once more. So the backward of a collective is a collective with a
-backward of its own, its transpose again, and the token of the turn goes along in it as well.
+and the loss is differentiated through it once more. So the backward of a collective is itself a collective
+with a backward: its transpose. The token of the forward pass goes through it as well.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ Way = Callable[[Tensor], Tensor]
 
 
 class UnderWay(Protocol):
-    """What this file needs of an exchange that was begun."""
+    """The part of an exchange in progress that this module needs."""
 
     def wait(self) -> Tensor:
-        """The rows, once they have come."""
+        """Wait for the rows and return them."""
 
     def lent(self) -> AbstractContextManager[Tensor]:
-        """The same for a block that neither keeps nor changes them."""
+        """Lend the rows for a block of code that neither keeps nor changes them."""
 
 
 class Carrier(Protocol):
-    """What this file needs of a channel: see :class:`kagome.comm.channel.Channel`."""
+    """The part of a channel that this module needs: see :class:`kagome.comm.channel.Channel`."""
 
     @property
     def rank(self) -> int:
-        """The number of this rank in the group."""
+        """Number of this rank in the group."""
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
 
     def exchange(
         self,
@@ -68,7 +68,7 @@ class Carrier(Protocol):
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """All-to-all of rows, a count for each peer."""
+        """Exchange rows between all ranks, with a count for each peer."""
 
     def start_exchange(
         self,
@@ -82,9 +82,9 @@ class Carrier(Protocol):
         pick: Tensor | None = None,
         trip: Trip | None = None,
     ) -> UnderWay:
-        """The same, of those rows that ``pick`` names; begun, its wait gives what comes.
+        """Begin an exchange of the rows that ``pick`` names; its wait returns the received rows.
 
-        ``trip`` says what it is, to carriers that code rows or bring them late.
+        ``trip`` describes the exchange to carriers that encode or delay rows.
         """
 
     def all_reduce(
@@ -96,28 +96,31 @@ class Carrier(Protocol):
         kind: Kind = "statistics",
         key: Hashable = None,
     ) -> Tensor:
-        """The sum, maximum or minimum over all ranks; ``key`` names it the same way in every epoch."""
+        """Return the sum, maximum or minimum over all ranks.
+
+        ``key`` names the operation, the same in every epoch.
+        """
 
 
 @dataclass(frozen=True)
 class HaloExchange:
-    """Who supplies the neighbours' rows: the static lists of one part, and the way across.
+    """The static send and receive lists of one part, and the channel to the peers.
 
     Args:
-        own: Number of own rows n.
-        halo: Number of rows H read from others.
-        send: Own rows that peers read, by peer.
-        send_counts: How many of them go to each peer.
-        recv_counts: How many halo rows come from each peer.
-        channel: The way to the peers.
-        ids: Original ids of own and halo rows: what codecs draw by.
-        reads: Edges that read each halo row.
+        own: Number n of own rows.
+        halo: Number H of rows read from other ranks.
+        send: Indices of own rows that peers read, by peer.
+        send_counts: Number of rows sent to each peer.
+        recv_counts: Number of halo rows received from each peer.
+        channel: The channel to the peers.
+        ids: Original ids of own and halo rows, which seed the codecs' draws.
+        reads: Number of edges that read each halo row.
 
     Shapes:
         ``send [sum(send_counts)]``, ``ids [n + H]``; rows ``[n, W]`` to ``[n + H, W]`` and back.
 
     Cost:
-        ``sum(send_counts) * W`` values out forward, ``H * W`` out backward; ``(n + H) * W`` values kept.
+        ``sum(send_counts) * W`` values sent forward, ``H * W`` sent backward; ``(n + H) * W`` values kept.
     """
 
     own: int
@@ -131,48 +134,51 @@ class HaloExchange:
 
     @cached_property
     def stamps(self) -> tuple[Tensor, Tensor]:
-        """The ids of rows that are sent, and of halo rows."""
+        """The ids of the rows that are sent, and of the halo rows."""
         ids = torch.arange(self.own + self.halo, device=self.send.device) if self.ids is None else self.ids
         return ids[self.send], ids[self.own :]
 
     @property
     def closed(self) -> bool:
-        """Whether no edge reads a row from elsewhere."""
+        """Whether no edge reads a row of another rank."""
         return self.channel.size == 1 or bool(getattr(self.channel, "closed", False))
 
     def extend(self, rows: Tensor, turn: ForwardPass, name: str) -> Tensor:
-        """Own rows ``[n, W]`` -> own and halo rows ``[n + H, W]``, with gradient."""
+        """Return own and halo rows ``[n + H, W]`` for own rows ``[n, W]``, with gradient."""
         if self.closed:
             return rows
         return self.extended(rows, turn, turn.begin(name, grad=rows.requires_grad))
 
     def give_back(self, rows: Tensor, turn: ForwardPass, name: str) -> Tensor:
-        """Sums on own and halo rows ``[n + H, W]`` -> on own rows ``[n, W]``: the transpose of extend."""
+        """Return the sums on own rows ``[n, W]`` of values at own and halo rows ``[n + H, W]``.
+
+        This is the transpose of :meth:`extend`.
+        """
         if self.closed:
             return rows
         site = turn.begin(name, grad=rows.requires_grad)
         return through(rows, turn, lambda r: self.back(r, site, 0), lambda g: self.forth(g, site, 1))
 
     def extended(self, rows: Tensor, turn: ForwardPass, site: Site) -> Tensor:
-        """The same for a site that is known; in backward too: see [Note: again]."""
+        """Do what :meth:`extend` does for a given site, also in backward: see [Note: again]."""
         return through(rows, turn, lambda r: self.forth(r, site, 0), lambda g: self.back(g, site, 1))
 
     def given_back(self, rows: Tensor, turn: ForwardPass, site: Site) -> Tensor:
-        """The same."""
+        """Do what :meth:`give_back` does for a given site, also in backward."""
         return through(rows, turn, lambda r: self.back(r, site, 1), lambda g: self.forth(g, site, 0))
 
     def road(self, rows: Tensor, turn: ForwardPass, name: str) -> HaloWork:
-        """The same as :meth:`extend` for a caller that reduces own and halo rows apart."""
+        """Return the exchange as two steps, for a caller that reduces own and halo rows separately."""
         return HaloWork(self, turn.begin(name, grad=rows.requires_grad))
 
     def forth(self, rows: Tensor, site: Site, direction: int) -> Tensor:
-        """Fetch the halo rows; no gradient."""
+        """Fetch the halo rows, without gradient."""
         words = "halo forward" if direction == 0 else "halo backward"
         with self.fetch(rows, site, words, direction).lent() as halo:
             return torch.cat([rows, halo])
 
     def back(self, rows: Tensor, site: Site, direction: int) -> Tensor:
-        """Send what lies on halo rows to their owners, who add it; no gradient."""
+        """Send the values at halo rows to their owners, who add them; without gradient."""
         words = "halo sums forward" if direction == 0 else "halo backward"
         with self.give(rows[self.own :].contiguous(), site, words, direction + 2).lent() as come:
             return self.add(come, rows[: self.own].clone())
@@ -190,7 +196,10 @@ class HaloExchange:
         )
 
     def give(self, away: Tensor, site: Site, words: str, direction: int) -> UnderWay:
-        """Begin to send what lies on halo rows ``[H, W]`` to their owners; what comes is for :meth:`add`."""
+        """Begin to send values at halo rows ``[H, W]`` to their owners.
+
+        :meth:`add` takes the received values.
+        """
         return self.channel.start_exchange(
             away,
             self.recv_counts,
@@ -201,24 +210,25 @@ class HaloExchange:
         )
 
     def agreed(self, width: int) -> int:
-        """What of a width all ranks of the channel agree on."""
+        """Return the part of a width that all ranks of the channel agree on."""
         return width
 
     def add(self, come: Tensor, own: Tensor) -> Tensor:
-        """Add in place what came for own rows."""
+        """Add received values to own rows, in place."""
         return own.index_add_(0, self.send, come)
 
 
 @dataclass(frozen=True, slots=True)
 class HaloWork:
-    """One exchange and the one back, each begun and ended apart: what lies between them hides them.
+    """The exchange of one site and its transpose, each with separate start and end to overlap computation.
 
-    A node of autograd keeps one until its turn's graph is gone. So it knows nothing of the turn: that has the
-    token, the token has the node, and such a circle is never freed.
+    A node of autograd keeps one until the graph of its forward pass is freed. It must not refer to the
+    forward pass: that holds the token, the token holds the node, and such a reference cycle would never be
+    freed.
 
     Args:
-        plan: The lists.
-        site: What it is for.
+        plan: The send and receive lists.
+        site: The site of the exchange.
     """
 
     plan: HaloExchange
@@ -230,12 +240,12 @@ class HaloWork:
         return self.plan.fetch(flat, self.site, "halo forward", 0)
 
     def give(self, away: Tensor) -> UnderWay:
-        """Begin to send gradients on halo rows ``[H, ...]`` to their owners, and to get one's own back."""
+        """Begin to send gradients at halo rows ``[H, ...]`` to their owners and receive those of own rows."""
         flat = away.reshape(away.size(0), _columns(away)).contiguous()
         return self.plan.give(flat, self.site, "halo backward", 3)
 
     def add(self, come: Tensor, own: Tensor) -> Tensor:
-        """Add in place what came to the own rows that were sent."""
+        """Add received values to the own rows that were sent, in place."""
         self.plan.add(come, own.view(own.size(0), come.size(1)))
         return own
 
@@ -248,13 +258,13 @@ def _columns(rows: Tensor) -> int:
 
 
 class _Collective(torch.autograd.Function):
-    """A collective with its transpose as backward; the token goes along: see [Note: token]."""
+    """A collective whose backward is its transpose; the token goes through it: see [Note: token]."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, token: Tensor, turn: ForwardPass, there: Way, back: Way
     ) -> tuple[Tensor, Tensor]:
-        ctx.turn, ctx.ways = ref(turn), (there, back)  # the turn has the token, and that has this node
+        ctx.turn, ctx.ways = ref(turn), (there, back)  # a weak reference: the forward pass holds this node
         return there(rows), torch.zeros_like(token)
 
     @staticmethod
@@ -266,7 +276,7 @@ class _Collective(torch.autograd.Function):
 
 
 def through(rows: Tensor, turn: ForwardPass, there: Way, back: Way) -> Tensor:
-    """A collective, and its transpose in backward where that follows: see [Note: token]."""
+    """Run a collective, and its transpose in backward if one follows: see [Note: token]."""
     if not (rows.requires_grad and turn.follows()):
         return there(rows)
     out: Tensor
@@ -275,14 +285,14 @@ def through(rows: Tensor, turn: ForwardPass, there: Way, back: Way) -> Tensor:
 
 
 def total(part: Tensor, turn: ForwardPass, channel: Carrier, name: str, what: str = "total") -> Tensor:
-    """The sum of a small tensor over all ranks, with gradient (its transpose is the same sum).
+    """Return the sum of a small tensor over all ranks, with gradient. The transpose is the same sum.
 
     Args:
-        part: This rank's.
-        turn: The running turn.
-        channel: The way to the peers.
-        name: Of the site.
-        what: :data:`NAMED` where one rank has what is wanted and the others have zeros.
+        part: This rank's summand.
+        turn: The running forward pass.
+        channel: The channel to the peers.
+        name: Name of the site.
+        what: :data:`NAMED` if one rank has the wanted rows and the others have zeros.
 
     Cost:
         An all-reduce of ``part`` forward and one backward.
@@ -304,7 +314,7 @@ NAMED: Final = "rows of named vertices"
 
 
 def is_named(key: Hashable) -> bool:
-    """Whether a sum brings rows of vertices that forward names, which some rank must have."""
+    """Return whether a sum collects rows of vertices that forward names; some rank must have each."""
     return isinstance(key, tuple) and key[-1] == f"{NAMED} forward"
 
 
@@ -319,18 +329,18 @@ def summing(
     channel: Carrier,
     name: str,
 ) -> Tensor:
-    """A function that sums over all ranks inside, forward and backward: a norm with everybody's statistics.
+    """Run a function that sums over all ranks inside, forward and backward, as a norm with global statistics.
 
     Args:
         there: ``(sum, *inputs) -> (result, kept)``.
         back: ``(sum, gradient, *kept) -> gradients of the inputs``.
-        inputs: The first one's gradient decides whether backward comes back.
-        turn: The running turn.
-        channel: The way to the peers.
-        name: Of the site.
+        inputs: The inputs; backward runs if the first one requires a gradient.
+        turn: The running forward pass.
+        channel: The channel to the peers.
+        name: Name of the site.
 
     Cost:
-        Its sums; ``kept`` for backward.
+        The sums; the tensors ``kept`` for backward.
     """
     first = inputs[0]
     assert first is not None
@@ -350,7 +360,7 @@ def summing(
 
 
 class _Summing(torch.autograd.Function):
-    """See :func:`summing`; the token goes along."""
+    """The autograd function of :func:`summing`; the token goes through it."""
 
     @staticmethod
     def forward(
@@ -381,15 +391,15 @@ def differentiated(
     wanted: Sequence[bool],
     gradient: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of a function that runs once more, with gradients of their own: see [Note: again].
+    """Return a function's gradients, with gradients of their own, by running it once more: see [Note: again].
 
     Args:
-        function: Of these inputs; its first result counts.
-        inputs: Those.
-        wanted: Which of their gradients.
-        gradient: The result's.
+        function: Function of the inputs; its first result is differentiated.
+        inputs: The inputs of the function.
+        wanted: For each input, whether its gradient is wanted.
+        gradient: Gradient of the result.
     """
-    # As views: of a tensor that is given twice each place has its own gradient.
+    # Views, so that a tensor that is passed twice gets a separate gradient for each place.
     views = [None if each is None else each.view_as(each) for each in inputs]
     places = [place for place, asked in enumerate(wanted) if asked]
     out = function(*views)[0]
@@ -400,7 +410,7 @@ def differentiated(
 
 
 def agree(channel: Carrier, site: Site, part: Tensor) -> None:
-    """In a checked forward: all ranks are at the same reduction, of the same size."""
+    """In a checked forward pass, verify that all ranks are at the same reduction, of the same size."""
     header = site.header(4, part.numel())
     if header is not None:
         none = [0] * channel.size
@@ -410,11 +420,11 @@ def agree(channel: Carrier, site: Site, part: Tensor) -> None:
 
 
 def all_rows(ids: Tensor, channel: Carrier) -> HaloExchange:
-    """The lists, on rows' device, by which every rank reads every other's (attention over all vertices).
+    """Return the lists by which every rank reads all rows of every other, for attention over all vertices.
 
     Args:
         ids: Original ids of own rows.
-        channel: The way to the peers.
+        channel: The channel to the peers.
 
     Cost:
         8 bytes a row to every other rank.

@@ -1,6 +1,7 @@
-"""Turn: one forward of the whole model and the backward that belongs to it; its collectives are sites.
+"""Forward pass: one forward of the whole model and its backward; it numbers the collectives as sites.
 
-Where it sits: ``intercept.interceptor`` begins one a forward; ``exchange`` numbers every collective by it.
+Where it sits: ``intercept.interceptor`` begins one for each forward; ``exchange`` asks it for a site for
+every collective.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ if TYPE_CHECKING:
 
 SiteKey = tuple[str, int]
 SumKey = tuple[SiteKey, str]
-"""A sum of a site, with the words that say which of its sums it is."""
+"""A sum at a site, with the words that say which of the site's sums it is."""
 _NO_CHECKPOINT = "leave torch.utils.checkpoint out of the model, and let --model.recompute do the same"
 
 
 class Backward(Protocol):
-    """Something of a user's that runs in backward."""
+    """Code of a user's that runs during backward."""
 
     def refused(self) -> ModelError:
-        """The error for a call that all ranks would have to make together."""
+        """Return the error for a call that all ranks would have to make together."""
 
     def summed(self, part: Tensor) -> Tensor:
-        """A sum over this rank's rows, as a rank's share of what all have."""
+        """Return a sum over this rank's rows, as this rank's share of the global sum."""
 
 
 class ForwardPass:
-    """One forward of the whole model and the backward that belongs to it.
+    """One forward pass of the whole model, with the backward pass that belongs to it.
 
     Args:
-        epoch: The epoch, for messages, headers and dropout.
-        checked: Compare headers with the peers before each exchange.
-        device: Where the token lives.
-        grad: Whether a backward follows.
-        named: How often each site was come to before, in earlier stages of this rank.
+        epoch: The epoch, for error messages, headers and dropout.
+        checked: Whether headers are compared with the peers before each exchange.
+        device: Device of the token.
+        grad: Whether a backward pass follows.
+        named: How often each site was reached before, in earlier stages of this rank.
     """
 
     def __init__(
@@ -63,23 +64,24 @@ class ForwardPass:
         self.collectives = 0
         self.running = self.over = False
         self.aside = False
-        """Whether what runs is kept for all forwards: such a read is no site of later ones."""
+        """Whether the running code's results are cached for all forward passes: its reads are no sites of
+        later ones."""
         self.seed = torch.initial_seed()
-        """That of torch's generator when the forward began."""
+        """Seed of torch's generator when the forward pass began."""
         self.differentiates = False
-        """Whether a derivative is taken inside forward: its backward is seen to."""
+        """Whether a derivative is being taken inside forward, whose backward pass is handled."""
         self._inner: list[Tensor] = []
         self._named: Counter[str] = Counter() if named is None else named
-        self.backward: Backward | None = None  # what of a user's runs in backward now
-        self.pardoned: Any = None  # the hook by which ``recompute`` lets a layer run again
+        self.backward: Backward | None = None  # the user code that runs in backward now
+        self.pardoned: Any = None  # the hook with which ``recompute`` is allowed to run a layer again
 
     @property
     def outside(self) -> bool:
-        """Whether the forward has ended and backward has not begun: the loss is computed."""
+        """Whether forward has ended and backward has not begun, so that the loss is being computed."""
         return self.over and torch._C._current_graph_task_id() == -1
 
     def refuse_outside(self, where: str) -> None:
-        """Refuse a read of neighbours by the loss: it has some rows of the output, and no graph.
+        """Refuse reads of neighbours inside the loss, which has some rows of the output and no graph.
 
         Raises:
             ModelError: If the loss is being computed.
@@ -93,7 +95,7 @@ class ForwardPass:
             )
 
     def refuse_again(self, where: str) -> None:
-        """Refuse what runs in backward: it recomputes what nobody sees."""
+        """Refuse collectives in code that runs during backward, such as a layer that a checkpoint reruns."""
         if self.backward is not None:
             raise self.backward.refused()
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) if self.grad else None
@@ -109,11 +111,11 @@ class ForwardPass:
             )
 
     def begin(self, site: str, *, grad: bool = False) -> Site:
-        """Number the next collective of this forward; ``grad``: backward will come back to it."""
+        """Number the next collective of this forward pass. ``grad`` says whether backward will visit it."""
         self.refuse_again(site)
         self.refuse_outside(site)
         if self.grad and not torch.is_grad_enabled() and _in_checkpoint():
-            # It would run the layer again in backward, in an autograd of its own that skips ours silently.
+            # It would run the layer again in backward, in a separate graph that skips ours silently.
             raise ModelError(
                 "training keeps the gradient of every read of neighbours",
                 "reentrant activation checkpointing switches gradients off around it",
@@ -129,7 +131,7 @@ class ForwardPass:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Around what is kept for all forwards: later ones do not come to its reads."""
+        """Wrap reads whose results are cached for all forward passes, so that later passes skip them."""
         before, self.aside = self.aside, True
         try:
             yield
@@ -138,17 +140,20 @@ class ForwardPass:
 
     @contextmanager
     def asking(self, channel: RecordedRows, where: str) -> Iterator[None]:
-        """Around a question to the peers that is kept for all forwards. It is not the user's computation."""
+        """Wrap a request to the peers whose result is cached for all forward passes.
+
+        The request is not part of the user's computation.
+        """
         self.refuse_again(where)
         with torch._C.DisableTorchFunction(), channel.aside():
             yield
 
     @contextmanager
     def differentiating(self) -> Iterator[None]:
-        """Around a derivative that is taken inside forward.
+        """Wrap a derivative that is taken inside forward.
 
-        Its collectives pass on a token of their own: along the forward's, each later derivative would visit
-        them, and what it does then the next one.
+        Its collectives use a token of their own. With the token of the forward pass, each later derivative
+        would visit these collectives, and the next one also those that it added.
         """
         outer, self.token = self.token, torch.zeros_like(self.token, requires_grad=torch.is_grad_enabled())
         self.differentiates = True
@@ -162,7 +167,7 @@ class ForwardPass:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around a backward pass over a step of the forward, between two steps."""
+        """Wrap a backward pass over one step of the forward pass, between two steps."""
         self.running = False
         try:
             yield
@@ -170,31 +175,34 @@ class ForwardPass:
             self.running = True
 
     def end(self) -> None:
-        """The forward has ended: one token stands for all."""
+        """End the forward pass, and merge all tokens into one."""
         self.running, self.over = False, True
         for token in self._inner:
             self.token = self.token + token
         self._inner.clear()
 
     def follows(self) -> bool:
-        """Whether backward may come back to what is done now: in evaluation only to what the model allows."""
+        """Return whether backward may visit what is computed now.
+
+        In evaluation that is so only where the model enables gradients.
+        """
         return torch.is_grad_enabled()
 
 
 def transformed() -> bool:
-    """Whether a transform of ``torch.func`` is running: it has tensors of its own, which carry no marks."""
+    """Return whether a transform of ``torch.func`` is running; its tensors carry no placements."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def inside(found: Callable[[], ForwardPass | None]) -> ForwardPass | None:
-    """The turn in whose forward a derivative is taken now; None in the backward after it.
+    """Return the forward pass in which a derivative is being taken now; None in the backward pass after it.
 
     Args:
-        found: Gives the turn, or None where it is gone.
+        found: Returns the forward pass, or None if it has been freed.
 
     Raises:
-        ModelError: If nobody sees to this backward: it would sum what each rank differentiates, or be on one
-            rank while others wait.
+        ModelError: If this backward pass is not handled. It would add up derivatives taken on each rank, or
+            run on one rank while others wait.
     """
     turn = found()
     if turn is not None and turn.differentiates:
@@ -212,7 +220,7 @@ def inside(found: Callable[[], ForwardPass | None]) -> ForwardPass | None:
 
 
 def _in_checkpoint() -> bool:
-    """Whether this runs under reentrant checkpointing, which is an autograd function."""
+    """Return whether this code runs under reentrant checkpointing, which is an autograd function."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -224,11 +232,11 @@ def _in_checkpoint() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One collective of one forward: its name, its number, and whether peers compare headers.
+    """One collective of one forward pass: its name, its number, and whether peers compare headers.
 
-    ``key`` is the same in every forward of every chunk: what lasts longer than a forward goes by it.
-    ``trains``: it belongs to an epoch of training, and comes again in the next one. ``once``: all forwards
-    share what is read, so that it does not come again.
+    ``key`` is the same in every forward pass of every chunk, so state that outlives a pass is stored under
+    it. ``trains`` says that the collective belongs to a training epoch and is repeated in the next one.
+    ``once`` says that all forward passes share the result, so that it is not repeated.
     """
 
     name: str
@@ -241,11 +249,14 @@ class Site:
     once: bool = False
 
     def action(self, direction: str) -> str:
-        """What a rank that waits here says it does."""
+        """Return the description of the operation for errors of a rank that waits in it."""
         return f"{direction} of {self.name}, epoch {self.epoch}"
 
     def header(self, direction: int, width: int) -> tuple[int, ...] | None:
-        """(direction, epoch, site, width, grad): what ranks agree on before rows of a size travel."""
+        """Return (direction, epoch, site, width, grad), which ranks compare before rows are sent.
+
+        It is None in a forward pass that is not checked.
+        """
         return (direction, self.epoch, self.number, width, int(self.grad)) if self.checked else None
 
     def trip(
@@ -255,16 +266,19 @@ class Site:
         reads: Tensor | None = None,
         blocks: tuple[Blocks, Blocks] | None = None,
     ) -> Trip:
-        """What its exchange in a direction is, to those who carry it."""
+        """Return the description of the site's exchange in one direction, for the carrier."""
         known = stamps.new_empty(0) if reads is None else reads
         return Trip(self.key, direction, self.epoch, self.trains, stamps, known, blocks)
 
     def sum(self, channel: Carrier, part: Tensor, words: str) -> Tensor:
-        """The sum of a part over the channel's ranks; words that end in "backward" are of gradients."""
+        """Return the sum of a tensor over the channel's ranks.
+
+        ``words`` that end in "backward" mark gradients.
+        """
         key: SumKey = self.key, words
         return channel.all_reduce(part, "sum", action=self.action(words), key=key)
 
 
 def of_gradients(key: Hashable) -> bool:
-    """Whether a sum comes in backward: by its words, not by the names of the user's modules."""
+    """Return whether a sum belongs to backward. Its words decide, not the names of the user's modules."""
     return isinstance(key, tuple) and isinstance(key[-1], str) and key[-1].endswith("backward")

@@ -1,7 +1,7 @@
-"""Recall: rows and gradients that an earlier run's last epoch left, one entry a site.
+"""Resumed rows: rows and gradients from the last epoch of an earlier run, one entry for each site.
 
-Where it sits: ``historical.tables`` and ``compressed_exchange`` ask for an entry where they would begin with
-none; ``checkpoint.epoch_state`` reads it from a checkpoint.
+Where it sits: ``historical.tables`` and ``compressed_exchange`` ask for an entry where they would otherwise
+begin without one. ``checkpoint.epoch_state`` reads the entries from a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,27 +12,30 @@ from typing import Any, Final, Protocol
 State = Mapping[str, Any]
 """Tensors, plain values and None, by name."""
 Entry = tuple[str, Hashable, State]
-"""What is to be recalled: its kind, its site, its state."""
+"""An entry to restore: its kind, its site, its state."""
 
 
 class ResumedRows(Protocol):
-    """What is known of the epoch before."""
+    """The state of the epoch before the first one of this run."""
 
     @property
     def epoch(self) -> int:
-        """The one that may read it."""
+        """The epoch that may read the entries."""
 
     def take(self, kind: str, key: Hashable, epoch: int) -> State | None:
-        """An entry, in the epoch that may read it and in evaluations before; None where there is none."""
+        """Return an entry, or None if there is none.
+
+        Only one epoch, and evaluations before it, may read entries.
+        """
 
 
 class Nothing:
-    """A run that has just begun."""
+    """The resumed rows of a run that has just begun: there are none."""
 
     epoch = 1
 
     def take(self, kind: str, key: Hashable, epoch: int) -> State | None:
-        """Nothing is known."""
+        """Return None: there are no entries."""
         return None
 
 

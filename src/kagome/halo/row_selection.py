@@ -1,13 +1,13 @@
-"""Selection: which rows of a site cross in an epoch, and with how many bits each - not always all alike.
+"""Row selection: which rows of a site are sent in an epoch, and with how many bits each.
 
-Where it sits: ``compressed_exchange`` asks one before it codes; both ends of a message come to the same
-answer, from the seed or from what the last message announced.
+Where it sits: ``compressed_exchange`` asks a selection before it encodes. Both sides of a message compute the
+same answer, from the seed or from the notes of the last message.
 
 ::
 
-    Sample   a share of each peer's rows, other ones each epoch, made larger: sums are right on the mean
-    Skip     rows that have moved since they were last sent; who goes next is said one epoch ahead
-    Fit      many bits for rows that lose much and are read often, few for the others, the same bytes
+    SampledRows   a share of each peer's rows, redrawn each epoch and scaled up: sums are unbiased
+    Skip          rows that have moved since they were last sent; announced one epoch ahead
+    Fit           more bits for rows with a large error and many readers, fewer for others, same total bytes
 
 Source: BNS-GCN's boundary sampling; SANCUS' skipped broadcasts, by rows; AdaQP's bits, without its solver.
 """
@@ -30,21 +30,21 @@ from kagome.halo.encoded_message import Letters, Piece, plain
 from kagome.halo.resumed_rows import State
 
 FIT_EVERY: Final = 50
-"""Epochs for which bits stay with their rows."""
+"""Number of epochs for which rows keep their bits."""
 ANNOUNCED: Final = 2
-"""The epoch among those in which bits are announced, a byte a row."""
+"""The epoch of each such period in which bits are announced, one byte for each row."""
 CHOICES: Final[tuple[CodecName, ...]] = ("onebit", "int2", "int4", "int8")
 
 
 @dataclass(frozen=True)
 class SelectionPlan:
-    """What one exchange carries.
+    """The content of one exchange.
 
     Args:
-        out: Letters to the peers.
-        come: Letters from them.
-        notes: What is noted behind each peer's; nothing if empty.
-        ground: What lies where no row comes; zeros if None.
+        out: Layout of the messages to the peers.
+        come: Layout of the messages from the peers.
+        notes: Notes that follow each peer's message; empty if there are none.
+        ground: Values of rows that are not received; zeros if None.
     """
 
     out: Letters
@@ -54,31 +54,34 @@ class SelectionPlan:
 
 
 class Selection(Protocol):
-    """One site's, in one direction."""
+    """The choice of rows of one site in one direction."""
 
     def plan(
         self, trip: Trip, rows: Tensor, sends: Sequence[int], comes: Sequence[int], *, whole: bool
     ) -> SelectionPlan:
-        """What this epoch's exchange carries, of rows in the order in which they go; ``whole``: all."""
+        """Return the content of this epoch's exchange.
+
+        ``rows`` are in the order of sending; ``whole`` asks for all of them.
+        """
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
-        """What there is now, and the notes that came with it."""
+        """Take the rows after an exchange, and the notes that came with it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next epoch goes by."""
+        """Return the state that the next epoch depends on."""
 
     def load_state_dict(self, state: State) -> None:
-        """Go on as another one would have."""
+        """Continue from the saved state of another selection."""
 
 
 class SampledRows:
-    """A share of the rows that each pair of ranks shares.
+    """A random share of the rows that each pair of ranks exchanges.
 
     Args:
-        share: Of them, in (0, 1).
-        seed: Of the run.
-        rank: This rank.
-        codec: Of the rows.
+        share: The share of rows, in (0, 1).
+        seed: Seed of the run.
+        rank: This rank's number.
+        codec: Codec of the rows.
     """
 
     def __init__(self, share: float, seed: int, rank: int, codec: Codec) -> None:
@@ -87,13 +90,13 @@ class SampledRows:
     def plan(
         self, trip: Trip, rows: Tensor, sends: Sequence[int], comes: Sequence[int], *, whole: bool
     ) -> SelectionPlan:
-        """The same rows both ways and at all sites of an epoch."""
+        """Select the same rows in both directions and at all sites of an epoch."""
         if whole:
             return SelectionPlan(plain(self.codec, sends), plain(self.codec, comes))
         to_readers = trip.direction < 2
 
         def letters(counts: Sequence[int], *, owned: bool) -> Letters:
-            # Who owns a row sends it forth; its gradient comes back to the owner.
+            # A row is sent by its owner, and its gradient back to the owner: the draws go by (owner, reader).
             pairs = [(self.rank, peer) if owned else (peer, self.rank) for peer in range(len(counts))]
             pieces = [[self._piece(trip.epoch, pair, n)] for pair, n in zip(pairs, counts, strict=True)]
             return Letters(pieces, counts, [0] * len(counts))
@@ -101,14 +104,14 @@ class SampledRows:
         return SelectionPlan(letters(sends, owned=to_readers), letters(comes, owned=not to_readers))
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
-        """Nothing is kept."""
+        """Do nothing, since samples need no state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: draws follow from the epoch."""
+        """Return no state: the draws follow from the epoch."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Nothing is kept."""
+        """Do nothing, since samples need no state."""
 
     def _piece(self, epoch: int, pair: tuple[int, int], count: int) -> Piece:
         if count == 0:
@@ -120,12 +123,12 @@ class SampledRows:
 
 
 class Skip:
-    """Rows that have moved by more than a share of their length, and those that would grow too old.
+    """Rows that have moved by more than a share of their length, and rows that would become too old.
 
     Args:
-        share: Of a row's length.
-        limit: Epochs that a row may be old when it is read.
-        codec: Of the rows.
+        share: The share of a row's length.
+        limit: Maximum age in epochs of a row when it is read.
+        codec: Codec of the rows.
     """
 
     def __init__(self, share: float, limit: int, codec: Codec) -> None:
@@ -143,7 +146,7 @@ class Skip:
     def plan(
         self, trip: Trip, rows: Tensor, sends: Sequence[int], comes: Sequence[int], *, whole: bool
     ) -> SelectionPlan:
-        """Those announced in the last epoch; all where there was none."""
+        """Select the rows announced in the last epoch; all rows if none were announced."""
         sent = self._sent
         if whole or sent is None or sent.shape != rows.shape or trip.epoch != self._last + 1:
             sent, self._goes, self._comes, self._table = rows.clone(), None, None, None
@@ -155,16 +158,16 @@ class Skip:
             sent[goes.to(rows.device)] = rows[goes.to(rows.device)]
         self._sent = sent
         moved = (rows - sent).norm(dim=1) > self.share * rows.norm(dim=1)
-        # What does not go in the next epoch either is read, one epoch late, in the one after it.
+        # A row that is not sent in the next epoch either is still read, one epoch late, in the one after.
         self._goes = moved.cpu() | (trip.epoch + 2 - self._when > self.limit)
         notes = [_packed(part).to(rows.device) for part in self._goes.split(list(sends))]
         return SelectionPlan(self._letters(goes, sends), self._letters(coming, comes), notes, self._table)
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
-        """Which rows came, and which will.
+        """Record which rows were received, and which will be received next.
 
         Raises:
-            CommError: If a row would be read that is older than it may be.
+            CommError: If a row would be read that exceeds the maximum age.
         """
         if self._comes is None:
             self._epochs = torch.full((rows.size(0),), epoch)
@@ -184,13 +187,13 @@ class Skip:
         self._table = rows
 
     def state_dict(self) -> dict[str, Any]:
-        """What was sent and what came, when, and what will."""
+        """Return the rows sent and received, their epochs, and the rows announced for the next epoch."""
         state = {"sent": self._sent, "when": self._when, "epochs": self._epochs, "goes": self._goes}
         state |= {"table": self._table, "comes": self._comes}
         return {**state, "counts": self._counts, "last": self._last, "oldest": self.oldest}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on as another one would have."""
+        """Continue from the saved state of another selection."""
         self._sent, self._when, self._epochs = state["sent"], state["when"], state["epochs"]
         self._goes, self._table, self._comes = state["goes"], state["table"], state["comes"]
         self._counts, self._last, self.oldest = state["counts"], state["last"], state["oldest"]
@@ -204,11 +207,11 @@ class Skip:
 
 
 class Fit:
-    """As many bits for each row as it is worth, of the codec's bits on the mean.
+    """A number of bits for each row by its importance, with the codec's bits on average.
 
     Args:
-        codec: Whose bits are shared out.
-        reads: Edges that read each row that is sent, as the readers say.
+        codec: The codec whose bits are distributed.
+        reads: Number of edges that read each row that is sent, as reported by the readers.
     """
 
     def __init__(self, codec: Codec, reads: Tensor) -> None:
@@ -219,7 +222,7 @@ class Fit:
     def plan(
         self, trip: Trip, rows: Tensor, sends: Sequence[int], comes: Sequence[int], *, whole: bool
     ) -> SelectionPlan:
-        """Each row with its bits; now and then the bits of the epochs to come are announced."""
+        """Encode each row with its bits, and announce the bits of the coming epochs once in each period."""
         announces = trip.epoch % FIT_EVERY == ANNOUNCED
         out = self._letters(self._goes, sends, announces=announces)
         come = self._letters(self._comes, comes, announces=announces)
@@ -233,16 +236,16 @@ class Fit:
         return SelectionPlan(out, come, notes)
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
-        """Which bits will come."""
+        """Record the bits of the rows that will be received."""
         if epoch % FIT_EVERY == ANNOUNCED:
             self._comes = torch.cat([note.cpu().long() for note in notes])
 
     def state_dict(self) -> dict[str, Any]:
-        """The bits of each row."""
+        """Return the bits of each row, sent and received."""
         return {"goes": self._goes, "comes": self._comes}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on with the bits of another one."""
+        """Continue with the bits of another selection."""
         self._goes, self._comes = state["goes"], state["comes"]
 
     def _letters(self, chosen: Tensor | None, counts: Sequence[int], *, announces: bool) -> Letters:
@@ -261,17 +264,18 @@ class Fit:
 
 
 def shared_out(worth: Tensor, mean: int) -> Tensor:
-    """Which of ``CHOICES`` each row gets, so that ``sum of worth / (2^bits - 1)^2`` is least.
+    """Return each row's index in ``CHOICES``, so that ``sum of worth / (2^bits - 1)^2`` is minimal.
 
     Args:
-        worth: What a row's error counts.
-        mean: Bits a row on the mean.
+        worth: Weight of each row's squared error.
+        mean: Average number of bits for a row.
 
     Shapes:
-        ``worth [R]`` -> ``[R]`` places in ``CHOICES``.
+        ``worth [R]`` -> ``[R]`` indices into ``CHOICES``.
 
     Cost:
-        A sort of three numbers a row. Steps are worth less and less a bit, so the best ones come first.
+        A sort of three numbers for each row. Each step gains less for a bit than the one before it, so taking
+        the best steps first is optimal.
     """
     bits = torch.tensor([BITS[name] for name in CHOICES], dtype=torch.float64)
     error = 1 / (2**bits - 1).square()
@@ -286,7 +290,7 @@ def shared_out(worth: Tensor, mean: int) -> Tensor:
 
 
 def _packed(flags: Tensor) -> Tensor:
-    """Eight flags a byte."""
+    """Pack eight flags into each byte."""
     return torch.from_numpy(np.packbits(flags.numpy(), bitorder="little"))
 
 

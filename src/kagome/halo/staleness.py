@@ -1,12 +1,12 @@
-"""Lines: what one site last heard from the peers, how old it is, and what is still under way.
+"""Staleness: the rows that one site last received, their age, and the exchange that is still in transit.
 
-Where it sits: ``compressed_exchange`` keeps one a site and a direction. A row older than it may be is never
-given out.
+Where it sits: ``compressed_exchange`` keeps one for each site and direction. Rows above the maximum age are
+never returned.
 
 ::
 
-    epoch t      begin to send this epoch's rows;  take those of t - 1, which travelled meanwhile
-    synchronous  take this epoch's rows; those of t - 1, still under way, are taken and thrown away
+    epoch t      begin to send this epoch's rows; use those of t - 1, which were in transit meanwhile
+    synchronous  use this epoch's rows; those of t - 1, still in transit, are received and dropped
 
 Source: PipeGCN's one epoch of staleness, its smoothing with a bias correction; Sylvie's bounded adaptor.
 """
@@ -23,17 +23,17 @@ from kagome.halo.exchange import UnderWay
 from kagome.halo.resumed_rows import State
 
 SAMPLE = 512
-"""Rows by which a line's drift is measured."""
+"""Number of rows in the sample that measures drift."""
 
 
 @dataclass
 class StaleRows:
-    """One site in one direction.
+    """The stale rows of one site in one direction.
 
     Args:
-        name: For errors.
-        limit: Epochs that a row may be old when it is read.
-        smoothing: Share of the average of earlier epochs in what is read; 0: none.
+        name: Name of the site, for error messages.
+        limit: Maximum age in epochs of a row when it is read.
+        smoothing: Weight of the average of earlier epochs in the rows that are read; 0 for no smoothing.
     """
 
     name: str
@@ -43,23 +43,23 @@ class StaleRows:
     epoch: int = 0
     coming: tuple[UnderWay, int] | None = None
     drift: float | None = None
-    """How far the mean of a sample of rows moved in the last epoch, over its length."""
+    """How far the mean of the sampled rows moved in the last epoch, over its length."""
     oldest: int = 0
     """Age of the oldest row that was read, in epochs."""
     _mean: Tensor | None = None
     _weight: float = 0.0
 
     def settle(self) -> None:
-        """Take what is still under way."""
+        """Receive what is still in transit."""
         if self.coming is not None:
             coming, epoch = self.coming
             self.coming = None
             self._take(coming.wait(), epoch)
 
     def turn(self, begun: UnderWay, epoch: int, *, synchronous: bool) -> Tensor:
-        """Rows for an epoch: the last ones known, or those that were begun."""
+        """Return the rows for an epoch: the last ones received, or those of the exchange just begun."""
         self.settle()
-        # Rows of this very epoch are those of a forward that began again: it may send others by this site.
+        # Rows of this same epoch come from a forward pass that was restarted, which may send other rows here.
         known = self.rows is not None and 0 < epoch - self.epoch <= self.limit
         if synchronous or not known:
             self._take(begun.wait(), epoch)
@@ -68,10 +68,10 @@ class StaleRows:
         return self.read(epoch)
 
     def read(self, epoch: int) -> Tensor:
-        """What is known.
+        """Return the rows received last, smoothed if set so.
 
         Raises:
-            CommError: If it is older than it may be.
+            CommError: If they exceed the maximum age.
         """
         age = epoch - self.epoch
         if self.rows is None or age > self.limit:
@@ -87,24 +87,24 @@ class StaleRows:
         return self._mean / self._weight
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known; what is under way has been taken."""
+        """Return the state to save, after receiving what is still in transit."""
         self.settle()
         state = {"rows": self.rows, "epoch": self.epoch, "drift": self.drift, "oldest": self.oldest}
         return {**state, "mean": self._mean, "weight": self._weight}
 
     def load_state_dict(self, state: State) -> None:
-        """Know what another one knew."""
+        """Restore the state that another object saved."""
         self.rows, self.epoch, self.drift = state["rows"], state["epoch"], state["drift"]
         self.oldest, self._mean, self._weight = state["oldest"], state["mean"], state["weight"]
 
     def fits(self, count: int, width: int, like: Tensor) -> bool:
-        """Whether what is known has the shape of what is to come."""
+        """Return whether the rows received last have the shape and type of those to come."""
         return self.rows is None or (
             tuple(self.rows.shape) == (count, width) and self.rows.dtype == like.dtype
         )
 
     def forget(self) -> None:
-        """Nothing is known any more; what is under way is taken and thrown away."""
+        """Drop all rows. An exchange that is still in transit is received and dropped."""
         self.settle()
         self.rows = self._mean = self.drift = None
         self._weight = 0.0
@@ -112,7 +112,7 @@ class StaleRows:
     def _take(self, rows: Tensor, epoch: int) -> None:
         if self.rows is not None and rows.numel():
             step = max(rows.size(0) // SAMPLE, 1)
-            # The mean of rows: dropout moves each of them far in every epoch, and their mean hardly.
+            # Compare means of rows: dropout moves each row far in every epoch, but their mean hardly.
             new, old = rows[::step].mean(0), self.rows[::step].mean(0)
             length = float(new.norm())
             self.drift = float((new - old).norm()) / length if length > 0 else 0.0

@@ -1,12 +1,12 @@
-"""Lying: rows of other chunks that lie in a table, to be summed where they lie, or gathered.
+"""Table view: rows of other chunks in a history table, which aggregation reads in place or gathers.
 
-Where it sits: ``historical.provider`` gives one for what a chunk reads; ``sparse_ops.edge_sum`` sums over the
-table itself where it keeps no rows for backward, everything else takes the rows.
+Where it sits: ``historical.provider`` returns one for the rows that a chunk reads. ``sparse_ops.edge_sum``
+sums over the table itself where it keeps no rows for backward; all other operations gather a copy.
 
 ::
 
     edges      target <── column j of the halo          table rows, of this epoch and of the last one kept
-    whereabouts                  j ──> place                │
+    index                        j ──> place                │
     layout     target <── place ────────────────────────────┘          no copy of the halo in between
 """
 
@@ -23,16 +23,16 @@ from kagome.placement.weak_map import WeakTensorMap
 
 
 class TableIndex:
-    """Where the rows that a chunk reads lie in each table.
+    """The positions in a table of the rows that a chunk reads.
 
     Args:
-        places: Of each halo row.
+        places: Table position of each halo row.
 
     Shapes:
         ``places [H]``.
 
     Cost:
-        4 bytes an edge that reads a halo row, once it was asked for a layout.
+        4 bytes for each edge that reads a halo row, once a layout has been requested.
     """
 
     def __init__(self, places: Tensor) -> None:
@@ -40,7 +40,7 @@ class TableIndex:
         self._layouts: WeakTensorMap[CsrLayout] = WeakTensorMap()
 
     def layout(self, edges: Structure) -> CsrLayout:
-        """The edges that read halo rows, by target, with places for columns."""
+        """Return the edges that read halo rows, by target, with table positions as columns."""
         found = self._layouts.get(edges)
         if found is None:
             halo = edges.by_target.halo
@@ -51,12 +51,12 @@ class TableIndex:
 
 
 class TableView:
-    """Rows under way that will lie in a table.
+    """A view of table rows that may still be in transit.
 
     Args:
-        settle: Waits for what is still to come and gives the table.
-        where: Where they lie in it.
-        by_edge: Factors of rows as factors of edges, kept as long as the rows' are.
+        settle: Waits for the missing rows and returns the table.
+        where: Positions of the rows in the table.
+        by_edge: Cache of row factors expanded to edges; an entry lives as long as the row factors.
 
     Shapes:
         table ``[*, W]``; rows ``[H, W]``.
@@ -70,19 +70,19 @@ class TableView:
         self._table: Tensor | None = None
 
     def table(self) -> Tensor:
-        """The table, when all rows are there."""
+        """Return the table, once all rows have arrived."""
         if self._table is None:
             self._table = self._settle()
         return self._table
 
     def weights(self, factor: Tensor, edges: Structure) -> Tensor:
-        """Each edge's factor: that of the row that it reads.
+        """Return for each edge the factor of the row that it reads.
 
         Shapes:
             ``factor [n + H]`` -> ``[E]``.
 
         Cost:
-            A number an edge, kept.
+            One number for each edge, cached.
         """
         found = self._by_edge.get(factor)
         if found is None:
@@ -91,10 +91,10 @@ class TableView:
         return found
 
     def wait(self) -> Tensor:
-        """The rows."""
+        """Gather the rows and return the copy."""
         return ops.gather(self.where.places, self.table())
 
     @contextmanager
     def lent(self) -> Iterator[Tensor]:
-        """The rows."""
+        """Lend the gathered rows for a block of code."""
         yield self.wait()
