@@ -1,1 +1,1 @@
-"""Files that are written whole, and that say whether they are as they were written."""
+"""File storage: atomic writes, and files with checksums that show whether they were altered."""

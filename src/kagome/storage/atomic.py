@@ -1,6 +1,6 @@
-"""Files of a run directory, written whole or not at all.
+"""Atomic file writes: a file of a run directory is written completely or not at all.
 
-Where it sits: under every writer of ``report``; a reader never meets half a file.
+Where it sits: below every writer of ``report`` and ``run_dir``; a reader never sees half a file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def write_text(path: str | Path, text: str) -> Path:
     """Write a text file atomically (a temporary file beside it, then a rename).
 
     Args:
-        path: The file; its folder is made where it is missing.
+        path: The file; its folder is created if it is missing.
         text: What to write, as UTF-8.
 
     Returns:
@@ -34,12 +34,12 @@ def write_text(path: str | Path, text: str) -> Path:
 
 
 def write_json(path: str | Path, value: Any, *, indent: int | None = 2) -> Path:
-    """Write JSON atomically; numbers that are not finite become null, as JSON knows none.
+    """Write JSON atomically. Numbers that are NaN or infinite become null, since JSON has no such numbers.
 
     Args:
         path: The file.
         value: Plain values.
-        indent: Spaces a level, or None for one line.
+        indent: Spaces for each level, or None for a single line.
 
     Returns:
         The path.
@@ -48,7 +48,7 @@ def write_json(path: str | Path, value: Any, *, indent: int | None = 2) -> Path:
 
 
 def plain(value: Any) -> Any:
-    """The value with only what JSON knows: containers copied, NaN and infinities as None."""
+    """Return the value with JSON types only: containers are copied, NaN and infinities become None."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""Sealed: files of tensors and pages of facts that say whether they are as they were written.
+"""Sealed files: tensors and pages of facts with checksums that show whether they were altered.
 
-Where it sits: ``checkpoint.checkpoint`` and ``graph.partition.store`` write and read with it. A page is JSON
-with a checksum of itself and of the files beside it; tensors are safetensors files. Neither can hold anything
-that runs. A checksum tells of accidents (a disk, a copy, an editor), not of one who means to deceive.
+Where it sits: ``checkpoint.checkpoint`` and ``graph.partition.store`` read and write with it. A page is JSON
+with a checksum of itself and of the files beside it; tensors are safetensors files. Neither can contain
+executable content. A checksum detects accidents (a disk, a copy, an editor), not deliberate forgery.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _KNOWN: Final = frozenset(
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     }
 )
-"""Types that every version of safetensors knows; the others are kept as bytes."""
+"""Types that every version of safetensors supports; tensors of other types are stored as bytes."""
 
 
 class SealError(ValueError):
-    """A file that is missing, damaged, or cannot be written."""
+    """Error of a file that is missing, damaged, or cannot be written."""
 
 
 @dataclass(frozen=True)
 class Seal:
-    """What a file was when it was written.
+    """Size and checksum of a file at the time it was written.
 
     Args:
-        bytes: Its size.
-        crc32: Its checksum, 8 hexadecimal digits.
+        bytes: The file's size.
+        crc32: The file's checksum, 8 hexadecimal digits.
     """
 
     bytes: int
@@ -54,7 +54,7 @@ class Seal:
 
 
 def write_page(path: Path, facts: Mapping[str, Any]) -> None:
-    """Write facts as JSON, with a checksum of them, to the disk.
+    """Write facts as JSON with a checksum, and sync the file to disk.
 
     Raises:
         OSError: If the file cannot be written.
@@ -63,7 +63,7 @@ def write_page(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> Seal:
-    """Write a text to the disk.
+    """Write a text file, and sync it to disk.
 
     Raises:
         OSError: If the file cannot be written.
@@ -73,10 +73,10 @@ def write_text(path: Path, text: str) -> Seal:
 
 
 def read_page(path: Path) -> dict[str, Any]:
-    """The facts that :func:`write_page` was given.
+    """Return the facts that :func:`write_page` was given.
 
     Raises:
-        SealError: If there is no such file, it is no page, or it has been altered.
+        SealError: If the file is missing, is not a page, or has been altered.
     """
     try:
         with _opened(path) as file:
@@ -106,13 +106,13 @@ def _no_constant(text: str) -> Any:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: str = "", *, sync: bool = True) -> Seal:
-    """Write tensors to the disk.
+    """Write tensors to a safetensors file.
 
     Args:
         path: The file, ``*.safetensors``.
-        tensors: By name, on any device.
-        facts: A text that goes with them.
-        sync: Wait until it is on the disk.
+        tensors: The tensors by name, on any device.
+        facts: A text to store with them.
+        sync: Whether to wait until the file is on disk.
 
     Raises:
         OSError: If the file cannot be written.
@@ -121,7 +121,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: str = "", *,
     Shapes:
         any of any type.
 
-    Cost: one more reading of the file, about 3 GB/s.
+    Cost: the file is read once more, at about 3 GB/s.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -129,7 +129,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: str = "", *,
     held = {name: _dense(name, tensor) for name, tensor in tensors.items()}
     others = {name: [str(t.dtype), list(t.shape)] for name, t in held.items() if t.dtype not in _KNOWN}
     held |= {name: held[name].view(-1).view(torch.uint8) for name in others}
-    # safetensors refuses views that share memory; a tensor that has its memory to itself needs no copy.
+    # safetensors refuses tensors that share memory; a tensor that shares none needs no copy.
     sharing = Counter(tensor.untyped_storage().data_ptr() for tensor in held.values() if tensor.numel())
     alone = {
         name: tensor if sharing[tensor.untyped_storage().data_ptr()] < 2 else tensor.clone()
@@ -145,15 +145,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: str = "", *,
 def read_tensors(
     path: Path, names: Collection[str] | None = None, *, but: str = ""
 ) -> tuple[dict[str, Tensor], str]:
-    """Tensors of a file, and the text that goes with them.
+    """Return tensors of a file, and the text stored with them.
 
     Args:
         path: The file.
-        names: Those to read; all if None.
-        but: Leave out those with names of this section, ``but.*``.
+        names: Names of the tensors to read; all if None.
+        but: Leave out tensors with names of this section, ``but.*``.
 
     Raises:
-        SealError: If the file is missing or damaged, or lacks one.
+        SealError: If the file is missing or damaged, or a named tensor is not in it.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -193,12 +193,12 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def verify(path: Path, seal: Seal) -> None:
-    """Compare a file with what it was when it was written.
+    """Compare a file's size and checksum with those of the time it was written.
 
     Raises:
-        SealError: If it is missing or has been altered.
+        SealError: If the file is missing or has been altered.
 
-    Cost: one reading of the file, about 3 GB/s.
+    Cost: the file is read once, at about 3 GB/s.
     """
     verify_size(path, seal)
     try:
@@ -210,10 +210,10 @@ def verify(path: Path, seal: Seal) -> None:
 
 
 def verify_size(path: Path, seal: Seal) -> None:
-    """Compare a file's size alone with what it was.
+    """Compare only a file's size with that of the time it was written.
 
     Raises:
-        SealError: If it is missing or of another size.
+        SealError: If the file is missing or its size differs.
     """
     with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -222,10 +222,10 @@ def verify_size(path: Path, seal: Seal) -> None:
 
 
 def seals_of(told: object) -> dict[str, Seal]:
-    """The seals in a page, by the names of its files.
+    """Return the seals stored in a page, by file name.
 
     Raises:
-        SealError: If these are none, or a name leads elsewhere.
+        SealError: If the value has another form, or a name leads to another folder.
     """
     if not isinstance(told, dict):
         raise SealError("it names no files")
@@ -241,12 +241,12 @@ def seals_of(told: object) -> dict[str, Seal]:
 
 
 def told_of(seals: Mapping[str, Seal]) -> dict[str, list[Any]]:
-    """Seals as a page has them; :func:`seals_of` reads them back."""
+    """Return seals in the form in which a page stores them; :func:`seals_of` reads them back."""
     return {name: [seal.bytes, seal.crc32] for name, seal in seals.items()}
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the system can."""
+    """Sync the names in a folder to disk, where the system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -267,7 +267,7 @@ def _seal_of(path: Path, *, sync: bool = False) -> Seal:
 
 
 def _opened(path: Path) -> Any:
-    """A file to read; what is no regular file (a folder, a pipe) is none."""
+    """Open a regular file for reading; anything else, such as a folder or a pipe, raises SealError."""
     try:
         facts = path.stat()
         if not stat.S_ISREG(facts.st_mode):

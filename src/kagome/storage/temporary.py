@@ -1,8 +1,8 @@
-"""Leftovers: folders that a process makes for a while, told from those of processes that are gone.
+"""Temporary folders: folders of running processes, and removal of those left by processes that ended.
 
-Where it sits: ``graph.partition.store``, ``graph.partition.cache`` and ``train.host_parts`` make folders that
-go when they end. One that was killed leaves its folder: the next start takes it away. A folder that is in use
-is locked by its process, and the lock goes with the process, however it ends.
+Where it sits: ``graph.partition.store``, ``graph.partition.cache`` and ``train.host_parts`` create folders
+that they remove when they end. A process that was killed leaves its folder behind, and the next start removes
+it. A folder in use is locked by its process; the lock disappears with the process, however it ends.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Final
 
 YOUNG_SECONDS: Final = 60
-"""A folder that is not locked yet may have been made this moment."""
+"""Minimum age of a folder that may be removed: a younger one may have been created but not yet locked."""
 ABANDONED_SECONDS: Final = 86_400
-"""Where a file system knows no locks, a folder goes after a day."""
+"""On a file system without locks, a folder is removed after a day."""
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep a folder from :func:`clear` for a block."""
+    """Protect a folder from :func:`clear` inside the block."""
     descriptor: int | None = None
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
@@ -37,11 +37,11 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def clear(folder: Path, pattern: str) -> None:
-    """Remove the folders of a pattern whose processes are gone.
+    """Remove the folders that match a pattern and whose processes have ended.
 
     Args:
-        folder: Where they lie.
-        pattern: Of their names, as in ``Path.glob``.
+        folder: The folder that contains them.
+        pattern: Pattern of their names, as in ``Path.glob``.
     """
     with suppress(OSError):
         for leftover in folder.glob(pattern):

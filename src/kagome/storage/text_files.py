@@ -1,7 +1,7 @@
-"""Reading: text files of settings and facts that a person or a crash may have altered, as plain values.
+"""Text files: settings and facts that a person or a crash may have altered, read as plain values.
 
-Where it sits: settings, plans, clusters and runs are read by it. What comes back holds only what later code
-can show and compare: no depth beyond a limit, no number beyond those of a machine.
+Where it sits: settings, plans, clusters and runs are read with it. The result contains only what later code
+can show and compare: its depth is limited, and so is the size of its numbers.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from pathlib import Path
 from typing import Any, Final
 
 DEEPEST: Final = 64
-"""Levels of lists and tables inside each other."""
+"""Maximum number of nested lists and tables."""
 LARGEST: Final = 256 * 2**20
-"""Bytes of a file."""
+"""Maximum size of a file in bytes."""
 BITS: Final = 1024
-"""Of a whole number: more than any float has."""
+"""Maximum number of bits of an integer; no float has more."""
 
 
 class UnreadableError(ValueError):
-    """A file cannot be read, or does not hold what its name says."""
+    """Error of a file that cannot be read, or that does not contain what its name says."""
 
 
 def toml(path: str | Path) -> dict[str, Any]:
-    """The content of a TOML file.
+    """Return the content of a TOML file.
 
     Raises:
-        UnreadableError: If there is none, with the reason.
+        UnreadableError: If the file cannot be read as TOML, with the reason.
     """
     found: dict[str, Any] = _parsed(path, tomllib.loads)
     return found
 
 
 def json_file(path: str | Path) -> Any:
-    """The content of a JSON file; what is no JSON, such as ``NaN``, is refused.
+    """Return the content of a JSON file. Extensions of JSON, such as ``NaN``, are refused.
 
     Raises:
-        UnreadableError: If there is none, with the reason.
+        UnreadableError: If the file cannot be read as JSON, with the reason.
     """
     return _parsed(path, json_text)
 
 
 def json_text(text: str) -> Any:
-    """The content of a JSON text.
+    """Return the content of a JSON text.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the text is not JSON.
     """
     return json.loads(text, parse_constant=_no_constant)
 
@@ -77,10 +77,10 @@ def _text(path: Path) -> str:
 
 
 def refuse_huge(value: Any) -> None:
-    """Refuse plain values that are nested too deep, or numbers that no machine holds.
+    """Refuse plain values that are nested too deeply, or that contain too large integers.
 
     Raises:
-        UnreadableError: With what was found.
+        UnreadableError: If a limit is exceeded, with the value found.
     """
     level = [value]
     for _ in range(DEEPEST):
