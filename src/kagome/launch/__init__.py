@@ -1,1 +1,1 @@
-"""How ranks start and end: processes, threads, host memory, signals of the system."""
+"""Start and end of ranks: processes, threads, host memory and signals of the system."""

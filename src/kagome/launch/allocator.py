@@ -1,8 +1,8 @@
-"""Allocator: memory that a rank frees stays with it, so that the next tensor does not wait for fresh pages.
+"""Allocator settings: freed memory stays with the process, so that the next tensor needs no fresh pages.
 
-Where it sits: ``comm.mesh`` calls it once, before the first large tensor. glibc gives blocks above 32 MiB
-back to the system when they are freed; the next tensor of that size then costs a page fault every 4 KiB:
-20 ms for 51 MB, ten times what writing into pages that are there costs. An epoch frees and takes the same
+Where it sits: ``comm.mesh`` calls it once, before the first large tensor. glibc returns blocks above 32 MiB
+to the system when they are freed, and the next tensor of that size then costs a page fault every 4 KiB. That
+is 20 ms for 51 MB, ten times the cost of writing to present pages. An epoch frees and allocates the same
 sizes again and again.
 """
 
@@ -18,13 +18,14 @@ TRIM_THRESHOLD, MMAP_MAX = -1, -4
 
 
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
-    """Let this process keep what it frees, unless its user chose otherwise.
+    """Let this process keep the memory that it frees, unless its user chose otherwise.
 
     Args:
-        environment: ``MALLOC_...``, ``GLIBC_TUNABLES`` and ``LD_PRELOAD`` are a user's own choice.
+        environment: The environment; ``MALLOC_...``, ``GLIBC_TUNABLES`` and ``LD_PRELOAD`` in it are a user's
+            own choice.
 
     Returns:
-        Whether it was done: on Linux with glibc.
+        Whether it was done; possible on Linux with glibc.
 
     Cost:
         The process does not shrink below its peak until it ends.
@@ -37,5 +38,5 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
         return False
-    # No block by mmap, and none at the heap's end given back.
+    # Allocate no block with mmap, and return no free block at the heap's end.
     return bool(mallopt(MMAP_MAX, 0)) and bool(mallopt(TRIM_THRESHOLD, 2**31 - 1))

@@ -1,6 +1,6 @@
-"""Which rank this process is: read from the environment that torchrun or Slurm made.
+"""Rank environment: which rank this process is, read from the variables that torchrun or Slurm set.
 
-Where it sits: ``comm.mesh`` asks it; ``launcher`` starts processes that find themselves so.
+Where it sits: ``comm.mesh`` asks it; ``launcher`` sets the variables for the processes that it starts.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Literal
 from kagome.errors import LaunchError
 
 STORE = "KAGOME_STORE"
-"""The variable that names the file by which local ranks meet."""
+"""Variable with the name of the file through which local ranks meet."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""The variable that tells how often all ranks were started again; torchrun's own."""
+"""Variable with the number of times all ranks were restarted; torchrun's own."""
 PORTS = 65_535
-"""The highest port."""
+"""The highest port number."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which rank this process is, and where they meet.
+    """Which rank this process is, and where the ranks meet.
 
     Args:
-        rank: This process among all.
-        size: All processes.
+        rank: This process among all processes.
+        size: Number of all processes.
         local_rank: This process among those of its host.
-        local_size: Processes on its host.
-        host: Host on which they meet; empty for a single process.
-        port: Port on which they meet.
-        source: Who started them.
-        store: File by which they meet, in place of host and port; empty where there is none.
-        restarts: How often all ranks were started again after one had failed.
+        local_size: Number of processes on its host.
+        host: Host at which the ranks meet; empty for a single process.
+        port: Port at which the ranks meet.
+        source: The program that started the ranks.
+        store: File through which the ranks meet, instead of host and port; empty if there is none.
+        restarts: Number of times all ranks were restarted after one had failed.
     """
 
     rank: int = 0
@@ -49,16 +49,16 @@ class Ranks:
 
 
 def environment(env: Mapping[str, str] | None = None) -> Ranks:
-    """The ranks that torchrun (or anyone who sets RANK and WORLD_SIZE) or Slurm has started.
+    """Return the rank that torchrun (or anything that sets RANK and WORLD_SIZE) or Slurm gave this process.
 
     Args:
         env: The environment to read; this process's own by default.
 
     Returns:
-        The ranks; a single one where neither is found.
+        The ranks; a single one if neither is found.
 
     Raises:
-        LaunchError: If a variable is missing or no number.
+        LaunchError: If a variable is missing or is not a number.
     """
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -86,7 +86,7 @@ def environment(env: Mapping[str, str] | None = None) -> Ranks:
 
 
 def _slurm(env: Mapping[str, str]) -> Ranks:
-    # The step's own numbers where there are any: one allocation may run several steps.
+    # Prefer the numbers of the step: one allocation may run several steps.
     size = _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size)
@@ -97,14 +97,14 @@ def _slurm(env: Mapping[str, str]) -> Ranks:
         local_rank=_number(env, "SLURM_LOCALID", 0),
         local_size=_tasks_on_node(tasks, _number(env, "SLURM_NODEID", 0)),
         host=env.get("MASTER_ADDR") or first_host(nodes),
-        # The same on every host without a word between them; above the well-known ports.
+        # Every host computes the same port by itself; it lies above the well-known ports.
         port=_number(env, "MASTER_PORT", 20000 + job % 20000),
         source="slurm",
     )
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: ``gpu[007-009,12],login`` gives ``gpu007``."""
+    """Return the first host of a Slurm node list: ``gpu[007-009,12],login`` gives ``gpu007``."""
     match = re.match(r"([^\[,]*)(?:\[([^\]]*)\])?([^,\[]*)", nodes.strip())
     assert match is not None  # every part may be empty
     before, numbers, after = match.groups()
@@ -113,7 +113,7 @@ def first_host(nodes: str) -> str:
 
 
 def _tasks_on_node(tasks: str, node: int) -> int:
-    """The tasks of one node from Slurm's ``4(x2),3``."""
+    """Return the number of tasks on one node from Slurm's ``4(x2),3``."""
     counts: list[int] = []
     for part in tasks.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)

@@ -1,6 +1,6 @@
-"""Forked: how a process ends that memory runs out for while it is started, before it runs any of our code.
+"""Fork server hook: how a process ends if memory runs out during its start, before any of our code runs.
 
-Where it sits: ``launcher`` has it loaded first, by the process that ranks are forked of.
+Where it sits: ``launcher`` has it loaded first, by the process from which ranks are forked.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kagome.launch.host_memory import available_bytes
 from kagome.launch.os_errors import STARVED, refused
 
 LITTLE = 64 * 2**20
-"""Bytes: with less left, whatever fails fails for want of memory, in whatever words."""
+"""Bytes of free memory below which any failure is taken for a lack of memory, whatever its message."""
 
 
 def _starved(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Leave with a code that the launcher has words for; anything else is shown as ever."""
+    """Exit with a code that the launcher can explain; show any other error as usual."""
     left = available_bytes()
     if refused(error) is not None or (left is not None and left < LITTLE):
         os._exit(STARVED)

@@ -1,7 +1,7 @@
-"""Heap: Python's garbage collector looks at what epochs make, not at all that was imported.
+"""Garbage collection: collections look at objects that epochs create, not at everything imported.
 
-Where it sits: ``train.trainer`` enters it around its epochs. A full collection goes through half a million
-objects of torch and PyG, 0.3 to 0.4 s; every rank does so in another epoch, and all others wait for it.
+Where it sits: ``train.trainer`` enters it around its epochs. A full collection visits half a million objects
+of torch and PyG, which takes 0.3 to 0.4 s. Every rank collects in another epoch, and all others wait for it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from contextlib import contextmanager
 from typing import Final
 
 FEW: Final = 10
-"""Epochs for which a full collection beforehand costs more than it spares: a loop of ``fit`` has one each."""
+"""Number of epochs below which a full collection beforehand costs more than it saves: a loop of ``fit`` calls
+has one epoch each."""
 
 
 @contextmanager
 def set_aside(epochs: int) -> Iterator[None]:
-    """For a block no collection looks at what is there now. Who has frozen objects before keeps them.
+    """Exclude the objects that exist now from collections inside the block.
+
+    Objects frozen earlier stay frozen.
 
     Args:
-        epochs: That the block may have; before a few nothing is done.
+        epochs: Number of epochs that the block may have; below :data:`FEW` nothing is done.
 
     Cost:
         One full collection.

@@ -1,6 +1,6 @@
-"""Available: memory that this process may still take.
+"""Host memory: how much memory this process may still allocate.
 
-Where it sits: the partitioner's choice, the forecast and ``comm.transport.shared_memory`` ask it.
+Where it sits: the partitioner's choice, the memory estimate and ``comm.transport.shared_memory`` ask it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int | None:
-    """Memory that this process may still take: the machine's, or less where a limit is set.
+    """Return the memory that this process may still allocate: the machine's, or less if a limit is set.
 
     Limits are those of its control groups, and of its address space (``ulimit -v``).
 
     Returns:
-        The bytes; None where the system does not say.
+        The bytes; None if the system does not say.
     """
     found = [_machine(), _group(), _space()]
     return min((amount for amount in found if amount is not None), default=None)
@@ -33,7 +33,7 @@ def _machine() -> int | None:
 
 
 def _space() -> int | None:
-    """What a limit of this process's address space leaves."""
+    """Return what the limit of this process's address space leaves; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return None
@@ -45,7 +45,10 @@ def _space() -> int | None:
 
 
 def _group() -> int | None:
-    """What the control groups above this process leave, in either version; file cache counts as free."""
+    """Return what the control groups above this process leave, in either version.
+
+    File cache counts as free.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -65,7 +68,7 @@ def _group() -> int | None:
         else:
             continue
         own = base / name.lstrip("/")
-        # In a container the name is often the host's: then its own limit stands at the top.
+        # In a container the name is often that of the host; then its own limit is in the top folder.
         for folder in (own, *own.parents):
             if not folder.is_relative_to(base):
                 break
@@ -75,7 +78,7 @@ def _group() -> int | None:
 
 def _left(folder: Path, limit: str, used: str, cache: str) -> list[int]:
     try:
-        most = int((folder / limit).read_text())  # "max" where there is none
+        most = int((folder / limit).read_text())  # "max" if there is no limit
         free = most - int((folder / used).read_text())
         for line in (folder / "memory.stat").read_text().splitlines():
             if line.startswith(f"{cache} "):

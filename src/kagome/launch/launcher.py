@@ -1,8 +1,8 @@
-"""N local ranks as processes of torch's elastic launcher, watched so that none outlives another for long.
+"""Launcher: starts local ranks as processes of torch's elastic launcher, and ends them if one fails.
 
-Where it sits: ``cli.main`` starts local ranks here; ``environment`` tells each of them which one it is. They
-meet by a file in a folder that only this user can open: no port is opened for that, so nobody else can take
-part.
+Where it sits: ``cli.main`` starts local ranks here; ``environment`` tells each process which rank it is.
+Ranks meet through a file in a folder that only this user can open. No port is opened for that, so no other
+user can take part.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ from kagome.launch.threads import LAUNCHED, chosen, cores, local
 __all__ = ["Ranks", "environment", "start_local"]
 
 SAVE_SECONDS = 30
-"""What ranks get to save a checkpoint after Ctrl-C or SIGTERM."""
+"""Seconds that ranks have to save a checkpoint after Ctrl-C or SIGTERM."""
 FAIL_SECONDS = 8.0
-"""What the other ranks get once one has died: it cannot be waited for, so there is little to do."""
+"""Seconds that the other ranks have once one has died: they can no longer exchange with it, so little is left
+to do."""
 SIGNALLED = {128 + number: int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-"""What a rank leaves with that has ended itself for a signal, and the signal."""
+"""Exit codes of a rank that ended itself because of a signal, each with the signal."""
 LOST = 255
-"""What multiprocessing says of a process when the one that it was forked of is gone."""
+"""Exit code that multiprocessing reports if the process from which a rank was forked is gone."""
 STOPPED_SECONDS = 5.0
-"""A rank that is stopped for so long is told of."""
+"""Seconds after which a stopped rank is reported."""
 ALIKE_SECONDS = 0.5
-"""How long a rank that refuses something waits for the others to do so too."""
+"""Seconds that a rank with an error waits for the others to report the same error."""
 _OF_RANK = re.compile(r"rank (\d+)\b[,;]?\s*(.*)", re.DOTALL)
-"""Where an error was found, as it begins where it names a rank."""
+"""Form of an error's location if it names a rank."""
 LOOK_SECONDS = 0.1
-"""Between two looks at the ranks."""
+"""Seconds between two checks of the ranks."""
 RANK_BYTES = 150 * 2**20
-"""What a rank takes of memory that it shares with no other, before it holds anything."""
+"""Memory that a rank takes for itself, not shared with others, before it holds any data."""
 
 
 def start_local(
@@ -65,31 +66,31 @@ def start_local(
     loaded: Sequence[str] = (),
     restarts: int = 0,
 ) -> object:
-    """Run a function on N ranks of this host and give back what rank 0 returns.
+    """Run a function on N ranks of this host and return what rank 0 returns.
 
-    Ctrl-C, SIGTERM and SIGHUP reach every rank as one SIGTERM (a terminal's Ctrl-C, which reaches the ranks
-    too, is ignored there); they get 30 s to save, then are killed. Ranks share the host's cores, and a
-    cgroup's quota, unless OMP_NUM_THREADS or NUMBA_NUM_THREADS is set.
+    Ctrl-C, SIGTERM and SIGHUP reach every rank as one SIGTERM. (A terminal's Ctrl-C, which also reaches the
+    ranks directly, is ignored there.) Ranks get 30 s to save, then they are killed. Ranks share the host's
+    cores, and a cgroup's quota, unless OMP_NUM_THREADS or NUMBA_NUM_THREADS is set.
 
     Args:
-        nproc: Ranks to start.
-        function: A function that can be imported by its module's name; its rank is in the environment.
-        args: Its arguments, which must pickle.
-        loaded: Modules that are imported once, by a process of which the ranks are then forked: torch and
-            PyG take seconds to load, on as many cores as there are ranks. For a process that starts ranks
-            once, as what the modules made of the environment stays.
-        restarts: How often all ranks are started again after one has failed. A fault that a user must mend
-            is not tried again. :attr:`kagome.launch.environment.Ranks.restarts` tells the function how often
-            it was.
+        nproc: Number of ranks to start.
+        function: A function that can be imported by its module's name. It finds its rank in the environment.
+        args: Arguments of the function, which must be picklable.
+        loaded: Modules to import once, in a process from which the ranks are then forked: torch and PyG take
+            seconds to load, on as many cores as there are ranks. Use it in a process that starts ranks only
+            once, because whatever the modules read from the environment stays the same.
+        restarts: How often all ranks are restarted after one has failed. A fault that a user must fix is not
+            retried. :attr:`kagome.launch.environment.Ranks.restarts` tells the function the number of
+            restarts.
 
     Returns:
         What ``function`` returned on rank 0.
 
     Raises:
-        LaunchError: If a rank failed or died: with the error of the rank that failed first.
-        KeyboardInterrupt: After Ctrl-C, when the ranks have ended; also where one rank alone was told, and
-            all have left for it with 130.
-        SystemExit: After SIGTERM or SIGHUP, with 128 + the signal; to one rank alone, too.
+        LaunchError: If a rank failed or died, with the error of the rank that failed first.
+        KeyboardInterrupt: After Ctrl-C, when the ranks have ended. Also if only one rank received it, and all
+            have ended with 130 because of it.
+        SystemExit: After SIGTERM or SIGHUP, with 128 + the signal; also if only one rank received it.
     """
     if nproc < 1:
         raise LaunchError("--nproc takes a number from 1 up", f"it is {nproc}")
@@ -110,7 +111,7 @@ def start_local(
 
 
 class _FailedError(Exception):
-    """A rank failed: its error, and whether it is one that a user must mend."""
+    """The error of a failed rank, and whether a user must fix it."""
 
     def __init__(self, error: LaunchError, *, mistake: bool) -> None:
         super().__init__(str(error))
@@ -118,7 +119,7 @@ class _FailedError(Exception):
 
 
 def _refuse_too_many(nproc: int) -> None:
-    """Refuse more ranks than this machine can hold, before any of them takes its memory."""
+    """Refuse more ranks than this machine has memory for, before any of them is started."""
     free = available_bytes()
     most = None if free is None else max(1, free // RANK_BYTES)
     if most is not None and nproc > most:
@@ -159,7 +160,7 @@ def _launched(
                     ended = ranks.wait(LOOK_SECONDS, LOOK_SECONDS)
             except SignalException:
                 if ranks is not None:
-                    with suppress(SignalException):  # a second one: the guard kills them
+                    with suppress(SignalException):  # a second signal: the guard kills the ranks
                         ranks.close(signal.SIGTERM, SAVE_SECONDS)
                 if caught[0] == signal.SIGINT:
                     raise KeyboardInterrupt from None
@@ -176,7 +177,7 @@ def _launched(
 
 @contextmanager
 def _room() -> Iterator[str]:
-    """A folder for what ranks tell each other, which only this user can open; gone afterwards."""
+    """Create a folder for notes between ranks, which only this user can open, and remove it afterwards."""
     try:
         made = tempfile.TemporaryDirectory(prefix="kagome-ranks-")
     except OSError as error:
@@ -190,7 +191,7 @@ def _room() -> Iterator[str]:
 
 
 def _unstarted(nproc: int, error: BaseException) -> LaunchError:
-    """What kept ranks from being started, in words."""
+    """Explain why ranks could not be started."""
     shared = Path("/dev/shm")
     if shared.parent.exists() and not os.access(shared, os.W_OK):
         found = "/dev/shm cannot be written, and ranks tell how they ended by it"
@@ -213,7 +214,7 @@ def _unstarted(nproc: int, error: BaseException) -> LaunchError:
 
 
 def _environment(rank: int, nproc: int, folder: Path, count: int) -> dict[str, str]:
-    """What tells a process which rank it is, and where ranks meet."""
+    """Return the variables that tell a process its rank, and where ranks meet."""
     own: dict[str, object] = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -221,7 +222,7 @@ def _environment(rank: int, nproc: int, folder: Path, count: int) -> dict[str, s
         "LOCAL_WORLD_SIZE": nproc,
     }
     own |= {STORE: folder / "store", RESTARTS: count}
-    # What ranks say to each other stays on this host.
+    # Traffic between local ranks uses the loopback interface.
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if names and variable not in os.environ:
@@ -230,7 +231,10 @@ def _environment(rank: int, nproc: int, folder: Path, count: int) -> dict[str, s
 
 
 def _begin_loading(modules: Sequence[str]) -> str:
-    """Start the process that ranks are forked of, if there is something to load; how ranks are to start."""
+    """Return the start method for ranks.
+
+    If there are modules to load, start the process to fork ranks from.
+    """
     if not modules or sys.platform != "linux":
         return "spawn"
     multiprocessing.get_context("forkserver").set_forkserver_preload(["kagome.launch.fork", *modules])
@@ -239,16 +243,16 @@ def _begin_loading(modules: Sequence[str]) -> str:
 
 
 def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: str, launcher: int) -> object:
-    """What each rank runs: the function, and a note of how it ended for the launcher."""
+    """Run the function on one rank, and leave a note for the launcher of how it ended."""
     folder, rank = Path(name), int(os.environ["RANK"])
-    sys.excepthook = sys.__excepthook__  # what comes now is told by a note
+    sys.excepthook = sys.__excepthook__  # from here on errors are reported by a note
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with(launcher)
     _write(folder / f"pid-{rank}", os.getpid())
     while not (folder / "known").exists():
         if _ended(launcher):
             raise SystemExit(128 + signal.SIGTERM)
-        time.sleep(0.01)  # one that died before would leave no exit code: a peer would be blamed
+        time.sleep(0.01)  # the exit code of a rank that died earlier would be lost, and a peer blamed
     try:
         result = function(*args)
     except SystemExit as error:
@@ -260,7 +264,7 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
     except BaseException as error:
         found = in_words(error)
         text = _trace(error) if found is None else str(found)
-        # A peer's fault shows here as a CommError: it is told only if nothing else explains it.
+        # A peer's fault appears here as a CommError, which is reported only if nothing else explains it.
         told = isinstance(found, KagomeError) and found.told_by is not None
         order = 2 if isinstance(found, CommError) or told else 1
         mistake = isinstance(found, KagomeError) and not isinstance(found, CommError | ResourceError)
@@ -270,13 +274,13 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
             _wait_for_all(folder)
         raise SystemExit(1) from None
     if (folder / "stopping").exists() or _ended(launcher):
-        raise SystemExit(128 + signal.SIGTERM)  # no agent takes a result any more: end now, not when killed
+        raise SystemExit(128 + signal.SIGTERM)  # the agent takes no result any more: do not wait for its kill
     _write(folder / f"done-{rank}", 0)
     return result if rank == 0 else None
 
 
 def _wait_for_all(folder: Path) -> None:
-    """Let the others note it too, where all refuse the same thing, before the launcher ends them."""
+    """Wait a moment so that other ranks with the same error can note it before the launcher ends them."""
     until = time.monotonic() + ALIKE_SECONDS
     while time.monotonic() < until and len(list(folder.glob("failed-*"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
@@ -284,13 +288,13 @@ def _wait_for_all(folder: Path) -> None:
 
 @dataclass
 class _Guard:
-    """Ends what outlives a failed rank for too long, and says who failed first."""
+    """Ends ranks that run on for too long after one has failed, and reports which rank failed first."""
 
     nproc: int
     folder: Path
     killed: set[int] = field(default_factory=set)
     stopped: dict[int, float] = field(default_factory=dict)
-    """Since when ranks are stopped; for ever where that was told."""
+    """Times since when ranks are stopped; infinite once that was reported."""
     codes: dict[int, Callable[[], int | None]] = field(default_factory=dict)
 
     def __enter__(self) -> _Guard:
@@ -302,26 +306,28 @@ class _Guard:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._kill()  # after a second Ctrl-C the agent leaves them
+        self._kill()  # after a second Ctrl-C the agent leaves ranks running
 
     def failed(self, rank: int, code: int) -> _FailedError:
-        """Who failed first, and whether a user must mend it."""
+        """Return the error of the rank that failed first, and whether a user must fix it."""
         noted = [_read(path) for path in self.folder.glob("failed-*")]
         return _FailedError(self.blame(rank, code), mistake=any(note[3] for note in noted if len(note) > 3))
 
     def signalled(self) -> int | None:
-        """The signal that some rank got and all have ended for; None if anything else ended one of them."""
+        """Return the signal that some rank received and all ended for; None if anything else ended a rank."""
         found = [_read(path) for path in self.folder.glob("signalled-*")]
         if not found or any(self.folder.glob("failed-*")):
             return None
-        fine = (None, 0, -signal.SIGTERM, *SIGNALLED)  # the agent ends by SIGTERM who has yet to leave
+        fine = (None, 0, -signal.SIGTERM, *SIGNALLED)  # the agent ends remaining ranks with SIGTERM
         return min(found) if all(code_of() in fine for code_of in self.codes.values()) else None
 
     def blame(self, rank: int, code: int) -> LaunchError:
-        """The error that says which rank failed first; ``rank`` and ``code`` are what the launcher saw.
+        """Return the error that says which rank failed first.
 
-        What all ranks refuse in the same words is no rank's failure. Where an error says of which rank it
-        is, that one is named: others have been told of it.
+        ``rank`` and ``code`` are what the launcher saw.
+
+        An error that all ranks report in the same words is no single rank's failure. If an error names the
+        rank that it comes from, that rank is blamed, since the others only passed it on.
         """
         notes = {int(path.name[7:]): _read(path) for path in self.folder.glob("failed-*")}
         noted, alike = set(notes), {(note[2], *note[3:4]) for note in notes.values()}
@@ -342,7 +348,7 @@ class _Guard:
         elif (named := _OF_RANK.fullmatch(where)) is not None:
             told, rest = f"rank {named[1]} failed", f" ({named[2]})" if named[2] else ""
             said = said.replace(f" ({where})", rest)
-        found = f"{told}: {said.removesuffix('.')}"  # its full stop comes with the text of the whole
+        found = f"{told}: {said.removesuffix('.')}"  # the error's own text adds the full stop
         return LaunchError(f"{self.nproc} ranks were to finish", found, hint=hint)
 
     def _pids(self) -> dict[int, int]:
@@ -369,7 +375,7 @@ class _Guard:
                 self._kill()
 
     def _tell_stopped(self, pids: Mapping[int, int]) -> None:
-        """Say once of each rank that it is stopped: the others wait for it."""
+        """Report each stopped rank once, because the others wait for it."""
         for rank, pid in pids.items():
             if not _stopped(pid):
                 self.stopped.pop(rank, None)
@@ -379,7 +385,7 @@ class _Guard:
                 print(text, file=sys.stderr, flush=True)
 
     def _remember(self, pids: dict[int, int]) -> None:
-        # Only once and while all live: it collects exit codes, which is the agent's business later.
+        # Called once, while all ranks live: active_children() reaps exit codes, which the agent needs later.
         children = {child.pid: child for child in multiprocessing.active_children()}
         self.codes = {rank: _code(children[pid]) for rank, pid in pids.items() if pid in children}
 
@@ -393,7 +399,7 @@ class _Guard:
 
 def _trace(error: BaseException) -> str:
     own = error.__traceback__
-    lines = traceback.format_exception(type(error), error, own and own.tb_next)  # without the frame of ours
+    lines = traceback.format_exception(type(error), error, own and own.tb_next)  # without our own frame
     return "".join(lines).rstrip()
 
 
@@ -425,7 +431,7 @@ def _alive(pid: int) -> bool:
 
 
 def _stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal; known on Linux only."""
+    """Return whether a process was stopped by a signal; known on Linux only."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):
@@ -435,7 +441,7 @@ def _stopped(pid: int) -> bool:
 def _write(path: Path, content: object) -> None:
     beside = path.with_name(f".{path.name}")
     beside.write_text(json.dumps(content))
-    beside.replace(path)  # whole or not at all: the launcher may read at any moment
+    beside.replace(path)  # atomic, because the launcher may read at any moment
 
 
 def _read(path: Path) -> Any:
@@ -443,9 +449,11 @@ def _read(path: Path) -> Any:
 
 
 def _die_with(launcher: int) -> None:
-    """See to a SIGTERM when the launcher is killed; torch asked for SIGINT, which is ignored here.
+    """Have this process receive SIGTERM if the launcher is killed.
 
-    The parent of a forked rank is the process that it was forked of, which lives as long as its ranks.
+    torch asked for SIGINT, which is ignored here.
+
+    The parent of a forked rank is the process it was forked from, which lives as long as its ranks do.
     """
     if sys.platform != "linux":
         return
@@ -463,7 +471,7 @@ def _die_with(launcher: int) -> None:
 
 
 def _ended(pid: int, *, wait: bool = False) -> bool:
-    """Whether a process has ended, though its parent may not have asked how."""
+    """Return whether a process has ended, even if its parent has not collected its exit code."""
     if sys.platform != "linux":
         return not _alive(pid)
     try:
@@ -489,7 +497,7 @@ def _signals(folder: Path) -> Iterator[list[int]]:
         raise SignalException(f"the launcher got signal {number}", sigval=signal.SIGTERM)
 
     if threading.current_thread() is not threading.main_thread():
-        yield caught  # only the main thread may set handlers; the caller's hold
+        yield caught  # only the main thread may set handlers, so the caller's stay
         return
     numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
     quit_before = signal.getsignal(signal.SIGQUIT)
@@ -504,13 +512,13 @@ def _signals(folder: Path) -> Iterator[list[int]]:
 
 @contextmanager
 def _shared_cores(nproc: int) -> Iterator[None]:
-    """Give each rank its share of the cores; torch and numba would each take them all.
+    """Give each rank its share of the cores. By default torch and numba would each use all of them.
 
-    Processes that start here do not look for modules in the current folder first.
+    Processes started inside the block do not look for modules in the current folder first.
     """
     before = dict(os.environ)
     os.environ["PYTHONSAFEPATH"] = "1"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # not ours: it would replace our handlers
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # with ours it would replace our handlers
     given = chosen(os.environ)
     share = str(local(nproc) if given is None else given)
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
@@ -525,7 +533,7 @@ def _shared_cores(nproc: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Silence the agent: it would print a rank's traceback that the LaunchError tells better."""
+    """Silence the agent: it would print a rank's traceback, which the LaunchError reports better."""
     names = [
         name
         for name in logging.root.manager.loggerDict

@@ -1,7 +1,7 @@
-"""System: what the machine refuses a process, in one sentence; and how processes end with each other.
+"""Operating system errors: refusals of the system in plain words, and processes that end with their parent.
 
-Where it sits: ``cli.main``, ``launcher`` and the process that cuts a graph ask it about errors that nobody
-expects.
+Where it sits: ``cli.main``, ``launcher`` and the process that partitions a graph ask it about unexpected
+errors.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ NO_MEMORY: Final = (
     "can't start new thread",
     "resource temporarily unavailable",
 )
-"""What libraries say where memory ran out, oneDNN and threads too."""
+"""Messages of libraries when memory runs out, including those of oneDNN and of threads."""
 DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STARVED: Final = 76
-"""What a process leaves with that memory ran out for before it could say so."""
+"""Exit code of a process that ran out of memory before it could report it."""
 FILES: Final = (errno.EMFILE, errno.ENFILE)
 PATHS: Final = (
     errno.ENAMETOOLONG,
@@ -48,13 +48,13 @@ PATHS: Final = (
 
 
 def refused(error: BaseException) -> ResourceError | None:
-    """What the system refused, if an error, or one that led to it, is about that.
+    """Return an error that names the refused resource, if an error or one of its causes is about a resource.
 
     Args:
-        error: Of any class.
+        error: The error, of any class.
 
     Returns:
-        An error in words for people; None for any other fault.
+        A readable error; None for any other fault.
     """
     for each in _led_to(error):
         number = each.errno if isinstance(each, OSError) else None
@@ -72,9 +72,10 @@ def refused(error: BaseException) -> ResourceError | None:
 
 
 def in_words(error: BaseException) -> KagomeError | None:
-    """An error as people are told of it; None for one that nobody expects.
+    """Return an error as users are shown it; None for an unexpected one.
 
-    Memory that ran out in a user's model, loss or metric is told as that, not as a fault of theirs.
+    Memory that ran out inside a user's model, loss or metric is reported as such, not as a fault of that
+    code.
     """
     if not isinstance(error, KagomeError):
         return refused(error) or _path(error)
@@ -85,11 +86,11 @@ def in_words(error: BaseException) -> KagomeError | None:
 
 
 def end_with(parent: int, how: int = signal.SIGKILL) -> None:
-    """Let the system end this process when the one that started it ends, however that happens.
+    """Have the system end this process when the one that started it ends, however that happens.
 
     Args:
-        parent: That process; where it has ended already, this one ends now.
-        how: The signal.
+        parent: The process that started this one. If it has ended already, this process ends now.
+        how: The signal to end with.
     """
     if sys.platform == "linux":
         import ctypes
@@ -100,7 +101,7 @@ def end_with(parent: int, how: int = signal.SIGKILL) -> None:
 
 
 def _led_to(error: BaseException) -> Iterator[BaseException]:
-    """The error and those that it was raised from."""
+    """Yield the error and the errors that it was raised from."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
@@ -132,7 +133,7 @@ def _memory(error: BaseException) -> ResourceError:
 
 
 def memory_left() -> str:
-    """What memory is left to this process, as the end of a sentence."""
+    """Describe the memory left to this process, as the end of a sentence."""
     limit, free = _limit(resource.RLIMIT_AS), available_bytes()
     amount = "" if free is None else f", {free / 2**30:.1f} GiB are free"
     return amount + ("" if limit == "any number" else f", ulimit -v is {int(limit) / 2**30:.1f} GiB")
@@ -149,7 +150,7 @@ def _disk(error: BaseException, number: int | None) -> ResourceError:
 
 
 def _path(error: BaseException) -> ResourceError | None:
-    """What the system says of a path that it does not open."""
+    """Return a readable error for a path that the system does not open; None for other errors."""
     if not isinstance(error, OSError) or error.errno not in PATHS or error.filename is None:
         return None
     return ResourceError(

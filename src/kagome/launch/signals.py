@@ -1,6 +1,6 @@
-"""Stop: signals that end a run are remembered until the epoch is done, so that it can be saved first.
+"""Signals: those that end a run are remembered until the epoch is done, so that it can be saved first.
 
-Where it sits: ``train.trainer`` runs its epochs inside.
+Where it sits: ``train.trainer`` runs its epochs inside :func:`asked_to_stop`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from kagome.launch.threads import LAUNCHED
 ENDING: Final = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
-"""Ctrl-C, a batch system's end, a terminal that was closed."""
+"""Signals of Ctrl-C, a batch system's end, and a terminal that was closed."""
 AT_ONCE: Final = 1.0
-"""Seconds after which another Ctrl-C does not wait for the epoch. One Ctrl-C may arrive twice: from the
-terminal, and from whoever has started the ranks."""
+"""Seconds after which another Ctrl-C ends the run without waiting for the epoch. A single Ctrl-C may arrive
+twice: from the terminal, and from the process that started the ranks."""
 
 
 @contextmanager
 def asked_to_stop(can_save: bool) -> Iterator[list[int]]:
-    """Collect signals that end a run while inside; what was set before is set again afterwards.
+    """Collect signals that end a run inside the block, and restore the earlier handlers afterwards.
 
-    One that was ignored before stays ignored (``nohup``), but for a Ctrl-C to a rank that ``kagome`` has
-    started: it ignores that one only until its epochs begin.
+    A signal that was ignored before stays ignored (``nohup``). The exception is Ctrl-C in a rank that
+    ``kagome`` started: such a rank ignores it only until its epochs begin.
 
     Args:
-        can_save: Without a folder to save to, or outside the main thread, signals do what they always did.
+        can_save: Whether there is a folder to save to. If not, or outside the main thread, signals keep their
+            handlers.
 
     Yields:
-        A list that is empty until a signal came.
+        A list that is empty until a signal arrives.
 
     Raises:
         KeyboardInterrupt: At a second Ctrl-C, if it comes later than :data:`AT_ONCE`.
@@ -63,7 +64,7 @@ def asked_to_stop(can_save: bool) -> Iterator[list[int]]:
 
 
 def ended_by(number: int, ranks: int) -> BaseException:
-    """What a run raises that a signal has ended: as Python would, or an exit code of 128 and its number."""
+    """Return the exception of a run that a signal ended: KeyboardInterrupt or SystemExit(128 + number)."""
     if number == signal.SIGINT and ranks == 1:
         return KeyboardInterrupt()
     return SystemExit(128 + number)

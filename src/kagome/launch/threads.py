@@ -1,7 +1,7 @@
-"""Threads: how many each rank computes with, so that the ranks of a host share its cores.
+"""Thread counts: how many threads each rank computes with, so that the ranks of a host share its cores.
 
-Where it sits: ``comm.mesh`` sets what is found here, ``launcher`` starts ranks with it, ``cli.doctor`` says
-it.
+Where it sits: ``comm.mesh`` applies the counts, ``launcher`` starts ranks with them, ``cli.doctor`` shows
+them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIVEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""By any of these the user says how many threads torch has."""
+"""Variables by which the user sets the number of torch's threads."""
 LAUNCHED = "KAGOME_LAUNCHED"
-"""Set in ranks that ``launch`` started: it has seen to their threads."""
+"""Variable set in ranks that ``launcher`` started: their threads have been assigned."""
 
 
 @dataclass(frozen=True)
 class CpuShare:
-    """What one rank may compute on.
+    """The processors that one rank may compute on.
 
     Args:
-        host: Its host.
+        host: Name of its host.
         cores: The cores that it may run on.
-        quota: Cores' worth of time that its cgroup gets; None without a limit.
-        group: The cgroup that sets the limit: its ranks share it.
-        chosen: Threads that the user chose; None to let the ranks share.
+        quota: CPU time that its cgroup allows, in cores; None without a limit.
+        group: The cgroup that sets the limit, which its ranks share.
+        chosen: Number of threads that the user chose; None to let the ranks share the cores.
     """
 
     host: str
@@ -38,10 +38,10 @@ class CpuShare:
 
 
 def seat(current: int | None = None) -> CpuShare:
-    """What this process may compute on.
+    """Return the processors that this process may compute on.
 
     Args:
-        current: Threads that torch has now, where it is loaded: see :func:`chosen`.
+        current: Number of threads that torch has now, if it is loaded: see :func:`chosen`.
     """
     limit, group = quota()
     own = cores()
@@ -49,13 +49,13 @@ def seat(current: int | None = None) -> CpuShare:
 
 
 def threads(seats: Sequence[CpuShare]) -> tuple[int, ...]:
-    """Threads of each rank: its share of the cores that it may run on and of its cgroup's quota, at least 1.
+    """Return the threads of each rank: its share of its cores and of its cgroup's quota, at least 1.
 
-    A core that several ranks of a host may run on is shared by them; cores that a scheduler bound to one rank
+    A core that several ranks of a host may run on is shared by them. Cores that a scheduler bound to one rank
     are its own.
 
     Args:
-        seats: One a rank.
+        seats: The share of each rank.
     """
     return tuple(_share(own, seats) if own.chosen is None else own.chosen for own in seats)
 
@@ -69,50 +69,50 @@ def _share(own: CpuShare, seats: Sequence[CpuShare]) -> int:
 
 
 def cores() -> tuple[int, ...]:
-    """The cores that this process may run on."""
+    """Return the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def chosen(env: Mapping[str, str], current: int | None = None, count: int | None = None) -> int | None:
-    """How many threads the user asked for, or None.
+    """Return the number of threads that the user asked for, or None.
 
-    ``OMP_NUM_THREADS`` or ``MKL_NUM_THREADS`` says so, unless torchrun set the former to 1 by itself, and so
-    does ``torch.set_num_threads``, unless it gave the number that torch starts with.
+    ``OMP_NUM_THREADS`` or ``MKL_NUM_THREADS`` sets it, unless torchrun set the former to 1 by itself. So does
+    ``torch.set_num_threads``, unless it set the number that torch starts with.
 
     Args:
         env: The environment.
-        current: Threads that torch has now; None where it is not loaded.
-        count: Cores that this process may run on.
+        current: Number of threads that torch has now; None if it is not loaded.
+        count: Number of cores that this process may run on.
     """
     by_torchrun = set_by_torchrun(env)
     given = [env[name] for name in GIVEN if env.get(name) and not (by_torchrun and name == GIVEN[0])]
-    # OpenMP takes a number for each level of nesting.
+    # OpenMP accepts one number for each level of nesting.
     numbers = [int(text.split(",")[0]) for text in given if text.split(",")[0].strip().isdigit()]
     if numbers:
         return max(1, numbers[0]) if current is None else current
-    # Torch starts with as many threads as there are cores, or half of that where each has two threads.
+    # Torch starts with one thread for each logical core, or for each physical core if those have two.
     starts = {1} if by_torchrun else {count, (count or 0) // 2, (os.cpu_count() or 0)}
     return None if current is None or current in starts else current
 
 
 def set_by_torchrun(env: Mapping[str, str], proc: Path = Path("/proc"), pid: int | None = None) -> bool:
-    """Whether ``OMP_NUM_THREADS=1`` is torchrun's doing: it sets that where the user set nothing.
+    """Return whether torchrun set ``OMP_NUM_THREADS=1``, which it does if the user did not set it.
 
-    The environment that torchrun itself was started with tells; where it cannot be read, the user is believed
-    to have set it.
+    The environment that torchrun itself was started with shows it. If it cannot be read, the user is assumed
+    to have set the variable.
 
     Args:
         env: This process's environment.
-        proc: Where the system shows its processes.
+        proc: Folder in which the system shows its processes.
         pid: The process to begin with; by default the parent.
     """
     if env.get("OMP_NUM_THREADS") != "1" or "TORCHELASTIC_RUN_ID" not in env or LAUNCHED in env:
         return False
     pid = os.getppid() if pid is None else pid
     try:
-        for _ in range(16):  # torchrun, or a script that it runs this process in
+        for _ in range(16):  # torchrun may be the parent, or start a script that starts this process
             names = {pair.split(b"=")[0] for pair in (proc / str(pid) / "environ").read_bytes().split(b"\0")}
             if b"TORCHELASTIC_RUN_ID" not in names:
                 return b"OMP_NUM_THREADS" not in names
@@ -125,11 +125,11 @@ def set_by_torchrun(env: Mapping[str, str], proc: Path = Path("/proc"), pid: int
 def quota(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> tuple[float | None, str]:
-    """Cores' worth of time that this process's cgroups leave it, and the cgroup that leaves least.
+    """Return the CPU time in cores that this process's cgroups leave it, and the cgroup that leaves least.
 
     Args:
-        groups: Where the system says which cgroups it is in.
-        root: Where they are shown (version 2, or version 1's folder ``cpu``).
+        groups: File in which the system lists this process's cgroups.
+        root: Folder of the cgroups (version 2, or version 1's folder ``cpu``).
     """
     least: tuple[float | None, str] = (None, "")
     try:
@@ -143,7 +143,7 @@ def quota(
             continue
         base = root / "cpu" if kinds else root
         folder = Path(name.strip("/"))
-        # A limit of any group above holds too; inside a container the own group may be shown as the root.
+        # Limits of parent groups apply too; inside a container a process's group may be shown as the root.
         for above in (folder, *folder.parents):
             found = _limit(base / above)
             if found is not None and (least[0] is None or found < least[0]):
@@ -164,7 +164,7 @@ def _limit(folder: Path) -> float | None:
 
 
 def local(nproc: int) -> int:
-    """Threads of each of so many ranks that this process starts on its host."""
+    """Return the number of threads of each of ``nproc`` ranks that this process starts on its host."""
     own = cores()
     limit, group = quota()
     return threads([CpuShare("", own, limit, group)] * nproc)[0]
