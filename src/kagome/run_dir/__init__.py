@@ -1,1 +1,1 @@
-"""The files of a run."""
+"""Run directory: the files of a run, the claim on its folder, and its results."""

@@ -1,7 +1,8 @@
-"""Claim: a run's folder belongs to one run at a time, and to no other files.
+"""Claim: a lock on a run's folder, which belongs to one run at a time and contains no other files.
 
-Where it sits: ``run_dir.run_dir`` claims the folder before it writes; the command line asks
-:func:`refuse_taken` before it starts ranks. The lock goes with the process that holds it, however that ends.
+Where it sits: ``run_dir.run_dir`` claims the folder before it writes. The command line asks
+:func:`refuse_taken` before it starts ranks. The lock disappears with the process that holds it, however that
+ends.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from kagome.config.fields import path_of
 from kagome.errors import ConfigError
 
 LOCK: Final = ".kagome.lock"
-"""Marks a folder as a run's; locked while a run writes there."""
+"""File that marks a folder as a run's; it is locked while a run writes there."""
 MADE_BEFORE: Final = frozenset({"plan.json", "plan.html"})
-"""What the command line puts there before the run begins."""
+"""Files that the command line writes before the run begins."""
 OF_A_RUN: Final = (
     *("metrics.jsonl", "summary.json", "predictions.npz", "model.safetensors", "trace.json", "report.html"),
     *("checkpoints", "tensorboard", "config.toml"),
 )
 _PASSING: Final = (".*.tmp", ".predictions.npz", ".model.safetensors", "checkpoints/.epoch-*.new")
-"""Files on their way, which a run that was killed leaves."""
+"""Temporary files that a killed run leaves behind."""
 
 
 class Claim:
-    """The right to write to a run's folder, kept until it is closed.
+    """The right to write to a run's folder, held until it is closed.
 
     Args:
-        folder: Made if it is not there.
+        folder: The folder; it is created if it does not exist.
 
     Raises:
-        ConfigError: If another run writes there, or the folder is no run's and holds files.
-        OSError: If it cannot be made.
+        ConfigError: If another run writes there, or the folder belongs to no run and contains files.
+        OSError: If the folder cannot be created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,9 +58,9 @@ class Claim:
                 hint="another --out, or wait until it ends",
             ) from None
         except OSError:
-            return  # a file system without locks: two runs at once are not told apart
+            return  # a file system without locks: a second run at the same time is not detected
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        with suppress(OSError):  # who holds it is for people
+        with suppress(OSError):  # the holder's name is only for error messages
             os.ftruncate(self._lock, 0)
             holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
             os.pwrite(self._lock, holder.encode(), 0)
@@ -77,22 +78,23 @@ class Claim:
         return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
     def close(self) -> None:
-        """Give the folder free; closing twice does no harm."""
+        """Release the folder; a second call does nothing."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 def refuse_taken(folder: str | Path, *, resume: str | Path | None, overwrite: bool) -> None:
-    """Refuse a folder that holds another run.
+    """Refuse a folder that contains another run.
 
     Args:
-        folder: Of the run that begins.
-        resume: What it goes on from: its own folder may hold what it did.
-        overwrite: Whether what is there may go.
+        folder: The folder of the run that begins.
+        resume: The folder or checkpoint that the run resumes from; its own folder may contain the earlier
+            epochs.
+        overwrite: Whether existing files may be removed.
 
     Raises:
-        ConfigError: If it holds another run, or is no run's and holds files.
+        ConfigError: If it contains another run, or belongs to no run and contains files.
     """
     folder = path_of(folder, "out")
     _refuse_foreign(folder)
@@ -107,7 +109,7 @@ def refuse_taken(folder: str | Path, *, resume: str | Path | None, overwrite: bo
 
 
 def goes_on(folder: Path, resume: str | Path | None) -> bool:
-    """Whether what is resumed lies in this folder."""
+    """Return whether the run resumes from this folder."""
     if resume is None:
         return False
     there = path_of(resume, "resume").resolve()
@@ -115,7 +117,7 @@ def goes_on(folder: Path, resume: str | Path | None) -> bool:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has done an epoch here."""
+    """Return whether a run has finished an epoch in this folder."""
     metrics = folder / "metrics.jsonl"
     return (
         (metrics.exists() and metrics.stat().st_size > 0)
@@ -125,9 +127,9 @@ def holds_run(folder: Path) -> bool:
 
 
 def remove_run(folder: Path) -> None:
-    """Remove what a run has written and the plan that it went by, and nothing else.
+    """Remove the files that a run has written and the plan that it used, and nothing else.
 
-    A plan that is newer than the run is the next one's.
+    A plan that is newer than the run belongs to the next run.
 
     Raises:
         OSError: If a file cannot be removed.
@@ -160,7 +162,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def unwritable(folder: Path, error: Exception) -> ConfigError:
-    """The error of a run's folder that cannot be written."""
+    """Return the error of a run's folder that cannot be written to."""
     return ConfigError(
         f"the run's files go to {str(folder)!r}",
         f"it cannot be written: {getattr(error, 'strerror', None) or error}",

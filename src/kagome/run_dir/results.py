@@ -1,6 +1,6 @@
-"""Outcome: what a run gave, joined from all ranks - rows in original order, the values of the summary.
+"""Run results: predictions in the vertices' original order and the summary, collected from all ranks.
 
-Where it sits: ``train.trainer`` asks it for predictions and at the end of a run.
+Where it sits: ``train.trainer`` asks for predictions, and for the summary at the end of a run.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kagome.report.summary import summary
 
 
 def original_order(rows: Any, part: Partition, channel: Channel, action: str) -> Any:
-    """Own rows of all ranks, joined in the vertices' original order on rank 0; None elsewhere.
+    """Return the rows of all ranks in the vertices' original order on rank 0; None on other ranks.
 
     Shapes:
-        ``[n, ...]`` -> ``[N, ...]``; of a nest each tensor.
+        ``[n, ...]`` -> ``[N, ...]``; in a nest, for each tensor.
 
     Cost:
-        N rows and N ids to rank 0.
+        N rows and N ids sent to rank 0.
     """
     if not isinstance(rows, Tensor):
         leaves, form = tree_flatten(rows)
@@ -50,9 +50,9 @@ def original_order(rows: Any, part: Partition, channel: Channel, action: str) ->
 
 
 def arrays_of(scores: Any) -> dict[str, Any]:
-    """The arrays of a ``.npz`` file of scores: ``scores``, or of a nest ``scores.0``, ``scores.name`` ...
+    """Return the arrays of a ``.npz`` file: ``scores``, or for a nest ``scores.0``, ``scores.name`` etc.
 
-    Texts and None, which forward may give beside them, are left out.
+    Strings and None, which forward may return beside them, are left out.
     """
     leaves = [("", scores)] if isinstance(scores, Tensor) else tree_flatten_with_path(scores)[0]
     return {
@@ -63,7 +63,7 @@ def arrays_of(scores: Any) -> dict[str, Any]:
 
 
 def as_array(value: Any) -> Any:
-    """A tensor or a number for NumPy, which has no bfloat16."""
+    """Return a tensor or a number as a NumPy array; bfloat16, which NumPy lacks, becomes float32."""
     if not isinstance(value, Tensor):
         return np.asarray(value)
     kept = value.detach().cpu()
@@ -71,18 +71,18 @@ def as_array(value: Any) -> Any:
 
 
 def _key(key: Any) -> str:
-    """A place in a nest, as a word."""
+    """Return the name of a position in a nest."""
     return str(getattr(key, "key", getattr(key, "idx", key)))
 
 
 def write_scores(path: Path, scores: Any) -> str:
-    """Write scores to a ``.npy`` file, or as :func:`arrays_of` to a ``.npz`` file, that appears whole.
+    """Write scores atomically to a ``.npy`` file, or to a ``.npz`` file as :func:`arrays_of` names them.
 
     Returns:
-        Their shape, or their names with their shapes, in words.
+        The shape of the scores, or the arrays' names and shapes, in words.
 
     Raises:
-        ConfigError: If it cannot be written.
+        ConfigError: If the file cannot be written.
     """
     arrays = arrays_of(scores)
     if path.suffix == ".npy" and len(arrays) > 1:
@@ -115,15 +115,16 @@ def outcome(
     meta: Meta,
     facts: Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[list[Span]]]:
-    """The summary's values, and the spans of all ranks. All ranks call it.
+    """Return the summary's values, and the spans of all ranks. All ranks call it.
 
     Args:
-        records: All epochs.
-        spans: Of this rank.
-        memory: Peak memory of this rank, bytes; what it holds, predicted and measured.
-        channel: All ranks.
-        meta: Of the whole graph.
-        facts: What every rank knows by itself: the other arguments of :func:`kagome.report.summary.summary`.
+        records: The records of all epochs.
+        spans: The spans of this rank.
+        memory: Peak memory of this rank in bytes, and its memory by kind, predicted and measured.
+        channel: The channel of all ranks.
+        meta: Metadata of the whole graph's partition.
+        facts: Values that every rank knows by itself: the other arguments of
+            :func:`kagome.report.summary.summary`.
     """
     gathered: Any = channel.gather_objects((*memory, spans.as_list(), spans.seconds()), "reports", [Span])
     peaks, held, all_spans, phases = (list(column) for column in zip(*gathered, strict=True))

@@ -1,6 +1,6 @@
-"""The run directory: each file of a run, written by rank 0 as soon as it is known.
+"""Run directory: the files of a run, each written by rank 0 as soon as its content is known.
 
-Where it sits: ``train.trainer`` writes through it; ``report.page.page`` reads the folder again.
+Where it sits: ``train.trainer`` writes through it; ``report.page.page`` reads the folder.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from kagome.storage.atomic import write_text
 
 
 class RunWriter:
-    """One run's folder, claimed by rank 0 until it is closed. All ranks make one.
+    """Writer of one run's folder, which rank 0 claims until the writer is closed. All ranks create one.
 
     Args:
-        folder: Made if it is not there.
-        settings: Written to ``config.toml``.
-        channel: All ranks. Only rank 0 writes, but for checkpoints.
+        folder: The folder; it is created if it does not exist.
+        settings: The settings, written to ``config.toml``.
+        channel: The channel of all ranks. Only rank 0 writes, except for checkpoints.
         own: What ``config.toml`` says of a loss and a metric that are functions.
-        overwrite: Whether another run that is there may be removed.
-        say: Takes a sentence to be said.
+        overwrite: Whether another run in the folder may be removed.
+        say: Called with a sentence to print.
 
     Raises:
-        ConfigError: On all ranks, if the folder cannot be made, is another run's, or holds other files.
+        ConfigError: On all ranks, if the folder cannot be created, belongs to another run, or contains other
+            files.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class RunWriter:
         self._claim = Claim(self.folder)
 
     def _together(self, act: Callable[[], None], action: str) -> None:
-        """Do something on rank 0, and raise on every rank what it raised there."""
+        """Run a function on rank 0, and raise its error on every rank."""
         fault: KagomeError | None = None
         if self.writes:
             try:
@@ -83,20 +84,20 @@ class RunWriter:
 
     @contextmanager
     def _worded(self) -> Iterator[None]:
-        """Around what writes: a full disk and its kind are errors of the user's."""
+        """Wrap writes, so that a full disk or a similar fault becomes a ConfigError."""
         try:
             yield
         except (OSError, SafetensorError) as error:
             raise unwritable(self.folder, error) from None
 
     def begin(self, *, resume: str | Path | None) -> None:
-        """Before the first epoch: make sure that no other run is written over. All ranks call it.
+        """Prepare the folder before the first epoch, without overwriting another run. All ranks call it.
 
         Args:
-            resume: What the run goes on from, if it does.
+            resume: The folder or checkpoint that the run resumes from, or None.
 
         Raises:
-            ConfigError: If another run is there.
+            ConfigError: If the folder contains another run.
         """
         if self._begun:
             return
@@ -115,11 +116,11 @@ class RunWriter:
         write_text(self.folder / "config.toml", toml_io.to_toml(self.settings, self.own))
 
     def open(self, before: Sequence[EpochRecord], *, after: int) -> None:
-        """Begin ``metrics.jsonl``, or go on with it after an epoch.
+        """Begin ``metrics.jsonl``, or continue it after an epoch.
 
         Args:
-            before: The records of the epochs that are done, as far as they are known.
-            after: The last of these epochs; 0 begins.
+            before: The known records of the epochs that are done.
+            after: The last of these epochs; 0 begins the file.
         """
         if not self.writes:
             return
@@ -132,7 +133,7 @@ class RunWriter:
                 self._board = TensorBoard(self.folder / "tensorboard", after=after or None)
 
     def record(self, record: EpochRecord) -> None:
-        """Write one epoch's line.
+        """Write the line of one epoch.
 
         Raises:
             ConfigError: If it cannot be written.
@@ -148,7 +149,7 @@ class RunWriter:
                 self._board.write(record)
 
     def _make_again(self, epoch: int) -> None:
-        """The folder was deleted: write what is known to a new one, if no other run has taken its place."""
+        """Recreate a deleted folder from the known records, unless another run has taken its place."""
         self.close()
         self._take()
         self._write_settings()
@@ -161,13 +162,16 @@ class RunWriter:
         )
 
     def close(self) -> None:
-        """Close the files and let go of the folder; closing twice does no harm."""
+        """Close the files and release the folder; a second call does nothing."""
         for stream in (self._lines, self._board, self._claim):
             if stream is not None:
                 stream.close()
 
     def _predicted(self) -> dict[str, Any] | None:
-        """What the planner said of this run, if it chose the cut; a plan that cannot be read says nothing."""
+        """Return the planner's prediction for this run.
+
+        It is None if the planner did not choose the run's axes, or if its plan cannot be read.
+        """
         path = self.folder / "plan.json"
         if not path.exists():
             return None
@@ -175,7 +179,7 @@ class RunWriter:
         try:
             plan = json.loads(path.read_text(encoding="utf-8"))["plans"][0]
             if any(getattr(cut, name) != value for name, value in plan["settings"].items()):
-                return None  # a run that goes on may be cut otherwise by now
+                return None  # a resumed run may have been split differently since
             sent = {str(kind): float(size) for kind, size in plan["bytes_per_epoch"].items()}
             return {
                 "epoch_seconds": float(plan["epoch_seconds"]),
@@ -195,19 +199,19 @@ class RunWriter:
         target: Tensor,
         model: nn.Module,
     ) -> None:
-        """Write what is known at the end: summary, predictions, weights, timeline, page.
+        """Write the files of a run's end: summary, predictions, weights, timeline, page.
 
         Args:
-            values: What ``summary.json`` holds.
-            spans: One list a rank.
-            scores: Of all vertices, in their original order; a tensor, or a nest of such and of what else
-                forward gave.
-            label: The labels that they stand for, if they do.
-            target: Their true labels.
-            model: With the best epoch's weights, under the user's own names.
+            values: The content of ``summary.json``.
+            spans: One list of spans for each rank.
+            scores: Scores of all vertices, in their original order: a tensor, or a nest of tensors and other
+                results of forward.
+            label: The predicted labels, if the scores stand for labels.
+            target: The true labels.
+            model: The model with the best epoch's weights, under the user's parameter names.
 
         Raises:
-            ConfigError: If it cannot be written.
+            ConfigError: If a file cannot be written.
 
         Shapes:
             ``scores [N, C]``, ``label [N]`` or ``[N, C]``, ``target [N, ...]``.
@@ -247,12 +251,12 @@ class RunWriter:
 
 
 def earlier_records(channel: Channel, checkpoint: Path, epoch: int) -> list[EpochRecord]:
-    """The records of the epochs that led to a checkpoint, as far as they are there. All ranks call it.
+    """Return the available records of the epochs that led to a checkpoint. All ranks call it.
 
     Args:
-        channel: All ranks.
-        checkpoint: Its folder.
-        epoch: The last epoch that it holds; later ones are another run's by now.
+        channel: The channel of all ranks.
+        checkpoint: The checkpoint's folder.
+        epoch: The last epoch that the checkpoint contains; later records belong to another run by now.
 
     Raises:
         ConfigError: If the folder's ``metrics.jsonl`` cannot be read.
