@@ -27,7 +27,7 @@ class PeerGroup:
     """One rank's view of a group.
 
     Args:
-        group: The process group; None for one rank.
+        group: The process group; None for a single rank.
         device: Device of this rank's tensors.
         timeout: Seconds after which a wait fails.
         watch: The watchdog, which knows what each peer is doing; without it errors do not say so.
@@ -118,7 +118,7 @@ class PeerGroup:
         """Wait for the remaining messages of an exchange.
 
         Args:
-            pending: The exchange.
+            pending: The exchange to wait for.
             most: Number of messages to wait for, from the first on; all by default.
 
         Raises:

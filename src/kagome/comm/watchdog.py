@@ -179,7 +179,7 @@ class Watchdog:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        if thread is not threading.current_thread():  # the garbage collector may run in it
+        if thread is not threading.current_thread():  # garbage collection may call this in the thread itself
             thread.join(timeout=5.0)
         if not thread.is_alive():
             with suppress(RuntimeError):  # the store's host has ended

@@ -69,7 +69,7 @@ class Work:
         If they all come from one rank of this host, they are read in that rank's memory.
 
         Yields:
-            The received rows.
+            The received rows, peers in the order of their ranks.
 
         Raises:
             CommError: If a peer was late or its connection was lost.

@@ -427,7 +427,7 @@ def all_rows(ids: Tensor, channel: Carrier) -> HaloExchange:
         channel: The channel to the peers.
 
     Cost:
-        8 bytes a row to every other rank.
+        8 bytes for each row to every other rank.
     """
     own, ones = ids.numel(), [1] * channel.size
     mine = torch.full((channel.size, 1), own)

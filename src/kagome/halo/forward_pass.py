@@ -64,8 +64,8 @@ class ForwardPass:
         self.collectives = 0
         self.running = self.over = False
         self.aside = False
-        """Whether the running code's results are cached for all forward passes: its reads are no sites of
-        later ones."""
+        """Whether the running code's results are cached for all forward passes, so that later passes do not
+        reach its reads."""
         self.seed = torch.initial_seed()
         """Seed of torch's generator when the forward pass began."""
         self.differentiates = False

@@ -96,7 +96,7 @@ def start_local(
         raise LaunchError("--nproc takes a number from 1 up", f"it is {nproc}")
     _refuse_too_many(nproc)
     with _shared_cores(nproc):
-        method = _begin_loading(loaded)  # goes on while this process loads torch too
+        method = _begin_loading(loaded)  # runs while this process loads torch
         for count in range(restarts + 1):
             try:
                 return _launched(nproc, function, args, method, count)
@@ -326,8 +326,8 @@ class _Guard:
 
         ``rank`` and ``code`` are what the launcher saw.
 
-        An error that all ranks report in the same words is no single rank's failure. If an error names the
-        rank that it comes from, that rank is blamed, since the others only passed it on.
+        An error that all ranks report in the same words is not the failure of a single rank. If an error
+        names the rank that it comes from, that rank is blamed, since the others only passed it on.
         """
         notes = {int(path.name[7:]): _read(path) for path in self.folder.glob("failed-*")}
         noted, alike = set(notes), {(note[2], *note[3:4]) for note in notes.values()}

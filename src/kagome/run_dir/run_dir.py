@@ -37,7 +37,7 @@ class RunWriter:
         folder: The folder; it is created if it does not exist.
         settings: The settings, written to ``config.toml``.
         channel: The channel of all ranks. Only rank 0 writes, except for checkpoints.
-        own: What ``config.toml`` says of a loss and a metric that are functions.
+        own: Text for ``config.toml`` in place of a loss and a metric that are functions, by name.
         overwrite: Whether another run in the folder may be removed.
         say: Called with a sentence to print.
 

@@ -30,7 +30,7 @@ def disagreements(
     """Return one text for each peer whose header differs from the one that was sent to it."""
     texts: list[str] = []
     for our, their, name in zip(ours, theirs, names, strict=True):
-        # What one side sends is what the other expects.
+        # One side's send count is the other side's receive count.
         mirrored = [*their[:HEADER_NUMBERS], their[6], their[5], their[7]]
         if list(our) == mirrored:
             continue
@@ -71,6 +71,6 @@ def broken_wait(rank: int, action: str, peers: Sequence[str], *, late: float | N
 
 
 def is_late(error: RuntimeError) -> bool:
-    """Whether gloo or nccl gave up waiting; otherwise a connection was lost."""
+    """Return whether gloo or nccl exceeded its time limit; otherwise a connection was lost."""
     text = str(error).lower()
     return "timed out" in text or "timeout" in text
