@@ -72,7 +72,7 @@ class Scope(Protocol):
 
     @property
     def own(self) -> int:
-        """Number of own rows."""
+        """Number of rows that this rank owns."""
 
     def number_of(self, mark: Placement, count: int) -> int:
         """Return how many rows the whole graph has."""
@@ -81,7 +81,7 @@ class Scope(Protocol):
         """Return the path of the running module."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
-        """Answer one torch call."""
+        """Answer one torch call of the forward."""
 
 
 def matrix_of(scope: Scope) -> Matrix | None:

@@ -6,7 +6,7 @@ vertices only: after ``x[:6000]``, ``x[mask]``, ``x.split([6000, 2000])``.
 ::
 
     all vertices     0 1 2 3 4 5 6 7        x[2:6] of the whole graph
-    a part owns          2   4     7        its rows of that: those of vertices 2 and 4
+    a part owns          2   4     7        its rows of x[2:6]: those of vertices 2 and 4
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Edges(Cutter, Protocol):
     device: torch.device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
-        """Answer one torch call."""
+        """Answer one torch call of the forward."""
 
 
 class EdgeCount(SymbolicSize):

@@ -58,11 +58,11 @@ class PositionScope(LocatedScope, Protocol):
     turn: ForwardPass
 
     def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
-        """Answer one torch call."""
+        """Answer one torch call of the forward."""
 
     @property
     def own(self) -> int:
-        """Number of own rows."""
+        """Number of rows that this rank owns."""
 
     @property
     def vertices(self) -> int:

@@ -34,7 +34,7 @@ class _UnknownError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """One recorded call.
+    """One recorded call of a layer.
 
     Args:
         run: The function that is called.

@@ -125,7 +125,7 @@ class BackwardScope(Protocol):
         """Return the path of the module that the backward belongs to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
-        """Answer one torch call."""
+        """Answer one torch call of the forward."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class InBackward(TorchFunctionMode):
         return result
 
     def _adopt(self, tensor: Tensor) -> None:
-        """Place a saved output, which is another tensor here, by a row count equal to a gradient's."""
+        """Place a saved output, a new tensor here: with as many rows as a gradient, it has the same rows."""
         held, marks = self._held, self._scope.marks
         if type(tensor) is nn.Parameter or tensor in held.shares or tensor in held.made:
             return
