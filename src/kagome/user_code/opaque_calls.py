@@ -1,9 +1,8 @@
 """Opaque calls: functions that run outside Python, so that the torch calls inside them are hidden.
 
 Where it sits: ``autograd_functions`` installs it. ``intercept.interceptor`` asks it about operators that
-torch itself does not have. A part follows rows by the calls of a forward, and cannot see the calls of a
-compiled
-function: a mean inside one would be the mean of the part's own rows.
+torch itself does not have. A part follows rows by the calls of a forward. It cannot see the calls of a
+compiled function, so a mean inside one would be the mean of the part's own rows.
 """
 
 from __future__ import annotations
