@@ -1,1 +1,1 @@
-"""Messages along edges that are kept as expressions until a kernel reduces them."""
+"""Deferred messages: kept as expressions along edges until a kernel reduces them."""

@@ -1,6 +1,6 @@
-"""Operands: sums, differences, products and quotients of messages.
+"""Arithmetic: sums, differences, products and quotients of deferred messages.
 
-Where it sits: the rule of ``rewrite_rules`` for calls of two operands.
+Where it sits: the rule of ``rewrite_rules`` for calls with two operands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kagome.placement.placement import PlacementKind, Placements
 def binary(
     marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Sums, differences, products and quotients."""
+    """Answer a sum, difference, product or quotient with a message."""
     if len(args) != 2 or kwargs:
         return NotImplemented
     what = name.strip("_")
@@ -55,7 +55,7 @@ def binary(
 
 
 def _plain(other: Any, m: Message) -> bool:
-    """Whether an operand is a number, or a tensor without rows that leaves a row's shape as it is."""
+    """Return True if an operand is a number, or a tensor without rows that keeps the shape of a row."""
     if isinstance(other, (int, float)):
         return True
     if not isinstance(other, Tensor) or other.dtype != m.parts[0].dtype:
@@ -70,7 +70,7 @@ def _plain(other: Any, m: Message) -> bool:
 
 
 def _weighted(m: Message, weight: Tensor) -> Any:
-    """``w_e * b_j``: one weight an edge, or one an edge and head."""
+    """Return ``w_e * b_j``, with one weight per edge, or one per edge and head."""
     dims, kind = len(m.shape), m.parts[0].dtype
     if weight.dim() != dims or not m.one_ended or m.source is None:
         return NotImplemented

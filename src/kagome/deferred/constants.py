@@ -1,6 +1,6 @@
-"""Lasting: tensors that are the same in every forward of a run.
+"""Constants: tensors that are the same in every forward of a run.
 
-Where it sits: ``intercept.interceptor`` keeps one; what is computed from lasting tensors alone is computed
+Where it sits: ``intercept.interceptor`` holds one. What is computed from constant tensors alone is computed
 once.
 """
 
@@ -16,24 +16,24 @@ from kagome.kernels.base.address import address
 
 
 class Constants:
-    """Tensors known by where their numbers lie: a view of one is the same numbers.
+    """Constant tensors, recognised by their memory address, so that a view of one is recognised too.
 
-    They are kept alive, so that no other tensor comes to lie there.
+    They are kept alive, so that no other tensor can be allocated at that address.
     """
 
     def __init__(self) -> None:
         self._held: dict[Any, tuple[Tensor, int]] = {}
 
     def add(self, tensor: Tensor) -> None:
-        """From now on this tensor lasts, until it is written to."""
+        """Record that a tensor is constant until it is written to."""
         if not tensor.requires_grad and tensor.layout is strided:
             self._held[_key(tensor)] = (tensor, tensor._version)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor, or one of the same numbers in the same order, lasts."""
+        """Return True if a tensor, or one with the same values in the same memory, is constant."""
         if type(tensor) is not Tensor:
             return False
-        with DisableTorchFunction():  # it is asked in the middle of a user's forward
+        with DisableTorchFunction():  # called in the middle of a user's forward
             if tensor.requires_grad or tensor.layout is not strided:
                 return False
             held, version = self._held.get(_key(tensor), (None, -1))
@@ -42,12 +42,12 @@ class Constants:
             )
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """Return all tensors recorded as constant."""
         return [tensor for tensor, _ in self._held.values()]
 
 
 def _key(tensor: Tensor) -> Any:
     size = math.prod(
         filter(None, map(int, tensor.shape))
-    )  # without rows, one row of two tells from two of two
+    )  # a zero size must not make [1, 0] and [2, 0] equal
     return address(tensor), size, tensor.dtype, tensor.is_contiguous()

@@ -1,6 +1,6 @@
-"""Ends: what is done to the rows at a message's ends instead of to a row an edge.
+"""Endpoint operations: applied to the rows at a message's ends instead of to one row per edge.
 
-Where it sits: ``rewrite_rules`` and ``arithmetic`` build their rules of these.
+Where it sits: ``rewrite_rules`` and ``arithmetic`` build their rules from these.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from kagome.deferred.message import Message, Source
 
 
 def message_of(value: Any) -> Message | None:
-    """The message that a tensor stands for; None for any other."""
+    """Return the message that a tensor stands for; None for any other tensor."""
     return value.expr if isinstance(value, LazyTensor) and isinstance(value.expr, Message) else None
 
 
 def put_off(message: Message) -> Tensor:
-    """A tensor that stands for a message."""
+    """Return a lazy tensor that stands for a message."""
     return message.edges.pairs(LazyTensor(message))
 
 
 def widened(message: Message) -> Message:
-    """The message with all rows at hand, for what is done row by row and sends no less.
+    """Return the message with halo rows fetched, for row-wise operations that would not send less.
 
-    In feature slices it is done to own rows: what is sent goes later.
+    In feature slices the operation applies to own rows, since rows are sent later.
     """
     source = message.source
     if source is None or source.whole or message.edges.scope.slices:
@@ -38,7 +38,7 @@ def widened(message: Message) -> Message:
 
 
 def each(message: Message, do: Callable[[Tensor], Tensor], *, narrows: bool = False) -> Message:
-    """Do to the rows at each end what was to be done to a row an edge."""
+    """Apply an operation to the rows at each end instead of to one row per edge."""
     message.check()
     if message.source is not None and not (narrows and not message.edges.scope.lasting(message.source.rows)):
         message = widened(message)
@@ -48,7 +48,7 @@ def each(message: Message, do: Callable[[Tensor], Tensor], *, narrows: bool = Fa
 
 
 def with_rows(message: Message, target: Tensor | None, source: Tensor | None) -> Message:
-    """The message with other rows at its ends."""
+    """Return the message with other rows at its ends."""
     place = message.source
     if target is not None:
         message.edges.rows(target)
@@ -59,12 +59,12 @@ def with_rows(message: Message, target: Tensor | None, source: Tensor | None) ->
 
 
 def source_rows(m: Message) -> Tensor | None:
-    """The rows that are read at the source, own ones or all."""
+    """Return the rows read at the source: own rows, or own and halo rows."""
     return None if m.source is None else now(m.source.rows)
 
 
 def joined(one: Message, two: Message, sign: int = 1) -> Message:
-    """``one + sign * two``, both plain sums of ends."""
+    """Return ``one + sign * two``, where both are plain sums of their ends."""
 
     def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         if b is None:

@@ -1,7 +1,7 @@
-"""Lazy: a tensor that is not there yet.
+"""Lazy tensor: a tensor that has not been computed yet.
 
-Where it sits: ``message`` holds what one may stand for; ``intercept.interceptor`` sees that no code meets one
-unprepared.
+Where it sits: ``message`` has the expressions that one may stand for. ``intercept.interceptor`` makes sure
+that no code receives one unprepared.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kagome.errors import ModelError
 
 
 class EscapeError(ModelError):
-    """A message reached code that torch does not show; the model runs without fast paths."""
+    """A message reached code whose calls torch does not show; the model runs without fast paths."""
 
 
 def changed_in_place() -> EscapeError:
-    """The error for rows that were written to before what was put off had read them."""
+    """Return the error for rows that were written to before a deferred call had read them."""
     return EscapeError(
         "rows stay as they are until their neighbours have read them",
         "they were changed in place in between",
@@ -34,25 +34,25 @@ class Expression(Protocol):
 
     @property
     def shape(self) -> Sequence[int]:
-        """The tensor's shape."""
+        """The shape of the tensor."""
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """Tensors it is made from: type, device and gradient follow from them."""
+        """The tensors it is made from, which determine its type, device and gradient."""
 
     def compute(self) -> Tensor:
-        """The tensor."""
+        """Compute and return the tensor."""
 
 
 class LazyTensor(Tensor):
-    """A tensor that is not there yet: shape and type are known, its numbers are not."""
+    """A tensor that has not been computed yet: its shape and type are known, its values are not."""
 
     expr: Any
     value: Tensor | None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, expr: Expression) -> LazyTensor:
-        """A stand-in for what an expression will give."""
+        """Make a stand-in for the result of an expression."""
         first = expr.parts[0]
         grad = torch.is_grad_enabled() and any(part.requires_grad for part in expr.parts)
         self: LazyTensor = Tensor._make_wrapper_subclass(
@@ -65,7 +65,7 @@ class LazyTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Nothing may come here: it would pass the gradient by."""
+        """Refuse every call that arrives here, because it would bypass the gradient."""
         raise EscapeError(
             "fast paths see each torch call of a model",
             f"{func} was reached through code that torch does not show",
@@ -73,25 +73,25 @@ class LazyTensor(Tensor):
         )
 
     def now(self) -> Tensor:
-        """The tensor, computed at the first call."""
+        """Return the tensor, computed at the first call."""
         if self.value is None:
-            with torch._C.DisableTorchFunction():  # it is not the user's computation
+            with torch._C.DisableTorchFunction():  # this is not the user's computation
                 self.value = self.expr.compute()
         return self.value
 
 
 def now(tensor: Tensor) -> Tensor:
-    """The tensor itself, or what a lazy one stands for."""
+    """Return the tensor itself, or the computed value of a lazy one."""
     return tensor.now() if isinstance(tensor, LazyTensor) else tensor
 
 
 def supports(rows: Tensor) -> bool:
-    """Whether the kernels take rows of this type on this device; others run as PyG runs them."""
+    """Return True if the kernels take rows of this type and device. Others run as PyG runs them."""
     return rows.is_floating_point() and (rows.is_cuda or rows.dtype in (torch.float32, torch.float64))
 
 
 def refuse_in_function(args: tuple[Any, ...]) -> None:
-    """Refuse a lazy tensor inside an autograd function of the user's: its gradient would end there."""
+    """Refuse a lazy tensor inside a user's autograd function, where its gradient would be lost."""
     if torch.is_grad_enabled() or not any(isinstance(v, LazyTensor) and v.requires_grad for v in args):
         return
     frame = sys._getframe()
@@ -99,7 +99,7 @@ def refuse_in_function(args: tuple[Any, ...]) -> None:
         frame = frame.f_back
         code = frame.f_code
         if code.co_filename.endswith("torch/utils/checkpoint.py"):
-            return  # a layer that runs again: what lies below is backward
+            return  # a checkpointed layer that runs again: the frames below are backward
         if code.co_name == "apply" and code.co_filename.endswith("torch/autograd/function.py"):
             raise EscapeError(
                 "fast paths see each torch call of a model",
@@ -109,25 +109,25 @@ def refuse_in_function(args: tuple[Any, ...]) -> None:
 
 
 class _Seer(Protocol):
-    """What :func:`refuse_transform` asks of the running interception."""
+    """What :func:`refuse_transform` asks of the running interceptor."""
 
     fast: bool
     parted: bool
 
     @property
     def size(self) -> int:
-        """Ranks that share the graph."""
+        """Number of ranks that share the graph."""
 
     def where(self) -> str:
-        """The running module."""
+        """Return the path of the running module."""
 
 
 def refuse_transform(scope: _Seer) -> None:
-    """A transform of ``torch.func`` runs where one rank has all rows, and as PyG runs it.
+    """Refuse a transform of ``torch.func``, unless one rank has all rows and runs without fast paths.
 
     Raises:
         EscapeError: If one rank has all rows and takes fast paths.
-        ModelError: If rows lie apart.
+        ModelError: If rows are split over parts.
     """
     apart = scope.parted or scope.size > 1
     if not scope.fast and not apart:

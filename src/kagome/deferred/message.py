@@ -1,8 +1,8 @@
-"""Messages: what a layer sends along edges, written down and not computed until something needs its numbers.
+"""Message: what a layer sends along edges, kept as an expression until its values are needed.
 
-Where it sits: ``intercept.interceptor`` gives a model a ``Lazy`` where it gathers rows by the ends of the
-graph's edges; ``rewrite_rules`` says which torch calls keep it so; ``reduce`` then works on rows, and the
-tensor of a row an edge never is.
+Where it sits: ``intercept.interceptor`` gives a model a ``LazyTensor`` where it gathers rows by the ends of
+the graph's edges. ``rewrite_rules`` says which torch calls keep it lazy. ``reduce`` then works on rows, and
+the tensor with one row per edge is never allocated.
 
 ::
 
@@ -37,79 +37,79 @@ Form = Literal["sum", "product", "leaky"]
 
 
 class Thins(Protocol):
-    """Who knows which rows last."""
+    """An object that knows which rows are constant."""
 
     def thinned(self, rows: Tensor) -> Tensor | SparseFeatures:
-        """Rows that last and are nearly all zeros by what is not; others as they are."""
+        """Return constant rows that are nearly all zeros in sparse form, and any other rows unchanged."""
 
     def mark(self, tensor: Tensor, mark: Placement) -> Tensor:
-        """Say what a tensor stands for."""
+        """Record the placement of a tensor."""
 
 
 class MessageScope(Thins, Protocol):
-    """What messages ask of the running interception."""
+    """What messages ask of the running interceptor."""
 
     turn: ForwardPass
     slices: bool
-    """Whether ranks take some columns of all rows where they can."""
+    """Whether ranks take some columns of all rows where they can (feature slices)."""
     bound: TileBound | None
-    """The working memory that sums may take."""
+    """The limit of working memory for sums; None for no limit."""
 
     def where(self) -> str:
-        """The module that is running."""
+        """Return the path of the module that is running."""
 
     @property
     def size(self) -> int:
-        """Ranks that share the graph."""
+        """Number of ranks that share the graph."""
 
     def of_each_vertex(self, tensor: Tensor) -> bool:
-        """Whether a tensor has a row a vertex."""
+        """Return True if a tensor has one row per vertex."""
 
     def roots(self, weight: Tensor | None, edges: EdgeSet) -> Tensor | None:
-        """A number for each row that edges read, whose products are the weights."""
+        """Return one factor per row that edges read, whose products are the weights; else None."""
 
     def roots_of_all(self, weight: Tensor | None, edges: EdgeSet, slicing: EdgeLayout) -> Tensor | None:
-        """The same for all ranks' rows."""
+        """Return the factors of :meth:`roots` for the rows of all ranks."""
 
     def slicing(self, edges: EdgeSet) -> EdgeLayout:
-        """The edges of all ranks."""
+        """Return the layout of the edges of all ranks."""
 
     def apart(
         self, rows: Tensor, cut: SliceCut, slicing: EdgeLayout, site: str, *, of_edges: bool = False
     ) -> Tensor:
-        """All ranks' rows in this rank's columns; of rows that were read so before, without an exchange."""
+        """Return all ranks' rows in this rank's columns; rows that were read before need no exchange."""
 
     def beyond(self, part: Tensor, slicing: EdgeLayout, site: str) -> Tensor:
-        """With rows of other parts, in the same columns."""
+        """Return rows extended by those of other parts, in the same columns."""
 
     def read(self, rows: Tensor, axis: int, mark: Placement, site: str = "") -> Tensor:
-        """Own and halo rows."""
+        """Return own and halo rows."""
 
     def held(self, rows: Tensor, mark: Placement) -> Tensor | None:
-        """Own and halo rows, if they were read before in this forward."""
+        """Return own and halo rows if they were read before in this forward; else None."""
 
     def lasting(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor is the same in every forward."""
+        """Return True if a tensor is constant across forward passes."""
 
     def keep(self, key: Any, value: Any) -> Any:
-        """Keep for all forwards what was computed from lasting tensors."""
+        """Cache, for all forward passes, a value computed from constant tensors."""
 
     def kept(self, key: Any) -> Any:
-        """What was kept, unless it was changed since."""
+        """Return a cached value, or None if there is none or it was written to since."""
 
     def once(self) -> AbstractContextManager[None]:
-        """Around the computation of what is kept."""
+        """Surround the computation of a cached value."""
 
 
 @dataclass(frozen=True, eq=False)
 class EdgeSet:
-    """The graph's edges as messages run along them.
+    """The graph's edges in the direction in which messages run.
 
     Args:
-        structure: Grouped by their ends.
-        plan: Who supplies the halo rows.
-        mark: Of their source ids.
-        scope: The interception.
+        structure: The edges grouped by their ends.
+        plan: The provider of halo rows.
+        mark: The placement of their source ids.
+        scope: The interceptor.
     """
 
     structure: Structure
@@ -118,22 +118,22 @@ class EdgeSet:
     scope: MessageScope
 
     def pairs(self, tensor: Tensor) -> Tensor:
-        """Mark a tensor as having a row an edge."""
+        """Place a tensor as having one row per edge."""
         return self.scope.mark(tensor, Placement(PlacementKind.PAIRS, self.mark.view, 0, self.mark.edges))
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Mark a tensor as having a row a vertex."""
+        """Place a tensor as having one row per vertex."""
         return self.scope.mark(tensor, Placement(PlacementKind.ROWS))
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Rows that edges read: own ones, from which the halo's follow, or all.
+    """Rows that edges read: own rows, to be completed by halo rows, or all of them.
 
     Args:
         rows: Own rows ``[n, ...]``, or all ``[n + H, ...]``.
-        whole: Whether they are all.
-        site: What the read is called.
+        whole: Whether halo rows are included.
+        site: The name of the read.
     """
 
     rows: Tensor
@@ -143,12 +143,12 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """``x W^T`` of own rows, not computed: the sum over neighbours may come first.
+    """``x W^T`` of own rows, not computed, because the sum over neighbours may come first.
 
     Args:
         x: The rows.
-        weight: The weight.
-        scope: The interception.
+        weight: The weight matrix.
+        scope: The interceptor.
     """
 
     x: Tensor
@@ -157,16 +157,16 @@ class Linear:
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape."""
+        """The shape of the product."""
         return (self.x.size(0), self.weight.size(0))
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """What it is made from."""
+        """The tensors it is made from."""
         return (self.x, self.weight)
 
     def compute(self) -> Tensor:
-        """The tensor."""
+        """Compute the product of rows and weight."""
         return self.scope.mark(
             linear.linear(self.scope.thinned(self.x), self.weight), Placement(PlacementKind.ROWS)
         )
@@ -174,18 +174,18 @@ class Linear:
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """What runs along edges, by the rows at their ends.
+    """A message along edges, expressed by the rows at their ends.
 
     Args:
-        edges: The edges.
+        edges: The edges it runs along.
         target: Own rows ``a``, read at each edge's target.
         source: Rows ``b``, read at each edge's source.
-        weight: One an edge, or one an edge and head; with a source alone.
-        form: ``sum``: a_i + b_j (or the one that there is); ``product``: a_i * b_j; ``leaky``:
+        weight: One per edge, or one per edge and head; only with a source alone.
+        form: ``sum``: a_i + b_j (or the only one present); ``product``: a_i * b_j; ``leaky``:
             leaky_relu(a_i + b_j).
-        slope: Of the leaky relu.
-        att: A factor a column after it.
-        roots: The tensors that were gathered, each with its version then.
+        slope: The negative slope of the leaky relu.
+        att: A factor per column, applied after the form.
+        roots: The tensors that were gathered, each with its version at that time.
     """
 
     edges: EdgeSet
@@ -198,25 +198,25 @@ class Message:
     roots: tuple[tuple[Tensor, int], ...] = ()
 
     def check(self) -> None:
-        """Refuse rows that were written to since they were gathered: those of then are gone."""
+        """Refuse rows that were written to since they were gathered: their earlier values are lost."""
         if any(rows._version != version for rows, version in self.roots):
             raise changed_in_place()
 
     @property
     def trailing(self) -> tuple[int, ...]:
-        """The shape without the edges."""
+        """The shape without the edge axis."""
         rows = self.target if self.source is None else self.source.rows
         assert rows is not None
         return tuple(rows.shape[1:])
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape."""
+        """The shape: edges, then the shape of a row."""
         return (self.edges.structure.edges, *self.trailing)
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """What it is made from."""
+        """The tensors it is made from."""
         found = (self.target, None if self.source is None else self.source.rows, self.weight, self.att)
         return [part for part in found if part is not None]
 
@@ -228,7 +228,7 @@ class Message:
         )
 
     def whole(self) -> Tensor:
-        """All rows that the edges read, own and halo."""
+        """Return all rows that the edges read, own and halo."""
         assert self.source is not None
         self.check()
         rows = now(self.source.rows)
@@ -237,7 +237,7 @@ class Message:
         )
 
     def compute(self) -> Tensor:
-        """A row an edge."""
+        """Compute the tensor with one row per edge."""
         self.check()
         s = self.edges.structure
         if self.source is None:
@@ -259,44 +259,44 @@ class Message:
 
 @dataclass(frozen=True, eq=False)
 class Beside:
-    """Messages put side by side along their last axis."""
+    """Messages concatenated along their last axis."""
 
     messages: tuple[Message, ...]
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape."""
+        """The shape of the concatenation."""
         first = self.messages[0].shape
         return (*first[:-1], sum(m.shape[-1] for m in self.messages))
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """What it is made from."""
+        """The tensors it is made from."""
         return [part for m in self.messages for part in m.parts]
 
     def compute(self) -> Tensor:
-        """The tensor."""
+        """Compute the messages and concatenate them."""
         return self.messages[0].edges.pairs(torch.cat([m.compute() for m in self.messages], -1))
 
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxShare:
-    """Softmax over each row's in-edges of a message, each column by itself."""
+    """Softmax of a message over each row's in-edges, each column by itself."""
 
     logits: Message
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape."""
+        """The shape of the softmax, that of its logits."""
         return self.logits.shape
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """What it is made from."""
+        """The tensors it is made from."""
         return self.logits.parts
 
     def compute(self) -> Tensor:
-        """The tensor."""
+        """Compute the softmax over each row's in-edges."""
         edges, logits = self.logits.edges, self.logits.compute()
         out = edge_softmax.edge_softmax(flat(logits), edges.structure)
         return edges.pairs(out.view(logits.shape))
@@ -304,33 +304,33 @@ class SoftmaxShare:
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A message times a share of the same edges."""
+    """A message multiplied by a softmax over the same edges."""
 
     share: SoftmaxShare
     message: Message
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape."""
+        """The shape of the product, that of the message."""
         return self.message.shape
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """What it is made from."""
+        """The tensors it is made from."""
         return (*self.message.parts, *self.share.parts)
 
     def compute(self) -> Tensor:
-        """The tensor."""
+        """Compute the product of message and softmax."""
         return self.message.edges.pairs(self.message.compute() * self.share.compute())
 
 
 def flat(rows: Tensor) -> Tensor:
-    """A tensor as rows and columns."""
+    """Return a tensor reshaped to rows and columns."""
     return rows.reshape(rows.size(0), width(rows.shape[1:])).contiguous()
 
 
 def width(trailing: Sequence[int]) -> int:
-    """Columns of a row of this shape."""
+    """Return the number of columns of a row of this shape."""
     columns = 1
     for size in trailing:
         columns *= size

@@ -1,8 +1,8 @@
-"""Reduce: messages, lazy or not, over each row's in-edges.
+"""Reduce: reductions of messages, deferred or computed, over each row's in-edges.
 
-Where it sits: ``intercept.deferral`` calls it for an aggregation or a softmax by the graph's targets; what a
-message is made of decides which of ``sparse_ops.edge_sum`` and ``sparse_ops.edge_softmax`` does it; what need
-not be done again is left out.
+Where it sits: ``intercept.deferral`` calls it for an aggregation or a softmax by the graph's targets. The
+form of the message decides which of ``sparse_ops.edge_sum`` and ``sparse_ops.edge_softmax`` computes it.
+Constant sums are computed once.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ NAMES: dict[str, Reduce] = {
 
 @dataclass(frozen=True, eq=False)
 class Total:
-    """A sum or mean of messages over in-edges, not computed: a linear map that narrows may come first."""
+    """A sum or mean of messages over in-edges, not computed: a narrowing linear map may come first."""
 
     message: Message
     how: Reduce
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape of the sum: a row for each own vertex."""
+        """The shape of the sum: one row for each own vertex."""
         return (self.message.edges.structure.own, *self.message.trailing)
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """What it is made from."""
+        """The tensors it is made from."""
         return self.message.parts
 
     def compute(self) -> Tensor:
-        """Compute the sum, with the exchange of rows that it takes."""
+        """Compute the sum, including the exchange of rows that it needs."""
         return self.message.edges.rows(now(_linear_sum(self.message, self.how)))
 
     def kept(self) -> Tensor | SparseFeatures | None:
-        """The sum to multiply by a weight, if it is the same in every forward; else None."""
+        """Return the sum, for a product with a weight, if it is constant across forward passes; else None."""
         source, scope = self.message.source, self.message.edges.scope
         assert source is not None
         self.message.check()
@@ -61,12 +61,12 @@ class Total:
 
 
 def settled(value: Any) -> Any:
-    """A sum that was put off, computed as far as feature slices where it is one of those."""
+    """Compute a deferred sum as far as feature slices, if it is reduced in slices."""
     if not isinstance(value, LazyTensor) or value.value is not None or not isinstance(value.expr, Total):
         return value
     if sliced_reduce.slicing_for(value.expr.message) is None:
         return value
-    with torch._C.DisableTorchFunction():  # it is not the user's computation
+    with torch._C.DisableTorchFunction():  # this is not the user's computation
         found = _linear_sum(value.expr.message, value.expr.how)
     inside = sliced_reduce.in_slices(found)
     if inside is None:
@@ -77,7 +77,7 @@ def settled(value: Any) -> Any:
 
 
 def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
-    """Reduce a row an edge, lazy or not, over each row's in-edges; a row without any gives zeros.
+    """Reduce one row per edge, lazy or not, over each row's in-edges; a row without in-edges gives zeros.
 
     Shapes:
         ``[E, ...]`` -> ``[n, ...]``.
@@ -131,9 +131,9 @@ def _total(message: Message, how: Reduce) -> Tensor:
 
 
 def _linear_sum(message: Message, how: Reduce) -> Tensor:
-    """Sum or mean of a source's rows, with what need not be computed again left out.
+    """Return the sum or mean of a source's rows, reusing what was computed before.
 
-    Where columns are reduced apart, it stays in feature slices.
+    Where columns are reduced separately, the result stays in feature slices.
     """
     source, scope = message.source, message.edges.scope
     assert source is not None
@@ -155,10 +155,10 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
 
 
 def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | SparseFeatures:
-    """A sum of rows that last, computed once; where it is multiplied by a weight, by what in it is not zero.
+    """Return a sum of constant rows, computed once. For a product with a weight it may be sparse.
 
-    All ranks come here in the same order, and each exchanges rows the first time: what each keeps is its own
-    affair, and gives both without another exchange.
+    All ranks call this in the same order, and each exchanges rows the first time. Which form a rank caches is
+    local, since it can produce both forms without another exchange.
     """
     scope = message.edges.scope
     key = ("sum", how, id(message.edges), _place(rows), _place(message.weight))
@@ -175,7 +175,7 @@ def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) 
 
 
 def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | SparseFeatures:
-    """The sum of rows that last, with the exchange that it takes."""
+    """Compute the sum of constant rows, with the exchange that it needs."""
     source, weight, edges = message.source, message.weight, message.edges
     assert source is not None
     if not multiplied or sliced_reduce.slicing_for(message) is not None or not is_thin(rows):
@@ -237,10 +237,10 @@ def _column(values: Tensor, like: Tensor) -> Tensor:
 
 
 def softmax(value: Tensor, edges: EdgeSet) -> Tensor:
-    """Softmax over each row's in-edges, lazy or not.
+    """Return the softmax over each row's in-edges, lazy or not.
 
     Shapes:
-        ``[E, ...]`` -> the same.
+        ``[E, ...]`` -> the same shape.
     """
     expr = value.expr if isinstance(value, LazyTensor) and value.value is None else None
     s = edges.structure

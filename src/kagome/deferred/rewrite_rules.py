@@ -1,7 +1,7 @@
-"""Algebra: which torch calls on messages give messages again.
+"""Rewrite rules: which torch calls on messages give messages again.
 
 Where it sits: ``intercept.interceptor`` asks :func:`answer` for each torch call that was given a lazy tensor.
-A call that is not known here gets the computed tensor, as if nothing had been put off.
+A call without a rule gets the computed tensor, as if nothing had been deferred.
 
 To keep another call lazy: write a rule ``(marks, name, func, args, kwargs)`` -> result or NotImplemented,
 and add it to ``RULES``.
@@ -30,7 +30,7 @@ from kagome.sparse_ops import edge_softmax, linear as dense
 
 Rule = Callable[[Placements, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-#: What a stand-in knows by itself.
+# Calls that a lazy tensor answers by itself.
 _ASK = (
     "size dim ndimension numel nelement __len__ is_floating_point is_complex stride element_size get_device "
     "is_same_size __hash__ is_contiguous"
@@ -41,7 +41,7 @@ _ATTRIBUTES = (
 )
 ASK, ATTRIBUTES = frozenset(_ASK.split()), frozenset(_ATTRIBUTES.split())
 
-#: What a part, and a tensor that is put off, know as the whole graph would: most of a layer's torch calls.
+# Properties that a part, and a lazy tensor, know as the whole graph would: most of a layer's torch calls.
 KNOWN = frozenset(
     [
         Tensor.dim,
@@ -63,23 +63,23 @@ KNOWN = frozenset(
 )
 
 
-#: Calls whose handler takes messages as they are.
+# Calls whose handler takes messages as they are.
 WRITES = frozenset(
     ["scatter_add_", "scatter_add", "index_add_", "index_add", "scatter_reduce_", "scatter_reduce", "grad"]
 )
 
 
 def asks(name: str, func: Any) -> bool:
-    """Whether a call asks only for what a lazy tensor knows by itself."""
+    """Return True if a call asks only for what a lazy tensor knows by itself."""
     return name in ASK or (name == "__get__" and attribute(func) in ATTRIBUTES)
 
 
 def answer(
     marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The result of a call that was given a lazy tensor, or NotImplemented where it needs the numbers."""
+    """Return the result of a call on a lazy tensor, or NotImplemented where it needs the values."""
     if any(isinstance(value, LazyTensor) and value.value is not None for value in args):
-        return NotImplemented  # computed already: it costs nothing to use it
+        return NotImplemented  # computed already, so it costs nothing to use it
     if any(sliced_attention.share_of(value) is not None for value in args):
         found = sliced_attention.answer(name, args, kwargs)
         if found is not NotImplemented:
@@ -94,14 +94,14 @@ def answer(
 
 
 def computed_for(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments with what the call needs computed."""
+    """Return a call's arguments, with those lazy tensors computed that the call needs."""
     if name == "dropout" and args and sliced_attention.share_of(args[0]) is not None:
         return args  # its handler draws by head
     if name in WRITES:
-        return args  # that of writes reduces messages without computing them
+        return args  # the handler of writes reduces messages without computing them
     first, *rest = args or (None,)
     if isinstance(first, LazyTensor) and name.startswith("new_"):
-        while isinstance(first, LazyTensor):  # a type and a place are asked for: any tensor of both will do
+        while isinstance(first, LazyTensor):  # only type and device matter, so any tensor with both will do
             first = first.expr.parts[0]
     elif name not in ("index_select", "__getitem__") or not _gathers_lazily(settled(first)):
         first = computed(first)
@@ -109,13 +109,13 @@ def computed_for(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _gathers_lazily(value: Any) -> bool:
-    """Whether rows stay put off when they are gathered: to be mapped after they are summed, or in slices."""
+    """Return True if rows stay deferred when gathered: a linear map after the sum, or feature slices."""
     linear = isinstance(value, LazyTensor) and isinstance(value.expr, Linear)
     return linear or sliced_reduce.in_slices(value) is not None
 
 
 def spread(value: Tensor) -> Tensor:
-    """A message without what is the same for all in-edges of a row."""
+    """Remove from a message what is equal for all in-edges of a row."""
     m = message_of(value)
     if m is None or m.form != "sum" or m.target is None or m.source is None:
         return value
@@ -123,7 +123,7 @@ def spread(value: Tensor) -> Tensor:
 
 
 def computed(values: Any) -> Any:
-    """Arguments with every lazy tensor computed, one list deep."""
+    """Return arguments with every lazy tensor computed, one level deep."""
     if isinstance(values, LazyTensor):
         return values.now()
     if isinstance(values, (tuple, list)) and any(isinstance(v, LazyTensor) for v in values):
@@ -132,12 +132,12 @@ def computed(values: Any) -> Any:
 
 
 def all_computed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments with every lazy tensor computed."""
+    """Return a call's arguments with every lazy tensor computed."""
     return tuple(computed(v) for v in args), {key: computed(v) for key, v in kwargs.items()}
 
 
 def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call was given a lazy tensor."""
+    """Return True if a call was given a lazy tensor."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, LazyTensor):
             return True
@@ -147,7 +147,7 @@ def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def gathered(edges: EdgeSet, rows: Tensor, kind: PlacementKind, site: str) -> Tensor:
-    """``rows[source]`` or ``rows[target]``, put off."""
+    """Return ``rows[source]`` or ``rows[target]`` as a deferred message."""
     roots = ((rows, rows._version),)
     if kind is PlacementKind.TARGET:
         rows = now(rows)
@@ -161,7 +161,7 @@ def gathered(edges: EdgeSet, rows: Tensor, kind: PlacementKind, site: str) -> Te
 def _pointwise(
     marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``relu`` and the like: row by row where the message is one end's row."""
+    """Answer ``relu`` and the like: row by row if the message is a function of one end's row."""
     m = message_of(args[0]) if args else None
     if m is None or kwargs.get("inplace"):
         return NotImplemented
@@ -180,7 +180,7 @@ def _pointwise(
 def _linear(
     marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``F.linear`` of a message, of messages side by side, or of a sum that it narrows."""
+    """Answer ``F.linear`` of a message, of concatenated messages, or of a sum that it narrows."""
     weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
     bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
     value = args[0] if args else None
@@ -214,7 +214,7 @@ def _mapped(scope: Thins, weight: Tensor, rows: Tensor) -> Tensor:
 
 
 def _narrowed(total: Total, weight: Tensor, bias: Tensor | None) -> Any:
-    """A linear map of a sum that has fewer columns than it: the map first."""
+    """Return a linear map of a sum, with the map applied first because it has fewer columns."""
     m = total.message
     if weight.size(0) >= weight.size(1) or m.source is None:
         return NotImplemented
@@ -227,7 +227,7 @@ def _narrowed(total: Total, weight: Tensor, bias: Tensor | None) -> Any:
 def _shape(
     marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``view``, ``unsqueeze``, ``x[:, i]``, ...: another shape of each row."""
+    """Answer ``view``, ``unsqueeze``, ``x[:, i]`` and the like, which change the shape of each row."""
     value = args[0]
     expr = value.expr if isinstance(value, LazyTensor) else None
     if isinstance(expr, Beside) and name == "__getitem__" and _inner(args[1], len(expr.shape)):
@@ -257,7 +257,7 @@ def _shape(
     shape: Any = args[1:] if len(args) > 2 or not isinstance(args[1], (tuple, list)) else args[1]
     if kwargs or not all(isinstance(s, int) for s in shape) or not shape:
         return NotImplemented
-    # By the width alone, never by how many edges there are: all ranks must put off the same calls.
+    # Decide by width alone, not by the number of edges: all ranks must defer the same calls.
     width, inner = math.prod(m.trailing), [int(size) for size in shape[1:]]
     given = math.prod(size for size in inner if size != -1)
     if -1 in inner and given and shape[0] != -1:
@@ -268,7 +268,7 @@ def _shape(
 
 
 def _inner(index: Any, dims: int) -> bool:
-    """Whether an index leaves the first and the last axis as they are."""
+    """Return True if an index keeps the first and the last axis."""
     if not isinstance(index, tuple) or index[0] != slice(None) or len(index) >= dims:
         return False
     return all(isinstance(i, (int, slice)) for i in index)
@@ -277,7 +277,7 @@ def _inner(index: Any, dims: int) -> bool:
 def _side_by_side(
     marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``cat`` along the last axis; ``stack`` of sums along an inner one."""
+    """Answer ``cat`` along the last axis, and ``stack`` of sums along an inner one."""
     values = args[0] if args else kwargs.get("tensors")
     found = [message_of(v) for v in values] if isinstance(values, (tuple, list)) else [None]
     dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
@@ -305,7 +305,7 @@ def _side_by_side(
 def _dotted(
     marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``(a_i * b_j).sum(-1)`` and ``(leaky(a_i + b_j) * att).sum(-1)``: a number an edge and head."""
+    """Answer ``(a_i * b_j).sum(-1)`` and ``(leaky(a_i + b_j) * att).sum(-1)``: a number per edge and head."""
     m = message_of(args[0]) if args else None
     if m is None:
         return NotImplemented
@@ -343,7 +343,7 @@ def _three(rows: Tensor) -> Tensor:
 def _as_shape(
     marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``index.expand_as(x_j)``."""
+    """Answer ``index.expand_as(x_j)`` from the shape of the message."""
     base, like = args[0], args[1] if len(args) > 1 else kwargs.get("other")
     if isinstance(base, LazyTensor) or not isinstance(like, LazyTensor):
         return NotImplemented

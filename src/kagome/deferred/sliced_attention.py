@@ -1,19 +1,18 @@
-"""Shares: attention that is a softmax of a number at each end, for some heads over the edges of all ranks.
+"""Sliced attention: a softmax of one number at each end, for some heads over the edges of all ranks.
 
-Where it sits: ``reduce`` puts such a softmax off where messages are summed in feature slices;
-``sliced_reduce`` asks for the heads of its columns. What crosses are the two numbers a vertex and head, not
-one an edge and head.
+Where it sits: ``reduce`` defers such a softmax where messages are summed in feature slices. ``sliced_reduce``
+asks for the heads of its columns. Ranks exchange two numbers per vertex and head, not one per edge and head.
 
 ::
 
     a_i, b_j of own rows [n, H] ──apart──> of all rows, some heads ──softmax over in-edges──> [E, h]
 
-Softmax and dropout go head by head, so the shares are those of the whole. What else is done with them makes
-them numbers an edge of this rank's, by a halo.
+Softmax and dropout work head by head, so the weights equal those of the whole graph. Any other operation on
+them makes them numbers for this rank's edges, through a halo exchange.
 
-Where edges lie in an order of the user's that is not that of the kernels, shares that only a sum reads are
-kept in the order in which it reads them: see ``kernels.structure.Structure.walked``. Parts differ in that, so
-rows cross when the softmax is asked for, on all of them alike.
+Where the user's order of edges is not that of the kernels, weights that only a sum reads are kept in the
+order in which the sum reads them: see ``kernels.base.csr.Structure.walked``. Parts differ in that, so rows
+are exchanged when the softmax is called, on all parts alike.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from kagome.feature_parallel.edge_layout import EdgeLayout
 from kagome.sparse_ops import edge_softmax
 
 Draw = Callable[[Tensor, Tensor, int], Tensor]
-"""``(shares, a word an edge, first head) -> shares`` of which some are dropped."""
+"""``(weights, a random word per edge, first head) -> weights`` with some of them dropped."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +38,10 @@ class Drop:
     """Dropout of attention weights that are not computed yet.
 
     Args:
-        draw: What drops.
-        own: A word for each of this rank's edges.
-        all: A word for each edge of all ranks; without slices, of own ones in the order of ``walked``.
+        draw: The function that drops weights.
+        own: One random word for each of this rank's edges.
+        all: One random word for each edge of all ranks. Without slices, for own edges in the order of
+            ``walked``.
     """
 
     draw: Draw
@@ -54,13 +54,13 @@ class JointShare:
     """Softmax over each row's in-edges of ``leaky_relu(a_i + b_j)``, each head by itself.
 
     Args:
-        logits: a and b.
-        slope: Of the leaky relu; 1 for none.
+        logits: The message with a and b.
+        slope: The negative slope of the leaky relu; 1 for none.
         slicing: The edges of all ranks; None where each rank keeps its own, in the order of ``walked``.
         ends: Without slices, the numbers of the rows that edges write and of those that they read.
-        drop: Dropout after it.
-        deep: Axes of one entry behind the heads.
-        known: By cut: what was computed of some heads.
+        drop: The dropout applied to the result.
+        deep: How many axes of size 1 follow the heads.
+        known: The weights computed so far, by slice cut.
     """
 
     logits: Message
@@ -73,16 +73,16 @@ class JointShare:
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape of the attention weights: edges, heads, and axes of one entry."""
+        """The shape of the attention weights: edges, heads, and axes of size 1."""
         return (*self.logits.shape, *[1] * self.deep)
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """What it is made from."""
+        """The tensors it is made from."""
         return self.logits.parts
 
     def compute(self) -> Tensor:
-        """The shares of this rank's edges."""
+        """Compute the attention weights of this rank's edges."""
         edges = self.logits.edges
         out = edge_softmax.joint_softmax(*self._ends(), self.slope, edges.structure)
         if self.drop is not None:
@@ -90,7 +90,7 @@ class JointShare:
         return edges.pairs(out.view(*self.shape))
 
     def heads(self, cut: SliceCut) -> Tensor:
-        """The shares of all ranks' edges, of this rank's heads.
+        """Return the attention weights of all ranks' edges, for this rank's heads.
 
         Shapes:
             ``[E, h]``.
@@ -112,7 +112,7 @@ class JointShare:
         return self.known[cut]
 
     def walked(self) -> Tensor:
-        """The shares of this rank's edges, in the order in which kernels walk them."""
+        """Return the attention weights of this rank's edges, in the order in which kernels read them."""
         if None not in self.known:
             out = edge_softmax.joint_softmax(*self._ends(), self.slope, self.logits.edges.structure.walked)
             self.known[None] = out if self.drop is None else self.drop.draw(out, self.drop.all, 0)
@@ -126,7 +126,7 @@ class JointShare:
 
 
 def share_of(value: Any) -> JointShare | None:
-    """What a tensor stands for, if it is attention that was put off."""
+    """Return the deferred attention that a tensor stands for; None for any other tensor."""
     found = isinstance(value, LazyTensor) and value.value is None and isinstance(value.expr, JointShare)
     return value.expr if found else None
 
@@ -134,25 +134,25 @@ def share_of(value: Any) -> JointShare | None:
 def put_off(
     logits: Message, slope: float, slicing: EdgeLayout | None, read: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """The softmax of ``leaky_relu(a_i + b_j)``, to be computed by head, or in the order of ``walked``."""
+    """Defer the softmax of ``leaky_relu(a_i + b_j)``, computed later by head or in ``walked`` order."""
     return logits.edges.pairs(LazyTensor(JointShare(logits, slope, slicing, read)))
 
 
 def ends(logits: Message) -> tuple[Tensor, Tensor]:
-    """The numbers of the rows that edges write, and of those that they read.
+    """Return the numbers of the rows that edges write, and of those that they read.
 
     Shapes:
         ``[own, H]``, ``[whole, H]``.
 
     Cost:
-        An exchange of ``H`` numbers a halo row, on several parts.
+        On several parts, an exchange of ``H`` numbers per halo row.
     """
     assert logits.target is not None
     return flat(logits.target), flat(logits.whole())
 
 
 def answer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Attention with axes of one entry behind its heads, and messages times it; else NotImplemented."""
+    """Answer views that add axes of size 1 to attention, and products with messages; else NotImplemented."""
     share = share_of(args[0]) if args else None
     if share is not None and name in ("unsqueeze", "view", "reshape"):
         return _deeper(share, name, args, kwargs)
@@ -191,24 +191,24 @@ def _deeper(share: JointShare, name: str, args: tuple[Any, ...], kwargs: dict[st
 
 
 def dropped(share: JointShare, draw: Draw, own: Tensor, every: Tensor) -> Tensor:
-    """The shares, some of them dropped.
+    """Return the attention with dropout applied.
 
     Args:
-        share: The shares.
-        draw: What drops.
-        own: A word for each of this rank's edges.
-        every: See :class:`Drop`.
+        share: The deferred attention.
+        draw: The function that drops weights.
+        own: One random word for each of this rank's edges.
+        every: One random word per edge for slices or ``walked``; see :class:`Drop`.
     """
-    # What was computed of them had nothing dropped.
+    # Weights computed before have nothing dropped.
     late = replace(share, drop=Drop(draw, own, every), known={})
     return share.logits.edges.pairs(LazyTensor(late))
 
 
 def computed(weight: Tensor, rows: Tensor) -> Tensor:
-    """A weight an edge, or an edge and head, as numbers of this rank's edges."""
+    """Return a weight per edge, or per edge and head, as computed numbers for this rank's edges."""
     return flattened(weight.now(), rows) if isinstance(weight, LazyTensor) else weight
 
 
 def flattened(weight: Tensor, rows: Tensor) -> Tensor:
-    """A weight of one head without its axis, where rows have none."""
+    """Return a weight of one head without its head axis, if rows have none."""
     return weight.view(-1) if rows.dim() == 2 and weight.dim() == 2 and weight.size(1) == 1 else weight

@@ -1,15 +1,15 @@
-"""Sliced: reductions over the whole graph of some columns of all rows, by every rank of a tensor group.
+"""Sliced reduce: each rank of a tensor group reduces some columns of all rows over the whole graph.
 
-Where it sits: ``reduce`` comes here instead of to the halo where columns of a message do not meet: sums and
-means (with a weight an edge, or one a head), extremes, softmax by column. What comes out stays in feature
-slices until something needs whole rows, so that the next hop of a propagation sends nothing.
+Where it sits: ``reduce`` calls it instead of the halo exchange where columns of a message do not interact:
+sums and means (with a weight per edge or per head), extremes, and softmax by column. The result stays in
+feature slices until something needs whole rows, so the next hop of a propagation sends nothing.
 
 ::
 
     own rows [n, D] ──apart──> [V, d] ──reduce over all edges──> [V, d] ──together──> [n, D]
                                  ^____________ next hop ____________│
 
-Source: NeutronTP, PVLDB 18(2), section 3; exact here for layers that are not decoupled too.
+Source: NeutronTP, PVLDB 18(2), section 3; exact here also for layers that are not decoupled.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kagome.sparse_ops import edge_softmax, edge_sum
 
 @dataclass(frozen=True, eq=False)
 class SlicedWork:
-    """A sum that waits until it is known whether whole rows are wanted of it.
+    """A deferred sum, computed once it is known whether its whole rows are needed.
 
     Args:
         hop: The sum, chunk by chunk.
-        rows: Its rows: own whole ones for the first hop, else in slices.
-        weight: Of all ranks' edges.
-        version: Of the rows when they were read.
+        rows: Its rows: own whole rows for the first hop, else slices.
+        weight: The weights of all ranks' edges.
+        version: The version of the rows when they were read.
     """
 
     hop: Hop
@@ -49,22 +49,22 @@ class SlicedWork:
     version: int
 
     def run(self, turn: ForwardPass, site: str, *, last: bool) -> Tensor:
-        """The sum, in slices or whole."""
+        """Compute the sum, in slices or as whole rows."""
         if self.rows._version != self.version:
             raise changed_in_place()
         return replace(self.hop, last=last).run(self.rows, self.weight, turn, site)
 
 
 class InSlices:
-    """Rows of vertices of which this rank has some columns of all.
+    """Rows of all vertices, of which this rank has some columns.
 
     Args:
-        part: This rank's columns; or a sum of which these are not computed yet.
-        cut: Which those are.
+        part: This rank's columns, or a deferred sum that gives them.
+        cut: Which columns they are.
         trailing: The shape of a whole row.
         edges: The edges it was reduced over.
-        slicing: The way back.
-        site: What the read was called.
+        slicing: The edge layout, which also converts slices back to own rows.
+        site: The name of the read.
 
     Shapes:
         part ``[V, d]``.
@@ -90,24 +90,24 @@ class InSlices:
         return self._part
 
     def of(self, part: Tensor) -> InSlices:
-        """Other numbers in the same place."""
+        """Return slices with other values in the same layout."""
         return InSlices(part, self.cut, self.trailing, self.edges, self.slicing, self.site)
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape."""
+        """The shape of own rows, whole."""
         return (self.edges.structure.own, *self.trailing)
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """What it is made from."""
+        """The tensors it is made from."""
         if isinstance(self._part, Tensor):
             return (self._part,)
         found = (self._part.rows, self._part.weight)
         return [part for part in found if part is not None]
 
     def compute(self) -> Tensor:
-        """Own rows, whole."""
+        """Compute own rows, whole, by an exchange of slices."""
         turn = self.edges.scope.turn
         if isinstance(self._part, SlicedWork):
             own = self._part.run(turn, self.site, last=True)
@@ -116,18 +116,18 @@ class InSlices:
         return self.edges.rows(own.view(*self.shape))
 
     def lazy(self) -> Tensor:
-        """A tensor that stands for it."""
+        """Return a lazy tensor that stands for it."""
         return self.edges.rows(LazyTensor(self))
 
 
 @dataclass(frozen=True, eq=False)
 class Scaled:
-    """A multiple of own rows, not computed: added to rows in feature slices, the rows themselves cross once.
+    """A multiple of own rows, not computed: where it is added to slices, only the rows are exchanged, once.
 
     Args:
         rows: Own rows.
-        factor: The number.
-        version: Of the rows when they were multiplied.
+        factor: The number they are multiplied by.
+        version: The version of the rows when they were multiplied.
     """
 
     rows: Tensor
@@ -136,35 +136,35 @@ class Scaled:
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape."""
+        """The shape of the rows."""
         return tuple(self.rows.shape)
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """What it is made from."""
+        """The tensors it is made from."""
         return (self.rows,)
 
     def check(self) -> None:
-        """Refuse rows that were written to since: those of then are gone."""
+        """Refuse rows that were written to since: their earlier values are lost."""
         if self.rows._version != self.version:
             raise changed_in_place()
 
     def compute(self) -> Tensor:
-        """The tensor."""
+        """Compute the multiple of the rows."""
         self.check()
         return self.rows * self.factor
 
 
 def in_slices(value: Any) -> InSlices | None:
-    """What a tensor stands for, if its rows lie in feature slices."""
+    """Return the feature slices that a tensor stands for; None for any other tensor."""
     found = isinstance(value, LazyTensor) and value.value is None and isinstance(value.expr, InSlices)
     return value.expr if found else None
 
 
 def slicing_for(message: Message) -> EdgeLayout | None:
-    """The edges of all ranks, if a message's columns are to be reduced apart; None for vertices and a halo.
+    """Return the edges of all ranks if a message's columns are reduced in slices; None for a halo exchange.
 
-    Rows that this layer has read with their halo already stay so.
+    Rows that this layer has already read with their halo are not sliced.
     """
     source, scope = message.source, message.edges.scope
     if source is None or source.whole or not scope.slices:
@@ -175,7 +175,7 @@ def slicing_for(message: Message) -> EdgeLayout | None:
 
 
 def summed(message: Message, rows: Tensor, how: str, slicing: EdgeLayout) -> Tensor:
-    """The sum or mean over in-edges, in feature slices."""
+    """Return the sum or mean over in-edges, in feature slices."""
     source, weight = message.source, message.weight
     assert source is not None
     inside, edges = in_slices(rows), message.edges
@@ -221,7 +221,7 @@ def summed(message: Message, rows: Tensor, how: str, slicing: EdgeLayout) -> Ten
 
 
 def extreme(message: Message, sign: int, slicing: EdgeLayout) -> Tensor:
-    """The largest (sign 1) or smallest (-1) of the neighbours' rows, column by column."""
+    """Return the largest (sign 1) or smallest (-1) of the neighbours' rows, column by column."""
     return _by_column(
         (message,),
         slicing,
@@ -231,7 +231,7 @@ def extreme(message: Message, sign: int, slicing: EdgeLayout) -> Tensor:
 
 
 def column_softmax(logits: Message, message: Message, slicing: EdgeLayout) -> Tensor:
-    """Sums by a softmax that each column has of its own."""
+    """Return sums weighted by a softmax of each column's own."""
     return _by_column(
         (logits, message),
         slicing,
@@ -243,7 +243,7 @@ def column_softmax(logits: Message, message: Message, slicing: EdgeLayout) -> Te
 def _by_column(
     messages: tuple[Message, ...], slicing: EdgeLayout, how: Reduction, do: Callable[..., Tensor]
 ) -> Tensor:
-    """A reduction of rows of some columns, at once or within the bound; its result stays in slices."""
+    """Reduce some columns of rows, at once or within the memory bound; the result stays in slices."""
     parts, cut, last = [], None, messages[-1]
     for message in messages:
         message.check()
@@ -271,7 +271,7 @@ NAMES = frozenset(("mul", "div", "true_divide", "add", "sub", "__rmul__", "__rad
 
 
 def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A multiple, a sum or a difference of rows in feature slices; NotImplemented for all else."""
+    """Answer a multiple, sum or difference of rows in feature slices; NotImplemented for anything else."""
     if name not in NAMES or len(args) != 2 or kwargs:
         return NotImplemented
     one, two = (in_slices(value) for value in args)
@@ -302,23 +302,23 @@ def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 class Layer(Protocol):
-    """What :func:`scaled` asks of the running interception."""
+    """What :func:`scaled` asks of the running interceptor."""
 
     slices: bool
     layers: int
     marks: Placements
 
     def axis(self, tensor: Any) -> int | None:
-        """The axis along which a tensor has a row a vertex or an edge."""
+        """Return the axis along which a tensor has one row per vertex or edge."""
 
     def of_each_vertex(self, tensor: Any) -> bool:
-        """Whether a tensor has one row for each own vertex."""
+        """Return True if a tensor has one row for each own vertex."""
 
 
 def scaled(
     scope: Layer, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A handler: own rows times a number inside a layer are put off."""
+    """Defer the product of own rows and a number inside a layer."""
     if not scope.slices or scope.layers == 0 or kwargs or len(args) != 2:
         return NotImplemented
     rows, factor = args if isinstance(args[0], Tensor) else reversed(args)

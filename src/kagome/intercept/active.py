@@ -1,7 +1,7 @@
-"""Current: the interception that is running, where a rank has one a chunk.
+"""Active interceptor: stands for the interceptor that is running, where a rank has one per chunk.
 
-Where it sits: hooks and rules are put on a model's modules once; they reach the running chunk through this.
-Chunks in lockstep run in threads, so each thread has a current one of its own.
+Where it sits: hooks and rules are installed on a model's modules once. They reach the interceptor of the
+running chunk through this object. Chunks in lockstep run in threads, so each thread has its own active one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kagome.intercept.interceptor import Interceptor
 
 
 class ActiveInterceptor:
-    """Stands for the running interception: reads and writes of attributes go to it.
+    """Proxy of the running interceptor: attribute reads and writes go to it.
 
     Args:
-        scopes: All interceptions; outside any block the first one is current.
+        scopes: All interceptors of this rank. Outside any ``using`` block the first one is active.
     """
 
     def __init__(self, scopes: Sequence[Interceptor]) -> None:
@@ -34,22 +34,22 @@ class ActiveInterceptor:
 
     @property
     def several(self) -> bool:
-        """Whether it stands for more than one."""
+        """Whether this stands for more than one interceptor."""
         return bool(vars(self)["_several"])
 
     @property
     def scopes(self) -> Sequence[Interceptor]:
-        """All that it may stand for."""
+        """All interceptors that this may stand for."""
         return cast(tuple[Interceptor, ...], vars(self)["_scopes"])
 
     def get(self) -> Interceptor:
-        """The one that is running."""
+        """Return the interceptor that is running in this thread."""
         mine: dict[str, Any] = vars(self)
         return cast(Interceptor, getattr(mine["_local"], "scope", mine["_first"]))
 
     @contextmanager
     def using(self, scope: Interceptor) -> Iterator[None]:
-        """Make an interception current for a block, in this thread."""
+        """Make one interceptor active in this thread for the length of a block."""
         local, before = vars(self)["_local"], self.get()
         local.scope = scope
         try:
@@ -59,5 +59,5 @@ class ActiveInterceptor:
 
     @property
     def scope(self) -> Interceptor:
-        """Itself, where an interception is asked for."""
+        """The proxy itself, for callers that ask it for an interceptor."""
         return cast(Interceptor, self)

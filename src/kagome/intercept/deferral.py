@@ -1,7 +1,8 @@
-"""Late: what an interception puts off, and what it keeps because it will not change.
+"""Deferral: which calls an interceptor defers, and which values it keeps because they are constant.
 
-Where it sits: ``intercept.Interception`` is one. It finds the edge lists that stay, makes their kernels'
-structure once, and answers gathers, softmaxes and reductions by their ends with ``deferred.message``.
+Where it sits: ``intercept.Interceptor`` is one. It finds the constant edge lists, builds their kernels'
+structure once, and answers gathers, softmaxes and reductions by an end of those edges with
+``deferred.message``.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from kagome.sparse_ops.factored_weights import roots_of
 from kagome.sparse_ops.sparse_features import SparseFeatures, thin_of
 
 SUMS = frozenset(("sum", "add", "mean"))
-"""Reductions that a sample of rows gives right on the mean."""
+"""Reductions whose expected value a sample of rows preserves."""
 
 
 class Deferral:
-    """What is put off, and what is kept.
+    """Deferred messages and cached constants of one interceptor.
 
     Args:
-        fast: Whether messages are put off and reduced by kernels; else all runs as PyG runs it.
-        tensor: How many ranks each reduce some columns of all their rows, where columns do not meet, instead
-            of all columns of own rows; 1 for none.
-        sums_only: Whether a sample of other parts' rows is read: right on the mean for sums alone.
+        fast: Whether messages are deferred and reduced by kernels. False runs everything as PyG runs it.
+        tensor: How many ranks split the columns, each reducing some columns of all their rows instead of all
+            columns of its own rows. This applies where columns do not interact; 1 turns it off.
+        sums_only: Whether only a sample of other parts' rows is read. The sample is unbiased for sums alone.
     """
 
     marks: Placements
@@ -71,42 +72,42 @@ class Deferral:
 
     @abstractmethod
     def axis(self, tensor: Any) -> int | None:
-        """The axis along which a tensor has a row a vertex or an edge."""
+        """Return the axis along which a tensor has one row per vertex or edge."""
 
     @abstractmethod
     def of_each_vertex(self, tensor: Any) -> bool:
-        """Whether a tensor has one row for each own vertex."""
+        """Return True if a tensor has one row for each own vertex."""
 
     @abstractmethod
     def where(self) -> str:
-        """The module that is running."""
+        """Return the path of the module that is running."""
 
     @abstractmethod
     def site(self, rows: Tensor) -> str:
-        """What a read of rows is called."""
+        """Return the site name under which a read of these rows is exchanged."""
 
     @abstractmethod
     def forget_reads(self) -> None:
-        """The layer that read rows has ended."""
+        """Drop the rows that the layer has read, because the layer has ended."""
 
     def lasting(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor is the same in every forward; nothing is."""
+        """Return True if a tensor is constant across forward passes. None counts as constant."""
         if tensor is None:
             return True
         if transformed():
-            return False  # what is computed now is of the transform's own
-        with torch._C.DisableTorchFunction():  # asked many times a layer, of the tensor itself
+            return False  # what is computed now belongs to the transform
+        with torch._C.DisableTorchFunction():  # called many times per layer: ask about the tensor itself
             return self.constants.has(tensor)
 
     def own_seed(self) -> bool:
-        """Whether forward has seeded torch's generator since it began: what it draws then is its own."""
+        """Return True if forward has seeded torch's generator since it began. Its draws are then its own."""
         return torch.initial_seed() != self.turn.seed
 
     def thinned(self, rows: Tensor) -> Tensor | SparseFeatures:
-        """Rows that last and are nearly all zeros by what is not; others as they are."""
+        """Return constant rows that are nearly all zeros in sparse form, and any other rows unchanged."""
         if not self.fast or not self.lasting(rows):
             return rows
-        with torch._C.DisableTorchFunction():  # it is not the user's computation
+        with torch._C.DisableTorchFunction():  # this is not the user's computation
             key = ("thin", address(rows), tuple(rows.shape))
             found = self.kept(key)
             if found is None:
@@ -114,7 +115,7 @@ class Deferral:
         return found if isinstance(found, SparseFeatures) else rows
 
     def keep(self, key: Any, value: Any) -> Any:
-        """Keep for all forwards what was computed from lasting tensors alone."""
+        """Cache, for all forward passes, a value computed from constant tensors alone."""
         found = [value] if isinstance(value, Tensor) else [v for v in value if isinstance(v, Tensor)]
         self.remembered[key] = (value, [(tensor, tensor._version) for tensor in found])
         for tensor in found:
@@ -122,33 +123,33 @@ class Deferral:
         return value
 
     def kept(self, key: Any) -> Any:
-        """What was kept, unless it was written to since; else None."""
+        """Return a cached value, or None if there is none or it was written to since."""
         value, versions = self.remembered.get(key, (None, []))
         return value if all(tensor._version == version for tensor, version in versions) else None
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Around the computation of what is kept: it has no gradient, and no second pass asks for it."""
+        """Surround the computation of a cached value: it has no gradient, and no second pass replays it."""
         with torch.no_grad(), self.channel.aside(), self.turn.apart():
             yield
 
     def spread(self, value: Tensor) -> Tensor:
-        """A message without what is the same for all in-edges of a row: its variance is the same."""
+        """Remove from a message what all in-edges of a row have in common. Its variance stays the same."""
         with torch._C.DisableTorchFunction():
             return rewrite_rules.spread(value)
 
     def enter_layer(self) -> None:
-        """A message-passing layer begins."""
+        """Count a message-passing layer that begins."""
         self.layers += 1
 
     def leave_layer(self, out: Any) -> Any:
-        """A message-passing layer ends: nothing that it put off leaves it."""
+        """End a message-passing layer. Compute whatever it deferred, so that nothing deferred leaves it."""
         self.layers = max(self.layers - 1, 0)
         self.forget_reads()
         return rewrite_rules.computed(out)
 
     def edge_set(self, mark: Placement | None) -> message.EdgeSet | None:
-        """The graph's edges that ids of this mark are an end of, with their kernels' structure; else None."""
+        """Return the graph's edges and kernel structure if ids of this placement are one end; else None."""
         edges = (
             mark.edges
             if mark is not None and mark.kind in (PlacementKind.SOURCE, PlacementKind.TARGET)
@@ -170,7 +171,7 @@ class Deferral:
         return found
 
     def roots(self, weight: Tensor | None, edges: message.EdgeSet) -> Tensor | None:
-        """A number for each row that edges read, whose products are the weights; None where there are none.
+        """Return one factor per row that edges read, whose products are the weights; None if there are none.
 
         Shapes:
             weight ``[E]`` -> ``[whole]``.
@@ -188,7 +189,7 @@ class Deferral:
     def roots_of_all(
         self, weight: Tensor | None, edges: message.EdgeSet, slicing: EdgeLayout
     ) -> Tensor | None:
-        """The same for all ranks' rows; None where some rank's weights have none.
+        """Return the factors of :meth:`roots` for all ranks' rows; None if some rank's weights have none.
 
         Shapes:
             weight ``[E]`` -> ``[V]``.
@@ -204,13 +205,13 @@ class Deferral:
                 cut, site = slicing.everything(1), "roots of weights"
                 found = self.beyond(slicing.rows.apart(told, cut, self.turn, site), slicing, site).view(-1)
                 doubt = found.isnan().any()
-                if slicing.halo is not None:  # what one part cannot do no part does
+                if slicing.halo is not None:  # all parts refuse what one part cannot do
                     doubt = self.channel.all_reduce(doubt.to(weight.dtype), "max", action=site, kind="other")
             found = self.keep(key, weight.new_empty(0) if bool(doubt) else found)
         return found if found.numel() == slicing.structure.whole else None
 
     def slicing(self, edges: message.EdgeSet) -> EdgeLayout:
-        """The edges of all ranks, fetched at the first call. All ranks reach it at the same call."""
+        """Return the edges of all ranks, fetched at the first call. All ranks make that call together."""
         if edges not in self._slicings:
             plan, view = edges.plan, edges.mark.view
             with torch._C.DisableTorchFunction(), self.channel.aside():
@@ -221,16 +222,16 @@ class Deferral:
         return found
 
     def drops_shares(self, value: Any) -> bool:
-        """Whether a tensor is attention whose dropout is put off with it."""
+        """Return True if a tensor is deferred attention, so that its dropout is deferred too."""
         return sliced_attention.share_of(value) is not None
 
     def drop_shares(self, value: Tensor, draw: sliced_attention.Draw, words: Tensor) -> Tensor:
-        """Attention that was put off, some of it dropped.
+        """Apply dropout to deferred attention.
 
         Args:
-            value: The attention.
-            draw: What drops, given a word an edge and the first head.
-            words: A word for each of this rank's edges.
+            value: The deferred attention.
+            draw: The function that drops values, given one random word per edge and the first head.
+            words: One random word for each of this rank's edges.
         """
         share = sliced_attention.share_of(value)
         assert share is not None
@@ -248,16 +249,16 @@ class Deferral:
         return sliced_attention.dropped(share, draw, words, every)
 
     def slicings(self) -> list[EdgeLayout]:
-        """Those that were fetched."""
+        """Return the edge layouts that were fetched so far."""
         return list(self._slicings.values())
 
     def apart(
         self, rows: Tensor, cut: SliceCut, slicing: EdgeLayout, site: str, *, of_edges: bool = False
     ) -> Tensor:
-        """All ranks' rows in this rank's columns; of rows that were read so before, without an exchange.
+        """Return all ranks' rows in this rank's columns; rows that were read before need no exchange.
 
         Shapes:
-            ``[n, ...]`` -> ``[V, d]``, or of edges.
+            ``[n, ...]`` -> ``[V, d]``; with ``of_edges``, the rows are those of edges.
         """
         way = slicing.edges if of_edges else slicing.rows
         if self.lasting(rows):
@@ -267,7 +268,7 @@ class Deferral:
                 with self.once():
                     found = self.keep(key, way.apart(message.flat(rows), cut, self.turn, site))
             return found
-        # Of one tensor, whichever views of it come here: attention is one tensor over all hops.
+        # Keyed by the base tensor, since different views of it arrive here: attention is one for all hops.
         base = rows if rows._base is None else rows._base
         known = self._parts.setdefault(base, {})
         grad = torch.is_grad_enabled() and rows.requires_grad
@@ -278,7 +279,7 @@ class Deferral:
         return cast(Tensor, known[place, cut, way])
 
     def beyond(self, part: Tensor, slicing: EdgeLayout, site: str) -> Tensor:
-        """All rows that the group's edges read, in this rank's columns: those of other parts behind its own.
+        """Return all rows that the group's edges read, in this rank's columns: own rows, then other parts'.
 
         Shapes:
             ``[V, d]`` -> ``[whole, d]``.
@@ -295,7 +296,7 @@ class Deferral:
         return found
 
     def put_off(self, base: Tensor, index: Tensor, mark: Placement) -> Tensor | None:
-        """``base[index]`` as a message, where the ids are an end of the graph's edges; else None."""
+        """Return ``base[index]`` as a deferred message if the ids are one end of graph edges; else None."""
         edges = self.edge_set(mark)
         if edges is None or base.size(0) != self.own or not supports(base) or base.dim() == 0:
             return None
@@ -304,7 +305,7 @@ class Deferral:
         return rewrite_rules.gathered(edges, base, mark.kind, self.site(base))
 
     def sums_late(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether ``x W^T`` is put off, so that neighbours' rows may be summed before they are mapped."""
+        """Return True if ``x W^T`` is deferred, so that neighbours' rows can be summed before the map."""
         if (
             not self.fast
             or self.layers == 0
@@ -319,17 +320,17 @@ class Deferral:
         return weight.size(1) < weight.size(0) or self.lasting(x)
 
     def edge_softmax(self, value: Tensor, index: Any, dim: int) -> Tensor | None:
-        """Softmax over each row's in-edges, where ``index`` names the graph's targets; else None."""
+        """Return the softmax over each row's in-edges if ``index`` holds the graph's targets; else None."""
         edges = self._by_target(value, index, dim)
         if self.names_targets(index):
             self.needs_all("a softmax over neighbours")
         if edges is None:
             return None
-        with torch._C.DisableTorchFunction():  # it is not the user's computation
+        with torch._C.DisableTorchFunction():  # this is not the user's computation
             return reduce.softmax(value, edges)
 
     def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
-        """A reduction over each row's in-edges, where ``index`` names the graph's targets; else None."""
+        """Return a reduction over each row's in-edges if ``index`` holds the graph's targets; else None."""
         self.refuse_lost(value)
         edges = self._by_target(value, index, dim) if how in reduce.NAMES else None
         if how not in SUMS and self.names_targets(index):
@@ -340,17 +341,17 @@ class Deferral:
             return reduce.reduced(value, edges, reduce.NAMES[how])
 
     def refuse_lost(self, *values: Any) -> None:
-        """Refuse what was made of rows by their places in this part."""
+        """Refuse values that were made from rows by their positions in this part."""
         if (gone := self.marks.lost(values, {})) is not None:
             raise lost(self, gone)
 
     def names_targets(self, index: Any) -> bool:
-        """Whether a tensor holds ids of own rows: each edge's target."""
+        """Return True if a tensor holds ids of own rows, one per edge: each edge's target."""
         mark = self.marks.get(index)
         return mark is not None and mark.kind is PlacementKind.TARGET
 
     def needs_all(self, what: str) -> None:
-        """Refuse what a sample of rows cannot give: it is right on the mean for sums alone."""
+        """Refuse a computation that a sample of rows would bias: the sample is unbiased for sums alone."""
         if self.sums_only:
             raise ModelError(
                 "a sample of other parts' rows serves layers that sum or average over neighbours",
@@ -373,5 +374,5 @@ class Deferral:
             return None
         if not isinstance(value, LazyTensor):
             return edges if supports(value) else None
-        held = self.marks.get(value)  # a message along other edges is first computed
+        held = self.marks.get(value)  # a message along other edges is computed first
         return edges if held is None or held.edges is mark.edges else None

@@ -1,9 +1,9 @@
-"""Bags: ``F.embedding_bag``, sums of a table's rows by numbers that each vertex or edge holds.
+"""Embedding bags: ``F.embedding_bag``, sums of a table's rows by numbers held per vertex or edge.
 
-Where it sits: one of ``interceptor``'s handlers, on a part of the graph::
+Where it sits: one of the ``interceptor``'s handlers, on a part of the graph::
 
-    ids [N, k], table [V, d]     a row a vertex: each bag is one of its own
-    ids [T], offsets [N]         refused: where a bag ends the next vertex says, which lies elsewhere
+    ids [N, k], table [V, d]     one row per vertex: each bag lies wholly on this part
+    ids [T], offsets [N]         refused: a bag ends where the next vertex's begins, on another part
     rows of vertices as table    refused: they are read by numbers, not by edges
 """
 
@@ -24,13 +24,13 @@ from kagome.user_frame import user_line
 
 
 def bag(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``F.embedding_bag(ids, table)`` with a bag for each vertex or edge.
+    """Answer ``F.embedding_bag(ids, table)`` with one bag per vertex or edge.
 
     Shapes:
         ids ``[n, k]``, table ``[V, d]`` -> ``[n, d]``.
 
     Raises:
-        ModelError: If a part's bags are not told from its own rows.
+        ModelError: If a part's own rows do not determine its bags.
     """
     if not scope.parted or func is not functional.embedding_bag:
         return NotImplemented

@@ -1,7 +1,7 @@
-"""Handlers: torch calls that read or write rows by the graph's ids, answered for a part.
+"""Gather and scatter: handlers of torch calls that read or write rows by the graph's ids, for one part.
 
-Where it sits: ``interceptor`` looks a call up here by its name before it runs it. Statistics, draws and
-attention have theirs in ``model.exact.handlers``.
+Where it sits: the ``interceptor`` looks a call up here by its name before it runs it. The handlers of
+statistics, draws and attention are in ``model.exact.handlers``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kagome.user_frame import by_kagome, from_library
 
 
 class Reader(PositionScope, Protocol):
-    """What a handler asks of the running interception."""
+    """What a handler asks of the running interceptor."""
 
     fast: bool
     views: list[EdgeView]
@@ -50,64 +50,64 @@ class Reader(PositionScope, Protocol):
 
     @property
     def size(self) -> int:
-        """Ranks that share the graph."""
+        """Number of ranks that share the graph."""
 
     def read(self, rows: Tensor, axis: int, mark: Placement) -> Tensor:
-        """Own and halo rows."""
+        """Return own and halo rows along an axis."""
 
     def knows_number(self, mark: Placement) -> bool:
-        """Whether it is known without asking how many rows of a mark all ranks have."""
+        """Return True if the total number of rows of a placement is known without asking the other ranks."""
 
     def goes_beyond(self, what: str) -> None:
-        """Say, where all rows are here, that more is asked for than the edges into a vertex bring."""
+        """Report, where all rows are local, a read that goes beyond a vertex's in-edges."""
 
     def write(self, sums: Tensor, axis: int, mark: Placement) -> Tensor:
-        """Sums on own rows."""
+        """Return sums on own rows from sums on own and halo rows."""
 
     def greatest(self, part: Tensor) -> Tensor:
-        """Maximum over ranks, without gradient."""
+        """Return the maximum over ranks, without gradient."""
 
     def out_edges(self) -> EdgeView:
-        """The out-edges of own vertices."""
+        """Return the out-edges of own vertices."""
 
     @property
     def last_vertex(self) -> int:
-        """The last vertex of the whole graph that has an edge."""
+        """Number of the last vertex of the whole graph that has an edge."""
 
     def last_row(self) -> int:
-        """Own vertices up to the last one with an edge."""
+        """Count own vertices up to the last one with an edge."""
 
     def number_of(self, mark: Placement, count: int) -> int:
-        """How many rows all ranks have."""
+        """Return how many rows all ranks have together."""
 
     def put_off(self, base: Tensor, index: Tensor, mark: Placement) -> Tensor | None:
-        """A gather by an end of the graph's edges, as a message."""
+        """Return a gather by one end of the graph's edges as a deferred message; else None."""
 
     def thinned(self, rows: Tensor) -> Tensor | SparseFeatures:
-        """Rows that last and are nearly all zeros by what is not; others as they are."""
+        """Return constant rows that are nearly all zeros in sparse form, and any other rows unchanged."""
 
     def axis(self, tensor: Any) -> int | None:
-        """The axis along which a tensor has a row a vertex or an edge."""
+        """Return the axis along which a tensor has one row per vertex or edge."""
 
     def like(self, out: Tensor, tensor: Tensor) -> Tensor:
-        """Give ``out`` the mark of ``tensor``."""
+        """Give ``out`` the placement of ``tensor``."""
 
     def mark(self, tensor: Tensor, mark: Placement) -> Tensor:
-        """Say what a tensor stands for."""
+        """Record the placement of a tensor."""
 
     def sums_late(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether a linear map of rows is put off."""
+        """Return True if a linear map of rows is deferred."""
 
     def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
-        """A reduction over each row's in-edges."""
+        """Return a reduction over each row's in-edges, or None where kernels do not apply."""
 
 
 Handler = Callable[[Any, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""A handler answers a torch call itself, or returns NotImplemented to let it run as it is."""
+"""A handler answers a torch call itself, or returns NotImplemented to let torch run it."""
 
 
 def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x[row]`` and ``x.index_select(dim, row)``: by source ids they read halo rows as well."""
+    """Answer ``x[row]`` and ``x.index_select(dim, row)``; source ids read halo rows as well."""
     base: Tensor = args[0]
     index: Any = args[1] if len(args) > 1 else None
     axis, rest = 0, ()
@@ -122,7 +122,7 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     if mark is None or index.dtype == torch.bool or (held is not None and held.kind in IDS):
         return NotImplemented
     if held is not None and held.kind is PlacementKind.LOST and mark.kind not in IDS:
-        return NotImplemented  # what was lost stays so
+        return NotImplemented  # a lost tensor stays lost
     axis = axis % max(base.dim(), 1)
     if mark.kind is PlacementKind.MIXED:
         raise _rebuilt(scope, "indexing")
@@ -170,7 +170,7 @@ def _gathered(
 
 
 def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``out.scatter_add_(dim, row, src)``: by source ids the sums of halo rows go to their owners."""
+    """Answer ``out.scatter_add_(dim, row, src)``; for source ids, sums on halo rows go to their owners."""
     base = args[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     index = kwargs.get("index", args[2] if len(args) > 2 else None)
@@ -238,7 +238,7 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
 def _by_place(
     scope: Reader, index: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A write by ``arange(x.size(0))``: own rows by their places here."""
+    """Replace ``arange(x.size(0))`` in a write's arguments by the positions of own rows on this part."""
     own = scope.marks.put(scope.local_of(index), Placement(PlacementKind.TARGET))
     args = tuple(own if value is index else value for value in args)
     return args, {key: own if value is index else value for key, value in kwargs.items()}
@@ -254,7 +254,7 @@ def _reduced(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Tensor | None:
-    """A write by the graph's targets, by kernels; None where they do not apply."""
+    """Answer a write by the graph's targets with kernels; None where they do not apply."""
     how, takes = "sum", False
     if name.startswith("scatter_reduce"):
         how = kwargs.get("reduce", args[4] if len(args) > 4 else "sum")
@@ -287,13 +287,13 @@ def _reduced(
 
 
 def _linear(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.linear`` of rows: put off where neighbours may be summed first, else by the fastest product."""
+    """Answer ``F.linear`` of rows: deferred if neighbours can be summed first, else the fastest product."""
     weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
     bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
     if not args or not isinstance(weight, Tensor) or isinstance(args[0], LazyTensor):
         return NotImplemented
     if scope.parted and (held := scope.marks.get(weight)) is not None and held.kind in ALIGNED:
-        call = scope.__torch_function__  # a product with rows, as any other
+        call = scope.__torch_function__  # a product with rows, like any other
         out = call(Tensor.matmul, (), (args[0], call(Tensor.t, (), (weight,))))
         return out if bias is None else call(Tensor.add, (), (out, bias))
     if bias is None and scope.sums_late(args[0], weight):
@@ -305,7 +305,7 @@ def _linear(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
 
 
 def _matmul(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x @ w`` of rows that last and are nearly all zeros."""
+    """Answer ``x @ w`` for constant rows that are nearly all zeros."""
     weight = args[1] if len(args) == 2 and not kwargs else None
     if not isinstance(args[0], Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
         return NotImplemented
@@ -316,7 +316,7 @@ def _matmul(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
 
 
 def _factor(scope: Reader, x: Tensor, weight: Tensor) -> Tensor | SparseFeatures | None:
-    """Rows of vertices or edges, as a product takes them; None where it is not for :mod:`dense`."""
+    """Return rows of vertices or edges in the form a product takes; None if :mod:`linear` does not apply."""
     if (
         not scope.fast
         or torch.is_autocast_enabled("cpu")
@@ -333,7 +333,7 @@ def _factor(scope: Reader, x: Tensor, weight: Tensor) -> Tensor | SparseFeatures
 def _pooled_extreme(
     scope: Reader, base: Tensor, axis: int, index: Tensor, value: Tensor, sign: int
 ) -> Tensor:
-    """The largest of each group on all ranks; ``base`` where there is none. Equals share the gradient."""
+    """Return each group's largest value on all ranks, or ``base`` if it is empty. Ties share the gradient."""
     low = -math.inf if value.is_floating_point() else torch.iinfo(value.dtype).min
     best = torch.full_like(base, low, requires_grad=False)
     best = best.scatter_reduce(axis, index, value.detach() * sign, "amax", include_self=True)
@@ -361,7 +361,7 @@ def _add(base: Tensor, sums: Tensor, name: str) -> Tensor:
 
 
 def _flip(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Flipping the graph's own edges gives the out-edges of own vertices."""
+    """Answer a flip of the graph's own edges with the out-edges of own vertices."""
     edges = args[0]
     dims = kwargs.get("dims", args[1:])
     dims = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
@@ -375,9 +375,10 @@ def _flip(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``edge_index.max()`` asks how many vertices there are: the last one that has an edge.
+    """Answer ``edge_index.max()``, which asks for the last vertex that has an edge.
 
-    PyG's own code makes as many rows of it: there it is the last one here.
+    A user's code gets the last vertex of the whole graph. PyG's own code allocates that many rows, so it gets
+    the last one of this part.
     """
     mark = scope.marks.get(args[0])
     if mark is None or mark.kind is not PlacementKind.EDGES or len(args) > 1 or kwargs:
@@ -388,7 +389,7 @@ def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwa
 
 
 def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.size(0)`` and ``x.shape`` of a tensor with a row a vertex or an edge, or of ids."""
+    """Answer ``x.size(0)`` and ``x.shape`` of ids or of a tensor with one row per vertex or edge."""
     if name == "__get__" and attribute(func) != "shape":
         return NotImplemented
     mark = scope.marks.get(args[0])
@@ -396,11 +397,11 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
         return NotImplemented
     size = list(func(args[0]))
     if mark.kind is PlacementKind.LOCAL and math.prod(size) != size[0]:
-        return NotImplemented  # no list of places
+        return NotImplemented  # not a list of positions
     axis = len(size) - 1 if mark.kind in IDS else mark.axis
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if dim is not None and dim not in (axis, axis - len(size)):
-        return func(*args, **kwargs)  # torch says which axes there are
+        return func(*args, **kwargs)  # torch checks that the axis exists
     what = mark if mark.axis == 0 else replace(mark, axis=0)
     if mark.kind in IDS:
         what = Placement(
@@ -414,7 +415,7 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.numel()``, ``index.numel() == 0``: ranks without edges take the branch that their peers take."""
+    """Answer ``x.numel()``, so that ranks without edges take the same branch as their peers."""
     tensor = args[0] if args else kwargs["input"]
     mark = scope.marks.get(tensor)
     if not scope.parted or mark is None or mark.kind not in (*ALIGNED, *IDS, PlacementKind.LOCAL):
@@ -433,7 +434,7 @@ def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _make(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.zeros(x.size(0))`` has a row a vertex, ``x.new_ones(3, row.size(0))`` a row an edge."""
+    """Mark ``torch.zeros(x.size(0))`` as a row per vertex, ``x.new_ones(3, row.size(0))`` as one per edge."""
     place = int(name.startswith("new"))
     size = args[place] if len(args) > place else kwargs.get("size")
     sizes = size if isinstance(size, (tuple, list)) else args[place:]
@@ -448,7 +449,7 @@ def _make(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _widened(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``bias.expand(x.size(0), -1)``: a row a vertex, all alike."""
+    """Mark ``bias.expand(x.size(0), -1)`` as one row per vertex, all of them equal."""
     size = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
     axis = next((at for at, each in enumerate(size) if isinstance(each, SymbolicSize)), None)
     base = args[0]
@@ -462,7 +463,7 @@ def _widened(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
 
 
 def _sparse(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sparse matrix of the edges has columns of halo rows: torch would read or write past its end."""
+    """Refuse sparse matrices of edges: their halo columns make torch access memory out of bounds."""
     known = (*ALIGNED, PlacementKind.TARGET) if name.startswith("_convert") else ALIGNED
     found = [scope.marks.get(value) for value in (*args, *kwargs.values())]
     if scope.size == 1 or all(mark is None or mark.kind in known for mark in found):
@@ -476,7 +477,7 @@ def _sparse(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
 
 
 def _scale(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.sum(0) / x.size(0)``: the number of all rows is meant."""
+    """Answer ``x.sum(0) / x.size(0)`` with the number of rows on all ranks."""
     if not any(isinstance(value, SymbolicSize) for value in args):
         return NotImplemented
     given = [value.of_all() if isinstance(value, SymbolicSize) else value for value in args]
@@ -486,7 +487,7 @@ def _scale(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _number(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x - x.size(0)``, ``torch.tensor(x.size(0))``: where a user reckons with it, that of all rows."""
+    """Answer ``x - x.size(0)`` or ``torch.tensor(x.size(0))`` in user code with the count over all ranks."""
     at = range(len(args)) if name not in _FILLS else (_FILLS[name],)
     named = [key for key in kwargs if key not in ("size", "dim")]
     found = [args[place] for place in at if place < len(args)] + [kwargs[key] for key in named]
@@ -511,7 +512,7 @@ def _whole(value: Any) -> Any:
 
 
 _FILLS: Final = {"full": 1, "full_like": 1, "new_full": 2}
-"""Calls with a size and a number, and where the number stands."""
+"""Calls with a size and a fill value, and the position of the fill value."""
 _RECKON: Final = (
     *("add", "add_", "sub", "sub_", "subtract", "rsub", "__radd__", "__rsub__", "pow", "pow_", "__rpow__"),
     *("gt", "ge", "lt", "le", "eq", "ne", "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__"),
@@ -529,11 +530,11 @@ _RECKON: Final = (
     *("floor_divide", "__floordiv__", "__rfloordiv__", "remainder", "fmod", "__mod__", "where", "lerp"),
     *("addcdiv", "addcmul", "mul_", "div_", "tensor", "as_tensor", "new_tensor", "scalar_tensor"),
 )
-"""Calls in which a number is no size."""
+"""Calls whose number arguments are not sizes."""
 
 
 def _rebuilt(scope: PositionScope, what: str) -> ModelError:
-    """The error for ids of which it is no longer known what they name."""
+    """Return the error for ids whose meaning is no longer known."""
     return refused(
         scope,
         f"{what} uses ids that were computed from them (an edge list rebuilt inside forward)",
@@ -568,17 +569,17 @@ HANDLERS: dict[str, Handler] = {
     **host_reads.HANDLERS,
     **dict.fromkeys(_RECKON, _number),
 }
-"""Asked after those of ``model.exact``."""
+"""Handlers asked after those of ``model.exact``."""
 _FIRST: dict[str, Handler] = dict.fromkeys(_FILLS, _number)
-"""Asked before :data:`HANDLERS`."""
+"""Handlers asked before :data:`HANDLERS`."""
 
 
 def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[str, list[Handler]]:
-    """The handlers of each torch call, in the order in which they are asked.
+    """Return the handlers of each torch call, in the order in which they are asked.
 
     Args:
-        more: Those of ``model.exact``.
-        parted: Whether rows lie apart.
+        more: The handlers of ``model.exact``.
+        parted: Whether the graph's rows are split over parts.
         matrix: Whether the model is given the graph as a matrix.
     """
     tables: list[Mapping[str, Handler]] = [sparse_adjacency.HANDLERS] if matrix else []

@@ -1,6 +1,6 @@
-"""Install: hooks on a user's modules that tell an interception where the forward is.
+"""Hooks: forward hooks on a user's modules that tell the interceptor which module is running.
 
-Where it sits: ``train.graph_engine`` installs before the first forward and takes everything off at the end.
+Where it sits: ``train.graph_engine`` installs them before the first forward and removes them at the end.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from kagome.user_code.torch_checkpoint import once
 
 
 def install(model: nn.Module, scope: Interceptor, *, several: bool = False) -> Callable[[], None]:
-    """Watch a model's modules: where the forward is, and what each ``propagate`` was given.
+    """Hook a model's modules to follow where the forward is and what each ``propagate`` was given.
 
     Args:
         model: The user's module.
-        scope: The interception, or what stands for the running one.
-        several: Whether it stands for several: what a layer has cached of one chunk is not another's.
+        scope: The interceptor, or the proxy of the running one.
+        several: Whether the proxy stands for several interceptors. A value that a layer cached for one chunk
+            is wrong for another.
 
     Returns:
-        A function that takes everything off again and forgets what layers had cached of this part.
+        A function that removes all hooks and drops what layers have cached for this part.
     """
     for each in scope.scopes:
         each.keeps(model)
@@ -46,7 +47,7 @@ def install(model: nn.Module, scope: Interceptor, *, several: bool = False) -> C
             if caches and several:
                 forget(module)
             if scope.turn.outside:
-                return  # the loss runs it: as torch does
+                return  # the loss runs this module: leave it to torch
             scope.turn.refuse_again(name)
             scope.path.append(name)
             refuse_old_hooks(scope, module)
@@ -56,7 +57,7 @@ def install(model: nn.Module, scope: Interceptor, *, several: bool = False) -> C
         def leave(module: nn.Module, _args: Any, out: Any, name: str = name, caches: bool = caches) -> Any:
             if scope.turn.outside:
                 return None
-            # Called after an error too, innermost first: that is the layer to name.
+            # Also called after an error, innermost first: the first module called is the one to name.
             scope.fault = (scope.fault or name) if out is None else ""
             if scope.path:
                 scope.path.pop()
@@ -91,14 +92,14 @@ def install(model: nn.Module, scope: Interceptor, *, several: bool = False) -> C
 
 
 def forget(module: nn.Module) -> None:
-    """Drop what a layer has cached of another graph or part (GCNConv(cached=True), SGConv, ...)."""
+    """Drop what a layer has cached for another graph or part (GCNConv(cached=True), SGConv, ...)."""
     for name, value in vars(module).items():
         if name.startswith("_cached_") and value is not None:
             setattr(module, name, None)
 
 
 def _settle(module: nn.Module) -> None:
-    """What a layer has cached outlives this forward: rows that were put off are computed."""
+    """Compute deferred rows that a layer has cached, because its cache outlives this forward."""
     for name, value in vars(module).items():
         if name.startswith("_cached_") and isinstance(value, LazyTensor):
             setattr(module, name, now(value))
@@ -133,12 +134,12 @@ def _wrap(module: MessagePassing, name: str, scope: Interceptor) -> Callable[[],
 
 
 class _Watched:
-    """A layer's forward: what it did the last time is done again; see ``calls``.
+    """Replacement for a layer's forward that replays the last call where it can; see ``layer_calls``.
 
     Args:
-        layer: The layer.
+        layer: The layer whose forward is replaced.
         name: Its path in the model.
-        scope: The interception.
+        scope: The interceptor, or the proxy of the running one.
     """
 
     def __init__(self, layer: nn.Module, name: str, scope: Interceptor) -> None:
@@ -167,17 +168,17 @@ class _Watched:
         return out
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call of the layer itself gives, if it is like the last one; else None."""
+        """Return what the layer would give if this call is like the last one; else None."""
         return None if self.scope.turn.outside else self.scope.calls.whole(self.states, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the layer has its own weights: it runs as its class says, and is not watched."""
+        """Return a plain forward: a copied layer has its own weights and runs as its class says."""
         copied = memo.get(id(self.layer), self.layer)
         return MethodType(type(copied).forward, copied)
 
 
 def _replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Set a method of one module; the function that is returned takes it off."""
+    """Replace a method on one module. The returned function restores it."""
     own = vars(module).get(name)
     module.__dict__[name] = method
 
@@ -191,12 +192,12 @@ def _replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Calla
 
 
 def _edges(scope: Interceptor) -> Callable[..., Any]:
-    """A layer that is given the graph's matrix is given its edges, where that is the same."""
+    """Return a pre-hook that gives a layer the graph's edges for its matrix, where the result is the same."""
     return lambda module, args, kwargs: sparse_adjacency.swap(scope, module, args, kwargs)
 
 
 def _turn_round(scope: Interceptor) -> Callable[..., Any]:
-    """A layer whose messages flow from target to source is given out-edges, with their attributes."""
+    """Return a pre-hook that gives a target-to-source layer the out-edges, with their attributes."""
 
     def swap(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = {id(value): name for name, value in scope.inputs.items() if isinstance(value, Tensor)}

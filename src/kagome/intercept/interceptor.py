@@ -1,10 +1,10 @@
-"""Interception: a user's model runs on one part as if it were the whole graph.
+"""Interceptor: makes a user's model run on one part as if it were the whole graph.
 
 Where it sits: ``train.graph_engine`` enters it around each forward. It sees every torch call (a
-TorchFunctionMode), keeps their marks, supplies halo rows where ids are read, returns sums where ids are
-written, and hands statistics, dropout and attention to the handlers of ``model.exact.handlers``.
+TorchFunctionMode), records placements, supplies halo rows where ids are read, returns sums where ids are
+written, and passes statistics, dropout and attention to the handlers of ``model.exact.handlers``.
 
-A *site* is one read of neighbours' rows: its name is the module path, the argument of ``propagate`` where
+A *site* is one read of neighbours' rows. Its name is the module path, the argument of ``propagate`` where
 there is one, and its number in this forward.
 """
 
@@ -52,18 +52,19 @@ from kagome.user_frame import user_line
 
 
 class Interceptor(Deferral, TorchFunctionMode):
-    """One rank's view of a user's model: sites, marks and the turn that is running.
+    """One rank's view of a user's model: sites, placements and the running forward pass.
 
     Args:
         part: This rank's part.
-        channel: The way to the other parts.
+        channel: The channel to the other parts.
         device: Where the model runs.
-        seed: The run's seed, for draws.
-        handlers: Torch calls by name that ``model.exact`` answers.
-        fast: Whether messages are put off and reduced by kernels; else all runs as PyG runs it.
-        rows: Who supplies the halo rows, if not the other parts by the part's own lists.
-        tensor: How many ranks reduce some columns of all their rows where they can: feature slices. The first
-            so many of the channel are one group, the next another, each with a part of the graph.
+        seed: The run's seed, for random draws.
+        handlers: The torch calls that ``model.exact`` answers, by name.
+        fast: Whether messages are deferred and reduced by kernels. False runs everything as PyG runs it.
+        rows: The provider of halo rows, if it is not an exchange by the part's own lists.
+        tensor: How many ranks split feature columns where they can (feature slices). The first ``tensor``
+            ranks of the channel are one group, the next another, each with one part of the graph.
+        sums_only: Whether only a sample of other parts' rows is read, which is unbiased for sums alone.
     """
 
     def __init__(
@@ -86,15 +87,15 @@ class Interceptor(Deferral, TorchFunctionMode):
         self.vertices = part.num_nodes
         self.ascending = bool((part.own[1:] > part.own[:-1]).all())
         self.parted = not self.ascending or part.own.numel() < part.num_nodes or channel.size > 1
-        """Whether places in a tensor of own rows are not those of the whole graph."""
+        """Whether a position in a tensor of own rows differs from the vertex's number in the whole graph."""
         self.runs_once = self.parted
-        """Whether what a model would run again in backward is kept: see ``checkpoints``."""
+        """Whether a result is kept where a model would recompute it in backward: see ``torch_checkpoint``."""
         self.within_once = 0
-        """How many functions are running of which that is so, one inside the other."""
+        """How many nested functions are running whose results are kept so."""
         self.aside = False
-        """Whether forward runs as plain PyG runs it, all of the graph being here."""
+        """Whether forward runs as plain PyG runs it, because the whole graph is local."""
         self.numbered = False
-        """Whether forward has told vertices apart by their place."""
+        """Whether forward has told vertices apart by their positions."""
         self.edge_tables: edge_tables.EdgeTables | None = None
         self.marks = Placements(whole=not self.parted)
         self.views: list[EdgeView] = [in_view(part, self.channel, self.device, rows)]
@@ -120,7 +121,7 @@ class Interceptor(Deferral, TorchFunctionMode):
     # What the model is given ---------------------------------------------------------------------
 
     def _inputs(self) -> dict[str, Any]:
-        """All that the model may ask for by name; what has no row a vertex or an edge carries no mark."""
+        """Return all inputs that the model may ask for by name; those without graph rows get no placement."""
         view = self.views[0]
         given = self.part.shared
         shared = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in given.items()}
@@ -138,12 +139,12 @@ class Interceptor(Deferral, TorchFunctionMode):
         if self.matrix is not None:
             del inputs[self.matrix.told.name]
             inputs["adj_t"] = self.matrix.given
-        # Whoever makes a tensor of so many rows makes a row a vertex of this part.
+        # A tensor made with this many rows has one row per vertex of this part.
         count = SymbolicSize(self.own, Placement(PlacementKind.ROWS), lambda: self.vertices)
         return {"num_nodes": Shown.of(count) if self.parted else count, **shared, **inputs}
 
     def out_edges(self) -> EdgeView:
-        """View 1, fetched from the peers at the first call. All ranks reach it at the same call."""
+        """Return view 1, fetched from the peers at the first call. All ranks make that call together."""
         if len(self.views) == 1:
             with self.turn.asking(self.channel, self.where()):
                 view = out_view(self.views[0], self.channel)
@@ -156,19 +157,19 @@ class Interceptor(Deferral, TorchFunctionMode):
                 self.constants.add(value)
         return self.views[1]
 
-    # Turns ---------------------------------------------------------------------------------------
+    # Forward passes ------------------------------------------------------------------------------
 
     @contextmanager
     def running(
         self, epoch: int, *, training: bool, checked: bool = False, named: Counter[str] | None = None
     ) -> Iterator[ForwardPass]:
-        """One forward: sites are numbered anew, draws too.
+        """Run one forward pass: sites and draws are numbered from the start.
 
         Args:
-            epoch: For draws, headers and messages.
+            epoch: The epoch, for draws, headers and messages.
             training: Whether a backward will follow.
-            checked: Compare headers with the peers at every collective.
-            named: How often each site was come to before, in earlier stages here.
+            checked: Whether to compare headers with the peers at every collective.
+            named: How often each site was reached before, in earlier stages on this rank.
         """
         grad = training and torch.is_grad_enabled()
         self.turn = ForwardPass(epoch, checked=checked, device=self.device, grad=grad, named=named)
@@ -182,13 +183,13 @@ class Interceptor(Deferral, TorchFunctionMode):
         self.forget_reads()
 
     def where(self) -> str:
-        """The module that is running, for names and messages."""
+        """Return the path of the running module, for names and messages."""
         return self.path[-1] if self.path else "the model's forward"
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer one torch call, or run it; mark what comes out."""
+        """Answer one torch call, or run it; record the placement of the result."""
         if func in rewrite_rules.KNOWN:
             return func(*args)
         kwargs = kwargs or {}
@@ -224,10 +225,10 @@ class Interceptor(Deferral, TorchFunctionMode):
         if self.matrix is not None and self.parted:
             sparse_adjacency.refuse_unknown(self, name, func, args, kwargs)
         if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
-            with self:  # normalize, gumbel_softmax, multi_head_attention_forward: call by call
+            with self:  # normalize, gumbel_softmax, multi_head_attention_forward: run call by call
                 return opened(func)(*args, **kwargs)
         if self.parted and self.own == 1 and (met := vertex_tables.met(self, name, args, kwargs)) is not None:
-            return self.__torch_function__(func, types, *met)  # torch would repeat the only row
+            return self.__torch_function__(func, types, *met)  # torch would broadcast the only row
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, IndexError) as error:
@@ -246,12 +247,12 @@ class Interceptor(Deferral, TorchFunctionMode):
     def _for_part(
         self, name: str, func: Any, args: Any, kwargs: Any, *, asks: bool
     ) -> tuple[Any, dict[str, Any]]:
-        """A call's arguments as a part has them: its rows of tables, numbers of the whole graph for ids."""
+        """Convert a call's arguments for a part: this part's rows of tables, global numbers for ids."""
         args, kwargs = behind(args), {key: behind(value) for key, value in kwargs.items()} if kwargs else {}
         if self.edge_tables is not None:
             args, kwargs = self.edge_tables.cut(self, name, func, args, kwargs)
         if asks:
-            return args, kwargs  # what a tensor is, and none of its numbers
+            return args, kwargs  # asks about a tensor's properties, not its values
         opaque_calls.refuse_operator(self, func, args, kwargs)
         if len(self.views) > 1:
             args, kwargs = edge_alignment.aligned(self, name, args, kwargs)
@@ -264,7 +265,7 @@ class Interceptor(Deferral, TorchFunctionMode):
         return args, kwargs
 
     def _handled(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, Handler | None]:
-        """What the first handler that has something to say answers, and that handler."""
+        """Return the answer of the first handler that gives one, and that handler."""
         for handler in self._handlers.get(name, ()):
             try:
                 result = handler(self, name, func, args, kwargs)
@@ -281,29 +282,29 @@ class Interceptor(Deferral, TorchFunctionMode):
 
     @property
     def size(self) -> int:
-        """Ranks that share the graph."""
+        """Number of ranks that share the graph."""
         return self.channel.size
 
     @property
     def own(self) -> int:
-        """The number of vertices that this rank owns."""
+        """Number of vertices that this rank owns."""
         return self.views[0].rows.own
 
     @property
     def edges(self) -> int:
-        """Edges of the whole graph."""
+        """Number of edges of the whole graph."""
         return self.part.num_edges
 
     @property
     def scopes(self) -> Sequence[Interceptor]:
-        """The interceptions of this rank: this one alone."""
+        """The interceptors of this rank: this one alone."""
         return (self,)
 
     def keeps(self, model: nn.Module) -> None:
-        """Look for tensors with a row an edge or a vertex that a model keeps: a part reads its own rows.
+        """Find tensors that a model keeps with one row per edge or vertex, so that a part reads its own rows.
 
         Raises:
-            ModelError: If it is not known whose rows they are.
+            ModelError: If it is unknown which rows a kept tensor holds.
         """
         if self.parted:
             self.edge_tables = edge_tables.tables_of(model, self.edges, self.vertices)
@@ -311,42 +312,42 @@ class Interceptor(Deferral, TorchFunctionMode):
 
     @property
     def checked(self) -> bool:
-        """Whether this forward compares what the ranks do."""
+        """Whether this forward compares headers between ranks."""
         return self.turn.checked
 
     @property
     def epoch(self) -> int:
-        """The epoch of the running turn."""
+        """The epoch of the running forward pass."""
         return self.turn.epoch
 
     def axis(self, tensor: Any) -> int | None:
-        """The axis along which a tensor has a row a vertex or an edge; None where it has none."""
+        """Return the axis along which a tensor has one row per vertex or edge; None if it has none."""
         mark = self.marks.get(tensor)
         return mark.axis if mark is not None and mark.kind in ALIGNED else None
 
     def counts(self, value: Any) -> bool:
-        """Whether a value has a row a vertex or an edge, or is their number."""
+        """Return True if a value has one row per vertex or edge, or is a count of such rows."""
         return isinstance(value, SymbolicSize) or self.axis(value) is not None
 
     def of_vertices(self, tensor: Any) -> bool:
-        """Whether a tensor has a row a vertex."""
+        """Return True if a tensor has one row per vertex."""
         mark = self.marks.get(tensor)
         return mark is not None and mark.kind in VERTICES
 
     def of_each_vertex(self, tensor: Any) -> bool:
-        """Whether a tensor has one row for each own vertex."""
+        """Return True if a tensor has one row for each own vertex."""
         mark = self.marks.get(tensor)
         return mark is not None and mark.kind in VERTICES and mark.whole
 
     def vertices_counted(self, value: Any) -> int | None:
-        """Vertices of the whole graph where a value is the number of own ones; else None."""
+        """Return the whole graph's vertex count if a value is the count of own vertices; else None."""
         counted = (
             isinstance(value, SymbolicSize) and value.mark.kind is PlacementKind.ROWS and value.mark.whole
         )
         return self.vertices if counted else None
 
     def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
-        """Give ``out`` the mark of ``tensor``, if need be along another axis."""
+        """Give ``out`` the placement of ``tensor``, along another axis if one is given."""
         mark = self.marks.get(tensor)
         if mark is not None and axis is not None:
             mark = mark.along(axis)
@@ -355,7 +356,7 @@ class Interceptor(Deferral, TorchFunctionMode):
         return self.marks.put(out, mark)
 
     def total(self, part: Tensor, what: str = "total") -> Tensor:
-        """Sum over all ranks, with gradient."""
+        """Return the sum over all ranks, with gradient."""
         return total(part, self.turn, self.channel, self.where(), what)
 
     def summing(
@@ -365,11 +366,11 @@ class Interceptor(Deferral, TorchFunctionMode):
         inputs: tuple[Tensor | None, ...],
         what: str,
     ) -> Tensor:
-        """A function that sums over ranks inside, forward and backward: see ``rows.summing``."""
+        """Call a function that sums over ranks, forward and backward: see ``halo.exchange.summing``."""
         return summing(there, back, inputs, self.turn, self.channel, f"{self.where()}.{what}")
 
     def loose(self) -> str:
-        """Why rows of this forward do not cross as they are, in this epoch; empty if they do."""
+        """Return why rows are not exchanged exactly in this epoch; an empty string if they are."""
         if self.slices:
             return "feature slices"
         if self.channel.runs:
@@ -377,7 +378,7 @@ class Interceptor(Deferral, TorchFunctionMode):
         return "" if self.channel.exact else "chunks, codecs, or rows that are late or drawn"
 
     def greatest(self, part: Tensor) -> Tensor:
-        """Maximum over all ranks, without gradient."""
+        """Return the maximum over all ranks, without gradient."""
         if self.size == 1:
             return part
         site = self.turn.begin(self.where())
@@ -386,13 +387,13 @@ class Interceptor(Deferral, TorchFunctionMode):
         return self.channel.all_reduce(part.detach(), "max", action=action, key=key)
 
     def knows_number(self, mark: Placement) -> bool:
-        """Whether it is known without asking how many rows of a mark all ranks have."""
+        """Return True if the total number of rows of a placement is known without asking the other ranks."""
         if mark.kind in VERTICES:
             return length(self, mark) >= 0
         return mark.kind is PlacementKind.PAIRS and mark.edges is self.views[0].edge_index
 
     def number_of(self, mark: Placement, count: int) -> int:
-        """How many rows, of which this rank has ``count``, all ranks have."""
+        """Return how many rows all ranks have together, ``count`` of them on this rank."""
         if self.knows_number(mark):
             return length(self, mark) if mark.kind in VERTICES else self.edges
         if self.size == 1:
@@ -400,22 +401,22 @@ class Interceptor(Deferral, TorchFunctionMode):
         return int(self.total(torch.tensor(count, device=self.device)))
 
     def unknown_ids(self, ids: Tensor) -> Tensor:
-        """Mark ids that mean nothing on a part, so that reading by them is refused."""
+        """Mark ids as meaningless on a part, so that reads by them are refused."""
         return self.marks.put(ids, Placement(PlacementKind.MIXED))
 
     def made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """What ``torch.zeros`` or the like gives for a counted number of rows; None for any other size."""
+        """Return what ``torch.zeros`` or the like gives for a counted number of rows; else None."""
         out = HANDLERS[name](self, name, getattr(torch, name), args, kwargs)
         return None if out is NotImplemented else out
 
     def call(self) -> tuple[str, int]:
-        """The running module's path and the number of this draw within the forward."""
+        """Return the running module's path and the number of this draw within the forward."""
         self.turn.refuse_again(self.where())
         self.draws += 1
         return self.where(), self.draws
 
     def pair_words(self, tensor: Tensor, word: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor | None:
-        """``word(source, target, copy)`` of each row of an edge tensor, by original ids; None if unknown."""
+        """Return ``word(source, target, copy)`` per row of an edge tensor, by original ids, if known."""
         mark = self.marks.get(tensor)
         edges = mark.edges if mark is not None else None
         if edges is None:
@@ -425,7 +426,7 @@ class Interceptor(Deferral, TorchFunctionMode):
             assert ends is not None
             view = self.views[ends.view]
             source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
-            # A word names the graph's own edge, whichever way messages run along it.
+            # A word names the graph's own edge, whichever direction messages run along it.
             first, second = view.ids[source], view.ids[target]
             first, second = (second, first) if ends.view == 1 else (first, second)
             with torch._C.DisableTorchFunction():
@@ -434,13 +435,13 @@ class Interceptor(Deferral, TorchFunctionMode):
         return words if words.numel() == tensor.size(mark.axis if mark is not None else 0) else None
 
     def everyone(self, rows: Tensor, *, ordered: bool = True) -> Tensor:
-        """The rows of all ranks, with gradient: in the order of the graph, or own ones first."""
+        """Return the rows of all ranks, with gradient: in the graph's order, or own rows first."""
         self.needs_all("attention over all vertices")
         whole = self.knows_everyone().extend(rows, self.turn, self.where())
         return whole.index_select(0, self._order) if ordered else whole
 
     def knows_everyone(self) -> HaloExchange:
-        """The lists by which every rank reads every other's rows. All ranks come to it at once."""
+        """Return the lists by which every rank reads all others' rows. All ranks first call it together."""
         if self._everyone is None:
             with self.turn.asking(self.channel, self.where()):
                 self._everyone = all_rows(self.row_ids(), self.channel)
@@ -449,13 +450,13 @@ class Interceptor(Deferral, TorchFunctionMode):
         return self._everyone
 
     def goes_beyond(self, what: str) -> None:
-        """Say, where all rows are here, that more is asked for than the edges into a vertex bring."""
+        """Report, where all rows are local, a read that goes beyond a vertex's in-edges."""
         none = torch.empty(0, 1, device=self.device)
-        self.channel.exchange(none, [0], [0], action=what, kind="other")  # whoever looks on hears of it
+        self.channel.exchange(none, [0], [0], action=what, kind="other")  # observers of the channel see it
 
     @contextmanager
     def run_once(self) -> Iterator[None]:
-        """Around a function that plain PyG would run again in backward."""
+        """Surround a function that plain PyG would run again in backward."""
         self.within_once += 1
         try:
             yield
@@ -463,45 +464,45 @@ class Interceptor(Deferral, TorchFunctionMode):
             self.within_once -= 1
 
     def within(self, function: Callable[[], Any]) -> Any:
-        """Run a function whose torch calls are seen one by one."""
+        """Run a function with its torch calls intercepted one by one."""
         with self:
             return function()
 
     def lost(self, tensor: Tensor, origin: str) -> Tensor:
-        """Mark a tensor that no part has: whatever is made of it is refused where it leaves forward."""
+        """Mark a tensor as lost: no part has it. Anything made from it is refused where it leaves forward."""
         return self.marks.put(
             tensor, Placement(PlacementKind.LOST, origin=f"{origin} ({user_line() or 'a library'})")
         )
 
     def as_targets(self, index: Tensor) -> Tensor:
-        """Say that a tensor holds ids of own rows."""
+        """Record that a tensor holds ids of own rows."""
         return self.marks.put(index, Placement(PlacementKind.TARGET))
 
     @property
     def last_vertex(self) -> int:
-        """The last vertex of the whole graph that has an edge."""
+        """Number of the last vertex of the whole graph that has an edge."""
         return self.part.last_vertex
 
     def last_row(self) -> int:
-        """Own vertices up to the last one of the whole graph that has an edge."""
+        """Count own vertices up to the last one of the whole graph that has an edge."""
         return int((self.row_ids() <= self.part.last_vertex).sum())
 
     def row_ids(self) -> Tensor:
-        """Original ids of own rows."""
+        """Return the original ids of own rows."""
         return self.views[0].ids[: self.own]
 
     def ids_in(self, mark: Placement) -> Tensor:
-        """Original numbers of own and halo rows, in the order of the part's ids."""
+        """Return the original ids of own and halo rows, in the order of the part's ids."""
         return self.views[mark.view].ids
 
     def ids_of(self, mark: Placement) -> Tensor:
-        """Original numbers of the vertices that a tensor has rows for, one each."""
+        """Return the original ids of the vertices that a tensor has rows for, one each."""
         with torch._C.DisableTorchFunction():
             ids = self.row_ids()
             return ids if mark.subset is None else ids[mark.subset.places()]
 
     def words_of(self, tensor: Tensor) -> Tensor:
-        """A number for each entry along the row axis, the same on any ranks: the vertex, and which of its.
+        """Return one number per entry along the row axis, equal on any ranks: vertex and its entry.
 
         Shapes:
             ``[k]``.
@@ -515,7 +516,7 @@ class Interceptor(Deferral, TorchFunctionMode):
             return (ids[:, None] * mark.each + torch.arange(mark.each, device=ids.device)).view(-1)
 
     def local_of(self, ids: Tensor) -> Tensor:
-        """The own rows of own vertices. Shapes: any, kept."""
+        """Return the local positions of own vertices. Shapes: any, kept."""
         with torch._C.DisableTorchFunction():
             own = self.row_ids()
             if self.ascending:
@@ -526,9 +527,9 @@ class Interceptor(Deferral, TorchFunctionMode):
     # Reading and writing by id -------------------------------------------------------------------
 
     def read(self, rows: Tensor, axis: int, mark: Placement, site: str = "") -> Tensor:
-        """All rows that the ids of ``mark`` can name: own and halo rows along ``axis``.
+        """Return own and halo rows along ``axis``: all rows that ids of this placement can name.
 
-        Rows that need no gradient and do not change are exchanged once, others once a layer.
+        Rows that need no gradient and do not change are exchanged once. Others are exchanged once per layer.
         """
         plan = self.views[mark.view].rows
         if plan.closed or rows.dim() == 0 or rows.size(axis) != plan.own:
@@ -542,7 +543,7 @@ class Interceptor(Deferral, TorchFunctionMode):
             return known[2]  # type: ignore[index, no-any-return]
         front = rows.movedim(axis, 0)
         flat = front.reshape(front.size(0), front.shape[1:].numel())
-        # What is made anew in each forward comes again, although no gradient does: dropped features.
+        # Rows made anew in each forward (dropped features) are exchanged again, though they need no gradient.
         with self.turn.apart() if constant and self.lasting(rows) else nullcontext():
             whole = plan.extend(flat, self.turn, site or self.site(rows))
         out = whole.reshape(whole.size(0), *front.shape[1:]).movedim(0, axis)
@@ -553,27 +554,27 @@ class Interceptor(Deferral, TorchFunctionMode):
         return out
 
     def held(self, rows: Tensor, mark: Placement) -> Tensor | None:
-        """Own and halo rows, if this layer has read them before."""
+        """Return own and halo rows if this layer has read them before; else None."""
         version, view, grad, out = self._wholes.get(rows, (None, None, None, None))
         same = version == rows._version and view == mark.view and grad == torch.is_grad_enabled()
         return out if same else None
 
     def forget_reads(self) -> None:
-        """The layer that read rows has ended."""
+        """Drop the rows that the layer has read, because the layer has ended."""
         self._wholes.clear()
         self._parts.clear()
 
     def forget_kept(self) -> None:
-        """What was computed, or read, of lasting tensors is not known any more."""
+        """Drop everything computed or read from constant tensors."""
         self.remembered.clear()
         self._constants.clear()
 
     def mark(self, tensor: Tensor, mark: Placement) -> Tensor:
-        """Say what a tensor stands for."""
+        """Record the placement of a tensor."""
         return self.marks.put(tensor, mark)
 
     def write(self, sums: Tensor, axis: int, mark: Placement) -> Tensor:
-        """Sums on own and halo rows along ``axis`` -> sums on own rows."""
+        """Reduce sums on own and halo rows along ``axis`` to sums on own rows."""
         plan = self.views[mark.view].rows
         front = sums.movedim(axis, 0)
         flat = front.reshape(front.size(0), front.shape[1:].numel())
@@ -581,7 +582,7 @@ class Interceptor(Deferral, TorchFunctionMode):
         return own.reshape(own.size(0), *front.shape[1:]).movedim(0, axis)
 
     def site(self, rows: Tensor) -> str:
-        """Module path and, inside propagate, the argument's name."""
+        """Return the site name of a read: module path and, inside propagate, the argument's name."""
         for arguments in reversed(self.arguments):
             for name, value in arguments.items():
                 if value is rows or (isinstance(value, (tuple, list)) and any(v is rows for v in value)):
@@ -589,7 +590,7 @@ class Interceptor(Deferral, TorchFunctionMode):
         return self.where()
 
     def refuse_draw(self, name: str, why: str) -> ModelError:
-        """The error for a draw of rows that would be another on other ranks."""
+        """Return the error for a draw of rows that would differ between ranks."""
         return refused(
             self,
             f"{name} draws random numbers that are not made exact: {why}",

@@ -1,14 +1,14 @@
-"""Adjacency: what stands for a graph's sparse matrix (``adj_t``) in a model's forward.
+"""Sparse adjacency: the stand-in for a graph's sparse matrix (``adj_t``) in a model's forward.
 
-Where it sits: ``interceptor`` makes it where the data was given as a matrix, and asks these handlers first.
-With the whole graph at hand it is the matrix itself. On a part it is one of the part's rows, whose columns
-count halo rows too: what torch would do with it is done by the part's edges, and what is not known is refused
-by name.
+Where it sits: the ``interceptor`` makes it where the data was given as a matrix, and asks these handlers
+first. With the whole graph at hand it is the matrix itself. On a part it is a matrix of the part's rows,
+whose columns include halo rows. Calls on it are answered by the part's edges; unknown calls are refused by
+name.
 
 ::
 
     adj_t @ x, torch.sparse.mm(adj_t, x)      values * x[source], summed at targets
-    adj_t.values(), .col_indices()            the part's edges, marked for what they are
+    adj_t.values(), .col_indices()            the part's edges, with their placements
     GCNConv(x, adj_t)                         GCNConv(x, edge_index, edge_weight), where that is the same
 """
 
@@ -40,15 +40,15 @@ Func = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """The matrix of one interception.
+    """The sparse matrix of one interceptor.
 
     Args:
-        given: What the model is given.
-        told: What it was.
-        values: One an edge of view 0, in its order.
+        given: The tensor that the model is given in place of the matrix.
+        told: The adjacency as the data held it.
+        values: One value per edge of view 0, in its order.
         source: Ids that edges read.
         target: Ids of own rows.
-        ends: Both, targets first, as PyG takes a matrix apart.
+        ends: Both, targets first, in the order in which PyG takes a matrix apart.
         pointer: Where each row begins.
     """
 
@@ -62,7 +62,7 @@ class Matrix:
 
 
 class Scope(Protocol):
-    """What is asked of the running interception."""
+    """What these handlers ask of the running interceptor."""
 
     marks: Placements
     views: list[EdgeView]
@@ -72,20 +72,20 @@ class Scope(Protocol):
 
     @property
     def own(self) -> int:
-        """Own rows."""
+        """Number of rows that this rank owns."""
 
     def number_of(self, mark: Placement, count: int) -> int:
-        """How many rows the whole graph has."""
+        """Return how many rows the whole graph has."""
 
     def where(self) -> str:
-        """The running module."""
+        """Return the path of the running module."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
-        """Answer a torch call."""
+        """Answer one torch call of the forward."""
 
 
 def matrix_of(scope: Scope) -> Matrix | None:
-    """What stands for the matrix of an interception's view 0; None if the data was given as edges."""
+    """Return the stand-in for the matrix of view 0; None if the data was given as edges."""
     view = scope.views[0]
     told = adjacency_of(view.attributes)
     if told is None:
@@ -112,7 +112,7 @@ def matrix_of(scope: Scope) -> Matrix | None:
 
 
 def _product(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``adj_t @ x`` and its other names."""
+    """Answer ``adj_t @ x`` and its other names."""
     matrix = scope.matrix
     if matrix is None or not any(value is matrix.given for value in args):
         return NotImplemented
@@ -143,7 +143,7 @@ def _product(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
 
 
 def _size(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """As many rows and columns as there are vertices."""
+    """Answer ``size`` and ``shape``: as many rows and columns as there are vertices."""
     matrix = scope.matrix
     if matrix is None or args[0] is not matrix.given or not scope.parted:
         return NotImplemented
@@ -159,7 +159,7 @@ def _size(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
 
 
 def _asked(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """The parts of the matrix: the part's edges, in their order."""
+    """Answer reads of the matrix's components with the part's edges, in their order."""
     matrix, first = scope.matrix, args[0] if args else None
     if matrix is None or not scope.parted:
         return NotImplemented
@@ -174,16 +174,16 @@ def _asked(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
         mark = scope.marks.get(args[1])
         return matrix.target if mark is not None and mark.kind is PlacementKind.MATRIX else NotImplemented
     mark = scope.marks.get(first)
-    if mark is not None and mark.kind is PlacementKind.MATRIX:  # the pointer on its way to rows
+    if mark is not None and mark.kind is PlacementKind.MATRIX:  # the row pointer on its way to row ids
         return scope.marks.put(func(*args, **kwargs), mark)
     return NotImplemented
 
 
 def refuse_unknown(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> None:
-    """Refuse what no handler has answered of a part's matrix.
+    """Refuse a call on a part's matrix that no handler has answered.
 
     Raises:
-        ModelError: If the call was given it, and asks for more than its type and place.
+        ModelError: If the call was given the matrix or its pointer, and asks for more than type and place.
     """
     matrix = scope.matrix
     assert matrix is not None
@@ -209,10 +209,10 @@ _KNOWN: Final = frozenset(
 
 
 def swap(scope: Scope, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """What a layer of PyG is given for a matrix where edges give the same, by the fast way; else None.
+    """Replace the matrix in a PyG layer's arguments by edges where the result is the same; else return None.
 
-    Of a matrix of ones without self-loops a layer makes what it makes of its edges. Values are weights of
-    edges to a layer that takes some.
+    For a matrix of ones without self-loops, a layer computes the same from its edges. Values become edge
+    weights of a layer that takes them.
     """
     matrix = scope.matrix
     if matrix is None or not type(module).__module__.startswith("torch_geometric.nn."):
@@ -256,4 +256,4 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     ),
     "__get__": _size,
 }
-"""Asked before all others where there is a matrix."""
+"""Handlers asked before all others where the model is given a matrix."""

@@ -1,1 +1,1 @@
-"""What each tensor holds: rows of vertices or edges, along which axis, and how many."""
+"""Placement of tensors: rows of vertices or edges, along which axis, and how many."""

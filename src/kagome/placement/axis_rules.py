@@ -1,4 +1,4 @@
-"""Axes: where a torch call moves the axis along which a tensor has a row a vertex or an edge.
+"""Axis rules: where a torch call moves the axis along which a tensor has one row per vertex or edge.
 
 Where it sits: ``placement`` asks it for each call whose arguments have such an axis. It knows shapes and call
 names, nothing of graphs.
@@ -62,7 +62,7 @@ LOSE = frozenset(
         ),
     ]
 )
-"""Calls after which it is not known where rows lie, or whose result mixes them."""
+"""Calls after which the row axis is unknown, or whose result mixes rows."""
 _REDUCE = frozenset(
     [
         "sum",
@@ -108,11 +108,11 @@ _RUNS = frozenset(
         "diff",
     ]
 )
-"""Calls that go along one axis, the last by default, and keep the others."""
+"""Calls that run along one axis, the last by default, and keep the others."""
 _SHARES = frozenset(["softmax", "log_softmax", "softmin", "special_softmax", "special_log_softmax"])
-"""Calls that go along one axis, and whose result belongs entry by entry to what they are given."""
+"""Calls that run along one axis, and whose result matches their input entry by entry."""
 _AMONG = frozenset(["topk", "kthvalue", "roll"])
-"""Calls that go along one axis, with a number before it, and keep the others."""
+"""Calls that run along one axis, given after another number, and keep the others."""
 _TURNS = frozenset(
     [
         "t",
@@ -156,10 +156,10 @@ _ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys((f"fft_{way}{kind}fftn" for way in ("", "i") for kind in ("", "r", "h")), (2, None)),
     **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), (1, None)),
 }
-"""Calls that go along named axes: where those stand among the arguments, and the default; None is all."""
+"""Calls along named axes: the position of that argument, and its default. None stands for all axes."""
 _RECURRENT = frozenset(["gru", "lstm", "rnn_tanh", "rnn_relu"])
 _MIXING = ("linalg_", "fft_", "svd", "qr", "pca_lowrank", "lu", "cholesky", "inverse", "pinverse", "matrix_")
-"""Calls that begin so mix all rows of a matrix; of several matrices each apart."""
+"""Prefixes of calls that mix all rows of a matrix, and treat each matrix of a batch by itself."""
 _BATCHED = {
     **{
         f"{kind}{d}d": d + 2 for kind in ("conv", "conv_transpose", "avg_pool", "max_pool") for d in (1, 2, 3)
@@ -171,7 +171,7 @@ _BATCHED = {
     "lp_pool1d": 3,
     "lp_pool2d": 4,
 }
-"""Calls that keep an axis of samples, the first, apart from the others, and of how many axes at least."""
+"""Calls that treat each sample of the first axis by itself, and the least number of axes for that."""
 ELEMENTWISE = frozenset(
     [
         *("add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "mul", "rmul", "imul", "multiply"),
@@ -197,7 +197,7 @@ ELEMENTWISE = frozenset(
         *("cat", "concat", "concatenate", "stack", "hstack"),
     ]
 )
-"""Calls in which rows of one tensor meet the same rows of another, by their names without underscores."""
+"""Calls that combine rows of one tensor with the same rows of another, by name without underscores."""
 PREFIX = frozenset(
     ["view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as"]
 )
@@ -206,15 +206,15 @@ PREFIX = frozenset(
 def place_of(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int, rows: int, out: Tensor
 ) -> int | None:
-    """The row axis of a call's result, or None where it has none.
+    """Return the row axis of a call's result, or None if it has none.
 
     Args:
         name: The call's name.
-        args: Its arguments.
+        args: Its positional arguments.
         kwargs: Its named arguments.
         base: The argument that has the row axis.
         axis: That axis.
-        rows: Its size.
+        rows: The size of that axis.
         out: The result.
     """
     if name in LOSE:
@@ -223,7 +223,7 @@ def place_of(
         return _by_view(name, args, kwargs, base, axis, rows, out)
     if name in _TURNS:
         return _by_turn(name, args, base, axis)
-    if name == "cdist":  # of rows and of points that are no rows: see marks for rows with rows
+    if name == "cdist":  # rows against points that are not rows: see ``placement`` for rows against rows
         inner, outer = base.dim() - 2, out.dim() - (2 if args[0] is base else 1)
         return outer if axis == inner else axis if axis < inner else None
     if name in ("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"):
@@ -250,7 +250,7 @@ def place_of(
     if name in _BATCHED or name.startswith(_MIXING):
         kept = axis == 0 and base.dim() >= _BATCHED[name] if name in _BATCHED else axis < base.dim() - 2
         return axis if kept and out.dim() > axis and out.size(axis) == rows else None
-    if name in ("renorm", "renorm_"):  # each row by itself, or what lies across them
+    if name in ("renorm", "renorm_"):  # each row by itself, or along the other axes
         dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
         return axis if _positive(dim, base) == axis else None
     if name in ("layer_norm", "rms_norm"):
@@ -266,7 +266,7 @@ def place_of(
 def _by_view(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int, rows: int, out: Tensor
 ) -> int | None:
-    """Other sizes, the entries in their order."""
+    """Follow the row axis through a view, which keeps the entries in their order."""
     if name == "unsqueeze":
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
         return axis + int(dim <= axis)
@@ -276,7 +276,7 @@ def _by_view(
 
 
 def _by_turn(name: str, args: tuple[Any, ...], base: Tensor, axis: int) -> int | None:
-    """Axes in another order."""
+    """Follow the row axis through a call that reorders axes."""
     if name == "permute":
         dims = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
         return [_positive(d, base) for d in dims].index(axis)
@@ -286,12 +286,12 @@ def _by_turn(name: str, args: tuple[Any, ...], base: Tensor, axis: int) -> int |
     if name in ("mT", "mH", "adjoint") and axis < base.dim() - 2:
         return axis
     if name in ("mT", "mH", "adjoint"):
-        return 2 * base.dim() - 3 - axis  # the last two change places
-    return base.dim() - 1 - axis  # all in the other order; t takes two at most
+        return 2 * base.dim() - 3 - axis  # the last two are swapped
+    return base.dim() - 1 - axis  # all axes are reversed; t takes two at most
 
 
 def _by_join(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, out: Tensor) -> int | None:
-    """Several tensors laid end to end, or along an axis of their own."""
+    """Follow the row axis through a concatenation or a stack."""
     dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
     dim = {"hstack": 1, "vstack": 0}.get(name, dim) % out.dim()
     if name == "stack":
@@ -302,7 +302,7 @@ def _by_join(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int
 def _by_named(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int, out: Tensor
 ) -> int | None:
-    """Calls of :data:`_ALONG`: axes that are none of theirs stay."""
+    """Follow the row axis through calls of :data:`_ALONG`, which keep all axes that they do not name."""
     at, default = _ALONG[name]
     named = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else default))
     if named is None:
@@ -315,7 +315,7 @@ def _by_named(
 
 
 def _by_run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int) -> int | None:
-    """Calls that go along some axes."""
+    """Follow the row axis through calls that run along some axes."""
     place = 2 if name in _AMONG else 1
     dim = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else -1))
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
@@ -327,7 +327,7 @@ def _positive(dim: int, base: Tensor) -> int:
 
 
 def _by_shape(base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
-    """Element-wise calls line shapes up from the right; of two fitting axes the one of equal depth wins."""
+    """Find the row axis after an element-wise call. Shapes align from the right; equal depth wins."""
     right = out.dim() - base.dim() + axis
     for place in (right, axis):
         if 0 <= place < out.dim() and out.size(place) == rows:
@@ -338,9 +338,10 @@ def _by_shape(base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
 def _by_prefix(
     base: Tensor, axis: int, rows: int, out: Tensor, given: tuple[Any, ...] | None = None
 ) -> int | None:
-    """Views keep the number of entries before the row axis.
+    """Find the row axis after a view, which keeps the number of entries before that axis.
 
-    Where a part has one row, axes of one entry fit as well: the one that is not given as a plain 1 is meant.
+    Where a part has one row, axes of size 1 fit as well. The one that was not given as a plain 1 is then
+    taken.
     """
     want, have = base.shape[:axis].numel(), 1
     fits = []
@@ -354,7 +355,7 @@ def _by_prefix(
 
 
 def _given_shape(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """The sizes that ``view`` and ``reshape`` were given."""
+    """Return the sizes that ``view`` and ``reshape`` were given."""
     if name not in ("view", "reshape"):
         return None
     sizes = kwargs.get("size", kwargs.get("shape", args[1:]))
@@ -362,7 +363,7 @@ def _given_shape(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 def _by_recurrence(args: tuple[Any, ...], base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
-    """Samples of a recurrent layer: their axis is another in what it gives last of each."""
+    """Follow the axis of samples through a recurrent layer, whose final states put it elsewhere."""
     first = bool(args[-1]) if args and isinstance(args[-1], bool) else False
     if base.dim() != 3 or axis != (0 if first else 1):
         return None
@@ -380,16 +381,16 @@ def _by_squeeze(args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axi
 
 
 def merged(base: Tensor, axis: int, each: int, out: Tensor) -> tuple[int, int] | None:
-    """Where a view put the row axis together with those behind it, or took them apart.
+    """Find where a view merged the row axis with the axes after it, or split them again.
 
     Args:
-        base: What was viewed.
+        base: The tensor that was viewed.
         axis: Its row axis.
         each: Entries along it that belong to one row.
         out: The view.
 
     Returns:
-        The axis, and how many entries of it belong to one row; None if rows do not lie apart any more.
+        The axis, and how many entries of it belong to one row; None if rows are no longer separate.
     """
     rows = base.size(axis) // each
     entries = each * base.shape[axis + 1 :].numel()
@@ -406,9 +407,9 @@ def _by_product(args: tuple[Any, ...], base: Tensor, axis: int, rows: int, out: 
     left = args[0] is base
     inner = base.dim() - 1 if left else max(base.dim() - 2, 0)
     if axis == inner:
-        return None  # the product sums over the rows: see exact.contraction
+        return None  # the product sums over the rows: see ``model.exact.reductions``
     if args[1 if left else 0].dim() == 1:
-        return axis - int(axis > inner)  # a product with a vector takes the inner axis away
+        return axis - int(axis > inner)  # a product with a vector removes the inner axis
     return _by_shape(base, axis, rows, out) if base.dim() <= out.dim() else None
 
 
@@ -422,7 +423,7 @@ def _by_reduction(
 
 
 def reduced(args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor) -> tuple[int, ...] | None:
-    """The axes that a reduction runs over; None when it names none, which means all."""
+    """Return the axes that a reduction runs over; None if it names none, which means all."""
     dim = kwargs.get("dim", kwargs.get("axis"))
     if dim is None:
         dim = next(
@@ -454,6 +455,6 @@ def _by_index(index: Any, base: Tensor, axis: int) -> int | None:
 
 
 def attribute(func: Any) -> str:
-    """The name of the tensor attribute that a ``__get__`` reads."""
+    """Return the name of the tensor attribute that a ``__get__`` reads."""
     owner = getattr(func, "__self__", None)
     return str(getattr(owner, "__name__", "__get__"))

@@ -1,15 +1,15 @@
-"""Marks: what each tensor inside a user's forward stands for, kept beside it without touching it.
+"""Placement: what each tensor inside a user's forward stands for, recorded beside the tensor.
 
-Where it sits: ``intercept.interceptor`` sees every torch call of a model; this file says what the results of
-those calls are, so that a read of neighbours' rows, a statistic over all vertices or a dropout is known for
-what it is wherever it happens, in PyG's code or in the user's.
+Where it sits: ``intercept.interceptor`` sees every torch call of a model. This module says what the results
+of those calls are. A read of neighbours' rows, a statistic over all vertices or a dropout is thus recognised
+wherever it happens, in PyG's code or in the user's.
 
 ::
 
-    edge_index  EDGES ──[0]──> SOURCE ──x[source]──> PAIRS   a row an edge
+    edge_index  EDGES ──[0]──> SOURCE ──x[source]──> PAIRS   one row per edge
          │            └─[1]──> TARGET ──x[target]──> PAIRS
-         x  ROWS ──linear──> ROWS                             a row an own vertex
-         SOURCE * 7 + SOURCE ──> MIXED                        ids no longer known: refused where read
+         x  ROWS ──linear──> ROWS                             one row per own vertex
+         SOURCE * 7 + SOURCE ──> MIXED                        meaning of ids unknown: refused where read
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class PlacementKind(enum.Enum):
     TARGET = "target"
     """Local ids of own rows."""
     ROWS = "rows"
-    """A row an own vertex."""
+    """One row per own vertex."""
     PAIRS = "pairs"
-    """A row an edge."""
+    """One row per edge."""
     NUMBERS = "numbers"
-    """Original numbers of own vertices, a row each: ``torch.arange(x.size(0))``."""
+    """Original numbers of own vertices, one per row: ``torch.arange(x.size(0))``."""
     LOCAL = "local"
-    """Numbers made from own ids: mean nothing on another rank."""
+    """Numbers made from own ids, which have no meaning on another rank."""
     MATRIX = "matrix"
-    """The graph's sparse matrix, or where its rows begin."""
+    """The graph's sparse matrix, or its row pointer."""
     MIXED = "mixed"
-    """Ids of which it is no longer known what they name."""
+    """Ids whose meaning is no longer known."""
     LOST = "lost"
-    """Made from rows of vertices by their places in this part, in a way that is not known to be right."""
+    """Made from rows of vertices by their positions in this part, in a way not known to be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,15 @@ class Placement:
 
     Args:
         kind: See :class:`PlacementKind`.
-        view: The edges of which it speaks: in-edges (0) or out-edges (1) of own vertices.
-        axis: ROWS and PAIRS: the axis along which the rows lie.
-        edges: PAIRS, SOURCE, TARGET: the EDGES tensor they came from, where known. LOCAL: in which they are
-            places.
+        view: Which edges it refers to: in-edges (0) or out-edges (1) of own vertices.
+        axis: ROWS and PAIRS: the row axis.
+        edges: PAIRS, SOURCE, TARGET: the EDGES tensor they came from, where known. LOCAL: the edges among
+            which they are positions.
         swapped: EDGES: row 0 holds the targets.
-        both: EDGES: either row may name halo rows, as edges of both directions lie there.
-        subset: ROWS: which own vertices have rows; all if None.
-        each: ROWS: how many entries one after the other along the axis belong to a vertex.
-        origin: LOST: the call, and the line of it.
+        both: EDGES: either row may name halo rows, because edges of both directions are present.
+        subset: ROWS: which own vertices have rows; None for all.
+        each: ROWS: how many consecutive entries along the axis belong to one vertex.
+        origin: LOST: the call that lost it, and the line of that call.
     """
 
     kind: PlacementKind
@@ -87,15 +87,15 @@ class Placement:
 
     @property
     def told(self) -> tuple[Any, ...]:
-        """All but which edges and which vertices: to compare."""
+        """All fields but ``edges`` and ``subset``, for comparison."""
         return self.kind, self.view, self.axis, self.swapped, self.both, self.each, self.origin
 
     def along(self, axis: int) -> Placement:
-        """The mark of the same rows along another axis."""
+        """Return the placement of the same rows along another axis."""
         return self if axis == self.axis else replace(self, axis=axis)
 
     def merged(self, each: int, *, anew: bool = False) -> Placement:
-        """The mark of an axis with so many entries for each one of this one's, or anew so many a vertex."""
+        """Return a placement with ``each`` entries per entry of this axis, or per vertex if ``anew``."""
         return replace(self, each=each if anew else self.each * each)
 
 
@@ -110,10 +110,11 @@ Rule = Callable[["Placements", tuple[Any, ...], dict[str, Any], Any, Placement],
 
 
 class Placements:
-    """The marks of all living tensors of one forward, and the rules by which they spread.
+    """The placements of all living tensors of one forward, and the rules by which they propagate.
 
     Args:
-        whole: Whether all of the graph is here, in its own order: ids mean what they mean to the user.
+        whole: Whether the whole graph is local, in its own order, so that ids mean what they mean to the
+            user.
     """
 
     def __init__(self, *, whole: bool = False) -> None:
@@ -124,14 +125,14 @@ class Placements:
         self.whole = whole
 
     def get(self, tensor: Any) -> Placement | None:
-        """The mark of a tensor, or None; of what is no tensor None."""
+        """Return the placement of a tensor, or None; any other object has none."""
         mark = self._table.get(tensor)
         if mark is None and type(tensor) is nn.Parameter and not self.whole and tensor not in self._weights:
             return self._of_parameter(tensor)
         return mark
 
     def _of_parameter(self, weight: nn.Parameter) -> Placement | None:
-        """The mark of a parameter, where forward has made it of rows: torch shows no call that does."""
+        """Return the placement of a parameter that forward made from rows; no torch call shows that."""
         self._weights[weight] = True
         with torch._C.DisableTorchFunction():
             memory = weight.untyped_storage()
@@ -145,12 +146,12 @@ class Placements:
             return self.get(self.put(weight, gone))
 
     def _plain(self) -> list[Tensor]:
-        """The marked tensors that lie in memory as they are."""
+        """Return the placed tensors that are plain and strided in memory."""
         held = [each for each in self._table.living() if type(each) in (Tensor, nn.Parameter)]
         return [each for each in held if isinstance(each, Tensor) and each.layout is torch.strided]
 
     def put(self, tensor: Tensor, mark: Placement | None) -> Tensor:
-        """Mark a tensor (or take its mark away) and return it."""
+        """Set or remove the placement of a tensor, and return the tensor."""
         if mark is not None and not (self.whole and mark.kind in (PlacementKind.MIXED, PlacementKind.LOCAL)):
             self._table[tensor] = mark
             if mark.kind is PlacementKind.LOST:
@@ -163,7 +164,7 @@ class Placements:
         return tensor
 
     def spread(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Mark the result of one torch call by what went into it."""
+        """Set the placement of a torch call's result by the placements of its arguments."""
         if not isinstance(result, (Tensor, tuple, list)):
             return
         found = [mark for tensor in tensors(args, kwargs) if (mark := self.get(tensor)) is not None]
@@ -192,14 +193,14 @@ class Placements:
             _spread_rows(self, name, args, kwargs, result, lead, found)
 
     def lost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placement | None:
-        """The mark of what is lost among the arguments of a call."""
+        """Return the placement of a lost tensor among a call's arguments; None if there is none."""
         if self.whole or not self._loses:
             return None
         marks = map(self.get, tensors(args, kwargs))
         return next((mark for mark in marks if mark is not None and mark.kind is PlacementKind.LOST), None)
 
     def stays_lost(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-        """Mark the result of a call as lost where what went into it is, whoever answered the call."""
+        """Mark a call's result as lost if one of its arguments is, whoever answered the call."""
         gone = self.lost(args, kwargs)
         if gone is None:
             return False
@@ -208,13 +209,13 @@ class Placements:
         writes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
         with torch._C.DisableTorchFunction():
             base = args[0]._base if writes and args and isinstance(args[0], Tensor) else None
-            if base is not None:  # what was written to is a view
+            if base is not None:  # the tensor that was written to is a view
                 for view in [base, *(each for each in self._plain() if each._base is base)]:
                     self.put(view, gone)
         return True
 
     def write(self, name: str, args: tuple[Any, ...]) -> None:
-        """Before a call that may write: of ids that are written to, or into something, nothing is known."""
+        """Record, before a call that may write, that ids it writes to or stores lose their meaning."""
         first = args[0] if args else None
         held = self.get(first)
         if name == "__setitem__":
@@ -224,11 +225,11 @@ class Placements:
             elif value is not None and value.kind is PlacementKind.LOCAL and isinstance(first, Tensor):
                 _lose(self, name, first)
         elif name in _FILLS and held is not None and held.kind in IDS and held.edges is not None:
-            self.put(held.edges, Placement(PlacementKind.MIXED))  # what was written to is a view of it
+            self.put(held.edges, Placement(PlacementKind.MIXED))  # first is a view of it
 
 
 def tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments of a call, one list deep."""
+    """Yield the tensors among a call's arguments, one level deep."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             yield value
@@ -304,20 +305,20 @@ def _spread_ids(
     lead: Placement,
     found: list[Placement],
 ) -> None:
-    """Where ids went: kept, picked apart, put together, or mixed beyond telling."""
+    """Propagate ids through a call: kept, split, joined, or mixed beyond recognition."""
     first = args[0] if args else None
     source = marks.get(first)
     if name == "__getitem__" and source is not None and source.kind in IDS:
         _pick(marks, args[1], result, first, source)
     elif name == "__getitem__" and isinstance(first, Tensor):
-        # x[source]: the handler of gathers has marked it; x[:, source] and the like are left unmarked.
+        # x[source]: the handler of gathers has placed it. x[:, source] and the like stay without placement.
         return
     elif name == "view_as" and result.shape == args[1].shape == args[0].shape:
-        marks.put(result, lead)  # a module's backward hooks see what it is given as views
+        marks.put(result, lead)  # a module's backward hooks receive its inputs as views
     elif name in _KEEP or (name in _RESHAPE and lead.kind is not PlacementKind.EDGES):
         across = name == "sort" and kwargs.get("dim", args[1] if len(args) > 1 else -1) in (0, -2)
         for place, out in enumerate(_outputs(result)):
-            if place:  # of a sort: places among a part's own
+            if place:  # indices of a sort: positions among a part's own
                 marks.put(out, Placement(PlacementKind.LOCAL))
                 continue
             whole = lead.kind is not PlacementKind.EDGES or (_two_rows(out) and not across)
@@ -356,7 +357,7 @@ def _spread_ids(
 def _part_edges(
     marks: Placements, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, lead: Placement
 ) -> None:
-    """``source, target = edge_index.unbind(0)``, and edges some at a time."""
+    """Place the results of ``source, target = edge_index.unbind(0)``, and of splits of the edge list."""
     dim = kwargs.get("dim", args[-1] if len(args) > (1 if name == "unbind" else 2) else 0) % 2
     for row, out in enumerate(result):
         if dim == 0 and len(result) == 2:
@@ -376,7 +377,7 @@ def _join_ids(
     result: Any,
     found: list[Placement],
 ) -> None:
-    """Edges after edges, sources after sources: what they were, if they are all of one view."""
+    """Place concatenated ids: they keep their kind if all are of one kind and one view."""
     lead, kinds = next(m for m in found if m.kind in IDS), {m.kind for m in found}
     dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
     whole = kinds == {PlacementKind.EDGES} and (dim in (1, -1) or name == "hstack")
@@ -397,7 +398,7 @@ def _end(edges: Any, mark: Placement, row: int) -> Placement:
 
 
 def _pick(marks: Placements, index: Any, result: Any, base: Any, mark: Placement) -> None:
-    """``edge_index[0]``, ``edge_index[:, mask]``, ``row[mask]``."""
+    """Place ``edge_index[0]``, ``edge_index[:, mask]`` and ``row[mask]``."""
     if mark.kind is not PlacementKind.EDGES:
         marks.put(result, replace(mark, edges=None))
         return
@@ -422,7 +423,7 @@ def _count(
     *,
     order: bool = False,
 ) -> None:
-    """Arithmetic and comparisons with ids: truth values and floats lie along edges, integers are mixed."""
+    """Place results of arithmetic with ids: booleans and floats have a row per edge, integers are mixed."""
     own_only = all(
         m.kind not in (PlacementKind.SOURCE, PlacementKind.EDGES, PlacementKind.MIXED) for m in found
     )
@@ -437,7 +438,7 @@ def _count(
 
 _JOINS = frozenset(["cat", "concat", "concatenate", "hstack", "vstack"])
 _PLACES = frozenset(["argsort", "sort", "topk", "kthvalue", "nonzero", "where", "unique"])
-"""Calls that give places among a part's own edges."""
+"""Calls that return positions among a part's own edges."""
 
 # Rows --------------------------------------------------------------------------------------------
 
@@ -451,7 +452,7 @@ def _spread_rows(
     mark: Placement,
     found: list[Placement],
 ) -> None:
-    """Where the row axis went: most calls keep it, some move it, some lose it."""
+    """Follow the row axis through a call: most calls keep it, some move it, some lose it."""
     carrier = next(t for t in tensors(args, kwargs) if marks.get(t) is mark)
     rows, axis = carrier.size(mark.axis), mark.axis
     if mark.kind is PlacementKind.NUMBERS and name not in _SAME_NUMBERS:
@@ -487,12 +488,12 @@ def _spread_rows(
             marks.put(out, replace(mark, axis=new[0], each=new[1]))
         elif not marks.whole and (
             mark.kind is PlacementKind.PAIRS or not with_edges
-        ):  # not values of edges and loops
+        ):  # values of edges combined with those of loops are not lost
             _lose(marks, name, out)
 
 
 def _unlike(marks: Placements, mark: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether tensors meet whose rows belong to different vertices."""
+    """Return True if the arguments' rows belong to different vertices."""
     others = [m for t in tensors(args, kwargs) if (m := marks.get(t)) is not None and m.kind in VERTICES]
     if mark.whole and all(other.whole for other in others):
         return False
@@ -505,7 +506,7 @@ def _unlike(marks: Placements, mark: Placement, args: tuple[Any, ...], kwargs: d
 
 
 def _outer(marks: Placements, args: tuple[Any, ...]) -> bool:
-    """Whether a product has rows of vertices or edges along both its last axes: of this part's alone."""
+    """Return True if a product has rows along both of its last axes: it covers this part's pairs only."""
     if len(args) < 2 or not all(isinstance(arg, Tensor) and arg.dim() > 1 for arg in args[:2]):
         return False
     (left, one), (right, two) = ((arg, marks.get(arg)) for arg in args[:2])
@@ -515,7 +516,7 @@ def _outer(marks: Placements, args: tuple[Any, ...]) -> bool:
 
 
 def _crossed(marks: Placements, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an element-wise call lays rows of vertices along two axes: ``x[:, None] - x[None]``."""
+    """Return True if an element-wise call has rows of vertices along two axes: ``x[:, None] - x[None]``."""
     held = [(t, m) for t in tensors(args, kwargs) if (m := marks.get(t)) is not None and m.kind in VERTICES]
     return len({m.axis - t.dim() for t, m in held}) > 1
 
@@ -524,14 +525,14 @@ _PRODUCTS = frozenset(["matmul", "mm", "bmm", "__matmul__", "__rmatmul__"])
 
 
 PAIRS: Final = ", which gives a value for each pair of rows"
-"""What a call does of which a part has some pairs alone."""
+"""Suffix of the origin of a lost tensor of pairs, of which a part has only some."""
 
 
 def _lose(marks: Placements, name: str, out: Tensor, does: str = "") -> None:
-    """What became of rows by a call that is not known to give the same on a part."""
+    """Mark the result of a call that is not known to give the same on a part."""
     counts = not (out.is_floating_point() or out.is_complex() or out.dtype == torch.bool)
     if name.startswith("new_") or (name != "nonzero" and from_library()):
-        return  # PyG's own layers are made exact by handlers and rules; pooling gives out places of its own
+        return  # handlers and rules make PyG's own layers exact; pooling returns positions of its own
     if counts and not does:
         marks.put(out, Placement(PlacementKind.LOCAL))
     else:

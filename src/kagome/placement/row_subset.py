@@ -1,12 +1,12 @@
-"""Subset: some of the vertices, as rows of a part hold them.
+"""Row subset: which own vertices a tensor has rows for, if not all.
 
-Where it sits: a :class:`kagome.placement.placement.Placement` names one where a tensor has a row for some own
+Where it sits: a :class:`kagome.placement.placement.Placement` names one where a tensor has rows for some own
 vertices only: after ``x[:6000]``, ``x[mask]``, ``x.split([6000, 2000])``.
 
 ::
 
     all vertices     0 1 2 3 4 5 6 7        x[2:6] of the whole graph
-    a part owns          2   4     7        its rows of that: those of 2 and 4
+    a part owns          2   4     7        its rows of x[2:6]: those of vertices 2 and 4
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSubset:
-    """Which own vertices a tensor has rows for.
+    """The own vertices that a tensor has rows for.
 
     Args:
-        chosen: The own rows that were taken, in the order in which they lie: places, or a flag an own row.
-        span: The places among all vertices of the graph; None where values chose the rows (a mask).
+        chosen: The selected own rows in the order of the tensor: positions, or one flag per own row.
+        span: The positions among all vertices of the graph; None where values chose the rows (a mask).
 
     Shapes:
         chosen: ``[k]`` int64, or ``[n]`` bool.
@@ -34,11 +34,11 @@ class RowSubset:
     span: range | None = None
 
     def places(self) -> Tensor:
-        """Own rows, in the order in which they lie. Shapes: ``[k]``."""
+        """Return the positions of own rows, in the order of the tensor. Shapes: ``[k]``."""
         return self.chosen.nonzero().view(-1) if self.chosen.dtype == torch.bool else self.chosen
 
     def same(self, other: RowSubset | None) -> bool:
-        """Whether another tensor's rows belong to the same vertices, in the same order."""
+        """Return True if another tensor's rows belong to the same vertices, in the same order."""
         if other is None or (self.span is None) != (other.span is None):
             return False
         if self.span is not None:
@@ -47,11 +47,11 @@ class RowSubset:
 
 
 def among(ids: Tensor, span: range) -> Tensor:
-    """Which of some vertices lie in a span of the graph's.
+    """Return which of the given vertices are in a span of the graph's.
 
     Args:
         ids: Original numbers of vertices.
-        span: Ascending places.
+        span: Ascending positions.
 
     Shapes:
         ids ``[k]`` -> ``[k]`` bool.
@@ -63,10 +63,10 @@ def among(ids: Tensor, span: range) -> Tensor:
 
 
 def in_a_row(spans: Sequence[range]) -> range | None:
-    """The span that spans laid end to end make, or None where they leave a gap or change their step.
+    """Return the span that consecutive spans form, or None if they leave a gap or change their step.
 
     Args:
-        spans: In the order in which they lie; empty ones count for nothing.
+        spans: The spans in the order of concatenation; empty ones are ignored.
     """
     whole = range(0)
     for span in spans:

@@ -1,7 +1,7 @@
-"""Count: numbers of rows that know what they count.
+"""Symbolic size: a number of rows that knows what it counts.
 
-Where it sits: ``intercept.gather_scatter`` answers with them where a forward asks how many vertices or edges
-there are.
+Where it sits: ``intercept.gather_scatter`` returns one where a forward asks how many vertices or edges there
+are.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from kagome.user_frame import by_user, from_library
 
 
 class SymbolicSize(int):
-    """The number of own rows or of edges, as ``x.size(0)`` or ``row.size(0)`` gave it.
+    """The number of own rows or of edges, as ``x.size(0)`` or ``row.size(0)`` returns it.
 
-    What is made with so many rows (``torch.zeros``, ``torch.rand``) has a row a vertex or a row an edge: it
-    is this part's number there. Divided by, compared with a number, or made a float, it is the whole graph's.
-    Vertices counted and added to, or divided without a rest, are the whole graph's too: ``x.size(0) // 2`` is
-    a place among all vertices. Edges, and rows that a mask has chosen, are compared by the whole graph's
-    number too: ranks that have none of them take the branch that the others take.
+    A tensor made with this size (``torch.zeros``, ``torch.rand``) has one row per vertex or edge, so there it
+    is this part's number. As a divisor, in a comparison or as a float it is the whole graph's number. A
+    number of vertices is the whole graph's in sums and integer divisions too: ``x.size(0) // 2`` is a
+    position among all vertices. Edges, and rows selected by a mask, are also compared by the whole graph's
+    number, so that ranks without any of them take the same branch as the others.
     """
 
     mark: Placement
     of_all: Callable[[], int]
 
     def __new__(cls, number: int, mark: Placement, of_all: Callable[[], int]) -> SymbolicSize:
-        """An int that knows what it counts, and how to ask for the whole graph's number."""
+        """Make an int that knows what it counts, and how to get the whole graph's number."""
         self = super().__new__(cls, number)
         self.mark, self.of_all = mark, of_all
         return self
 
     @property
     def of_vertices(self) -> bool:
-        """Whether vertices are counted: their number is known without asking the other ranks."""
+        """Whether it counts vertices, whose total is known without asking the other ranks."""
         return self.mark.kind is PlacementKind.ROWS and (
             self.mark.subset is None or self.mark.subset.span is not None
         )
 
     @property
     def _global(self) -> bool:
-        """Whether a user reckons with it: PyG's own code reckons with what is here."""
+        """Whether user code computes with it. PyG's own code computes with this part's number."""
         return self.of_vertices and not from_library()
 
     def _known(self) -> int:
-        """The whole graph's number where a user reckons with it; else this part's."""
+        """Return the whole graph's number where user code computes with it; else this part's."""
         return self.of_all() if self._global else int(self)
 
     def __float__(self) -> float:
@@ -114,11 +114,11 @@ class SymbolicSize(int):
             return self._compared() == other._compared()
         if not isinstance(other, int):
             return False
-        # len(x) is this part's number; 0 and 1 are what forwards branch by, and all ranks take one branch.
+        # len(x) is this part's number. Forwards branch on 0 and 1, and all ranks must take one branch.
         same = int.__eq__(self, other) is True and other > 1
         if same and self.of_vertices:
             return True
-        return self._compared() == other or same  # all ranks ask for it, or none
+        return self._compared() == other or same  # either all ranks ask for it, or none
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -141,11 +141,11 @@ class SymbolicSize(int):
         return bool(self._compared() >= _compared(other))
 
     def _compared(self) -> int:
-        """The whole graph's number where a user compares, in which the ranks must not differ."""
+        """Return the whole graph's number where user code compares: ranks must agree there."""
         return self.of_all() if self._global or by_user() else int(self)
 
 
-__answers__ = True  # to ``user_frame``: its functions are methods of numbers
+__answers__ = True  # for ``user_frame``: its functions are methods of numbers
 
 
 def _known(value: Any) -> Any:
@@ -157,14 +157,14 @@ def _compared(value: Any) -> Any:
 
 
 def as_place(value: Any) -> Any:
-    """A number as a place among all vertices: a count is the whole graph's."""
+    """Return a number as a position among all vertices: a symbolic size becomes the whole graph's number."""
     return value.of_all() if isinstance(value, SymbolicSize) else value
 
 
 class Entries(SymbolicSize):
-    """The number of entries of a tensor with as many in each row: ``x.numel()``. It is the whole graph's.
+    """The number of entries of a tensor, ``x.numel()``: the whole graph's number.
 
-    Divided by the entries of a row it is the number of rows again.
+    Divided by the entries of a row, it is the number of rows again.
     """
 
     rows: SymbolicSize
@@ -172,12 +172,12 @@ class Entries(SymbolicSize):
 
     @classmethod
     def of(cls, rows: SymbolicSize, each: int, mark: Placement) -> Entries:
-        """The entries of rows.
+        """Make the number of entries of some rows.
 
         Args:
-            rows: How many there are.
-            each: Entries of each.
-            mark: Of a tensor with so many rows as there are entries.
+            rows: The number of rows.
+            each: The number of entries in each row.
+            mark: The placement of a tensor with one row per entry.
         """
         made = cls(int(rows) * each, mark, lambda: rows.of_all() * each)
         assert isinstance(made, Entries)
@@ -195,31 +195,31 @@ class Entries(SymbolicSize):
 
 
 class Shown(SymbolicSize):
-    """A count in the user's own code: to all that Python does with an int it is the whole graph's number.
+    """A size shown to user code: for everything that Python does with an int, it is the whole graph's number.
 
-    ``1.0 / x.size(0)`` and ``range(x.size(0))`` ask none of its methods. A torch call is given the count
-    that lies behind it: see :func:`behind`.
+    ``1.0 / x.size(0)`` and ``range(x.size(0))`` call none of its methods. A torch call is given the symbolic
+    size behind it: see :func:`behind`.
     """
 
     count: SymbolicSize
 
     @classmethod
     def of(cls, count: SymbolicSize) -> Shown:
-        """What the user is shown of a count."""
+        """Make the number that user code sees for a symbolic size."""
         made = cls(count.of_all(), count.mark, count.of_all)
         assert isinstance(made, Shown)
         made.count = count
         return made
 
     def __hash__(self) -> int:
-        return hash(self.count)  # what a library keeps by shapes is of this part
+        return hash(self.count)  # what a library caches by shapes belongs to this part
 
     def __int__(self) -> int:
         return int(self.count) if from_library() else int.__int__(self)
 
 
 def _shown(name: str) -> Callable[..., Any]:
-    """A method of counts that gives the user what is shown of its result."""
+    """Return a method of sizes whose result is again one that user code may see."""
     method = getattr(int, name)
 
     def call(self: Shown, *others: Any) -> Any:
@@ -240,7 +240,7 @@ for _name in (
 
 
 def behind(value: Any) -> Any:
-    """An argument of a torch call or of a layer with the counts that lie behind those that are shown."""
+    """Replace shown sizes in an argument by the symbolic sizes behind them."""
     if isinstance(value, Shown):
         return value.count
     if isinstance(value, slice):
@@ -251,7 +251,7 @@ def behind(value: Any) -> Any:
 
 
 def _holds(values: Any) -> bool:
-    for value in values:  # every torch call of a part comes here
+    for value in values:  # every torch call of a part runs this
         if isinstance(value, _MAY_HOLD) and (not isinstance(value, (tuple, list)) or _holds(value)):
             return True
     return False
@@ -261,7 +261,7 @@ _MAY_HOLD: Final = (Shown, slice, tuple, list)
 
 
 class NoneHere(int):
-    """No edges on this rank, which does not say that there are none: to PyG's code it does not equal 0."""
+    """Zero edges on this rank, though other ranks may have some: in PyG's code it does not equal 0."""
 
     def __eq__(self, other: object) -> bool:
         return False

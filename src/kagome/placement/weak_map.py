@@ -1,7 +1,7 @@
-"""By identity: what is known of each living tensor, by which one it is.
+"""Weak map: facts about living tensors, by identity.
 
-Where it sits: marks, kept reads and slices lie in such tables; every torch call of a forward looks into one,
-so a look has to cost less than torch's own ``WeakIdKeyDictionary`` takes to make a key.
+Where it sits: placements, cached reads and slices are stored in such maps. Every torch call of a forward
+looks into one, so a lookup must cost less than making a key for torch's own ``WeakIdKeyDictionary``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Other = TypeVar("Other")
 
 
 class WeakTensorMap(Generic[Value]):
-    """A table whose keys are tensors or other objects, by identity: an entry goes when its key does."""
+    """A map whose keys are objects compared by identity. An entry is removed when its key dies."""
 
     def __init__(self) -> None:
-        # No other object has a living one's id, and an entry does not outlive its key.
+        # No two living objects share an id, and an entry does not outlive its key.
         self._table: dict[int, tuple[ref[object], Value]] = {}
 
     @overload
@@ -28,7 +28,7 @@ class WeakTensorMap(Generic[Value]):
     def get(self, key: object, default: Other) -> Value | Other: ...
 
     def get(self, key: object, default: Other | None = None) -> Value | Other | None:
-        """What is known of a tensor."""
+        """Return the value of a key, or the default if there is none."""
         found = self._table.get(id(key))
         return default if found is None else found[1]
 
@@ -49,21 +49,21 @@ class WeakTensorMap(Generic[Value]):
         return len(self._table)
 
     def setdefault(self, key: object, value: Value) -> Value:
-        """What is known of a tensor; this, if nothing was."""
+        """Return the value of a key; set it to the given one first if there is none."""
         if key not in self:
             self[key] = value
         return self[key]
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all entries of the map."""
         self._table.clear()
 
     def living(self) -> list[object]:
-        """All that something is known of."""
+        """Return the keys that are still alive."""
         return [key for held, _ in list(self._table.values()) if (key := held()) is not None]
 
     def values(self) -> list[Value]:
-        """What is known of all of them."""
+        """Return the values of all entries."""
         return [value for _, value in self._table.values()]
 
 

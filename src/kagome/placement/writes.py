@@ -1,4 +1,4 @@
-"""Writes: which tensors a torch call writes to, by its name.
+"""Writes: which tensors a torch call writes to, judged by its name.
 
 Where it sits: ``positions.kept_tensors``, ``positions.vertex_tables`` and ``positions.edge_tables`` ask it
 before a call that would write to a copy.
@@ -17,26 +17,26 @@ IN_PLACE: Final = frozenset(
         *("and", "or", "xor", "lshift", "rshift"),
     )
 )
-"""Operators that write to their first argument, and whose result is put in its place."""
+"""In-place operators: they write to their first argument, and their result replaces it."""
 _NO_NUMBERS: Final = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_", "squeeze_", "t_"])
-"""Calls that change what a tensor is, and none of its numbers."""
+"""In-place calls that change a tensor's properties, but none of its values."""
 
 
 def writes(name: str) -> bool:
-    """Whether a call writes to its first argument, and nothing else is made of it."""
+    """Return True if a call writes to its first argument and makes no other result."""
     return name == "__setitem__" or (
         name.endswith("_") and not name.endswith("__") and name not in _NO_NUMBERS
     )
 
 
 def written_by(name: str, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes to.
+    """Return the tensors that a call writes to.
 
     Args:
-        name: Of the call.
-        what: Of an attribute that is set, its name.
-        args: By place.
-        kwargs: By name.
+        name: The name of the call.
+        what: The name of the attribute, if the call sets one.
+        args: Positional arguments.
+        kwargs: Named arguments.
     """
     found: list[Any] = []
     if args and (writes(name) or name in IN_PLACE or (name == "__set__" and what == "data")):

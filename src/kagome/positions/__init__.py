@@ -1,1 +1,1 @@
-"""Rows and edges told apart by their place in the whole graph."""
+"""Rows and edges selected by their position in the whole graph, on a part that has only some of them."""

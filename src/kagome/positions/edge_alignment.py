@@ -1,13 +1,13 @@
-"""Edge views: what belongs to in-edges, where it meets the same edges as out-edges of other ranks' vertices.
+"""Edge alignment: rows of in-edges, brought to the ranks that hold the same edges as out-edges.
 
-Where it sits: ``intercept.interceptor`` asks :func:`aligned` before torch calls, once a model has flipped
-edges. A part holds the in-edges of its vertices; flipped edges are the out-edges of its vertices, which other
+Where it sits: ``intercept.interceptor`` calls :func:`aligned` before torch calls, once a model has flipped
+edges. A part holds the in-edges of its vertices. Flipped edges are the out-edges of its vertices, which other
 ranks hold.
 
 ::
 
-    back = edge_index.flip(0)     x[back[0]] * w     w goes to who holds the flipped edges, with gradient
-    cat([edge_index, back], 1)                       the flipped edges stay with those they are made from
+    back = edge_index.flip(0)     x[back[0]] * w     w is sent to the flipped edges' ranks, with gradient
+    cat([edge_index, back], 1)                       flipped edges stay with the edges they are made from
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ _ASKS: Final = frozenset(["size", "__get__", "numel", "stride"])
 
 
 class AlignedEdges(Edges, Protocol):
-    """What is asked of the running interception."""
+    """What alignment asks of the running interceptor."""
 
     turn: ForwardPass
 
     def lasting(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor is the same in every forward."""
+        """Return True if a tensor is constant across forward passes."""
 
     def keep(self, key: Any, value: Any) -> Any:
-        """Keep for all forwards what was computed from lasting tensors."""
+        """Cache, for all forward passes, a value computed from constant tensors."""
 
     def kept(self, key: Any) -> Any:
-        """What was kept."""
+        """Return a cached value; None if there is none."""
 
     def once(self) -> Any:
-        """Around the computation of what is kept."""
+        """Surround the computation of a cached value."""
 
 
 def aligned(scope: AlignedEdges, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """A call's arguments with all that belongs to edges as the out-edges have it, where both meet.
+    """Convert a call's rows of in-edges to rows of out-edges where the call combines both.
 
     Raises:
-        ModelError: If it is not known which edge a row belongs to.
+        ModelError: If it is unknown which edge a row belongs to.
     """
     if name in _ASKS:
         return args, kwargs
@@ -95,7 +95,7 @@ def _axis(tensor: Tensor, mark: Placement) -> int:
 
 
 def _whole(scope: AlignedEdges, tensor: Tensor, mark: Placement) -> bool:
-    """Whether a tensor has an entry for each edge of its view, in that order."""
+    """Return True if a tensor has an entry for each edge of its view, in that order."""
     view = scope.views[mark.view]
     edges = tensor if mark.kind is PlacementKind.EDGES else mark.edges
     known = edges is view.edge_index or edges is view.given
@@ -103,7 +103,7 @@ def _whole(scope: AlignedEdges, tensor: Tensor, mark: Placement) -> bool:
 
 
 def _outward(scope: AlignedEdges, name: str, value: Any) -> Any:
-    """Rows of in-edges as rows of the same edges where they are out-edges."""
+    """Convert rows of in-edges to rows of the same edges where they are out-edges."""
     mark = _of_edges(scope, value) if isinstance(value, Tensor) else None
     if mark is None or mark.view == 1:
         return value
@@ -115,18 +115,18 @@ def _outward(scope: AlignedEdges, name: str, value: Any) -> Any:
 
 
 def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
-    """What belongs to a part's in-edges, for its out-edges; with gradient.
+    """Return values of a part's in-edges reordered and exchanged for its out-edges, with gradient.
 
     Args:
-        scope: The running interception.
-        values: A row for each in-edge.
-        axis: Where the rows lie.
+        scope: The running interceptor.
+        values: One row for each in-edge.
+        axis: The row axis.
 
     Shapes:
         ``[..., E, ...]`` -> ``[..., E', ...]``.
 
     Cost:
-        An exchange of a row for each edge between parts, and one back; only once of what lasts.
+        An exchange of one row for each edge between parts, and one back. Constant values are sent once.
     """
     view = scope.views[1]
     assert view.across is not None
@@ -153,7 +153,7 @@ def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
 
 
 def _inward(scope: AlignedEdges, value: Any) -> Any:
-    """Flipped edges as the part's own edges turned round, which other ranks' vertices are the targets of."""
+    """Convert flipped edges to the part's own edges, ends swapped; their targets are on other ranks."""
     mark = scope.marks.get(value)
     if mark is None or mark.view == 0:
         return value

@@ -1,17 +1,17 @@
-"""Edge places: edges told apart by their place in the list: ``edge_index[:, :m]``, ``torch.arange(E)``.
+"""Edge positions: edges selected by their position in the list: ``edge_index[:, :m]``, ``torch.arange(E)``.
 
-Where it sits: ``intercept.interceptor`` asks these handlers first, on a part of the graph. A place in a
-user's forward is one in the whole graph's list; a part has some of the edges, in the same order, and knows
-the place of each.
+Where it sits: ``intercept.interceptor`` asks these handlers first, on a part of the graph. A position in a
+user's forward is one in the whole graph's list. A part has some of the edges, in the same order, and knows
+the position of each.
 
 ::
 
-    edge_index[:, :m], w[::2]     own edges among those of the whole list; so too narrow, split and chunk
-    arange(edge_index.size(1))    the places of own edges
-    messages[3], messages[rev]    refused: the row may be another rank's
-    cumsum, roll, view(K, P, F)   refused: what a row becomes depends on the rows before it
+    edge_index[:, :m], w[::2]     own edges among the selected ones; likewise narrow, split and chunk
+    arange(edge_index.size(1))    the positions of own edges
+    messages[3], messages[rev]    refused: the row may be on another rank
+    cumsum, roll, view(K, P, F)   refused: a row's result depends on the rows before it
 
-What a library does with places of its own making (a sort by target and back) is the part's own matter.
+Positions that a library makes for itself (a sort by target and back) are local to the part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kagome.placement.symbolic_size import SymbolicSize
 from kagome.positions.edge_tables import WAY_OUT, Cutter, own_edges
 from kagome.user_frame import from_library, user_line
 
-__answers__ = True  # to ``user_frame``: its functions are methods of numbers
+__answers__ = True  # for ``user_frame``: functions here are also methods of numbers
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -39,17 +39,17 @@ FULL: Final = slice(None)
 
 
 class Edges(Cutter, Protocol):
-    """What these handlers ask of the running interception."""
+    """What these handlers ask of the running interceptor."""
 
     parted: bool
     device: torch.device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
-        """Answer a torch call."""
+        """Answer one torch call of the forward."""
 
 
 class EdgeCount(SymbolicSize):
-    """The number of a part's edges where a user counts: places made of it are no place in the whole list."""
+    """The number of a part's edges in user code. Arithmetic on it would give positions on this part only."""
 
     def _with(self, other: Any, what: str, do: Callable[[int, Any], Any]) -> Any:
         if isinstance(other, int) and (isinstance(other, SymbolicSize) or other == 0 or from_library()):
@@ -75,12 +75,12 @@ class EdgeCount(SymbolicSize):
 
 
 def counts(scope: Any, mark: Placement) -> type[SymbolicSize]:
-    """How rows of this mark are counted."""
+    """Return the class of number that counts rows of this placement."""
     return EdgeCount if mark.kind is PlacementKind.PAIRS and scope.parted else SymbolicSize
 
 
 def refused(scope: Edges, what: str, *, hint: str = "") -> ModelError:
-    """The error of a call that depends on where edges lie in the list, in a way that no part can follow."""
+    """Return the error for a call that depends on edge positions in a way that no part can follow."""
     return _refused(scope.where(), what, hint)
 
 
@@ -94,7 +94,7 @@ def _refused(where: str, what: str, hint: str = "") -> ModelError:
 
 
 def _edge_axis(scope: Edges, tensor: Any) -> tuple[int, Placement] | None:
-    """The axis along which a tensor has an entry an edge, and its mark."""
+    """Return the axis along which a tensor has one entry per edge, and its placement."""
     mark = scope.marks.get(tensor) if scope.parted else None
     if mark is None:
         return None
@@ -106,7 +106,7 @@ def _edge_axis(scope: Edges, tensor: Any) -> tuple[int, Placement] | None:
 
 
 def _ids(scope: Edges, tensor: Tensor, axis: int, mark: Placement) -> Tensor | None:
-    """The place of each edge in the whole list; None where the edges are no view's as they are."""
+    """Return each edge's position in the whole list; None if the edges are not exactly those of a view."""
     edges = tensor if mark.kind is PlacementKind.EDGES else mark.edges
     for view in scope.views:
         if (edges is view.edge_index or edges is view.given) and tensor.size(axis) == view.edge_ids.numel():
@@ -115,12 +115,12 @@ def _ids(scope: Edges, tensor: Tensor, axis: int, mark: Placement) -> Tensor | N
 
 
 def _subset(tensor: Tensor, mark: Placement) -> Placement:
-    """The mark of some of the edges."""
+    """Return the placement of a selection of the edges."""
     return replace(mark, edges=None)
 
 
 def getitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """An index where something stands at the axis of the edges."""
+    """Answer an index that selects along the edge axis."""
     found = _edge_axis(scope, args[0])
     if found is None:
         return NotImplemented
@@ -144,7 +144,7 @@ def _sliced(scope: Edges, base: Tensor, axis: int, mark: Placement, items: list[
     item = items[at]
     counts = [end for end in (item.start, item.stop) if end is not None]
     if all(isinstance(end, SymbolicSize) or end == 0 for end in counts) and item.step in (None, 1):
-        out = base[tuple(items)]  # as many as this part has: where lists were put together
+        out = base[tuple(items)]  # counts of this part's edges: a slice of concatenated lists
         return _marked(scope, out, base, mark, items, at)
     if from_library():
         return NotImplemented
@@ -156,7 +156,7 @@ def _sliced(scope: Edges, base: Tensor, axis: int, mark: Placement, items: list[
 
 
 def _own_slice(scope: Edges, ids: Tensor, item: slice) -> slice | Tensor:
-    """A slice of the whole list as one of own edges, or their places where it has steps."""
+    """Convert a slice of the whole list to one of own edges, or to their positions if it has a step."""
     whole = range(scope.edges)[item]
     if whole.step < 0:
         raise refused(scope, "a slice turns the order of edges round")
@@ -172,7 +172,7 @@ def _own_slice(scope: Edges, ids: Tensor, item: slice) -> slice | Tensor:
 def _chosen(
     scope: Edges, func: Func, args: Args, axis: int, mark: Placement, items: list[Any], at: int
 ) -> Any:
-    """Edges chosen by a flag each, or by numbers."""
+    """Select edges by one flag each, or by numbers."""
     base, item = now(args[0]), items[at]
     held = scope.marks.get(item)
     if item.dtype in (torch.bool, torch.uint8):
@@ -199,7 +199,7 @@ def _chosen(
 
 
 def _marked(scope: Edges, out: Tensor, base: Tensor, mark: Placement, items: list[Any], at: int) -> Tensor:
-    """What an index has left, with the mark of some edges."""
+    """Return the result of an index with the placement of a selection of edges."""
     if mark.kind is PlacementKind.PAIRS:
         before = items[:at]
         gone = sum(isinstance(each, int) and not isinstance(each, bool) for each in before)
@@ -218,7 +218,7 @@ def _marked(scope: Edges, out: Tensor, base: Tensor, mark: Placement, items: lis
 
 
 def index_select(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``messages.index_select(0, ids)`` along the axis of the edges."""
+    """Answer ``messages.index_select(0, ids)`` along the edge axis."""
     base = args[0]
     found = _edge_axis(scope, base)
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
@@ -230,7 +230,7 @@ def index_select(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs
 
 
 def narrow(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``narrow`` along the axis of the edges is a slice."""
+    """Answer ``narrow`` along the edge axis as a slice."""
     base = args[0]
     found = _edge_axis(scope, base)
     given = {**dict(zip(("dim", "start", "length"), args[1:], strict=False)), **kwargs}
@@ -247,7 +247,7 @@ def _cut(scope: Edges, base: Tensor, axis: int, mark: Placement, item: slice) ->
 
 
 def split(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``split`` and ``chunk`` along the axis of the edges are slices of the whole list."""
+    """Answer ``split`` and ``chunk`` along the edge axis as slices of the whole list."""
     base = args[0]
     found = _edge_axis(scope, base)
     how = next(iter(args[1:]), None)
@@ -256,7 +256,7 @@ def split(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
     if found is None or dim % base.dim() != found[0] or from_library():
         return NotImplemented
     if isinstance(how, (tuple, list)) and all(isinstance(size, SymbolicSize) for size in how):
-        return NotImplemented  # lists that were put together, each of this part's edges
+        return NotImplemented  # concatenated lists, each of this part's edges
     if _ids(scope, base, *found) is None:
         raise refused(scope, f"{name} cuts a list of edges that was made in forward into pieces")
     with torch._C.DisableTorchFunction():
@@ -276,7 +276,7 @@ _SIZES: Final = (
 
 
 def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.arange(edge_index.size(1))``: the places of own edges; ``linspace`` over all of them."""
+    """Answer ``torch.arange(edge_index.size(1))`` with the positions of own edges; likewise ``linspace``."""
     count = next((each for each in (*args, *kwargs.values()) if isinstance(each, SymbolicSize)), None)
     if count is None or not scope.parted or count.mark.kind is not PlacementKind.PAIRS:
         return NotImplemented
@@ -299,7 +299,7 @@ def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
 
 
 def by_order(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """What a row becomes depends on the rows before it."""
+    """Refuse calls along the edge axis in which a row's result depends on the rows before it."""
     base = args[0] if args else None
     found = _edge_axis(scope, base)
     if found is None or base is None or from_library():
@@ -322,11 +322,11 @@ _DIMS: Final[dict[str, tuple[int, int | None]]] = {
     "fliplr": (9, 1),
     "flipud": (9, 0),
 }
-"""Where the axis stands among the arguments if not at place 1, and which it is if nowhere."""
+"""Argument index of the axis where it is not 1, and the axis used where none is given."""
 
 
 def setitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``w[:m] = 2``: the same slice of own edges."""
+    """Answer ``w[:m] = 2`` with the same slice of own edges."""
     base = args[0]
     found = _edge_axis(scope, base)
     if found is None:
@@ -348,7 +348,7 @@ def setitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
 
 
 def viewed(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``messages.view(K, P, F)`` takes edges that lie together apart from others."""
+    """Refuse ``messages.view(K, P, F)``, which groups edges by their positions in the list."""
     base = args[0]
     mark = scope.marks.get(base) if scope.parted else None
     if mark is None or mark.kind is not PlacementKind.PAIRS or from_library():
@@ -372,7 +372,7 @@ def viewed(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
 
 
 def scatter(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """What is written by ends of a part's edges has a row for each of those, not for all of the graph's."""
+    """Cut the rows written by ends of a part's edges from one per edge of the graph to this part's own."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     index = kwargs.get("index", args[2] if len(args) > 2 else None)
     key = next((key for key in ("src", "source") if key in kwargs), None)
@@ -392,7 +392,7 @@ def scatter(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
 
 
 def _items(index: Any, dims: int, axis: int) -> tuple[list[Any], int | None]:
-    """An index item by item, with nothing left out, and which of them stands at an axis."""
+    """Expand an index to one item per axis, and find the item that stands at an axis."""
     items = list(index) if isinstance(index, tuple) else [index]
     wide = [each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in items]
     given = sum(w for each, w in zip(items, wide, strict=True) if each is not None and each is not Ellipsis)
@@ -443,4 +443,4 @@ HANDLERS: dict[str, Callable[..., Any]] = {
         scatter,
     ),
 }
-"""Asked before all others, on a part of the graph alone."""
+"""Handlers asked before all others, on a part of the graph alone."""

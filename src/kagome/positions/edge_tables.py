@@ -1,8 +1,8 @@
-"""Edge tables: tensors of the model with a row for each edge of the whole graph, cut with their edges.
+"""Edge tables: tensors of the model with a row for each edge of the whole graph, cut to a part's edges.
 
-Where it sits: ``intercept.hooks`` looks for them in a user's modules; ``intercept.interceptor`` puts a part's
-own rows in their place in each torch call. The tables themselves stay whole on all ranks, and so do their
-gradients: each rank adds those of its own edges.
+Where it sits: ``intercept.hooks`` finds them in a user's modules. ``intercept.interceptor`` puts a part's own
+rows in their place in each torch call. The tables themselves stay whole on all ranks, and so do their
+gradients: each rank contributes those of its own edges.
 
 ::
 
@@ -53,7 +53,7 @@ _ROWS_FIRST: Final = frozenset(
         "conv1d",
     ]
 )
-"""Calls in which what stands behind the first argument are weights, however many rows they have."""
+"""Calls whose arguments after the first are weights, however many rows they have."""
 _READS: Final = frozenset(["__getitem__", "index_select", "gather", "take", "take_along_dim", "embedding"])
 _SKIPPED: Final = frozenset(
     [
@@ -80,7 +80,7 @@ _ATTRIBUTES: Final = frozenset(["shape", "T", "mT", "data"])
 
 
 class Cutter(Protocol):
-    """What is asked of the running interception."""
+    """What edge tables ask of the running interceptor."""
 
     marks: Placements
     views: list[EdgeView]
@@ -90,17 +90,17 @@ class Cutter(Protocol):
 
     @property
     def edges(self) -> int:
-        """Edges of the whole graph."""
+        """Number of edges of the whole graph."""
 
     def where(self) -> str:
-        """The path of the module whose forward is running."""
+        """Return the path of the module whose forward is running."""
 
 
 class EdgeTables:
-    """The tables of one model, and their own rows on this part.
+    """The edge tables of one model, and their own rows on this part.
 
     Args:
-        names: What each table is called.
+        names: The name of each table.
     """
 
     def __init__(self, names: WeakTensorMap[str]) -> None:
@@ -108,10 +108,10 @@ class EdgeTables:
         self._own: WeakTensorMap[tuple[int, bool, Tensor]] = WeakTensorMap()
 
     def cut(self, scope: Cutter, name: str, func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """A call's arguments with own rows in the place of tables.
+        """Replace tables in a call's arguments by their own rows.
 
         Raises:
-            ModelError: If it writes to a table.
+            ModelError: If the call writes to a table.
         """
         if name in _SKIPPED or (name == "__get__" and attribute(func) not in _ATTRIBUTES):
             return args, kwargs
@@ -133,17 +133,17 @@ class EdgeTables:
         )
 
     def forget(self) -> None:
-        """A forward has ended: its rows of what is learned are no later one's."""
+        """Drop cached own rows at the end of a forward: learned tables change before the next one."""
         self._own.clear()
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, Tensor) and value in self.names
 
     def _by_order(self, scope: Cutter, table: Any, rest: Args) -> bool:
-        """Whether rows are read by places among the part's own edges: an order of them, or some.
+        """Return True if rows are read by positions among the part's own edges.
 
         Raises:
-            ModelError: If it is not known among which edges.
+            ModelError: If it is unknown among which edges.
         """
         held = [(each, mark) for each in flat(rest, {}) if (mark := scope.marks.get(each)) is not None]
         local = [
@@ -179,13 +179,13 @@ class EdgeTables:
 
 
 def own_edges(scope: Cutter, table: Tensor, axis: int, like: Placement) -> Tensor:
-    """Own rows of a tensor with a row for each edge of the graph, in the order of the part's edges.
+    """Return own rows of a tensor with a row for each edge of the graph, in the order of the part's edges.
 
     Args:
-        scope: The running interception.
-        table: The tensor.
-        axis: Where its rows lie.
-        like: The mark of what it meets: which edges.
+        scope: The running interceptor.
+        table: The tensor with all rows.
+        axis: Its row axis.
+        like: The placement of the tensor that it is combined with; it says which edges.
 
     Shapes:
         ``[..., E, ...]`` -> ``[..., e, ...]``.
@@ -197,17 +197,17 @@ def own_edges(scope: Cutter, table: Tensor, axis: int, like: Placement) -> Tenso
 
 
 def tables_of(model: nn.Module, edges: int, vertices: int) -> EdgeTables | None:
-    """The tensors that a model keeps with a row for each edge; None if there are none.
+    """Return the tensors that a model keeps with a row for each edge; None if there are none.
 
-    Weights of torch's and PyG's own layers are none, whatever their sizes.
+    Weights of torch's and PyG's own layers do not count, whatever their sizes.
 
     Args:
         model: The user's module.
-        edges: Edges of the whole graph.
-        vertices: Its vertices.
+        edges: Number of edges of the whole graph.
+        vertices: Number of vertices of the whole graph.
 
     Raises:
-        ModelError: If there are as many vertices as edges, so that nobody can know which rows they are, or if
+        ModelError: If there are as many vertices as edges, so that it is ambiguous which rows they are, or if
             the model keeps a sparse matrix of the vertices.
     """
     names: WeakTensorMap[str] = WeakTensorMap()
@@ -217,16 +217,16 @@ def tables_of(model: nn.Module, edges: int, vertices: int) -> EdgeTables | None:
 
 
 def fit(model: nn.Module, edges: int, vertices: int, places: Tensor) -> bool:
-    """Cut the tables of a model to some edges, in place: a copy of it runs on a sample of the graph.
+    """Cut the tables of a model to some edges, in place, so that a copy of it runs on a sample of the graph.
 
     Args:
-        model: The copy.
-        edges: Edges of the whole graph.
-        vertices: Its vertices.
-        places: Which edges stay.
+        model: The copy of the model.
+        edges: Number of edges of the whole graph.
+        vertices: Number of vertices of the whole graph.
+        places: The positions of the edges that stay.
 
     Returns:
-        Whether there was one.
+        Whether there was a table.
 
     Shapes:
         places ``[e]``.
@@ -263,19 +263,19 @@ def _tables_among(model: nn.Module, edges: int, vertices: int) -> Iterator[tuple
 
 
 def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """A call's arguments with own rows of tensors that have a row for each edge, where they meet a part's.
+    """Replace tensors of all edges by own rows where a call combines them with rows of the part's edges.
 
     Returns:
-        None where no argument has a row for each of the part's edges, or none has one for each of all.
+        None if no argument has a row for each of the part's edges, or none has one for each of the graph's.
 
     Raises:
-        ModelError: If it writes to such a tensor.
+        ModelError: If the call writes to such a tensor.
     """
     found = next(((t, m) for t in flat(args, kwargs) if (m := _edges_mark(scope, t)) is not None), None)
     if found is None:
         return None
     right, cut = found[1].axis - found[0].dim(), False
-    # What an operator like += gives is put in the place of what it is given.
+    # The result of an operator like += takes the place of its operand, so that is not a write to a table.
     targets = [] if name in IN_PLACE else written_by(name, "", args, kwargs)
 
     def own(value: Any) -> Any:
@@ -304,7 +304,7 @@ def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
 
 
 def _edges_mark(scope: Cutter, tensor: Tensor) -> Placement | None:
-    """The mark of a tensor with an entry for each of the part's edges, in their order, by the axis."""
+    """Return the placement along the edge axis of a tensor with an entry per edge of the part, in order."""
     mark = scope.marks.get(tensor)
     if mark is None or mark.kind not in (
         PlacementKind.EDGES,
@@ -329,7 +329,7 @@ def _axis(tensor: Tensor, edges: int) -> int:
 
 
 def _by_number(rest: Args, kwargs: Kwargs) -> bool:
-    """Whether rows are read by numbers of edges, and not by a slice or a flag an edge."""
+    """Return True if rows are read by numbers of edges, rather than by a slice or one flag per edge."""
     items: list[Any] = []
     for value in (*rest, *kwargs.values()):
         items += value if isinstance(value, (tuple, list)) else [value]
@@ -340,11 +340,11 @@ def _by_number(rest: Args, kwargs: Kwargs) -> bool:
 
 
 def tensors_of(model: nn.Module, *, libraries: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """By their names, parameters, buffers, and tensors among the attributes of modules.
+    """Yield named parameters, buffers, and tensors among the attributes of modules.
 
     Args:
         model: The user's module.
-        libraries: Whether those of torch's and PyG's own modules are meant too.
+        libraries: Whether to include those of torch's and PyG's own modules.
     """
     for path, module in model.named_modules():
         own = type(module).__module__.startswith(_OWN) and not isinstance(module, _HOLDERS)
@@ -368,7 +368,7 @@ def tensors_of(model: nn.Module, *, libraries: bool = False) -> Iterator[tuple[s
 
 
 def flat(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """The tensors among a call's arguments, one list deep."""
+    """Return the tensors among a call's arguments, one level deep."""
     out: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         inner = value if isinstance(value, (tuple, list)) else (value,)

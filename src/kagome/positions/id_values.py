@@ -1,16 +1,16 @@
-"""Id values: what a user's forward makes of the ids of edges' ends besides reading and writing rows by them.
+"""Id values: what a user's forward computes from edge ids, other than reading and writing rows by them.
 
-Where it sits: ``intercept.interceptor`` asks it before all handlers, on a part of the graph. A part numbers
-its vertices anew, own ones first. To the user an id is the number of a vertex of the whole graph.
+Where it sits: ``intercept.interceptor`` asks it before all handlers, on a part of the graph. A part renumbers
+its vertices, own ones first. To the user an id is the number of a vertex of the whole graph.
 
 ::
 
-    x[e[0]], index_add(0, e[1], v)     by ids: the part's own numbers are right
-    e[0] < 6000, e[1] % 2, e[0].float()     of their values: the numbers of the whole graph, a value an edge
+    x[e[0]], index_add(0, e[1], v)     used as indices: the part's own numbers are right
+    e[0] < 6000, e[1] % 2, e[0].float()     used as values: global numbers, one value per edge
     e.max() + 1                        as many vertices as the whole graph has
-    bincount(e[1], minlength=N)        a count for each own vertex
+    bincount(e[1], minlength=N)        one count for each own vertex
 
-What becomes of such values is an attribute of the edges: rows of vertices are not read by it.
+What is computed from such values is an attribute of the edges: it cannot index rows of vertices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kagome.user_frame import from_library
 
 
 class EndpointValues(PositionScope, Protocol):
-    """What this file asks of the running interception."""
+    """What this module asks of the running interceptor."""
 
     views: list[EdgeView]
 
@@ -49,14 +49,14 @@ _STAY: Final = NO_IDS | frozenset(
         *(f"sparse_{kind}_tensor" for kind in ("coo", "csr", "csc", "compressed")),
     ]
 )
-"""Calls whose result still holds ids, that read or write by them, or that do not look at them.
+"""Calls whose result still holds ids, that read or write by ids, or that do not look at them.
 
-Those that go from one edge to the next are ``edge_places``' to refuse, matrices ``handlers``'.
+``edge_positions`` refuses calls along the edge list, and ``gather_scatter`` sparse matrices.
 """
 _CASTS: Final = frozenset(["to", "type", "type_as"])
 _LEAVE: Final = frozenset(["tolist", "numpy", "__array__", "item", "__int__", "__index__"])
 _ORDERS: Final = frozenset(["gt", "lt", "ge", "le", "__gt__", "__lt__", "__ge__", "__le__"])
-"""Which end of an edge is the larger one, also where PyG's code asks."""
+"""Comparisons that find the larger end of an edge; PyG's own code makes them too."""
 _SAME: Final = frozenset(["eq", "ne", "__eq__", "__ne__", "equal"])
 _SOURCES: Final = frozenset(
     ["scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"]
@@ -64,17 +64,17 @@ _SOURCES: Final = frozenset(
 _READS: Final = frozenset(["embedding", "index_select", "gather", "take_along_dim", "__getitem__"])
 _SLICES: Final = frozenset(["narrow", "select", "split", "chunk", "tensor_split"])
 _BLIND: Final = _STAY - _SOURCES - _SLICES - _READS
-"""Calls that look neither at the values of ids nor at places among a part's own edges."""
+"""Calls that look neither at the values of ids nor at positions among a part's own edges."""
 
 
 def by_value(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """A call's arguments with the whole graph's numbers for ids of a part, where it looks at their values.
+    """Replace a part's ids in a call's arguments by global numbers where the call looks at their values.
 
     Args:
-        scope: The running interception.
-        name: The call's.
-        args: As the user gave them.
-        kwargs: Likewise.
+        scope: The running interceptor.
+        name: The name of the call.
+        args: Its positional arguments, as the user gave them.
+        kwargs: Its keyword arguments, as the user gave them.
     """
     if name in _BLIND:
         return args, kwargs
@@ -90,7 +90,7 @@ def by_value(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> tu
         return args, kwargs
     looks = name not in _STAY or name in _SOURCES
     kinds = {mark.kind for each in found if (mark := scope.marks.get(each)) is not None}
-    ordered = name in _ORDERS and len(kinds) > 1  # dropout_edge keeps one of both ways so
+    ordered = name in _ORDERS and len(kinds) > 1  # dropout_edge keeps one of both directions this way
     if not (places or (found and looks)) or (from_library() and not ordered):
         return args, kwargs
     if places:
@@ -101,7 +101,7 @@ def by_value(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> tu
         return args, kwargs
     every = list(tensors(args, kwargs))
     if name in _SAME and len(every) > 1 and len(found) == len(every):
-        return args, kwargs  # as equal as the vertices are
+        return args, kwargs  # local ids are equal exactly where the vertices are
     if name == "max" and _counts(scope, args, kwargs):
         return args, kwargs
     if name == "bincount":
@@ -123,10 +123,10 @@ def by_value(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> tu
 
 
 def _refuse_places(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> None:
-    """Refuse what looks at places among a part's own edges or rows, other than to put them in that order.
+    """Refuse calls that look at positions among a part's own edges or rows, other than to reorder by them.
 
     Raises:
-        ModelError: If it compares, slices or reckons with them.
+        ModelError: If the call compares, slices or computes with them.
     """
     base = scope.marks.get(args[0]) if args else None
     sliced = False
@@ -148,13 +148,13 @@ def _refuse_places(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs)
 
 
 def _of_no_rows(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> bool:
-    """Whether what is read by places is neither rows nor ids: a table, of which all ranks have all."""
+    """Return True if what is read by positions is neither rows nor ids: a table that all ranks have whole."""
     table = kwargs.get("weight", args[1] if len(args) > 1 else None) if name == "embedding" else args[0]
     return scope.marks.get(table) is None
 
 
 def _writes_places(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> bool:
-    """Whether places are what is written, and not where."""
+    """Return True if positions are the values written, not the index written to."""
     index = _index_of(name, args, kwargs)
     skipped = index if isinstance(index, (tuple, list)) else (index,)
     marks = [
@@ -171,7 +171,7 @@ def _is_ids(scope: EndpointValues, value: Any) -> bool:
 
 
 def _to_float(name: str, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a cast gives no integers."""
+    """Return True if a cast gives a type other than an integer."""
     for value in (*args[1:], *kwargs.values()):
         kind = value.dtype if isinstance(value, Tensor) else value
         if isinstance(kind, torch.dtype):
@@ -182,13 +182,13 @@ def _to_float(name: str, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _counts(scope: EndpointValues, args: Args, kwargs: Kwargs) -> bool:
-    """Whether ``max`` asks for the last vertex that has an edge: ``handlers`` answers."""
+    """Return True if ``max`` asks for the last vertex that has an edge; ``gather_scatter`` answers that."""
     mark = scope.marks.get(args[0]) if args else None
     return mark is not None and mark.kind is PlacementKind.EDGES and len(args) == 1 and not kwargs
 
 
 def _index_of(name: str, args: Args, kwargs: Kwargs) -> Any:
-    """What a write goes by: those ids stay."""
+    """Return the index that a write goes by: those ids stay local."""
     if name not in _SOURCES:
         return None
     if name in ("__setitem__", "index_put", "index_put_"):
@@ -197,10 +197,10 @@ def _index_of(name: str, args: Args, kwargs: Kwargs) -> Any:
 
 
 def numbers(scope: EndpointValues, ids: Tensor) -> Tensor:
-    """The whole graph's numbers of vertices for a part's ids: an attribute of the edges.
+    """Return global vertex numbers for a part's ids, as an attribute of the edges.
 
     Shapes:
-        ids ``[2, e]`` or ``[e]`` -> the same.
+        ids ``[2, e]`` or ``[e]`` -> numbers of the same shape.
     """
     mark = scope.marks.get(ids)
     assert mark is not None
@@ -215,7 +215,7 @@ def numbers(scope: EndpointValues, ids: Tensor) -> Tensor:
 
 
 def _axis(values: Tensor, mark: Placement, edges: int | None) -> int:
-    """Along which axis there is an entry an edge: ids may have been put in columns."""
+    """Return the axis along which there is one entry per edge: ids may have been put in columns."""
     if mark.kind is PlacementKind.EDGES:
         return values.dim() - 1
     if edges is not None:
@@ -224,7 +224,7 @@ def _axis(values: Tensor, mark: Placement, edges: int | None) -> int:
 
 
 def bincount(scope: EndpointValues, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.bincount(e[1], minlength=x.size(0))``: how many edges end in each own vertex."""
+    """Answer ``torch.bincount(e[1], minlength=x.size(0))``: how many edges end in each own vertex."""
     ids: Tensor = args[0] if args else kwargs["input"]
     if not scope.parted or not _is_ids(scope, ids) or from_library():
         return NotImplemented
@@ -246,10 +246,10 @@ def bincount(scope: EndpointValues, name: str, func: Func, args: Args, kwargs: K
 
 
 def refuse_rows_by_value(scope: EndpointValues, base: Any, axis: int, index: Tensor, mark: Placement) -> None:
-    """Refuse a read or write of rows of vertices by numbers that edges hold.
+    """Refuse reads or writes of rows of vertices by numbers that edges hold.
 
     Raises:
-        ModelError: If the rows lie apart.
+        ModelError: If the rows are split over parts.
     """
     held = scope.marks.get(base)
     rows = held is not None and held.kind in (PlacementKind.ROWS, PlacementKind.NUMBERS) and held.axis == axis

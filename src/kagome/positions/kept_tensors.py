@@ -1,14 +1,14 @@
-"""Kept: what a model keeps from one forward to the next is the same on all ranks, or is refused.
+"""Kept tensors: refuses what a model keeps from one forward to the next unless all ranks keep the same.
 
-Where it sits: ``intercept.interceptor`` shows it each call that may write, and asks it when a forward ends.
+Where it sits: ``intercept.interceptor`` passes each call that may write, and calls it when a forward ends.
 
 ::
 
-    self.Z.copy_(h)           a table with a row a vertex would have this part's rows: refused at the write
+    self.Z.copy_(h)           a table with a row per vertex would get this part's rows: refused at the write
     self.Z[mask] = h[mask]    likewise, by a view of it, by its data, by out=self.Z
     self.Z = 0.9 * self.Z + h the model would hold rows of one rank: refused when the forward ends
-    self.h = h                served where there was no table before, and it is not saved
-    self.Z.mul_(0.9)          served: all ranks write the same
+    self.h = h                allowed where there was no table before, and it is not saved
+    self.Z.mul_(0.9)          allowed: all ranks write the same
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ WAY_OUT: Final = (
 
 
 class Keeper(Protocol):
-    """What is asked of the running interception."""
+    """What is asked of the running interceptor."""
 
     marks: Placements
     parted: bool
 
     def where(self) -> str:
-        """The path of the module whose forward is running."""
+        """Return the path of the module whose forward is running."""
 
 
 class Ending(Keeper, Protocol):
-    """What is asked of an interception when a forward has ended."""
+    """What is asked of an interceptor when a forward has ended."""
 
     edge_tables: EdgeTables | None
 
     def forget_kept(self) -> None:
-        """What was computed, or read, of tensors that last is not known any more."""
+        """Drop everything computed or read from constant tensors."""
 
 
 class KeptTensors:
-    """The tensors of one model, and this part's own copies of some of their rows."""
+    """The tensors that one model keeps, and this part's own copies of some of their rows."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
@@ -65,22 +65,22 @@ class KeptTensors:
         self._held: WeakTensorMap[str] | None = None
         self._copies: WeakTensorMap[str] = WeakTensorMap()
         self.shown = False
-        """Whether forward took the data of a tensor that lasts: a write to it changes no version."""
+        """Whether forward took the data of a constant tensor: a write to it changes no version."""
 
     def look(self, scope: Keeper, model: nn.Module, sizes: tuple[int, int]) -> None:
-        """Note which tensors of a model are tables before its first forward.
+        """Record which tensors of a model are tables before its first forward.
 
         Args:
-            scope: The running interception.
+            scope: The running interceptor.
             model: The user's module.
-            sizes: Vertices and edges of the whole graph.
+            sizes: The numbers of vertices and edges of the whole graph.
         """
         named = tensors_of(model)
         tables = {name for name, each in named if {*sizes} & {*each.shape} and scope.marks.get(each) is None}
         self._model, self._tables = model, frozenset(tables)
 
     def copy(self, scope: Keeper, table: Tensor, rows: Tensor) -> bool:
-        """Say that rows are a copy of what is a view of a tensor in plain PyTorch: no write may get lost.
+        """Record rows that plain PyTorch returns as a view of a tensor: a write to this copy would be lost.
 
         Returns:
             Whether the model keeps that tensor.
@@ -92,10 +92,10 @@ class KeptTensors:
         return label is not None
 
     def meet(self, scope: Keeper, name: str, func: Any, args: Args, kwargs: Kwargs) -> None:
-        """Look at a call that may write.
+        """Check a call that may write.
 
         Raises:
-            ModelError: If it writes what this part alone has into what the model keeps, or into a copy.
+            ModelError: If it writes part-only values into what the model keeps, or writes into a copy.
         """
         for target in written_by(name, attribute(func) if name == "__set__" else "", args, kwargs):
             memory = _memory(target)
@@ -116,10 +116,10 @@ class KeptTensors:
                 )
 
     def end(self, scope: Ending) -> None:
-        """A forward has ended.
+        """Check what the model keeps at the end of a forward.
 
         Raises:
-            ModelError: If the model holds rows of this part where it had a table, or in what is saved of it.
+            ModelError: If the model holds rows of this part in place of a table, or in a buffer it saves.
         """
         self._held = None
         if self.shown:
@@ -141,25 +141,25 @@ class KeptTensors:
                 )
 
     def _replaced(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that have the names of tables by now."""
+        """Yield the tensors that now have the names of tables."""
         if self._tables and self._model is not None:
             yield from (each for each in tensors_of(self._model) if each[0] in self._tables)
 
     def _label(self, scope: Keeper, tensor: Tensor) -> str | None:
-        """What the tensor of a model that lies where this one does is called."""
+        """Return the name of the model's tensor that shares memory with this one; else None."""
         if self._model is None or (memory := _memory(tensor)) is None:
             return None
         if self._held is None:
             self._held = WeakTensorMap()
             for label, each in tensors_of(self._model, libraries=True):
-                # What an earlier forward has put there are rows of this part, and stay such.
+                # Rows that an earlier forward put there are rows of this part, and remain allowed.
                 if scope.marks.get(each) is None and (there := _memory(each)) is not None:
                     self._held.setdefault(there, label)
         return self._held.get(memory)
 
 
 def data(scope: Any, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``x.data``: what is known of inputs by their versions is not known of what is written to."""
+    """Observe ``x.data``, through which inputs can be written without changing their versions."""
     if (
         attribute(func) == "data"
         and isinstance(args[0], Tensor)
@@ -172,7 +172,7 @@ def data(scope: Any, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """By their names, the buffers that a state dict has."""
+    """Yield the named buffers that a state dict has."""
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, Tensor) and name not in module._non_persistent_buffers_set:
@@ -180,7 +180,7 @@ def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _memory(tensor: Any) -> object | None:
-    """Where the numbers of a tensor lie; None for one that has no such place."""
+    """Return the storage of a tensor; None if it has none of its own."""
     if type(tensor) not in (Tensor, nn.Parameter):
         return None
     with torch._C.DisableTorchFunction():
@@ -191,7 +191,7 @@ def _memory(tensor: Any) -> object | None:
 
 
 def _opened(values: Args) -> Iterator[Any]:
-    """Values, with those of a tuple of them apart: an index may have a list in it."""
+    """Yield values, with tuples and lists among them expanded: an index may contain a list."""
     for value in values:
         yield from value if isinstance(value, (tuple, list)) else (value,)
 

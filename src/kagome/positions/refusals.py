@@ -1,6 +1,7 @@
-"""Places: what it means for rows to be told apart by their place among all vertices, and how that is refused.
+"""Position refusals: what handlers of row positions share, and errors for calls a part cannot follow.
 
-Where it sits: ``row_positions``, ``row_order`` and ``vertex_tables`` share it.
+Where it sits: ``row_positions``, ``row_order`` and ``vertex_tables`` share it. A position is a row's place
+among all vertices of the graph.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ FULL = slice(None)
 
 
 class LocatedScope(Protocol):
-    """Who knows where a forward is."""
+    """An object that knows which module is running."""
 
     def where(self) -> str:
-        """The path of the module whose forward is running."""
+        """Return the path of the module whose forward is running."""
 
 
 class PositionScope(LocatedScope, Protocol):
-    """What these handlers ask of the running interception."""
+    """What these handlers ask of the running interceptor."""
 
     marks: Placements
     parted: bool
@@ -57,48 +58,48 @@ class PositionScope(LocatedScope, Protocol):
     turn: ForwardPass
 
     def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
-        """Answer a torch call."""
+        """Answer one torch call of the forward."""
 
     @property
     def own(self) -> int:
-        """Own rows."""
+        """Number of rows that this rank owns."""
 
     @property
     def vertices(self) -> int:
-        """Vertices of the whole graph."""
+        """Number of vertices of the whole graph."""
 
     def ids_of(self, mark: Placement) -> Tensor:
-        """Original numbers of the vertices whose rows lie along an axis."""
+        """Return the original numbers of the vertices that a tensor has rows for."""
 
     def ids_in(self, mark: Placement) -> Tensor:
-        """Original numbers of own and halo rows, in the order of the part's ids."""
+        """Return the original numbers of own and halo rows, in the order of the part's ids."""
 
     def local_of(self, ids: Tensor) -> Tensor:
-        """The own rows of own vertices."""
+        """Return the local positions of own vertices."""
 
     def number_of(self, mark: Placement, count: int) -> int:
-        """How many rows, of which this rank has ``count``, all ranks have."""
+        """Return how many rows all ranks have together, ``count`` of them on this rank."""
 
     @property
     def checked(self) -> bool:
-        """Whether this forward compares what the ranks do."""
+        """Whether this forward compares headers between ranks."""
 
     def total(self, part: Tensor, what: str = ...) -> Tensor:
-        """Sum over ranks, with gradient; ``what`` it is of."""
+        """Return the sum over ranks, with gradient; ``what`` names it."""
 
     def greatest(self, part: Tensor) -> Tensor:
-        """Maximum over ranks, without gradient."""
+        """Return the maximum over ranks, without gradient."""
 
 
 def length(scope: PositionScope, mark: Placement) -> int:
-    """Entries of the whole graph's axis, or -1 where they are not known."""
+    """Return the length of the axis in the whole graph, or -1 if it is unknown."""
     if mark.subset is not None:
         return -1 if mark.subset.span is None else len(mark.subset.span) * mark.each
     return scope.vertices * mark.each
 
 
 def span_of(scope: PositionScope, mark: Placement, item: slice) -> range:
-    """The vertices that a slice of an axis names."""
+    """Return the vertices that a slice of an axis selects."""
     whole = length(scope, mark)
     if whole < 0:
         raise refused(scope, "a slice counts rows that a mask has chosen")
@@ -118,7 +119,7 @@ def span_of(scope: PositionScope, mark: Placement, item: slice) -> range:
 
 
 def rows_base(scope: PositionScope, args: Args, kwargs: Kwargs) -> tuple[Tensor, Placement] | None:
-    """The tensor of a call that has rows of vertices, and its mark; None where all rows are here."""
+    """Return a call's tensor with rows of vertices and its placement; None where all rows are local."""
     base = args[0] if args else kwargs.get("input")
     mark = scope.marks.get(base) if isinstance(base, Tensor) else None
     if not isinstance(base, Tensor) or mark is None or mark.kind not in VERTICES or not scope.parted:
@@ -127,13 +128,13 @@ def rows_base(scope: PositionScope, args: Args, kwargs: Kwargs) -> tuple[Tensor,
 
 
 def dim_of(args: Args, kwargs: Kwargs, place: int, base: Tensor, default: int = 0) -> int:
-    """The axis that a call names."""
+    """Return the axis that a call names, as a non-negative number."""
     dim = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else default))
     return int(dim or 0) % max(base.dim(), 1)
 
 
 def refused(scope: LocatedScope, what: str, *, hint: str = "", asked: str = _TOLD_APART) -> ModelError:
-    """The error of a call that depends on where rows lie, in a way that no part can follow."""
+    """Return the error for a call that depends on row positions in a way that no part can follow."""
     line = user_line()
     return ModelError(
         asked,
@@ -144,12 +145,12 @@ def refused(scope: LocatedScope, what: str, *, hint: str = "", asked: str = _TOL
 
 
 def lost(scope: LocatedScope, mark: Placement, *, edges: bool = False) -> ModelError:
-    """The error of what became of rows by a call that goes by their places.
+    """Return the error for a tensor that was made from rows by their positions, and so is lost.
 
     Args:
-        scope: The running interception.
-        mark: Of what is lost.
-        edges: Whether it tells which rows belong together.
+        scope: The running interceptor.
+        mark: The placement of the lost tensor.
+        edges: Whether the tensor says which rows are connected.
     """
     product = mark.origin.startswith(("matmul", "bmm", "mm", "einsum", "baddbmm"))
     hint = "make these edges before training (data.edge_index), not inside forward; or train on one rank"

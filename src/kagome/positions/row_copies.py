@@ -1,7 +1,7 @@
-"""Copies: rows that plain PyTorch gives as a view of a tensor, and that a part can give as a copy only.
+"""Row copies: rows that plain PyTorch returns as a view of a tensor, and that a part can only copy.
 
-Where it sits: ``row_positions`` notes them, ``intercept.interceptor`` asks before a call that writes in
-place.
+Where it sits: ``row_positions`` records them. ``intercept.interceptor`` checks here before a call that writes
+in place.
 
 ::
 
@@ -21,19 +21,19 @@ from kagome.user_frame import user_line
 
 
 class RowCopies:
-    """The copies of one forward, and which of them were written and not put back."""
+    """The copies made in one forward, and which of them were written and not put back."""
 
     def __init__(self) -> None:
         self._held: WeakTensorMap[bool] = WeakTensorMap()
         self._open: list[tuple[Tensor, str]] = []
 
     def note(self, rows: Tensor) -> Tensor:
-        """Say that a tensor would be a view, and return it."""
+        """Record that a tensor would be a view in plain PyTorch, and return it."""
         self._held[rows] = True
         return rows
 
     def meet(self, name: str, args: Args) -> None:
-        """Look at a call that may write into a copy, or put back what was written."""
+        """Check a call that may write into a copy, or put back what was written."""
         if not len(self._held) or not args or not isinstance(args[0], Tensor):
             return
         assigns = name == "__setitem__"
@@ -47,7 +47,7 @@ class RowCopies:
             self._open.append((args[0], f"{name} ({user_line()})"))
 
     def end(self, scope: PositionScope) -> None:
-        """The forward has ended.
+        """Forget the copies at the end of a forward.
 
         Raises:
             ModelError: If a copy was written and not put back.

@@ -1,4 +1,4 @@
-"""Row order: calls that lay rows of vertices end to end, number them, or go from one to the next.
+"""Row order: calls that concatenate rows of vertices, number them, or go from one row to the next.
 
 Where it sits: ``intercept.interceptor`` asks these handlers as it asks those of ``row_positions``.
 """
@@ -24,7 +24,7 @@ from kagome.user_frame import by_kagome, from_library, user_line
 
 
 def cat(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Subsets laid end to end: where they make up a span of vertices, each row goes to its own place."""
+    """Answer ``cat`` of subsets. If they make up a span of vertices, each row goes to its own position."""
     values = args[0] if args else kwargs.get("tensors")
     if not isinstance(values, (tuple, list)):
         return NotImplemented
@@ -60,7 +60,7 @@ def cat(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
 
 
 def _subset_of(scope: PositionScope, mark: Placement) -> RowSubset:
-    """Which vertices a mark's rows belong to: all own ones, where it names no others."""
+    """Return the vertices that a placement's rows belong to: all own ones if it names no subset."""
     if mark.subset is not None:
         return mark.subset
     return RowSubset(torch.arange(scope.own, device=scope.device), range(scope.vertices))
@@ -74,7 +74,7 @@ def _with_edges(
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Edges with loops behind them, made of the numbers of vertices, and weights with those of loops."""
+    """Concatenate edges with self-loops made from vertex numbers, and weights with weights of loops."""
     lead = next((mark for mark in marks if mark is not None and mark.kind in IDS), None)
     pairs = next((mark for mark in marks if mark is not None and mark.kind is PlacementKind.PAIRS), None)
     given = zip(values, marks, strict=True)
@@ -97,10 +97,10 @@ def _with_edges(
 
 
 def _loops(scope: PositionScope, value: Tensor, mark: Placement | None, lead: Placement) -> Tensor:
-    """Ids that are put to a part's edges: those of own vertices, both ends of a loop, in local numbers.
+    """Return ids that are concatenated to a part's edges: own vertices, both ends of a loop, as local ids.
 
     Raises:
-        ModelError: If a user puts other edges to them: their ids would be taken for a part's.
+        ModelError: If a user adds other edges, whose ids would be taken for ids of this part.
     """
     if mark is not None and mark.kind is PlacementKind.NUMBERS:
         return scope.marks.put(scope.local_of(value), replace(lead, edges=None))
@@ -123,7 +123,7 @@ def _loops(scope: PositionScope, value: Tensor, mark: Placement | None, lead: Pl
 
 
 def count(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``len(x)``: how many vertices or edges the whole graph has, or of them a mask has chosen."""
+    """Answer ``len(x)`` with the whole graph's number of vertices or edges, or of those a mask selects."""
     mark = scope.marks.get(args[0])
     if mark is None or not scope.parted or from_library() or by_kagome():
         return NotImplemented
@@ -136,7 +136,7 @@ def count(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
 
 
 def numbers(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.linspace(0, 1, x.size(0))``: of a number for each vertex, those of own ones."""
+    """Answer ``torch.linspace(0, 1, x.size(0))`` with the entries of own vertices."""
     counts = [
         value for value in (*args, *kwargs.values()) if isinstance(value, SymbolicSize) and value.of_vertices
     ]
@@ -150,7 +150,7 @@ def numbers(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
 
 
 def arange(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.arange(x.size(0))``: the numbers of own vertices."""
+    """Answer ``torch.arange(x.size(0))`` with the numbers of own vertices."""
     given = [kwargs.get("start", 0), kwargs.get("end"), kwargs.get("step", 1)]
     plain = [value for value in args if isinstance(value, (int, float))]
     if len(plain) == 1 and "end" not in kwargs:
@@ -161,7 +161,7 @@ def arange(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
     if not isinstance(end, SymbolicSize) or not end.of_vertices or as_place(start) != 0 or step != 1:
         return numbers(scope, name, func, args, kwargs)
     if from_library():
-        return NotImplemented  # PyG makes ids of own rows
+        return NotImplemented  # PyG makes ids of own rows this way
     if not end.mark.whole:
         raise refused(scope, "arange counts rows of some vertices, or several a vertex")
     named = {key: value for key, value in kwargs.items() if key in ("dtype", "device")}
@@ -186,7 +186,7 @@ _DEFAULT = {"diff": -1, "unfold": 0, "trapezoid": -1, "fft_fft": -1, "fft_ifft":
 
 
 def over_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Calls that go from one row to the next along an axis: refused along that of the vertices."""
+    """Refuse calls that go from one row to the next along the vertex axis."""
     held = rows_base(scope, args, kwargs)
     if held is None:
         return NotImplemented
@@ -212,10 +212,10 @@ def over_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: K
 
 
 def among(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.bucketize(a, b)``: how numbers lie among others. Those of rows are each part's own.
+    """Answer ``torch.bucketize(a, b)`` and the like where the values looked up are rows of this part.
 
     Raises:
-        ModelError: If they are looked up among rows of vertices or edges.
+        ModelError: If values are looked up among rows of vertices or edges, of which a part has only some.
     """
     second = ("boundaries", "test_elements") if name != "searchsorted" else ("self", "input")
     looked, held = args[0] if args else None, args[1] if len(args) > 1 else None
@@ -239,7 +239,7 @@ def among(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
 
 
 def nbytes(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``x.nbytes``: those of the rows of all ranks."""
+    """Answer ``x.nbytes`` with the bytes of the rows on all ranks."""
     if attribute(func) != "nbytes" or scope.marks.get(args[0]) is None or not scope.parted or from_library():
         return NotImplemented
     entries = scope.__torch_function__(Tensor.numel, (), (args[0],))
@@ -249,14 +249,14 @@ def nbytes(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
 
 
 FEWEST = 8
-"""A list of fewer entries is a user's constants, though a part have as many rows."""
+"""Length below which a list counts as a user's constants, even if a part has as many rows."""
 
 
 def of_list(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.tensor([f(row) for row in x])``: a loop in Python over rows goes over a part's alone.
+    """Mark ``torch.tensor([f(row) for row in x])`` as lost: a Python loop over rows sees only this part's.
 
-    A list that has as many entries as this part has rows is taken for one of these where it meets rows; as a
-    list of places it is none.
+    A list with as many entries as this part has rows counts as one of these where it is combined with rows.
+    It does not count as a list of positions.
     """
     values = args[int(name == "new_tensor")] if len(args) > int(name == "new_tensor") else kwargs.get("data")
     if not scope.parted or not isinstance(values, (list, tuple)) or from_library():

@@ -1,18 +1,18 @@
-"""Positions: rows told apart by their place among all vertices: ``x[:6000]``, ``x[-4:]``, ``x[5]``.
+"""Row positions: rows selected by position among all vertices: ``x[:6000]``, ``x[-4:]``, ``x[5]``.
 
 Where it sits: ``intercept.interceptor`` asks these handlers before those of ``intercept.gather_scatter``. A
-place in a user's forward is one among the vertices of the whole graph; a part has some of them, in its own
+position in a user's forward is one among the vertices of the whole graph. A part has some of them, in its own
 order.
 
 ::
 
-    x[2:6]             own rows among vertices 2 to 5           a subset: the place is kept in the mark
-    x[5], x[ids]       rows of named vertices, for every rank   summed over ranks: one of them has it
-    cat([a, b])        subsets that make up all vertices        every row back at its own place
-    table[:x.size(0)]  a tensor with a row for each of all      own rows of it
+    x[2:6]             own rows among vertices 2 to 5           a subset: its placement keeps the positions
+    x[5], x[ids]       rows of named vertices, on every rank    summed over ranks: one of them has the row
+    cat([a, b])        subsets that make up all vertices        every row back at its own position
+    table[:x.size(0)]  a tensor with a row for each vertex      own rows of it
     arange(x.size(0))  the numbers of own vertices
 
-What goes by places in another way (``cumsum`` over vertices, ``view(K, P, F)``) is refused by name.
+Other uses of positions (``cumsum`` over vertices, ``view(K, P, F)``) are refused by name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from kagome.user_frame import from_library
 
 
 def getitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``x[...]`` where something stands at the row axis that is a place, or chooses among places."""
+    """Answer ``x[...]`` where the item at the row axis is a position or selects among positions."""
     base, index = args[0], args[1]
     mark = scope.marks.get(base)
     if mark is None or mark.kind not in VERTICES:
@@ -74,7 +74,7 @@ def getitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
 
 
 def _chosen(scope: PositionScope, func: Func, base: Tensor, index: Any, mark: Placement, item: Tensor) -> Any:
-    """``x[mask]`` and ``x[order]``: own rows that a flag a row, or own places, choose."""
+    """Answer ``x[mask]`` and ``x[order]``: own rows selected by one flag per row, or by own positions."""
     held = scope.marks.get(item)
     if held is not None and held.kind is PlacementKind.NUMBERS:
         scope.numbered = True
@@ -102,7 +102,7 @@ def _chosen(scope: PositionScope, func: Func, base: Tensor, index: Any, mark: Pl
 
 
 def _noted(scope: PositionScope, func: Func, base: Tensor, index: Any, mark: Placement, item: Any) -> Any:
-    """A slice where all rows are here: torch takes it; which vertices it names is kept for draws."""
+    """Run a slice where all rows are local, and record which vertices it selects, for random draws."""
     spanned = mark.subset is None or mark.subset.span is not None
     if not isinstance(item, slice) or mark.each > 1 or not spanned:
         return NotImplemented
@@ -117,7 +117,7 @@ def _noted(scope: PositionScope, func: Func, base: Tensor, index: Any, mark: Pla
 
 
 def _known(scope: PositionScope, item: Tensor) -> bool:
-    """Whether an index is one that knows which own rows it names: not a list of numbers of vertices."""
+    """Return True if an index already refers to own rows, rather than listing numbers of vertices."""
     mark = scope.marks.get(item)
     if mark is not None and mark.kind is not PlacementKind.LOST:
         return mark.kind not in (PlacementKind.ROWS, PlacementKind.PAIRS) or item.dtype == torch.bool
@@ -127,12 +127,12 @@ def _known(scope: PositionScope, item: Tensor) -> bool:
 
 
 def items_of(index: Any, dims: int, axis: int) -> tuple[list[Any], int]:
-    """An index item by item, with nothing left out, and which of them stands at an axis.
+    """Expand an index to one item per axis, and find the item that stands at an axis.
 
     Args:
-        index: What stands in the brackets.
-        dims: Axes of the tensor.
-        axis: The one that is asked for.
+        index: The index between the brackets.
+        dims: The number of axes of the tensor.
+        axis: The axis to find.
     """
     items = list(index) if isinstance(index, tuple) else [index]
     wide = [each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in items]
@@ -154,16 +154,16 @@ def items_of(index: Any, dims: int, axis: int) -> tuple[list[Any], int]:
 
 
 def take(scope: PositionScope, base: Tensor, mark: Placement, item: Any) -> Tensor:
-    """The rows of the whole graph that an item of an index names, as far as this part has them.
+    """Return the whole graph's rows that an index item names, as far as this part has them.
 
     Args:
-        scope: The running interception.
+        scope: The running interceptor.
         base: A tensor with rows of vertices.
-        mark: Its mark.
-        item: A place, a span of places, or a list of places among all rows of the axis.
+        mark: Its placement.
+        item: A position, a slice, or a list of positions among all rows of the axis.
 
     Returns:
-        For one place or a list: those rows, on every rank. For a span: own rows among it.
+        For one position or a list: those rows, on every rank. For a slice: own rows among it.
     """
     scope.numbered, base = True, now(base)
     if isinstance(item, int):
@@ -188,7 +188,7 @@ def take(scope: PositionScope, base: Tensor, mark: Placement, item: Any) -> Tens
 
 
 def _spanned(scope: PositionScope, base: Tensor, mark: Placement, span: range) -> Tensor:
-    """Own rows among a span."""
+    """Return own rows among a span of vertices."""
     if len(span) * mark.each == length(scope, mark):
         return scope.marks.put(base.view_as(base), mark)
     ids = scope.ids_of(mark)
@@ -204,7 +204,7 @@ def _spanned(scope: PositionScope, base: Tensor, mark: Placement, span: range) -
 
 
 def rows_at(base: Tensor, mark: Placement, chosen: Tensor, *, whole: bool) -> Tensor:
-    """Rows at places along the row axis; those that lie together as a view of them."""
+    """Return rows at positions along the row axis; contiguous rows are returned as a view."""
     first = int(chosen[0]) if chosen.numel() else 0
     if mark.each == 1 and whole and (not chosen.numel() or int(chosen[-1]) - first + 1 == chosen.numel()):
         return base.narrow(mark.axis, first, chosen.numel())
@@ -216,7 +216,7 @@ def rows_at(base: Tensor, mark: Placement, chosen: Tensor, *, whole: bool) -> Te
 
 
 def _masked(scope: PositionScope, base: Tensor, mark: Placement, mask: Tensor) -> Tensor:
-    """Own rows where a mask over all vertices is true."""
+    """Return own rows where a mask over all vertices is true."""
     if mark.subset is not None or mark.each > 1:
         raise refused(scope, "a mask of all vertices chooses among some of them")
     own = scope.marks.put(mask.bool()[scope.ids_of(mark)], Placement(PlacementKind.ROWS))
@@ -235,7 +235,7 @@ def _one(scope: PositionScope, base: Tensor, mark: Placement, place: int) -> Ten
 
 
 def _listed(scope: PositionScope, base: Tensor, mark: Placement, places: Tensor) -> Tensor:
-    """Rows of named vertices, on every rank."""
+    """Return rows of named vertices, on every rank."""
     whole = length(scope, mark)
     if whole < 0 or mark.each > 1:
         raise refused(scope, "rows that a mask has chosen, or that lie several a vertex, are read by number")
@@ -263,20 +263,20 @@ def _listed(scope: PositionScope, base: Tensor, mark: Placement, places: Tensor)
 
 
 def _alike(scope: PositionScope, places: Tensor) -> None:
-    """Refuse numbers of vertices that are not the same on all ranks: they were made from a part's own."""
+    """Refuse vertex numbers that differ between ranks, because they were made from a part's own rows."""
     if not scope.checked:
         return
     with torch._C.DisableTorchFunction():
         word = torch.tensor([places.numel(), int((places * (places + 1)).sum() % 2**31)], dtype=torch.float64)
         both = torch.cat([word, -word]).to(places.device)
-    with scope.turn.apart():  # later forwards do not come to it
+    with scope.turn.apart():  # later forward passes skip this check
         most, least = scope.greatest(both).view(2, 2)
     if not torch.equal(most, -least):
         raise refused(scope, "rows are read by numbers that are not the same on all ranks")
 
 
 def narrow(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``x.narrow(0, start, length)``."""
+    """Answer ``x.narrow(0, start, length)`` as a slice."""
     held = rows_base(scope, args, kwargs)
     if held is None or dim_of(args, kwargs, 1, held[0]) != held[1].axis or from_library():
         return NotImplemented
@@ -287,7 +287,7 @@ def narrow(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
 
 
 def select(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``x.select(0, place)``."""
+    """Answer ``x.select(0, place)`` as an index."""
     held = rows_base(scope, args, kwargs)
     if held is None or dim_of(args, kwargs, 1, held[0]) != held[1].axis or from_library():
         return NotImplemented
@@ -297,7 +297,7 @@ def select(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
 
 
 def index_select(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``x.index_select(0, ids)`` by numbers of vertices that no edge named."""
+    """Answer ``x.index_select(0, ids)`` by numbers of vertices that do not come from edges."""
     held = rows_base(scope, args, kwargs)
     index = kwargs.get("index", args[2] if len(args) > 2 else None)
     if held is None or not isinstance(index, Tensor) or _known(scope, index) or from_library():
@@ -306,7 +306,7 @@ def index_select(scope: PositionScope, name: str, func: Func, args: Args, kwargs
 
 
 def split(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``split``, ``chunk``, ``tensor_split`` along the vertices: spans of all of them."""
+    """Answer ``split``, ``chunk`` and ``tensor_split`` along the vertices as spans of all of them."""
     held = rows_base(scope, args, kwargs)
     if held is None or dim_of(args, kwargs, 2, held[0]) != held[1].axis or from_library():
         return NotImplemented
@@ -320,7 +320,7 @@ def split(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
 
 
 def _ends(name: str, whole: int, how: Any) -> list[int]:
-    """Where pieces end, but for the last one."""
+    """Return the positions where pieces end, except the last piece."""
     if isinstance(how, Tensor):
         how = how.tolist()
     if name == "tensor_split":
@@ -343,7 +343,7 @@ def _ends(name: str, whole: int, how: Any) -> list[int]:
 
 
 def setitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``x[...] = value`` where something stands at the row axis that is a place."""
+    """Answer ``x[...] = value`` where the item at the row axis is a position."""
     base, index, value = args
     mark, held = scope.marks.get(base), scope.marks.get(value)
     if held is not None and held.kind is PlacementKind.LOST:
@@ -389,7 +389,7 @@ def _written(
     *,
     single: bool,
 ) -> Any:
-    """What own rows get of a value for all rows that are written."""
+    """Return own rows' share of a value given for all rows that are written."""
     if not isinstance(value, Tensor) or value.dim() == 0 or single:
         return value
     held = scope.marks.get(value)
@@ -400,7 +400,7 @@ def _written(
             raise refused(scope, "rows are written by number from rows of other vertices")
         with torch._C.DisableTorchFunction():
             shared = now(value).untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
-        return now(value).clone() if shared else now(value)  # x[:n] += 1 writes what it has read
+        return now(value).clone() if shared else now(value)  # x[:n] += 1 writes the rows it has read
     right = mark.axis - base.dim() + sum(isinstance(each, int) for each in items[mark.axis + 1 :])
     if value.dim() < -right or value.size(right) == 1:
         return value
@@ -408,7 +408,7 @@ def _written(
 
 
 def written_by_place(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``index_put``, ``index_fill`` and ``index_copy`` of rows by numbers of vertices: an assignment."""
+    """Answer ``index_put``, ``index_fill`` and ``index_copy`` by vertex numbers as an assignment."""
     held = rows_base(scope, args, kwargs)
     if held is None or from_library():
         return NotImplemented
@@ -447,4 +447,4 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     "select": select,
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), split),
 }
-"""Asked before all others: they turn places among all vertices into own rows."""
+"""Handlers asked before all others: they turn positions among all vertices into own rows."""

@@ -1,9 +1,9 @@
-"""Distinct: ``torch.unique`` and ``torch.bincount`` of values that vertices or edges hold, of all ranks.
+"""Unique values: ``torch.unique`` and ``torch.bincount`` over what vertices or edges hold on all ranks.
 
-Where it sits: one of ``intercept.interceptor``'s handlers, on a part of the graph::
+Where it sits: one of the ``intercept.interceptor``'s handlers, on a part of the graph::
 
-    for kind in edge_type.unique():     every rank goes through the same kinds, in the same order,
-        out += conv[kind](x, ...)       also one whose part has no edge of a kind
+    for kind in edge_type.unique():     every rank loops over the same kinds, in the same order,
+        out += conv[kind](x, ...)       including a rank whose part has no edge of a kind
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kagome.positions.refusals import Args, Func, Kwargs, PositionScope, refused
 from kagome.user_frame import from_library
 
 WIDEST: Final = 2**22
-"""Between the least and the greatest value: ranks compare a number for each value that lies between."""
+"""Limit of the range between the least and the greatest value. Ranks compare one number per value in it."""
 
 
 def unique(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``unique(values, return_inverse, return_counts)`` of whole numbers or truth values.
+    """Answer ``unique(values, return_inverse, return_counts)`` for integers or booleans.
 
     Shapes:
-        ``[k]`` values -> ``[u]`` on every rank alike, inverse ``[k]``, counts ``[u]``.
+        ``[k]`` values -> ``[u]``, equal on every rank; inverse ``[k]``, counts ``[u]``.
 
     Cost:
-        A message between the ranks of one number for each value from the least to the greatest.
+        One all-reduce of one number for each value from the least to the greatest.
     """
     values: Tensor = args[0] if args else kwargs["input"]
     mark = scope.marks.get(values)
@@ -60,7 +60,7 @@ def unique(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
 
 
 def _ends(scope: PositionScope, values: Tensor) -> tuple[int, int]:
-    """The least and the greatest value of all ranks."""
+    """Return the least and the greatest value over all ranks."""
     with torch._C.DisableTorchFunction():
         far = torch.full((2,), -float(2**53), dtype=torch.float64, device=values.device)
         if values.numel():
@@ -70,7 +70,7 @@ def _ends(scope: PositionScope, values: Tensor) -> tuple[int, int]:
 
 
 def _attribute(mark: Placement) -> Placement:
-    """The mark of values that vertices or edges hold."""
+    """Return the placement of values that vertices or edges hold."""
     return Placement(
         PlacementKind.ROWS if mark.kind is PlacementKind.NUMBERS else mark.kind,
         *(mark.view, mark.axis, mark.edges),
@@ -80,7 +80,7 @@ def _attribute(mark: Placement) -> Placement:
 
 
 def bincount(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``bincount`` of whole numbers that vertices or edges hold: the counts of all ranks."""
+    """Answer ``bincount`` of integers that vertices or edges hold with the counts over all ranks."""
     values: Tensor = args[0] if args else kwargs["input"]
     mark = scope.marks.get(values)
     if not scope.parted or mark is None or mark.kind not in ALIGNED or from_library():
@@ -94,7 +94,7 @@ def bincount(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
         counts = torch.bincount(whole, weights, max(int(as_place(least)), high + 1))
     summed = scope.total(counts.double())
     if weights is None:
-        return summed.long()  # torch gives whole numbers for no values at all, with weights too
+        return summed.long()  # torch returns integers for an empty input, even with weights
     return summed.to(torch.float32 if weights.dtype is torch.float32 else torch.float64)
 
 

@@ -1,8 +1,8 @@
-"""Whole tables: tensors with a row for every vertex of the graph, the same on all ranks.
+"""Vertex tables: tensors with a row for every vertex of the graph, the same on all ranks.
 
-Where it sits: ``intercept.interceptor`` and ``intercept.gather_scatter`` ask it where such a tensor meets
-rows of own vertices, or is read or written by the part's ids: a parameter or buffer ``[N, d]``,
-``torch.zeros(8000, d)``.
+Where it sits: ``intercept.interceptor`` and ``intercept.gather_scatter`` ask it where such a tensor is
+combined with rows of own vertices, or is read or written by the part's ids. Examples are a parameter or
+buffer ``[N, d]``, or ``torch.zeros(8000, d)``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kagome.user_frame import from_library
 
 
 def of_table(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``table[:x.size(0)]`` and ``table[torch.arange(x.size(0))]``: own rows of a tensor with all rows."""
+    """Answer ``table[:x.size(0)]`` with own rows of a tensor that has all rows."""
     base, index = args[0], args[1]
     if type(index) not in (slice, tuple) or scope.marks.get(base) is not None:
         return NotImplemented
@@ -50,7 +50,7 @@ def of_table(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
 
 
 def set_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``table[row] = value`` by ids of edges: a tensor with all rows is written by original numbers.
+    """Answer ``table[row] = value`` by ids of edges: a tensor with all rows is written by original numbers.
 
     Raises:
         ModelError: If rows of a part are written into such a tensor.
@@ -76,7 +76,7 @@ def set_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
 
 
 def own_rows(scope: PositionScope, table: Tensor, axis: int) -> Tensor:
-    """Own rows of a tensor that has a row for each vertex of the graph, the same on all ranks.
+    """Return own rows of a tensor that has a row for each vertex of the graph, the same on all ranks.
 
     Shapes:
         table ``[..., N, ...]`` -> ``[..., n, ...]``.
@@ -89,7 +89,7 @@ def own_rows(scope: PositionScope, table: Tensor, axis: int) -> Tensor:
 
 
 def has_all(scope: PositionScope, value: Any, axis: int) -> bool:
-    """Whether an unmarked tensor has a row for each vertex of the graph along an axis."""
+    """Return True if an unmarked tensor has a row for each vertex of the graph along an axis."""
     if not scope.parted or not isinstance(value, Tensor) or scope.marks.get(value) is not None:
         return False
     with torch._C.DisableTorchFunction():
@@ -99,21 +99,21 @@ def has_all(scope: PositionScope, value: Any, axis: int) -> bool:
 def original(
     scope: PositionScope, table: Any, axis: int, ids: Tensor, mark: Placement, *, library: bool = False
 ) -> Tensor | None:
-    """Original numbers for ids of the part, where they index a tensor that is the same on all ranks.
+    """Return original numbers for the part's ids where they index a tensor that is the same on all ranks.
 
     Args:
-        scope: The running interception.
-        table: What is indexed.
-        axis: Along which axis.
+        scope: The running interceptor.
+        table: The tensor that is indexed.
+        axis: The axis that is indexed.
         ids: Ids of own and halo rows.
-        mark: Their mark.
-        library: Whether to answer PyG's own code as well: its tables may be a part's, of any size.
+        mark: The placement of the ids.
+        library: Whether to answer PyG's own code as well. Its tables may belong to a part and have any size.
 
     Returns:
-        None where the tensor has a row for each own vertex, so that the ids are its own.
+        None if the tensor has a row for each own vertex, so that the part's ids index it.
 
     Raises:
-        ModelError: If it has fewer rows than there are vertices.
+        ModelError: If the tensor has fewer rows than there are vertices.
     """
     if not scope.parted or table.dim() == 0:
         return None
@@ -138,10 +138,10 @@ def original(
 
 
 def written_to(scope: PositionScope, base: Tensor, axis: int, index: Tensor, name: str) -> Tensor:
-    """What a write by ids of the part goes to: own rows of a tensor that has a row for each vertex.
+    """Return the target of a write by the part's ids: own rows if the tensor has a row for each vertex.
 
     Raises:
-        ModelError: If it goes to such a tensor in place, or to rows of some vertices.
+        ModelError: If it writes to such a tensor in place, or to rows of some vertices.
     """
     held = scope.marks.get(base)
     if held is not None and held.kind is PlacementKind.LOST:
@@ -162,7 +162,7 @@ def written_to(scope: PositionScope, base: Tensor, axis: int, index: Tensor, nam
 
 
 def all_rows_written(scope: PositionScope, name: str) -> ModelError:
-    """The error of a call that writes rows of a part into a tensor that has a row for each vertex."""
+    """Return the error for a call that writes a part's rows into a tensor with a row for each vertex."""
     return refused(
         scope,
         f"{name} writes into a tensor of all {scope.vertices:,} rows",
@@ -171,10 +171,10 @@ def all_rows_written(scope: PositionScope, name: str) -> ModelError:
 
 
 def refuse_unknown_write(scope: PositionScope, name: str, base: Any, dim: Any) -> None:
-    """Refuse a write to rows of vertices by ids that no edge of the graph gave.
+    """Refuse writes to rows of vertices by ids that are not from an edge of the graph.
 
     Raises:
-        ModelError: If the rows that are written to lie apart.
+        ModelError: If the rows that are written to are split over parts.
     """
     held = scope.marks.get(base) if scope.parted else None
     rows = held is not None and held.kind in VERTICES and isinstance(dim, int)
@@ -187,10 +187,10 @@ def refuse_unknown_write(scope: PositionScope, name: str, base: Any, dim: Any) -
 
 
 def refuse_unfit(scope: PositionScope, name: str, args: Args, kwargs: Kwargs, error: Exception) -> None:
-    """Say of a call that torch refuses that it was given the rows of a part.
+    """Explain an error of torch if the call was given the rows of a part.
 
     Raises:
-        ModelError: If it was, by the user's code.
+        ModelError: If the user's code gave the call such rows.
     """
     marks = [scope.marks.get(tensor) for tensor in _flat(args, kwargs)] if scope.parted else []
     gone = next((mark for mark in marks if mark is not None and mark.kind is PlacementKind.LOST), None)
@@ -202,11 +202,11 @@ def refuse_unfit(scope: PositionScope, name: str, args: Args, kwargs: Kwargs, er
 
 
 def given_rows(scope: PositionScope, values: Any, axis: int) -> Any:
-    """What a layer is given, with own rows in the place of tables with a row for each vertex.
+    """Replace vertex tables in a layer's arguments by their own rows.
 
     Args:
-        scope: The running interception.
-        values: Arguments, in tuples or tables.
+        scope: The running interceptor.
+        values: The arguments, in tuples or dicts.
         axis: Where the layer expects its rows.
     """
     if isinstance(values, tuple) and not hasattr(values, "_fields"):
@@ -220,12 +220,12 @@ def given_rows(scope: PositionScope, values: Any, axis: int) -> Any:
 
 
 def refuse_some_rows(scope: PositionScope, given: Any, what: str) -> None:
-    """Refuse what leaves a forward, or a stage of it, and has not a row for each vertex, or is not known.
+    """Refuse outputs of a forward or stage that are lost, or lack a row for each vertex.
 
     Args:
-        scope: The running interception.
-        given: Tensors, in tuples or tables.
-        what: What gives them.
+        scope: The running interceptor.
+        given: The output tensors, in tuples or dicts.
+        what: The name of what gives them.
 
     Raises:
         ModelError: If rows were lost, or belong to some vertices only.
@@ -243,10 +243,10 @@ def refuse_some_rows(scope: PositionScope, given: Any, what: str) -> None:
 
 
 def refuse_unknown_edges(scope: PositionScope, edges: Any) -> None:
-    """Refuse edges that a layer is given and that are not made of the graph's.
+    """Refuse edges given to a layer that are not made from the graph's edges.
 
     Raises:
-        ModelError: If rows lie apart, so that these ids would be taken for those of a part.
+        ModelError: If rows are split over parts, so that these ids would be taken for ids of a part.
     """
     if not scope.parted:
         return
@@ -262,10 +262,10 @@ def refuse_unknown_edges(scope: PositionScope, edges: Any) -> None:
 
 
 def refuse_lost_ids(scope: PositionScope, name: str, args: Args, kwargs: Kwargs) -> None:
-    """Refuse rows that are read or written by ids made of lost rows: of the nearest vertices in a part.
+    """Refuse reads or writes by ids made from lost rows, such as the nearest vertices within a part.
 
     Raises:
-        ModelError: Naming the call that lost them.
+        ModelError: If there is such an id. It names the call that lost the rows.
     """
     for value in _deep((*args[1:], *kwargs.values())):
         held = scope.marks.get(value)
@@ -292,13 +292,13 @@ BY_IDS: Final = frozenset(
 
 
 def met(scope: PositionScope, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """A call's arguments with own rows of tensors that have all rows, where they meet rows of vertices.
+    """Replace tensors that have all rows by own rows where a call combines them with rows of vertices.
 
     Returns:
-        None where no argument has rows of vertices, or none has all rows.
+        None if no argument has rows of vertices, or none has all rows.
 
     Raises:
-        ModelError: If it writes to such a tensor.
+        ModelError: If the call writes to a tensor that has all rows.
     """
     if name != "__getitem__" and name.strip("_") not in ELEMENTWISE:
         return None
@@ -309,7 +309,7 @@ def met(scope: PositionScope, name: str, args: Args, kwargs: Kwargs) -> tuple[Ar
     if marked is None or not marked[1].whole:
         return None
     right = marked[1].axis - marked[0].dim()
-    # What an operator like += gives is put in the place of what it is given.
+    # The result of an operator like += takes the place of its operand, so that is not a write to a table.
     targets = [] if name in IN_PLACE else written_by(name, "", args, kwargs)
     cut = False
 
@@ -337,7 +337,7 @@ def _flat(args: Sequence[Any], kwargs: Kwargs) -> Sequence[Tensor]:
 
 
 def embedding(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``F.embedding(edge_index[0], table)``: a table is the same on all ranks, so ids are the graph's own."""
+    """Answer ``F.embedding(edge_index[0], table)`` by global ids: a table is the same on all ranks."""
     ids = args[0] if args else kwargs.get("input")
     mark = scope.marks.get(ids)
     table = kwargs.get("weight", args[1] if len(args) > 1 else None)
@@ -345,7 +345,7 @@ def embedding(scope: PositionScope, name: str, func: Func, args: Args, kwargs: K
         return NotImplemented
     held = scope.marks.get(table)
     if held is not None and mark.kind in (*VERTICES, PlacementKind.PAIRS):
-        # Rows of vertices, or what was lost of them: no table that all ranks have.
+        # Rows of vertices, or lost rows: not a table that all ranks have.
         return scope.__torch_function__(Tensor.__getitem__, (), (table, ids))
     axis = ids.dim() - 1 if mark.kind in IDS else mark.axis
     if mark.kind in VERTICES:

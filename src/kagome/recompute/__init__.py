@@ -1,1 +1,1 @@
-"""Layers that keep their inputs alone and run once more in backward."""
+"""Recomputation: layers that keep only their inputs and run once more in backward."""

@@ -1,18 +1,17 @@
-"""Recompute: layers that keep their inputs alone, and run once more in backward without asking the peers.
+"""Recomputation checkpoint: layers keep only their inputs, and run again in backward without exchanges.
 
-Where it sits: ``train.graph_engine`` puts it on a model after ``model.exact.layer_rules`` and
-``intercept.hooks``. ``halo.comm_recorder`` holds what came over the wire, ``snapshot`` all else that a layer
-found; ``torch.utils.checkpoint`` keeps and gives back what autograd saves.
+Where it sits: ``train.graph_engine`` installs it on a model after ``model.exact.layer_rules`` and
+``intercept.hooks``. ``halo.comm_recorder`` keeps what was received from peers, and ``snapshot`` everything
+else that a layer depends on. ``torch.utils.checkpoint`` drops and restores what autograd saves.
 
 ::
 
     forward     inputs ──> layer ──> outputs           kept: inputs, halo rows, sums over ranks
-    backward    inputs ──> layer again <── tape        same draws, same statistics; nothing is sent
+    backward    inputs ──> layer again <── recording   same draws, same statistics; nothing is sent
                               └──> what autograd had saved ──> gradients ──> halo gradients, once
 
-[Note: again] The graph of the first pass is the one that backward walks: its exchanges and its token are the
-only ones. The second pass fills in what it had saved, by order, so it must make the same calls on the same
-numbers.
+[Note: again] Backward walks the graph of the first pass, whose exchanges and token are the only ones. The
+second pass restores what the first had saved, in order, so it must make the same calls on the same numbers.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ from kagome.intercept.interceptor import Interceptor
 from kagome.recompute.snapshot import Given, LayerSnapshot, Standing, mapped, pardoned
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, pyg.Sequential)
-"""What holds a model's layers."""
+"""Containers that hold a model's layers."""
 
 
 def recompute(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
-    """Let each layer of a model keep its inputs alone in training, and run again in backward.
+    """Make each layer of a model keep only its inputs in training, and run again in backward.
 
     Args:
-        model: With its rules and the interception's hooks on.
-        scope: The interception.
+        model: The model, with its rules and the interceptor's hooks installed.
+        scope: The interceptor.
 
     Returns:
-        A function that takes it off again.
+        A function that removes it.
 
     Cost:
-        Each layer's forward once more, without its exchanges. Kept between forward and backward: the layers'
-        inputs and what came to them from peers; beside these, one layer's inner tensors at a time.
+        Each layer's forward once more, without its exchanges. Between forward and backward the layers' inputs
+        and what they received from peers are kept; beside these, one layer's inner tensors at a time.
     """
-    scope.calls.on = False  # what backward runs has to save what forward saved
+    scope.calls.on = False  # the second pass has to save what the first saved
     undo = [
         _wrap(layer, scope) for layer in layers_of(model) if not isinstance(layer, torch.jit.ScriptModule)
     ]
@@ -63,10 +62,10 @@ def recompute(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that run again, each as a whole.
+    """Return the modules that run again, each as a whole.
 
-    A list's child that is a message-passing layer, or has some, is one (a list's only child that has lists of
-    its own is looked into instead). Message-passing layers outside of any list are one each.
+    A list's child that is or contains a message-passing layer is one. If a list's only such child has lists
+    of its own, its contents are searched instead. Message-passing layers outside any list count one by one.
     """
     return list({id(layer): layer for layer in _layers(model)}.values())
 
@@ -114,9 +113,9 @@ def _wrap(layer: nn.Module, scope: Interceptor) -> Callable[[], None]:
 def _kept(
     layer: nn.Module, inner: Callable[..., Any], scope: Interceptor, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Run a layer, and let backward run it again."""
-    with torch._C.DisableTorchFunction():  # it is not the user's computation
-        args, kwargs = mapped(args, now), mapped(kwargs, now)  # nothing put off comes in, or goes out
+    """Run a layer so that backward can run it again."""
+    with torch._C.DisableTorchFunction():  # this is not the user's computation
+        args, kwargs = mapped(args, now), mapped(kwargs, now)  # nothing deferred enters or leaves the layer
         scope.forget_reads()
         given, standing, moment = Given(scope, args, kwargs), Standing(layer), LayerSnapshot(scope)
     tape: Tape = []
@@ -136,7 +135,7 @@ def _kept(
             return mapped(inner(*again, **named), now)
 
     try:
-        # Without a tensor torch would not know whose generators to keep.
+        # Without a tensor, torch would not know which devices' generators to keep.
         tensors = given.tensors or [torch.empty(0, device=scope.device)]
         return checkpoint(run, *tensors, use_reentrant=False)
     finally:

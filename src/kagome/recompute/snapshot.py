@@ -1,6 +1,6 @@
-"""Moment: what a layer finds when it begins, so that it can find it once more.
+"""Layer snapshot: everything a layer depends on when it begins, so that it can run again from there.
 
-Where it sits: ``checkpoint`` takes one of each kind before a layer runs, and goes back to them in backward.
+Where it sits: ``checkpoint`` takes one of each kind before a layer runs, and restores them in backward.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _NOTHING = object()
 
 
 class LayerSnapshot:
-    """Where the forward stands: its turn, the modules that run, the number of draws, Python's generators.
+    """The state of the forward: its pass, the running modules, the number of draws, Python's generators.
 
-    Torch's own generators are the business of ``torch.utils.checkpoint``.
+    ``torch.utils.checkpoint`` keeps torch's own generators.
 
     Args:
-        scope: The interception.
+        scope: The interceptor.
     """
 
     def __init__(self, scope: Interceptor) -> None:
@@ -40,7 +40,7 @@ class LayerSnapshot:
 
     @contextmanager
     def again(self, hook: Any) -> Iterator[None]:
-        """The same moment of a turn of its own, in which torch's ``hook`` may run layers again."""
+        """Restore that state in a forward pass of its own, where torch's ``hook`` may run layers again."""
         scope, then = self._scope, self._turn
         found, there = self._read(), scope.turn
         turn = scope.turn = ForwardPass(then.epoch, checked=then.checked, device=scope.device, grad=True)
@@ -54,7 +54,7 @@ class LayerSnapshot:
             scope.forget_reads()
             scope.turn = there
             self._write(found)
-            # Its graph knows the turn, and would live in a circle with it.
+            # Its graph refers to the pass; keeping the token attached would make a reference cycle.
             turn.token = turn.token.detach()
 
     def _read(self) -> tuple[dict[str, Any], tuple[Any, Any]]:
@@ -74,7 +74,7 @@ def _copied(value: Any) -> Any:
 
 @contextmanager
 def pardoned(turn: ForwardPass, hook: Any) -> Iterator[None]:
-    """Around a layer that this hook of torch's saved tensors may run again."""
+    """Surround a layer that this hook of torch's saved tensors may run again."""
     turn.pardoned = hook
     try:
         yield
@@ -83,15 +83,16 @@ def pardoned(turn: ForwardPass, hook: Any) -> Iterator[None]:
 
 
 class Standing:
-    """A layer's buffers and attributes: running statistics move and caches fill while it runs.
+    """A layer's buffers and attributes: statistics are updated and caches filled while it runs.
 
-    The second pass works on copies of what was there before the first, which are thrown away.
+    The second pass works on copies of their values before the first pass. The copies are then discarded.
 
     Args:
-        layer: With all modules inside it.
+        layer: The layer, with all modules inside it.
 
     Cost:
-        A copy of the buffers while the layer runs the first time; then of those that it has written to.
+        A copy of the buffers while the layer runs the first time; then a copy of those that it has written
+        to.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -108,7 +109,7 @@ class Standing:
         self._lost = ""
 
     def compare(self) -> None:
-        """The first pass has ended: keep what it has changed."""
+        """Record, after the first pass, what it has changed."""
         for table, before in zip(self._tables, self._before, strict=True):
             for name in before.keys() | table.keys():
                 value = before.get(name, _NOTHING)
@@ -122,10 +123,10 @@ class Standing:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """As it stood; afterwards as it was found.
+        """Restore the earlier buffers and attributes for a block, then the current ones.
 
         Raises:
-            ModelError: If a tensor that is no buffer was written to.
+            ModelError: If a tensor that is not a buffer was written to.
         """
         if self._lost:
             raise ModelError(
@@ -136,7 +137,7 @@ class Standing:
         found = [dict(table) for table in self._tables]
         for buffers in self._buffers:
             for name, buffer in buffers.items():
-                # Torch's own norms write to theirs unseen: no version tells.
+                # Torch's own norms write to their buffers without changing the version.
                 if buffer is not None and buffer.dim() == 1 and buffer.is_floating_point():
                     buffers[name] = buffer.clone()
         for table, name, value, copied in self._changed:
@@ -154,18 +155,18 @@ class Standing:
 
 @dataclass(frozen=True)
 class _Slot:
-    """The place of a tensor that autograd keeps."""
+    """Placeholder for a tensor that autograd keeps."""
 
     number: int
 
 
 class Given:
-    """What a layer is given: tensors with a gradient for autograd to keep, all else as it is.
+    """A layer's arguments: autograd keeps the tensors with a gradient, everything else is kept as it is.
 
     Args:
-        scope: The interception.
-        args: By place.
-        kwargs: By name.
+        scope: The interceptor.
+        args: Positional arguments.
+        kwargs: Named arguments.
     """
 
     def __init__(self, scope: Interceptor, args: Any, kwargs: dict[str, Any]) -> None:
@@ -173,14 +174,14 @@ class Given:
         self._marks, self._slots = scope.marks, dict[int, _Slot]()
         self._found: list[Placement | None] = []
         self._versions: list[tuple[Tensor, int]] = []
-        # Containers are copied: a layer may write its result into the one that it was given.
+        # Containers are copied, because a layer may write its result into one that it was given.
         self._args, self._kwargs = mapped(args, self._keep, anew=True), mapped(kwargs, self._keep, anew=True)
 
     def again(self, tensors: tuple[Tensor, ...]) -> tuple[Any, dict[str, Any]]:
-        """The same once more, with what autograd has kept, marked as it was.
+        """Return the arguments again, with the tensors that autograd kept, placed as before.
 
         Raises:
-            ModelError: If something was written to since.
+            ModelError: If an argument was written to since.
         """
         if any(tensor._version != version for tensor, version in self._versions):
             raise ModelError(
@@ -208,12 +209,12 @@ class Given:
 
 
 def mapped(value: Any, do: Callable[[Any], Any], *, anew: bool = False) -> Any:
-    """A value with ``do`` of each tensor inside it.
+    """Return a value with ``do`` applied to each tensor inside it.
 
     Args:
-        value: A tensor, or lists, tuples, dicts and ``Data`` of some; all else is left as it is.
-        do: What is done.
-        anew: Copy containers even where nothing changes.
+        value: A tensor, or lists, tuples, dicts and ``Data`` of tensors. Anything else is left as it is.
+        do: The function to apply.
+        anew: Whether to copy containers even where nothing changes.
     """
     if isinstance(value, (Tensor, _Slot)):
         return do(value)

@@ -1,1 +1,1 @@
-"""What a layer did the last time is done again without running its Python."""
+"""Replay: what a layer did in its last call is done again without running its Python code."""

@@ -1,6 +1,7 @@
-"""Stand-ins: what a call was given, so that a later call can be held against it.
+"""Arguments: guards for what a call was given, against which a later call is checked.
 
-Where it sits: ``propagate`` and ``layer_calls`` keep a tuple of these with what they have learned of a call.
+Where it sits: ``propagate`` and ``layer_calls`` keep a tuple of these guards with what they learned of a
+call.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _CODE = (FunctionType, MethodType, BuiltinFunctionType, type)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Stands for rows that are others in each call.
+    """Guard for rows that differ in each call.
 
     Args:
-        shape: Theirs.
-        stride: Theirs: a layer may ask whether they are contiguous.
+        shape: The shape of the rows.
+        stride: Their strides; a layer may ask whether they are contiguous.
         dtype: Their type.
         grad: Whether they need a gradient.
-        first: The first place that was given the same tensor.
+        first: The position of the first argument that was the same tensor.
     """
 
     shape: torch.Size
@@ -36,7 +37,7 @@ class Rows:
     first: int
 
     def fits(self, leaf: Any, leaves: Sequence[Any]) -> bool:
-        """Whether rows may take the place of those."""
+        """Return True if these rows can take the place of the recorded ones."""
         return (
             type(leaf) is Tensor
             and leaf.shape == self.shape
@@ -49,33 +50,33 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lasts:
-    """Stands for a tensor that lasts.
+    """Guard for a tensor that is constant.
 
     Args:
         tensor: The tensor.
-        version: How often it had been written to.
+        version: Its version when it was recorded.
     """
 
     tensor: Tensor
     version: int
 
     def fits(self, leaf: Any, leaves: Sequence[Any]) -> bool:
-        """Whether it is this one."""
+        """Return True if the argument is this tensor, unchanged."""
         return leaf is self.tensor and leaf._version == self.version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Other:
-    """Stands for what is no tensor.
+    """Guard for an argument that is not a tensor.
 
     Args:
-        value: A number, a word, None or the like.
+        value: A number, a string, None or the like.
     """
 
     value: Any
 
     def fits(self, leaf: Any, leaves: Sequence[Any]) -> bool:
-        """Whether it is the same."""
+        """Return True if the argument has the same type and value."""
         return type(leaf) is type(self.value) and bool(leaf == self.value)
 
 
@@ -83,7 +84,7 @@ StandIns = tuple[Rows | Lasts | Other, ...]
 
 
 def stand_ins(leaves: Sequence[Any], lasting: Callable[[Tensor], bool]) -> StandIns | None:
-    """What stands for each value of a call; None where a call that is given one of them is not to be kept."""
+    """Return a guard for each value of a call; None if a value is of a kind that prevents replay."""
     found: list[Rows | Lasts | Other] = []
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
@@ -101,14 +102,14 @@ def stand_ins(leaves: Sequence[Any], lasting: Callable[[Tensor], bool]) -> Stand
 
 
 def fits(given: StandIns, leaves: Sequence[Any]) -> bool:
-    """Whether a call is given what stood at each place."""
+    """Return True if each argument of a call passes its guard."""
     return len(leaves) == len(given) and all(
         stand_in.fits(leaf, leaves) for stand_in, leaf in zip(given, leaves, strict=True)
     )
 
 
 def leaves_of(values: Any) -> Iterator[Any]:
-    """What nests of tuples, lists and tables hold, in order; lengths and names count too."""
+    """Yield the values in nested tuples, lists and dicts, in order, with their lengths and names."""
     if isinstance(values, (tuple, list)):
         yield len(values)
         for value in values:
@@ -122,7 +123,7 @@ def leaves_of(values: Any) -> Iterator[Any]:
 
 
 def state_of(module: nn.Module) -> State:
-    """A module's settings, its code, what was put on it, and which weights and modules it has."""
+    """Return a module's settings, code and hook counts, and the identities of its weights and modules."""
     found: list[tuple[str, Any]] = []
     for name, value in vars(module).items():
         if value is None or isinstance(value, (bool, int, float, str)):

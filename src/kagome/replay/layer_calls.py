@@ -1,15 +1,15 @@
-"""Calls: what a layer did to rows the last time is done to other rows, without running its Python.
+"""Layer replay: repeats the torch calls of a layer's last call on other rows, without running its Python.
 
-Where it sits: ``intercept.hooks`` asks it around the forward of each layer; each interception keeps one.
+Where it sits: ``intercept.hooks`` calls it around the forward of each layer; each interceptor has one.
 ``propagate`` does the same for ``propagate`` alone, where the rest of a layer has to run.
 
 ::
 
-    conv(x, edge_index)    the first calls    run and watched: propagate is learned, then every torch call
-                           from then on       those calls, on x' and today's weights
+    conv(x, edge_index)    the first calls    run and recorded: first propagate, then every torch call
+                           from then on       the recorded calls, on x' and the current weights
 
-Only for layers of PyG as they are, with modules of torch or PyG inside: code of the user's may do more than
-torch shows. A hook, a setting, another weight, shape or mode is another call.
+It serves only unchanged layers of PyG, with modules of torch or PyG inside, because a user's code may do more
+than torch shows. Another hook, setting, weight, shape or mode makes it another call.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from kagome.replay.propagate import plain
 from kagome.replay.recorded_ops import CallRecorder, Op
 
 TRIES = 4
-"""A layer of which so many calls could not be learned is watched no more."""
+"""Number of calls that may fail to be learned before a layer is no longer recorded."""
 _OWN = ("torch_geometric.nn.", "torch.nn.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Learned:
-    """A call, and what it did.
+    """A recorded call and what it did.
 
     Args:
-        given: What stood at each place.
-        rows: The places of what is another in each call, each tensor once.
-        marks: What those stand for.
-        state: Of the layer and all modules in it.
+        given: The guard of each argument.
+        rows: The positions of arguments that differ in each call, each tensor once.
+        marks: The placements of those arguments.
+        state: The state of the layer and of all modules in it.
         ops: The torch calls that it made.
-        out: Where its result is among the values.
-        bare: Whether nobody else has a hook on the layer.
+        out: The position of its result among the values.
+        bare: Whether the layer has no other hooks than the interceptor's.
     """
 
     given: StandIns
@@ -55,14 +55,14 @@ class Learned:
     bare: bool
 
     def fits(self, scope: Any, leaves: Sequence[Any]) -> bool:
-        """Whether a call is given the like."""
+        """Return True if a call's arguments match the recorded ones."""
         return fits(self.given, leaves) and all(
             _same(scope.marks.get(leaves[place]), mark) and not scope.lasting(leaves[place])
             for place, mark in zip(self.rows, self.marks, strict=True)
         )
 
     def again(self, scope: Any, leaves: Sequence[Any]) -> Any:
-        """Do the same to other rows."""
+        """Repeat the recorded calls on other rows."""
         values = [leaves[place] for place in self.rows]
         for op in self.ops:
             out = op.again(scope, values)
@@ -74,14 +74,15 @@ class Learned:
 
 
 class States:
-    """A layer's state and that of all modules in it, looked up once an epoch, and where it has changed.
+    """The state of a layer and of all modules in it, read once an epoch, and again where it has changed.
 
-    A forward may change it between two calls: other weights (``torch.func.functional_call``), another share
-    of dropout. So each call compares settings and weights, a hundredth of the time that the rest takes.
+    A forward may change it between two calls: other weights (``torch.func.functional_call``), or another
+    dropout rate. Each call therefore compares settings and weights, which takes a hundredth of the time of
+    the rest.
 
     Args:
         layer: The layer.
-        path: Its name in the model.
+        path: Its path in the model.
     """
 
     def __init__(self, layer: nn.Module, path: str) -> None:
@@ -92,7 +93,7 @@ class States:
         self._known: tuple[State, ...] = ()
 
     def now(self, epoch: int) -> tuple[State, ...]:
-        """The state in an epoch."""
+        """Return the state in an epoch."""
         if not self._fields or self._epoch != epoch or self._looks() != self._looked:
             modules = list(self.layer.modules())
             self._fields = [(vars(module), _settings(module)) for module in modules]
@@ -101,7 +102,7 @@ class States:
         return self._known
 
     def _looks(self) -> list[Any]:
-        """Settings, and which weights and modules there are."""
+        """Return the settings, and the identities of weights and modules."""
         found: list[Any] = []
         for own, names in self._fields:
             found.append(len(own))
@@ -121,10 +122,10 @@ def _settings(module: nn.Module) -> tuple[str, ...]:
 
 
 class LayerReplay:
-    """The last calls of each layer, by whether it trains and whether gradients are on.
+    """The last recorded call of each layer, by training mode and by whether gradients are on.
 
     Args:
-        scope: The interception.
+        scope: The interceptor.
     """
 
     def __init__(self, scope: Any) -> None:
@@ -133,19 +134,19 @@ class LayerReplay:
         self._tries: dict[int, int] = {}
 
     def call(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What a call gives, if it is like the last one; else None."""
+        """Return the result of a call if it is like the last one; else None."""
         scope, layer = self.scope, states.layer
         learned = self._learned.get((id(layer), layer.training, torch.is_grad_enabled()))
         if learned is None or not self._may():
             return None
-        with torch._C.DisableTorchFunction():  # it is not the user's computation
+        with torch._C.DisableTorchFunction():  # this is not the user's computation
             leaves = tuple(leaves_of((args, kwargs)))
             if learned.state != states.now(scope.epoch) or not learned.fits(scope, leaves):
                 return None
             return learned.again(scope, leaves)
 
     def whole(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """As ``call``, for a call of the module itself: no hook of torch's runs; None where one would."""
+        """Replay a call of the module itself without torch's hooks; None if one of them must run."""
         scope, layer = self.scope, states.layer
         learned = self._learned.get((id(layer), layer.training, torch.is_grad_enabled()))
         if learned is None or not learned.bare:
@@ -165,13 +166,13 @@ class LayerReplay:
 
     def _may(self) -> bool:
         scope = self.scope
-        if nn.modules.module._has_any_global_hook():  # of modules inside too
+        if nn.modules.module._has_any_global_hook():  # includes modules inside the layer
             return False
         able = self.on and scope.fast and not scope.slices and scope.notes is None
         return able and not _cast() and not scope.own_seed()
 
     def watch(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> CallRecorder | None:
-        """Take notes of the call that begins, if there is something to learn of it; else None."""
+        """Start to record a call that begins, if there is something to learn from it; else return None."""
         layer = states.layer
         if self._tries.get(id(layer), 0) >= TRIES or not self._may():
             return None
@@ -187,7 +188,7 @@ class LayerReplay:
         return self.scope.notes  # type: ignore[no-any-return]
 
     def learn(self, notes: CallRecorder, states: States, args: Sequence[Any], kwargs: Any, out: Any) -> None:
-        """Keep what was noted of a call that has ended, if it is all of it."""
+        """Keep the recording of a call that has ended, if it is complete."""
         layer, scope = states.layer, self.scope
         with torch._C.DisableTorchFunction():
             place = notes.place_of(out)
@@ -207,7 +208,7 @@ def _rows(given: StandIns) -> tuple[int, ...]:
 
 
 def _same(one: Placement | None, other: Placement | None) -> bool:
-    """Whether marks say the same, of the same edges."""
+    """Return True if two placements are equal and refer to the same edges and vertices."""
     if one is other:
         return True
     if one is None or other is None or one.edges is not other.edges or one.each != other.each:
@@ -222,7 +223,7 @@ def _cast() -> bool:
 
 
 def _plain(layer: nn.Module) -> bool:
-    """Whether a layer and all in it are as torch and PyG made them, and nobody watches those inside."""
+    """Return True if a layer and its modules are unchanged torch or PyG code, with no hooks inside."""
     if isinstance(layer, MessagePassing) and not plain(layer):
         return False
     modules = list(layer.modules())
@@ -231,6 +232,6 @@ def _plain(layer: nn.Module) -> bool:
 
 
 def _bare(module: nn.Module) -> bool:
-    """Whether no hook is on a module but the interception's: one of each kind."""
+    """Return True if a module has no other hooks than the interceptor's one of each kind."""
     ours = len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1
     return ours and not module._backward_hooks and not module._backward_pre_hooks

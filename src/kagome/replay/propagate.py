@@ -1,13 +1,13 @@
-"""Again: what a layer's propagate put off the last time is put off again, without running its Python.
+"""Propagate cache: defers again what a layer's propagate deferred last time, without running its Python.
 
-Where it sits: ``intercept.hooks`` asks it around each ``propagate``; each interception keeps one.
+Where it sits: ``intercept.hooks`` calls it around each ``propagate``; each interceptor has one.
 
 ::
 
-    propagate(edge_index, x=x, edge_weight=w)   the first time    w * x[source] summed over in-edges, put off
-                            x=x', all else same  from then on     the same of x', in a tenth of the time
+    propagate(edge_index, x=x, edge_weight=w)   the first time    w * x[source] summed over in-edges, deferred
+                            x=x', all else same  from then on     the same for x', in a tenth of the time
 
-Only for layers of PyG as they are: code of the user's may do more than torch shows.
+It serves only unchanged layers of PyG, because a user's code may do more than torch shows.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from kagome.deferred.reduce import Reduce, Total
 from kagome.replay.arguments import Rows, StandIns, State, fits, leaves_of, stand_ins, state_of
 
 CALLED = frozenset(("message", "aggregate", "update", "message_and_aggregate"))
-"""Methods of a layer that propagate calls."""
+"""Methods of a layer that ``propagate`` calls."""
 _Key = tuple[int, bool, bool]
-"""A layer, whether it trains, and whether gradients are on."""
+"""Key of a recipe: a layer, whether it trains, and whether gradients are on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """What a call was given, and the sum that it put off.
+    """The arguments of a call, and the sum that it deferred.
 
     Args:
-        given: What stood at each place.
-        layer: Whose call.
-        state: The layer's settings then.
-        place: Where the rows stood that were summed.
-        edges: The edges.
+        given: The guard of each argument.
+        layer: The layer that was called.
+        state: The layer's settings at that time.
+        place: The position of the rows that were summed.
+        edges: The edges of the sum.
         whole: Whether those were all rows, own and halo.
-        site: What the read is called.
-        weight: One an edge.
+        site: The name of the read.
+        weight: The weight of each edge.
         how: Sum or mean.
     """
 
@@ -58,7 +58,7 @@ class Recipe:
     how: Reduce
 
     def fits(self, leaves: Sequence[Any]) -> bool:
-        """Whether a call is like that one."""
+        """Return True if a call matches the recorded one."""
         return (
             fits(self.given, leaves)
             and not self.edges.scope.lasting(leaves[self.place])
@@ -66,7 +66,7 @@ class Recipe:
         )
 
     def of(self, rows: Tensor) -> Tensor:
-        """The sum of other rows, put off."""
+        """Return the deferred sum of other rows."""
         source, roots = Source(rows, self.whole, self.site), ((rows, rows._version),)
         return self.edges.rows(
             LazyTensor(Total(Message(self.edges, None, source, self.weight, roots=roots), self.how))
@@ -77,7 +77,7 @@ class PropagateCache:
     """The last call of each layer's ``propagate`` in training, and the last one in evaluation.
 
     Args:
-        scope: The interception.
+        scope: The interceptor.
     """
 
     def __init__(self, scope: Any) -> None:
@@ -85,11 +85,11 @@ class PropagateCache:
         self._recipes: dict[_Key, Recipe] = {}
 
     def call(self, layer: MessagePassing, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-        """What a call puts off, if it is like the last one; else None."""
+        """Return what a call defers if it is like the last one; else None."""
         recipe, scope = self._recipes.get(_key(layer)), self.scope
         if recipe is None or not scope.fast:
             return None
-        with torch._C.DisableTorchFunction():  # it is not the user's computation
+        with torch._C.DisableTorchFunction():  # this is not the user's computation
             leaves = tuple(leaves_of((args, kwargs)))
             if not recipe.fits(leaves):
                 return None
@@ -100,7 +100,7 @@ class PropagateCache:
             return out
 
     def learn(self, layer: MessagePassing, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        """Keep what a call put off, if it is a sum of rows that it was given."""
+        """Record what a call deferred, if it is a sum of rows that it was given."""
         key = _key(layer)
         self._recipes.pop(key, None)
         expr = out.expr if isinstance(out, LazyTensor) and out.value is None else None
@@ -126,7 +126,7 @@ def _key(layer: MessagePassing) -> _Key:
 
 
 def plain(layer: MessagePassing) -> bool:
-    """Whether a layer is PyG's as it is, called in one piece, and nobody watches what happens inside."""
+    """Return True if a layer is unchanged PyG code, called in one piece, with no hooks inside."""
     own, kinds = vars(layer), (type(layer), type(layer.aggr_module))
     watched = (f"_{called}_forward{when}_hooks" for called in (*CALLED, "propagate") for when in ("", "_pre"))
     return (

@@ -1,13 +1,13 @@
-"""Notes: the torch calls of one layer's call, and how to make them again on other rows.
+"""Recorded operations: the torch calls made in one call of a layer, and how to repeat them on other rows.
 
-Where it sits: ``layer_calls`` has the interception take notes while a layer runs; what is noted is run again
-later.
+Where it sits: ``layer_calls`` makes the interceptor record while a layer runs; the recorded calls are
+repeated later.
 
 ::
 
-    conv(x)     lin: h = linear(x, W)    propagate: s = sums of h, put off    y = s + b
+    conv(x)     lin: h = linear(x, W)    propagate: s = sums of h, deferred   y = s + b
                      │                          │                               │
-    noted       linear[0, W] -> 1       sums again[1] -> 2              add[now 2, b] -> 3
+    recorded    linear[0, W] -> 1       sums again[1] -> 2              add[computed 2, b] -> 3
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.placement.placement import Placement, tensors
 
 Part = tuple[int, Any]
-"""How an argument comes about, and from what."""
+"""How an argument is obtained, and from what."""
 FIXED, VALUE, COMPUTED, NEST = range(4)
-"""The same each time; a value; a value that is computed if it was put off; a list or tuple of parts."""
+"""A fixed value; a recorded value; a recorded value, computed if it was deferred; a sequence of parts."""
 
 
 class _UnknownError(Exception):
-    """A tensor came from where no torch call showed it."""
+    """A tensor came from a source that no torch call showed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """One call.
+    """One recorded call of a layer.
 
     Args:
-        run: What is called.
-        whole: Whether it takes arguments as a tuple and a table.
-        args: Arguments by place.
-        kwargs: Arguments by name.
-        path: The module in which it was made, where that matters.
-        mark: What the result stands for.
+        run: The function that is called.
+        whole: Whether it takes its arguments as a tuple and a dict.
+        args: Positional arguments.
+        kwargs: Named arguments.
+        path: The module in which the call was made, where that matters.
+        mark: The placement of the result.
     """
 
     run: Callable[..., Any]
@@ -53,7 +53,7 @@ class Op:
     mark: Placement | None
 
     def again(self, scope: Any, values: Sequence[Any]) -> Any:
-        """Make the call on other values."""
+        """Repeat the call on other values."""
         args = tuple([filled(part, values) for part in self.args])
         kwargs = {name: filled(part, values) for name, part in self.kwargs} if self.kwargs else {}
         if not self.whole:
@@ -70,7 +70,7 @@ class Op:
 
 
 def filled(part: Part, values: Sequence[Any]) -> Any:
-    """An argument."""
+    """Return an argument built from recorded values."""
     how, what = part
     if how == FIXED:
         return what
@@ -83,11 +83,11 @@ def filled(part: Part, values: Sequence[Any]) -> Any:
 
 
 class CallRecorder:
-    """What is noted of one call of a layer.
+    """The recording of one call of a layer.
 
     Args:
-        scope: The interception.
-        rows: What the layer was given that is another in each call.
+        scope: The interceptor.
+        rows: The layer's arguments that differ in each call.
         fixed: Its weights and buffers.
     """
 
@@ -100,27 +100,27 @@ class CallRecorder:
         self._grad, self._aside = torch.is_grad_enabled(), 0
 
     def torch_call(self, func: Callable[..., Any], given: Any, passed: Any, out: Any, *, asked: bool) -> None:
-        """Note a call that torch answered.
+        """Record a call that torch answered.
 
         Args:
-            func: What was called.
-            given: Its arguments, by place and by name.
-            passed: The same with what had to be computed.
-            out: What it gave.
-            asked: Whether it asks for what no row decides.
+            func: The function that was called.
+            given: Its arguments, positional and named.
+            passed: The same arguments, computed where necessary.
+            out: The result of the call.
+            asked: Whether it asks for a property that does not depend on the rows' values.
         """
         self._add(func, False, given, passed, out, None, asked)
 
     def answered(self, by: Callable[..., Any], given: Any, passed: Any, out: Any, *, asked: bool) -> None:
-        """Note a call that a handler or a rule answered."""
+        """Record a call that a handler or a rule answered."""
         self._add(by, True, given, passed, out, self.scope.where(), asked)
 
     def summed(self, run: Callable[[Tensor], Tensor], rows: Tensor, out: Tensor) -> None:
-        """Note a sum over neighbours that was put off as it was the last time."""
+        """Record a sum over neighbours that the propagate cache deferred again."""
         self._add(run, False, ((rows,), {}), ((rows,), {}), out, None, False)
 
     def aside(self) -> Callable[[], None]:
-        """Note nothing until the function that this returns is called."""
+        """Pause the recording until the returned function is called."""
         self._aside += 1
         return self._back
 
@@ -134,7 +134,7 @@ class CallRecorder:
             return
         outs = list(out) if isinstance(out, (tuple, list)) and not asked else [out]
         if not all(isinstance(value, Tensor) for value in outs):
-            # A number that Python may branch on.
+            # A number on which Python may branch.
             self.sound = asked or all(self.scope.lasting(tensor) for tensor in tensors(*given))
             return
         if torch.is_grad_enabled() != self._grad:
@@ -175,7 +175,7 @@ class CallRecorder:
         return FIXED, tensor
 
     def place_of(self, out: Any) -> int | None:
-        """Where among the values the layer's result is; None where it did more, or not all of it is known."""
-        if not self.sound or len(self.scope.remembered) != self._kept:  # later calls find what this one kept
+        """Return the position of the layer's result among the values; None if the recording is incomplete."""
+        if not self.sound or len(self.scope.remembered) != self._kept:  # later calls find it cached
             return None
         return self._places.get(id(out)) if isinstance(out, Tensor) else None

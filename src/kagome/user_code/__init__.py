@@ -1,1 +1,1 @@
-"""What users' code does beside torch calls of a forward: hooks, own functions, kept tensors."""
+"""User code beyond the torch calls of a forward: hooks, autograd functions, reads by the host."""

@@ -1,7 +1,7 @@
-"""User functions: a user's autograd functions and modules' backward hooks, whose backward is looked at.
+"""Autograd functions: checks the backward of a user's autograd functions and of modules' backward hooks.
 
-Where it sits: ``intercept.hooks`` puts it on with a model's hooks; ``in_backward`` looks. Torch shows no call
-by which such a function is applied or such a hook is run, so what torch itself calls then is replaced.
+Where it sits: ``intercept.hooks`` installs it with a model's hooks; ``in_backward`` does the checks. No torch
+call shows that such a function is applied or such a hook run, so torch's internals for both are replaced.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _COMPILED: Final[list[Callable[[], None]]] = []
 
 
 def watch() -> Callable[[], None]:
-    """Look at what users' functions and modules' hooks do in backward, where a part runs.
+    """Check what users' functions and modules' hooks do in backward, where a part runs.
 
     Returns:
-        A function that takes it off again, once all who have put it on have.
+        A function that removes it, once everyone who installed it has called theirs.
     """
     with _LOCK:
         if not _USERS:
-            # Below Function.apply, which users bind when they import: ``reverse = Reverse.apply``.
+            # Below Function.apply, which users bind at import: ``reverse = Reverse.apply``.
             _SingleLevelFunction.apply = classmethod(_applied)  # type: ignore[attr-defined]
             modules.BackwardHook = _Hooks  # type: ignore[attr-defined]
             _COMPILED.append(opaque_calls.watch(_running))
@@ -68,10 +68,10 @@ def watch() -> Callable[[], None]:
 
 
 def refuse_old_hooks(scope: Any, module: nn.Module) -> None:
-    """Refuse a hook of a module that torch runs with the gradients of its last operation alone.
+    """Refuse a module's hook that torch runs with the gradients of its last operation alone.
 
     Raises:
-        ModelError: If a part runs the module and it has one.
+        ModelError: If a part runs the module and it has such a hook.
     """
     if module._backward_hooks and module._is_full_backward_hook is False and scope.parted:
         raise ModelError(
@@ -83,7 +83,7 @@ def refuse_old_hooks(scope: Any, module: nn.Module) -> None:
 
 
 def _running() -> Any:
-    """The interception under which a part runs here; None if there is none."""
+    """Return the interceptor under which a part runs in this thread; None if there is none."""
     if transformed():
         return None
     for mode in reversed(_get_current_function_mode_stack()):
@@ -96,7 +96,7 @@ def _running() -> Any:
 
 
 def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """As ``Function.apply``."""
+    """Replacement for ``Function.apply`` that records the placements of inputs and outputs."""
     out = super(_SingleLevelFunction, cls).apply(*args, **kwargs)
     scope = None if cls.__module__.partition(".")[0] in _LIBRARIES else _running()
     if scope is not None:
@@ -122,11 +122,11 @@ def _note(scope: Any, cls: Any, args: Sequence[Any], outs: Sequence[Any]) -> Non
 
 
 class _Seen:
-    """Stands for a function where its backward is run.
+    """Stand-in for an autograd function where its backward is run.
 
     Args:
         cls: The user's class.
-        behind: What is known of its inputs and outputs.
+        behind: The placements of its inputs and outputs.
     """
 
     def __init__(self, cls: Any, behind: BackwardCode) -> None:
@@ -147,14 +147,14 @@ class _Seen:
 
 
 class _Flow:
-    """A module's inputs and outputs, as far as they have been met."""
+    """A module's inputs and outputs, as far as they have been seen."""
 
     def __init__(self, scope: Any, module: nn.Module) -> None:
         self.what = f"a backward hook of {type(module).__name__}"
         self.inputs = self.outputs = behind(scope, self.what, (), ())
 
     def full(self, hook: Callable[..., Any], module: nn.Module, back: Any, given: Any) -> Any:
-        """A hook on the gradients of inputs and outputs."""
+        """Run a hook on the gradients of inputs and outputs, and check it."""
         marks = self.inputs.given + self.outputs.given
         sizes = self.inputs.sizes + self.outputs.sizes
         one = self.inputs
@@ -163,7 +163,7 @@ class _Flow:
         return seen.run(hook, (module, back, given), found)
 
     def before(self, hook: Callable[..., Any], module: nn.Module, given: Any) -> Any:
-        """A hook on the gradients of outputs."""
+        """Run a hook on the gradients of outputs, and check it."""
         return self.outputs.run(hook, (module, given), given or ())
 
 
@@ -173,7 +173,7 @@ def _padded(values: Any, count: int) -> list[Any]:
 
 
 class _Hooks(BackwardHook):
-    """As torch's, of the hooks of one call of a module."""
+    """Replacement for torch's ``BackwardHook`` of one module call, whose hooks are checked."""
 
     def __init__(self, module: nn.Module, user_hooks: Any, user_pre_hooks: Any) -> None:
         self._scope, self._flow = _running(), None
@@ -184,13 +184,13 @@ class _Hooks(BackwardHook):
         super().__init__(module, user_hooks, user_pre_hooks)
 
     def setup_input_hook(self, args: Any) -> Any:
-        """Note what a module is given."""
+        """Record what a module is given."""
         if self._flow is not None:
             self._flow.inputs = behind(self._scope, self._flow.what, args, args)
         return super().setup_input_hook(args)  # type: ignore[no-untyped-call]
 
     def setup_output_hook(self, args: Any) -> Any:
-        """Note what a module gives; the interception may go before its backward has."""
+        """Record what a module returns. Drop the interceptor, which may die before backward runs."""
         if self._flow is not None:
             outs = args if isinstance(args, tuple) else (args,)
             self._flow.outputs = behind(self._scope, self._flow.what, outs, outs)

@@ -1,15 +1,15 @@
-"""Derivatives: ``torch.autograd.grad`` inside forward, as models of energies and forces take it.
+"""Derivatives: ``torch.autograd.grad`` inside forward, as models of energies and forces use it.
 
-Where it sits: one of ``intercept.gather_scatter``; it runs backward of ``halo.exchange`` and the kernels
-inside the user's forward. On one rank torch's own runs. On several::
+Where it sits: one of the handlers of ``intercept.gather_scatter``. It runs the backward of ``halo.exchange``
+and of the kernels inside the user's forward. On one rank torch's own function runs. On several::
 
-    energy   the same on all ranks: a sum over all of them    each rank seeds its share of 1
-    rows     a number a vertex or edge                        seeded as on one rank
-    by rows                 each rank has its own, halo shares come by the exchanges' backward
-    by what all ranks have  a weight, a cell: the ranks' shares are summed
+    energy   equal on all ranks: a sum over all of them       each rank seeds its share of 1
+    rows     one number per vertex or edge                    seeded as on one rank
+    with respect to rows             each rank has its own; halo shares arrive by the exchanges' backward
+    with respect to replicated data  a weight, a cell: the ranks' shares are summed
 
-A backward that is to be differentiated again keeps a graph: [Note: again] in ``halo.exchange`` for what is
-sent, [Note: second derivatives] in ``kernels.ops`` for what is computed.
+A backward that is to be differentiated again keeps a graph: see [Note: again] in ``halo.exchange`` for what
+is sent, and [Note: second derivatives] in ``kernels.ops`` for what is computed.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ _SIGNATURE = signature(torch.autograd.grad)
 
 
 class DerivativeScope(Protocol):
-    """What this file needs of the running interception."""
+    """What derivatives need of the running interceptor."""
 
     turn: ForwardPass
 
     @property
     def size(self) -> int:
-        """Ranks that share the graph."""
+        """Number of ranks that share the graph."""
 
     def axis(self, tensor: Any) -> int | None:
-        """The row axis of a tensor with a row a vertex or an edge."""
+        """Return the row axis of a tensor with one row per vertex or edge."""
 
     def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
-        """Mark ``out`` as having the rows of ``tensor``."""
+        """Place ``out`` as having the rows of ``tensor``."""
 
     def total(self, part: Tensor) -> Tensor:
-        """Sum over ranks, with gradient."""
+        """Return the sum over ranks, with gradient."""
 
     def where(self) -> str:
-        """Module path."""
+        """Return the path of the running module."""
 
     def loose(self) -> str:
-        """Why rows of this forward do not cross as they are, in this epoch; empty if they do."""
+        """Return why rows are not exchanged exactly in this epoch; an empty string if they are."""
 
 
 def _grad(scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.autograd.grad``: the derivative of the whole graph's."""
+    """Answer ``torch.autograd.grad`` with the derivative over the whole graph."""
     if func is not torch.autograd.grad:
         return NotImplemented
     given = _SIGNATURE.bind(*args, **kwargs).arguments
@@ -91,14 +91,14 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _seed(scope: DerivativeScope, out: Tensor, seed: Tensor | None) -> Tensor | None:
-    """The gradient of an output on this rank: of what all ranks have, each has its share."""
+    """Return the gradient that seeds an output: of a value that all ranks have, each seeds its share."""
     if scope.axis(out) is not None:
         return seed
     return (torch.ones_like(out) if seed is None else seed) / scope.size
 
 
 def _whole(scope: DerivativeScope, of: Tensor, found: Tensor | None) -> Tensor | None:
-    """A gradient by rows is this rank's; by what all ranks have, the sum over ranks."""
+    """Return a gradient with respect to rows as it is, and one of replicated data summed over ranks."""
     if found is None:
         return None
     return scope.total(found) if scope.axis(of) is None else scope.like(found, of)
@@ -107,7 +107,7 @@ def _whole(scope: DerivativeScope, of: Tensor, found: Tensor | None) -> Tensor |
 def _backward(
     scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``backward()`` inside forward adds to gradients that ranks sum after the loss."""
+    """Refuse ``backward()`` inside forward: it adds to gradients that ranks sum after the loss."""
     if scope.size == 1:
         return NotImplemented
     raise _refused("backward()", scope, "it adds to gradients that are summed over ranks after the loss")

@@ -1,7 +1,7 @@
-"""Opened: a function of ``torch.nn.functional`` whose own calls are seen one by one, not as one call.
+"""Functional: opens functions of ``torch.nn.functional``, so that their own calls are seen one by one.
 
 Where it sits: modes that watch torch calls (``intercept.interceptor``, ``model.operators.sample_dropout``)
-look into those that torch writes in Python.
+use it for functions that torch writes in Python.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @cache
 def opened(func: FunctionType) -> Callable[..., Any]:
-    """The function with a view of its globals in which nobody overrides torch calls."""
+    """Return the function with a copy of its globals in which no torch call is overridden."""
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     never = dict.fromkeys(names, lambda *_: False)
     out = FunctionType(

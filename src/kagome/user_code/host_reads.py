@@ -1,10 +1,10 @@
-"""Taken: what a user's forward takes out of torch - lists, arrays, truth values: no mark goes there.
+"""Host reads: lists, arrays and booleans that a user's forward reads from tensors; these have no placement.
 
-Where it sits: one of ``intercept.gather_scatter``, on a part of the graph::
+Where it sits: one of the handlers of ``intercept.gather_scatter``, on a part of the graph::
 
-    x.tolist(), x.numpy()       rows of a part for those of the graph: refused
-    float(x.quantile(0.5))      a number made of lost rows: refused as it is where it stays a tensor
-    torch.equal(x, y)           true where it is on all ranks, so that all take one branch
+    x.tolist(), x.numpy()       would give rows of a part for those of the graph: refused
+    float(x.quantile(0.5))      a number made from lost rows: refused, as it is where it stays a tensor
+    torch.equal(x, y)           true where it is true on all ranks, so that all take one branch
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ONE: Final = ("item", "__float__", "__int__", "__bool__", "__index__", "__compl
 
 
 def _theirs(scope: PositionScope) -> bool:
-    """Whether the user's own code asks on a part."""
+    """Return True if the user's own code makes the call, on a part."""
     return scope.parted and not from_library() and not by_kagome()
 
 
 def taken(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``x.tolist()``, ``x.numpy()``, ``x.item()``."""
+    """Refuse ``x.tolist()``, ``x.numpy()`` and ``x.item()`` that would read a part's rows or lost rows."""
     mark = scope.marks.get(args[0])
     if mark is None or not _theirs(scope):
         return NotImplemented
@@ -48,10 +48,10 @@ def taken(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
 
 
 def alike(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.equal(x, y)`` and ``torch.allclose(x, y)`` of rows: whether it holds on all ranks.
+    """Answer ``torch.equal(x, y)`` and ``torch.allclose(x, y)`` of rows by whether it holds on all ranks.
 
     Cost:
-        One number between the ranks.
+        An all-reduce of one number.
     """
     marks = [mark for tensor in tensors(args, kwargs) if (mark := scope.marks.get(tensor)) is not None]
     if not marks or not _theirs(scope):

@@ -1,8 +1,8 @@
-"""In backward: what a user's hooks and autograd functions compute of gradients, looked at call by call.
+"""In backward: checks, call by call, what a user's hooks and autograd functions compute from gradients.
 
 Where it sits: ``intercept.gather_scatter`` has the hooks of tensors, ``autograd_functions`` those of modules
-and the functions; ``halo.exchange`` and ``halo.forward_pass`` ask here before anything crosses. Ranks need
-not come to the steps of backward in one order, so nothing may cross there.
+and autograd functions. ``halo.exchange`` and ``halo.forward_pass`` ask here before any exchange. Ranks may
+reach the steps of backward in different orders, so no user code may exchange anything there.
 
 ::
 
@@ -36,7 +36,7 @@ from kagome.placement.weak_map import WeakTensorMap
 from kagome.user_frame import by_user_itself, user_line
 
 _SUMS: Final = frozenset(["sum", "matmul", "mm", "bmm", "__matmul__", "__rmatmul__", "mv", "dot", "einsum"])
-"""Calls that add rows up: a rank's result is its share of what all have."""
+"""Calls that sum over rows: a rank's result is its share of the total."""
 _KEEP: Final = frozenset(
     [
         "t",
@@ -114,7 +114,7 @@ _HINT: Final = (
 
 
 class BackwardScope(Protocol):
-    """What this file needs of the running interception."""
+    """What these checks need of the running interceptor."""
 
     marks: Placements
     parted: bool
@@ -122,23 +122,23 @@ class BackwardScope(Protocol):
     path: list[str]
 
     def where(self) -> str:
-        """The path of the module to which the backward belongs."""
+        """Return the path of the module that the backward belongs to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
-        """Answer a torch call."""
+        """Answer one torch call of the forward."""
 
 
 @dataclass(frozen=True)
 class BackwardCode:
-    """Something of a user's that runs in backward.
+    """A user's function that runs in backward.
 
     Args:
-        scope: The interception that has seen it put there; gone with its model.
-        what: What it is, for messages.
-        where: The module that put it there.
-        given: What the tensors stand for whose gradients it is given; None for what all ranks have.
-        gives: The same of the gradients that it returns.
-        sizes: How many rows the tensors of some marks have.
+        scope: Weak reference to the interceptor that saw it installed; it dies with its model.
+        what: What the function is, for messages.
+        where: The module that installed it.
+        given: The placements of the tensors whose gradients it is given; None for replicated values.
+        gives: The placements of the tensors whose gradients it returns.
+        sizes: How many rows the tensors of some placements have.
     """
 
     scope: ref[Any]
@@ -149,15 +149,15 @@ class BackwardCode:
     sizes: tuple[tuple[Placement, int], ...] = ()
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], grads: Sequence[Any]) -> Any:
-        """Run it, and look at what it does.
+        """Run the function, and check what it does.
 
         Args:
-            function: The user's.
+            function: The user's function.
             args: Its arguments.
             grads: The gradients among them, one for each of ``given``.
 
         Raises:
-            ModelError: If it looks from row to row.
+            ModelError: If it combines several rows.
         """
         scope = self.scope()
         if scope is None or transformed():
@@ -177,7 +177,7 @@ class BackwardCode:
 
 
 def behind(scope: Any, what: str, given: Sequence[Any], gives: Sequence[Any]) -> BackwardCode:
-    """What runs in backward, of the tensors whose gradients it is given and gives."""
+    """Describe a function that runs in backward by the tensors whose gradients it is given and returns."""
     with torch._C.DisableTorchFunction():
         marks = [tuple(map(scope.marks.get, values)) for values in (given, gives)]
         rows = zip((*given, *gives), (*marks[0], *marks[1]), strict=True)
@@ -193,12 +193,12 @@ class _State:
 
 
 class InBackward(TorchFunctionMode):
-    """The torch calls of something that runs in backward.
+    """The torch calls made by a user's function in backward.
 
     Args:
-        scope: The interception whose forward it belongs to.
-        behind: What runs.
-        function: The user's, for its line.
+        scope: The interceptor whose forward it belongs to.
+        behind: The function that runs.
+        function: The user's function, whose line messages name.
     """
 
     def __init__(self, scope: BackwardScope, behind: BackwardCode, function: Callable[..., Any]) -> None:
@@ -208,18 +208,18 @@ class InBackward(TorchFunctionMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around the user's function."""
+        """Surround the user's function, so that its torch calls are checked."""
         scope, turn = self._scope, self._scope.turn
         before, turn.backward = turn.backward, self
         path, scope.path = scope.path, [self._behind.where]
         try:
-            with torch._C._EnableTorchFunction(), self:  # whoever runs backward may have hidden its calls
+            with torch._C._EnableTorchFunction(), self:  # backward's caller may have turned them off
                 yield
         finally:
             turn.backward, scope.path = before, path
 
     def meet(self, grad: Tensor, mark: Placement | None) -> None:
-        """Say what a gradient is that the function is given."""
+        """Record the placement of a gradient that the function is given."""
         if mark is not None and mark.kind in ALIGNED:
             self._scope.marks.put(grad, _rows(mark))
         else:
@@ -249,7 +249,7 @@ class InBackward(TorchFunctionMode):
         return result
 
     def _adopt(self, tensor: Tensor) -> None:
-        """What was saved of an output is another tensor here: as many rows as a gradient has are its rows."""
+        """Place a saved output, a new tensor here: with as many rows as a gradient, it has the same rows."""
         held, marks = self._held, self._scope.marks
         if type(tensor) is nn.Parameter or tensor in held.shares or tensor in held.made:
             return
@@ -261,7 +261,7 @@ class InBackward(TorchFunctionMode):
                 return
 
     def _came(self, out: Tensor, name: str, *, rows: bool) -> None:
-        """Look at what a call gave that was given no share."""
+        """Check the result of a call whose arguments include no share."""
         if out in self._held.shares:
             return
         mark = self._scope.marks.get(out)
@@ -275,14 +275,14 @@ class InBackward(TorchFunctionMode):
     # What ranks sum afterwards -------------------------------------------------------------------
 
     def summed(self, part: Tensor) -> Tensor:
-        """A sum over this rank's rows: its share of what all have, which no rank may ask for here."""
+        """Record a sum over this rank's rows as its share of the total, which is unknown in backward."""
         if self._held.name not in _SUMS:
             raise self.refused()
         self._held.shares[part] = True
         return part
 
     def _of_shares(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that was given a share: linear in it, or refused."""
+        """Answer a call that was given a share if it is linear in the share; else refuse it."""
         if asks(name, func) or name in ("__set__", "__hash__"):
             return func(*args, **kwargs)
         called = attribute(func) if name == "__get__" else name.strip("_")
@@ -299,12 +299,12 @@ class InBackward(TorchFunctionMode):
         return result
 
     def _linear(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call of shares gives the share of what it would give of their sum."""
+        """Return True if a call on shares gives the share of its result on their sum."""
         found = list(tensors(args, kwargs))
         shared = [tensor in self._held.shares for tensor in found]
         others = [tensor for tensor, share in zip(found, shared, strict=True) if not share]
         if any(self._scope.marks.get(tensor) is not None for tensor in others):
-            return False  # a value for each row, of a share
+            return False  # combines a share with a value per row
         first = bool(found) and bool(args) and args[0] is found[0] and shared[0]
         if name in _KEEP:
             return first and sum(shared) == 1
@@ -327,16 +327,16 @@ class InBackward(TorchFunctionMode):
     # What comes out ------------------------------------------------------------------------------
 
     def accept(self, grad: Tensor, mark: Placement | None) -> None:
-        """Look at a gradient that the function returns.
+        """Check a gradient that the function returns.
 
         Raises:
-            ModelError: If it is not known to be of the rows that it goes to.
+            ModelError: If it is not known to have the rows of the tensor it belongs to.
         """
         have = self._scope.marks.get(grad)
         if grad in self._held.shares:
             right = mark is None or mark.kind not in ALIGNED
         elif have is None:
-            right = not bool(grad.any())  # nothing is the share of nothing
+            right = not bool(grad.any())  # zero is a share of zero
         else:
             right = mark is None or _alike(have, mark)
         if not right:
@@ -345,7 +345,7 @@ class InBackward(TorchFunctionMode):
             )
 
     def refused(self) -> ModelError:
-        """The error for a call that all ranks would have to make together."""
+        """Return the error for a call that all ranks would have to make together."""
         return self._looks(self._held.name)
 
     def _looks(self, name: str, *, share: bool = False) -> ModelError:
@@ -369,12 +369,12 @@ class InBackward(TorchFunctionMode):
 
 
 def _rows(mark: Placement) -> Placement:
-    """The mark of a gradient: of numbers of vertices it is no number of a vertex."""
+    """Return the placement of a gradient: that of vertex numbers is an ordinary row."""
     return Placement(PlacementKind.ROWS, mark.view, mark.axis) if mark.kind is PlacementKind.NUMBERS else mark
 
 
 def _alike(one: Placement, other: Placement) -> bool:
-    """Whether marks say the same rows."""
+    """Return True if two placements describe the same rows."""
     if one.subset is not other.subset and not (one.subset is not None and one.subset.same(other.subset)):
         return False
     kinds = one.kind is other.kind or {one.kind, other.kind} <= set(VERTICES)
@@ -391,9 +391,9 @@ def _number(value: Any) -> bool:
 def register_hook(
     scope: BackwardScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``h.register_hook(hook)``: on a part the hook's own calls are looked at."""
+    """Answer ``h.register_hook(hook)``: on a part, the hook's own calls are checked."""
     if not scope.parted or isinstance(args[0], nn.Parameter):
-        return NotImplemented  # those of weights run on whole gradients
+        return NotImplemented  # hooks of weights run on whole gradients
     tensor, hook = now(args[0]), kwargs.get("hook", args[1] if len(args) > 1 else None)
     if not callable(hook):
         return NotImplemented
@@ -406,10 +406,10 @@ def register_hook(
 
 
 class _Node:
-    """A step of backward, as a user sees it: no hook can be put on it, as none of its gradients is known.
+    """A step of backward shown to user code. It refuses hooks: the rows of its gradients are unknown.
 
     Args:
-        node: Torch's.
+        node: Torch's own node.
         where: The module path.
     """
 
@@ -428,7 +428,7 @@ class _Node:
 
 
 def grad_fn(scope: BackwardScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``h.grad_fn``, where a user asks for it."""
+    """Answer ``h.grad_fn`` where user code asks for it."""
     if attribute(func) != "grad_fn" or not by_user_itself():
         return NotImplemented
     node = func(now(args[0]))

@@ -1,8 +1,8 @@
-"""Compiled: functions that run outside Python, so that no torch call inside them is seen.
+"""Opaque calls: functions that run outside Python, so that the torch calls inside them are hidden.
 
-Where it sits: ``autograd_functions`` puts it on with what else torch does not show; ``intercept.interceptor``
-asks it about operators that torch does not have. A part sees rows meet other rows by the calls of a forward.
-What a compiled function calls it cannot see: a mean inside one would be the mean of the part's own rows.
+Where it sits: ``autograd_functions`` installs it. ``intercept.interceptor`` asks it about operators that
+torch itself does not have. A part follows rows by the calls of a forward. It cannot see the calls of a
+compiled function, so a mean inside one would be the mean of the part's own rows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kagome.placement.placement import tensors
 from kagome.positions.refusals import LocatedScope
 
 _SCRIPTED: Final = "ScriptFunction"
-"""The name that ``torch.jit.script`` gives to a function; a traced one keeps its own."""
+"""The name that ``torch.jit.script`` gives to a function. A traced function keeps its own."""
 _WAY: Final = "call the Python function or module that it was made of"
 _OURS: Final = frozenset(["aten", "prim", "prims", "mkldnn", "quantized"])
-"""Namespaces of the operators that torch itself has."""
+"""Namespaces of torch's own operators."""
 _BY_PYG: Final = {
     "pyg": "WITH_PYG_LIB",
     "torch_cluster": "WITH_TORCH_CLUSTER",
@@ -29,17 +29,17 @@ _BY_PYG: Final = {
     "torch_sparse": "WITH_TORCH_SPARSE",
     "torch_spline_conv": "WITH_TORCH_SPLINE_CONV",
 }
-"""What in ``torch_geometric.typing`` tells PyG to use a library's operators where they are installed."""
+"""The flag in ``torch_geometric.typing`` that makes PyG use a library's operators if they are installed."""
 
 
 def watch(running: Callable[[], Any]) -> Callable[[], None]:
-    """Run scripted functions call by call where a part runs, and refuse what cannot be run so.
+    """Run scripted functions call by call where a part runs, and refuse those that cannot run so.
 
     Args:
-        running: Gives the interception under which a part runs; None if there is none.
+        running: Returns the interceptor under which a part runs; None if there is none.
 
     Returns:
-        A function that takes it off again.
+        A function that removes it.
     """
     function, method = torch._C.ScriptFunction, torch._C.ScriptMethod
     plain = function.__call__, method.__call__
@@ -70,10 +70,10 @@ def watch(running: Callable[[], Any]) -> Callable[[], None]:
 
 
 def refuse_operator(scope: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse an operator of a library's or a user's own that is given rows of a part.
+    """Refuse an operator of a library or of the user that is given rows of a part.
 
     Raises:
-        ModelError: If it is given any: what it does with them is not known.
+        ModelError: If it is given any, since what it does with them is unknown.
     """
     if isinstance(func, OpOverload):
         space = func.namespace

@@ -1,8 +1,8 @@
-"""Checkpoints: a user's ``torch.utils.checkpoint`` on a part keeps what it computes.
+"""Torch checkpoint: on a part, a user's ``torch.utils.checkpoint`` keeps what it computes.
 
-Where it sits: ``intercept.hooks`` puts it on with a model's hooks. A function that ran again in backward
-would ask its peers again, draw again, and count sites twice; run once, it gives the same numbers.
-``recompute.checkpoint`` saves the memory that is meant: it runs layers again without their exchanges.
+Where it sits: ``intercept.hooks`` installs it with a model's hooks. A function that ran again in backward
+would exchange again, draw again, and count sites twice; run once, it gives the same numbers.
+``recompute.checkpoint`` saves memory instead: it runs layers again without their exchanges.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.overrides import _get_current_function_mode_stack
 
 REENTRANT: Final = "CheckpointFunction"
 ONCE: Final = "_checkpoint_without_reentrant_generator"
-"""What ``torch.utils.checkpoint.checkpoint`` calls by these names, whoever has imported it from where."""
+"""Names in torch's module that ``checkpoint`` looks up, wherever it was imported from."""
 
 
 def once() -> Callable[[], None]:
-    """Let functions that a user checkpoints run once, under a mode that says so (``runs_once``).
+    """Make functions that a user checkpoints run once, under a mode with ``runs_once``.
 
     Returns:
-        A function that takes it off again, once all who have put it on have.
+        A function that removes it, once everyone who installed it has called theirs.
     """
     with _LOCK:
         for name, made in ((REENTRANT, _Reentrant), (ONCE, _Once)):
@@ -49,7 +49,7 @@ _LOCK: Final = threading.Lock()
 
 
 class _Seen:
-    """Stands for a function of torch's.
+    """Stand-in for one of torch's functions.
 
     Args:
         original: That function.
@@ -59,7 +59,7 @@ class _Seen:
         self.original, self.users = original, 0
 
     def scope(self, function: Callable[..., Any]) -> Any:
-        """The mode under which what a function computes is kept; None for torch's own way."""
+        """Return the mode under which results are kept; None to run torch's own checkpoint."""
         if str(getattr(function, "__module__", "")).startswith("kagome."):
             return None  # a layer that runs again without its exchanges
         modes = _get_current_function_mode_stack()
@@ -68,11 +68,11 @@ class _Seen:
 
 class _Reentrant(_Seen):
     def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """As torch's autograd function."""
+        """Replacement for ``apply`` of torch's autograd function; on a part it runs the function once."""
         scope = self.scope(function)
         if scope is None:
             return self.original.apply(function, preserve, *args)
-        torchs.check_backward_validity(args)  # without a gradient to give, torch's has none inside
+        torchs.check_backward_validity(args)  # as in torch: a gradient inside needs one outside
         grad = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
         with torch.set_grad_enabled(grad), scope.run_once():
             return function(*args)
@@ -80,7 +80,7 @@ class _Reentrant(_Seen):
 
 class _Once(_Seen):
     def __call__(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Iterator[None]:
-        """As torch's generator: what comes before the function runs, and what comes after."""
+        """Replacement for torch's generator around the function; on a part it only marks the call."""
         scope = self.scope(function)
         return self.original(function, *settings, **kwargs) if scope is None else _around(scope)
 
