@@ -103,7 +103,7 @@ def travelling(coming: RowBlock | None, going: RowBlock | None, width: int, item
 def chunks_of(
     slicing: EdgeLayout, width: int, itemsize: int, room: WorkingMemory, bound: int
 ) -> tuple[DestinationChunk, ...]:
-    """Cut the destinations into few chunks of about equal edges that keep the working memory in a bound.
+    """Cut the destinations into few chunks, about equal in edges, that keep the working memory in bounds.
 
     The number of chunks is doubled until the bound is kept. It is then bisected between the last number that
     failed and the one that succeeded, so that it is at most an eighth larger than necessary.

@@ -62,9 +62,8 @@ def cut(
 ) -> tuple[Stage, ...]:
     """Cut a graph into stages: minimise the slowest stage, and then the bytes sent.
 
-    A perfect balance is not worth extra bytes, because the seconds are measured and vary by more than
-    ``slack`` from one time to the next. A cut inside a residual block also sends the value that the block
-    adds to.
+    A balance to the last percent is not worth extra bytes, because the seconds are measured and vary by more
+    from one time to the next. A cut inside a residual block also sends the value that the block adds to.
 
     Args:
         graph: Steps of the model.
