@@ -1,1 +1,1 @@
-"""Feature slices of all vertices in place of all features of some vertices."""
+"""Feature parallelism: a rank holds a slice of the features of all vertices, not all features of some."""

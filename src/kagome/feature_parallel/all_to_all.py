@@ -1,8 +1,8 @@
-"""Transpose: vertex slices of rows to feature slices of them, and back.
+"""All-to-all: turns vertex slices of rows into feature slices, and feature slices into vertex slices.
 
 Where it sits: ``edge_layout`` has one for the rows and one for the edges of a tensor group;
-``deferred.sliced_reduce`` asks it at a site. All columns of own rows in, some columns of all rows out;
-nothing is padded.
+``deferred.sliced_reduce`` calls it at a site. The input is all columns of own rows and the output some
+columns of all rows. Nothing is padded.
 
 ::
 
@@ -26,17 +26,17 @@ from kagome.halo.exchange import Carrier, UnderWay, through
 from kagome.halo.forward_pass import ForwardPass, Site
 
 APART, BACK, TOGETHER, BACK_TOGETHER = 4, 5, 6, 7
-"""Directions, for headers that ranks compare and for codecs: gradients have the odd ones."""
+"""Directions of an exchange, in the headers that ranks compare and for codecs. Gradients have odd numbers."""
 
 
 @dataclass(frozen=True)
 class SliceCut:
-    """Which columns each rank takes; some may be taken by several.
+    """The columns that each rank takes; several ranks may take the same column.
 
     Args:
-        begins: The first column of each rank.
-        ends: One past its last.
-        width: Columns in all.
+        begins: First column of each rank.
+        ends: One past the last column of each rank.
+        width: Number of columns in all.
     """
 
     begins: tuple[int, ...]
@@ -44,40 +44,40 @@ class SliceCut:
     width: int
 
     def taken(self, rank: int) -> int:
-        """How many columns a rank takes."""
+        """Return how many columns a rank takes."""
         return self.ends[rank] - self.begins[rank]
 
     def of(self, rank: int) -> slice:
-        """The columns of a rank."""
+        """Return the columns of a rank as a slice."""
         return slice(self.begins[rank], self.ends[rank])
 
     @property
     def overlaps(self) -> bool:
-        """Whether some column is taken twice."""
+        """Whether several ranks take the same column."""
         return sum(self.ends) - sum(self.begins) > self.width
 
 
 def even(width: int, ranks: int) -> SliceCut:
-    """Columns shared out as evenly as they can be, the first ranks one more."""
+    """Divide columns as evenly as possible; the first ranks take one more where they do not divide."""
     bounds = [(width * rank + ranks - 1) // ranks for rank in range(ranks + 1)]
     return SliceCut(tuple(bounds[:-1]), tuple(bounds[1:]), width)
 
 
 def everything(width: int, ranks: int) -> SliceCut:
-    """All columns for every rank."""
+    """Return the cut in which every rank takes all columns."""
     return SliceCut((0,) * ranks, (width,) * ranks, width)
 
 
 def by_head(heads: int, each: int, ranks: int) -> tuple[SliceCut, SliceCut]:
-    """Whole heads for each rank; where there are fewer heads than ranks, columns of one head.
+    """Give whole heads to each rank; with fewer heads than ranks, split the columns of a head.
 
     Args:
-        heads: Heads.
-        each: Columns of a head.
-        ranks: Ranks.
+        heads: Number of heads.
+        each: Number of columns of a head.
+        ranks: Number of ranks.
 
     Returns:
-        The cut of ``heads * each`` columns, and of the heads that each rank touches.
+        The cut of ``heads * each`` columns, and the cut of the heads that each rank touches.
     """
     if heads >= ranks or not heads:
         cut = even(heads, ranks)
@@ -98,12 +98,12 @@ def by_head(heads: int, each: int, ranks: int) -> tuple[SliceCut, SliceCut]:
 
 @dataclass(frozen=True, eq=False)
 class RowBlock:
-    """Rows that cross together.
+    """Rows that are exchanged together.
 
     Args:
-        all: Their places among all ranks' rows, ascending.
-        own: The own ones, by place among own rows.
-        counts: How many each rank owns.
+        all: Their indices among all ranks' rows, ascending.
+        own: Indices of those that this rank owns, among its own rows.
+        counts: Number of them that each rank owns.
     """
 
     all: Tensor
@@ -112,12 +112,12 @@ class RowBlock:
 
 
 class AllToAll:
-    """The two ways between vertex slices and feature slices, each the other's gradient.
+    """The exchange between vertex slices and feature slices; each direction is the other's gradient.
 
     Args:
         counts: Rows of each rank of the tensor group.
-        channel: The way to them.
-        device: Where rows lie.
+        channel: Channel to these ranks.
+        device: Device of the rows.
     """
 
     def __init__(self, counts: Sequence[int], channel: Carrier, device: torch.device | str = "cpu") -> None:
@@ -125,13 +125,13 @@ class AllToAll:
         self.total = sum(self.counts)
 
     def apart(self, rows: Tensor, cut: SliceCut, turn: ForwardPass, name: str) -> Tensor:
-        """All columns of own rows -> this rank's columns of all rows, by rank; with gradient.
+        """Turn all columns of own rows into this rank's columns of all rows, by rank; with gradient.
 
         Shapes:
             ``[n, D]`` -> ``[V, d]``.
 
         Cost:
-            Sends ``n (D - d)`` numbers where no column is taken twice, and gets ``(V - n) d``.
+            Sends ``n (D - d)`` numbers where no column is taken twice, and receives ``(V - n) d``.
         """
         site = turn.begin(name, grad=rows.requires_grad)
         return through(
@@ -142,13 +142,13 @@ class AllToAll:
         )
 
     def together(self, part: Tensor, cut: SliceCut, turn: ForwardPass, name: str) -> Tensor:
-        """From this rank's columns of all rows to all columns of own rows; with gradient.
+        """Turn this rank's columns of all rows into all columns of own rows; with gradient.
 
         Shapes:
             ``[V, d]`` -> ``[n, D]``.
 
         Cost:
-            Sends ``(V - n) d`` numbers, and gets ``n (D - d)``.
+            Sends ``(V - n) d`` numbers, and receives ``n (D - d)``.
         """
         site = turn.begin(name, grad=part.requires_grad)
         return through(
@@ -159,7 +159,7 @@ class AllToAll:
         )
 
     def lot(self, places: Tensor) -> RowBlock:
-        """Some rows, by place among all ranks' rows, ascending."""
+        """Return the block of some rows, given by ascending index among all ranks' rows."""
         ends = torch.tensor(self.counts, device=places.device).cumsum(0)
         until = torch.searchsorted(places, ends).tolist()
         counts = tuple(end - begin for begin, end in zip([0, *until], until, strict=False))
@@ -169,26 +169,26 @@ class AllToAll:
 
     @cached_property
     def _places(self) -> Tensor:
-        """Of all rows: what codecs draw by."""
+        """Indices of all rows, with which codecs seed their random draws."""
         return torch.arange(self.total, device=self.device)
 
     @cached_property
     def _own_places(self) -> Tensor:
-        """Of own rows, once for each peer."""
+        """Indices of own rows, repeated once for each rank."""
         return self._repeated(self._places, self.counts)
 
     def _repeated(self, places: Tensor, counts: Sequence[int]) -> Tensor:
-        """The own ones of some places by rank, once for each peer."""
+        """Return this rank's part of some indices that are ordered by rank, repeated once for each rank."""
         mine: Tensor = places.split(tuple(counts))[self.channel.rank]
         return mine.repeat(self.channel.size)
 
     def start_apart(
         self, rows: Tensor, cut: SliceCut, site: Site, direction: int, lot: RowBlock | None = None
     ) -> UnderWay:
-        """Begin: all columns of own rows go, this rank's columns of all ranks' rows come; no gradient.
+        """Start to send all columns of own rows and receive this rank's columns of all rows; no gradient.
 
         Shapes:
-            rows ``[n, D]``; what comes ``[V, d]``, or of a lot ``[its rows, d]``.
+            rows ``[n, D]``; received ``[V, d]``, or ``[rows of the lot, d]`` with a lot.
         """
         rank, ranks = self.channel.rank, range(self.channel.size)
         counts = self.counts if lot is None else lot.counts
@@ -212,10 +212,11 @@ class AllToAll:
     def start_together(
         self, part: Tensor, cut: SliceCut, site: Site, direction: int, lot: RowBlock | None = None
     ) -> UnderWay:
-        """Begin: this rank's columns of all rows go, all columns of own rows come; no gradient.
+        """Start to send this rank's columns of all rows and receive all columns of own rows; no gradient.
 
         Shapes:
-            part ``[V, d]``, or of a lot ``[its rows, d]``; what comes ``[n, D]``, or the lot's own rows.
+            part ``[V, d]``, or ``[rows of the lot, d]`` with a lot; received ``[n, D]``, or the lot's own
+            rows.
         """
         rank, ranks = self.channel.rank, range(self.channel.size)
         counts = self.counts if lot is None else lot.counts
@@ -240,7 +241,7 @@ class AllToAll:
             for peer, piece in enumerate(come.split(comes)):
                 place, piece = out[:, cut.of(peer)], piece.view(own, cut.taken(peer))
                 if cut.overlaps:
-                    place += piece  # the gradient of what several ranks read
+                    place += piece  # several ranks read these columns: their gradients add up
                 else:
                     place.copy_(piece)
             return out
@@ -249,18 +250,18 @@ class AllToAll:
 
 
 class _Shaped:
-    """An exchange under way, and what is made of what comes."""
+    """An exchange in progress, with a function that shapes what is received."""
 
     def __init__(self, begun: UnderWay, do: Callable[[Tensor], Tensor]) -> None:
         self._begun, self._do = begun, do
 
     def wait(self) -> Tensor:
-        """The rows."""
+        """Wait for the exchange and return the shaped rows."""
         return self._do(self._begun.wait())
 
     @contextmanager
     def lent(self) -> Iterator[Tensor]:
-        """The same for a block."""
+        """Yield the shaped rows for the length of a block."""
         with self._begun.lent() as come:
             yield self._do(come)
 

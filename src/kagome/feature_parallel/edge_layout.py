@@ -1,16 +1,17 @@
-"""Slicing: the edges of a tensor group, and how rows and weights come to them.
+"""Edge layout: the edges of a tensor group, and how rows and weights reach the rank that reduces over them.
 
 Where it sits: ``intercept.deferral`` makes one for each edge list that messages are reduced over in feature
-slices; ``deferred.sliced_reduce`` reduces by it. Rows of a part are counted by rank, each rank's own rows in
-their order, so that what comes from the peers lies where it is read.
+slices; ``deferred.sliced_reduce`` reduces over it. Rows of a part are numbered by rank, and each rank's own
+rows keep their order. Rows received from the peers can therefore be read where they are written.
 
 ::
 
     ranks   0 1 | 2 3 | 4 5      three parts, each with two slices of its features: three tensor groups
-            rank 2 reduces some columns over all in-edges of its part's vertices, own and rank 3's. Of rows
-            that those read in other parts, ranks 0 and 4 have the same columns: they send them.
+            rank 2 reduces some columns over all in-edges of its part's vertices, its own and rank 3's.
+            Those edges also read rows of other parts. Ranks 0 and 4 hold the same columns: they send them.
 
-All goes over the channel of all these ranks, who come to each exchange together; to most peers nothing goes.
+All exchanges use the channel of all these ranks, and every rank takes part in each. Most peers receive
+nothing.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from kagome.kernels.base.csr import Structure
 
 @dataclass(frozen=True)
 class SlicedRows(HaloExchange):
-    """Rows of a part in some columns, and those of other parts in the same."""
+    """Halo exchange of some columns: own rows of the part, and other parts' rows in the same columns."""
 
     def agreed(self, width: int) -> int:
-        """Nothing: ranks of the same columns alone exchange, where all of the channel compare."""
+        """Return 0 for every width: ranks differ in width, and the whole channel compares the header."""
         return 0
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The ranks that slice the features of a part: a tensor group among all ranks of the channel.
+    """The ranks that slice the features of one part: a tensor group among all ranks of the channel.
 
     Args:
         rank: This rank.
-        size: All ranks.
-        tensor: Ranks of a group.
+        size: Number of all ranks.
+        tensor: Number of ranks in a group.
     """
 
     rank: int
@@ -56,29 +57,29 @@ class TensorGroup:
         return self.rank // self.tensor * self.tensor
 
     def inside(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Counts of all ranks, with none where a rank is of another group."""
+        """Return the counts of all ranks, set to 0 for ranks of other groups."""
         mine = range(self.first, self.first + self.tensor)
         return tuple(count if rank in mine else 0 for rank, count in enumerate(counts))
 
     def alike(self, group: int) -> int:
-        """The rank of a group that has the same columns."""
+        """Return the rank of another group that holds the same columns as this rank."""
         return group * self.tensor + self.rank - self.first
 
     def cut(self, cut: SliceCut) -> SliceCut:
-        """A cut among the group's ranks as one among all: the others take nothing."""
+        """Extend a cut among the group's ranks to all ranks; ranks of other groups take no columns."""
         before, after = (0,) * self.first, (0,) * (self.size - self.first - self.tensor)
         return SliceCut((*before, *cut.begins, *after), (*before, *cut.ends, *after), cut.width)
 
 
 @dataclass(frozen=True, eq=False)
 class RowPlaces:
-    """Where a view's rows lie among the rows of a tensor group, with those that it reads elsewhere behind.
+    """Indices of a view's rows among a tensor group's rows, followed by the rows read in other parts.
 
     Args:
-        team: The group.
-        counts: Own rows of each of its ranks; of others none.
-        place: Of each own and halo row.
-        halo: How columns of rows of other parts come; None where there is one part.
+        team: The tensor group.
+        counts: Own rows of each rank of the group; 0 for ranks of other groups.
+        place: Index of each own and halo row.
+        halo: Exchange of the columns of other parts' rows; None with a single part.
 
     Shapes:
         place ``[n + H]``.
@@ -92,14 +93,14 @@ class RowPlaces:
 
 @dataclass(frozen=True, eq=False)
 class EdgeLayout:
-    """An edge list of all ranks of a tensor group.
+    """The edges of all ranks of a tensor group, with the exchanges of rows and of edge values.
 
     Args:
-        rows: Between vertex slices and feature slices of rows.
-        edges: The same of values an edge.
-        structure: All these ranks' edges by place, rank after rank.
-        team: The group.
-        halo: How columns of rows of other parts come; None where there is one part.
+        rows: Exchange between vertex slices and feature slices of rows.
+        edges: Exchange between the slices of values with a row for each edge.
+        structure: Edges of all these ranks by row index, rank after rank.
+        team: The tensor group.
+        halo: Exchange of the columns of other parts' rows; None with a single part.
     """
 
     rows: AllToAll
@@ -109,28 +110,28 @@ class EdgeLayout:
     halo: HaloExchange | None = None
 
     def even(self, width: int) -> SliceCut:
-        """Columns shared out evenly."""
+        """Divide columns evenly among the ranks of the group."""
         return self.team.cut(even(width, self.team.tensor))
 
     def everything(self, width: int) -> SliceCut:
-        """All columns for every rank of the group."""
+        """Return the cut in which every rank of the group takes all columns."""
         return self.team.cut(everything(width, self.team.tensor))
 
     def by_head(self, heads: int, each: int) -> tuple[SliceCut, SliceCut]:
-        """Whole heads for each rank where there are enough: of columns, and of heads."""
+        """Cut columns, and heads, so that each rank of the group takes whole heads if there are enough."""
         columns, touched = by_head(heads, each, self.team.tensor)
         return self.team.cut(columns), self.team.cut(touched)
 
 
 def places_of(plan: HaloExchange, tensor: int) -> RowPlaces:
-    """Where own and halo rows lie. All ranks call it.
+    """Find the indices of own and halo rows among the rows of the tensor group. All ranks call it.
 
     Args:
-        plan: The rows of a view.
-        tensor: Ranks of a tensor group.
+        plan: Halo exchange of a view.
+        tensor: Number of ranks in a tensor group.
 
     Cost:
-        Once: 8 bytes a halo row; with several parts 16 more of those that lie in others.
+        Once: 8 bytes a halo row; with several parts 16 more for each halo row of another part.
     """
     channel = plan.channel
     team = TensorGroup(channel.rank, channel.size, tensor)
@@ -146,7 +147,7 @@ def places_of(plan: HaloExchange, tensor: int) -> RowPlaces:
     ).view(-1)
     if tensor == channel.size:
         return RowPlaces(team, counts, torch.cat([own, halo]), None)
-    # Rows of other parts by group and place there: one number for both.
+    # A row of another part is named by its group and its index there, folded into one number.
     bases = [sum(counts[: group * tensor]) for group in range(channel.size // tensor + 1)]
     base = torch.tensor(bases, device=own.device)
     owner = torch.repeat_interleave(
@@ -162,7 +163,7 @@ def places_of(plan: HaloExchange, tensor: int) -> RowPlaces:
 
 
 def _beyond(beyond: Tensor, base: Tensor, total: int, team: TensorGroup, channel: Carrier) -> HaloExchange:
-    """How this rank's columns of other parts' rows come from those that have the same columns of them."""
+    """Return the exchange of this rank's columns of other parts' rows, with ranks of the same columns."""
     want = [0] * channel.size
     edges = torch.searchsorted(beyond, base).tolist()
     for group, (begin, end) in enumerate(pairwise(edges)):
@@ -180,7 +181,7 @@ def _beyond(beyond: Tensor, base: Tensor, total: int, team: TensorGroup, channel
 
 
 def slicing_of(structure: Structure, places: RowPlaces, channel: Carrier) -> EdgeLayout:
-    """The edges of all ranks of the group, from each rank's own. All ranks call it.
+    """Collect the edges of all ranks of the group from each rank's own edges. All ranks call it.
 
     Cost:
         Once: 8 bytes an edge to each peer of the group. Keeps 32 bytes an edge of the part.
@@ -200,7 +201,7 @@ def slicing_of(structure: Structure, places: RowPlaces, channel: Carrier) -> Edg
 
 
 def _told(rows: Tensor, team: TensorGroup, channel: Carrier) -> Tensor:
-    """The rows of all ranks of the group, by rank."""
+    """Gather the rows of all ranks of the group, by rank."""
     counts = team.inside(_counts(rows.size(0), channel))
     sends = team.inside([rows.size(0)] * channel.size)
     return channel.exchange(

@@ -1,9 +1,9 @@
-"""Bounded, column by column: extremes and softmaxes over feature slices, chunk of destinations by chunk.
+"""Tiled columns: extremes and softmaxes over feature slices, one chunk of destinations at a time.
 
-Where it sits: ``deferred.sliced_reduce`` reduces so where settings give ``memory_gib`` and a layer takes the
-largest of its neighbours or a softmax a column, as ``tiled_reduce`` sums. The rows are in slices before and
-stay in slices after, so nothing travels meanwhile; what backward needs of a chunk's result rests where the
-rows do.
+Where it sits: ``deferred.sliced_reduce`` uses it where ``memory_gib`` is set and a layer takes the extreme of
+its neighbours' rows, or a softmax for each column. ``tiled_reduce`` does the same for sums. The rows are in
+feature slices before and after, so nothing is sent meanwhile. The results of a chunk that backward needs are
+kept on the device of the rows.
 """
 
 from __future__ import annotations
@@ -28,62 +28,66 @@ from kagome.kernels.base.csr import CsrLayout
 
 
 class Reduction(Protocol):
-    """A reduction of neighbours' rows in which columns do not meet."""
+    """A reduction of neighbours' rows that computes each column by itself."""
 
     @property
     def room(self) -> WorkingMemory:
-        """What it has on the device at a time."""
+        """The tensors that the reduction holds on the device at a time."""
 
     def reduce(self, layout: CsrLayout, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The result, and what backward needs besides, of the result's shape."""
+        """Return the result, and other tensors of its shape that backward needs."""
 
     def back(
         self, layout: CsrLayout, rows: tuple[Tensor, ...], found: tuple[Tensor, ...], g: Tensor
     ) -> tuple[Tensor, ...]:
-        """The gradients of the rows; the layout is by source."""
+        """Return the gradients of the rows; ``layout`` groups the edges by source."""
 
 
 @dataclass(frozen=True)
 class Extreme:
-    """The largest (sign 1) or smallest (-1); equals share a gradient."""
+    """The maximum (sign 1) or minimum (sign -1) of neighbours' rows; equal values share a gradient.
+
+    Args:
+        sign: 1 for the maximum, -1 for the minimum.
+    """
 
     sign: int
 
     @property
     def room(self) -> WorkingMemory:
-        """Backward's: rows and their gradient; the result, how many equal it, and its gradient."""
+        """Tensors of backward: rows and their gradient; the result, the number of ties, and its gradient."""
         return WorkingMemory(reads=2, writes=3)
 
     def reduce(self, layout: CsrLayout, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The result and how many equal it."""
+        """Return the extreme and the number of rows that attain it."""
         return ops.extreme_rows(layout, rows[0], self.sign)
 
     def back(
         self, layout: CsrLayout, rows: tuple[Tensor, ...], found: tuple[Tensor, ...], g: Tensor
     ) -> tuple[Tensor, ...]:
-        """The gradient."""
+        """Return the gradient of the rows."""
         best, ties = found
         return (ops.extreme_back(layout, rows[0], best, ties, g),)
 
 
 @dataclass(frozen=True)
 class ColumnSoftmax:
-    """Sums of the second rows by a softmax of the first."""
+    """The sum of the second rows, weighted by a softmax of the first, column by column."""
 
     @property
     def room(self) -> WorkingMemory:
-        """Backward's: both rows and their gradients; the result, its largest, its total, its gradient."""
+        """Tensors of backward: both rows and their gradients; the result, its maximum, total and gradient."""
         return WorkingMemory(reads=4, writes=4)
 
     def reduce(self, layout: CsrLayout, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The sums, the largest and the total."""
+        """Return the weighted sums, the maximum and the total of the softmax."""
         z, m = rows
         return ops.column_softmax(layout, z, m)
 
     def back(
         self, layout: CsrLayout, rows: tuple[Tensor, ...], found: tuple[Tensor, ...], g: Tensor
     ) -> tuple[Tensor, ...]:
-        """The gradients of both."""
+        """Return the gradients of the logits and of the summed rows."""
         (z, m), (out, top, total) = rows, found
         return ops.column_softmax_back(layout, z, m, out, top, total, g)
 
@@ -91,12 +95,13 @@ class ColumnSoftmax:
 def by_chunk(
     bound: TileBound, slicing: EdgeLayout, cut: SliceCut, how: Reduction, parts: tuple[Tensor, ...]
 ) -> Tensor:
-    """A reduction over all edges in this rank's columns, within the bound.
+    """Reduce over all edges in this rank's columns, within the bound on working memory.
 
     Args:
-        bound: The working memory.
+        bound: The bound on working memory.
         slicing: The edges of all ranks.
-        cut: Which columns each takes: chunks are those of the widest, so that all ranks refuse or none does.
+        cut: Columns of each rank. Chunks are sized for the widest, so that either all ranks refuse or none
+            does.
         how: The reduction.
         parts: The rows that it reads.
 
@@ -104,10 +109,10 @@ def by_chunk(
         each of parts ``[V, d]``; result ``[V, d]``.
 
     Raises:
-        ConfigError: If no chunks are small enough.
+        ConfigError: If even the smallest chunks exceed the bound.
 
     Cost:
-        Keeps what ``how`` keeps, where the rows are.
+        Keeps the results of ``how``, on the device of the rows.
     """
     width = max(cut.taken(rank) for rank in range(len(slicing.rows.counts)))
     chunks = bound.chunks(slicing, width, parts[0].itemsize, how.room)
@@ -116,7 +121,7 @@ def by_chunk(
 
 
 def _read(bound: TileBound, chunk: DestinationChunk, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A chunk's rows on the device, as many as its structure names; those past its reads have no edge."""
+    """Copy the rows of a chunk to the device, padded with zeros to the number of rows of its structure."""
     more = chunk.structure.whole - chunk.reads.numel()
     rows = (part.index_select(0, chunk.reads).to(bound.device, non_blocking=True) for part in parts)
     return tuple(torch.cat([each, each.new_zeros(more, each.size(1))]) if more else each for each in rows)

@@ -1,7 +1,8 @@
-"""Bounded: a sum over feature slices, chunk of destinations by chunk, in working memory with a bound.
+"""Tiled reduce: sums over feature slices, one chunk of destinations at a time, in bounded working memory.
 
-Where it sits: ``deferred.sliced_reduce`` sums so where settings give ``memory_gib``. All ranks have the same
-chunks, in one order. Rows rest in the host's memory; what a chunk needs goes to the device and comes back.
+Where it sits: ``deferred.sliced_reduce`` uses it where ``memory_gib`` is set. All ranks have the same chunks,
+in the same order. Rows stay in host memory; the rows of a chunk are copied to the device, and its result is
+copied back.
 
 ::
 
@@ -9,8 +10,8 @@ chunks, in one order. Rows rest in the host's memory; what a chunk needs goes to
     host     rows [V, d] ──reads of chunk j──>    │        │            result [V, d]
     device                                sum over the in-edges of chunk j
 
-Backward takes the chunks in reverse: what lies on rows that chunk j read first is whole once chunk j is done,
-and goes to its owners while chunk j - 1 is summed.
+Backward takes the chunks in reverse. The gradients of rows that chunk j reads first are complete once chunk j
+is done. They are sent to their owners while chunk j - 1 is summed.
 
 Source: NeutronTP, PVLDB 18(2), section 4.2 and algorithm 1.
 """
@@ -44,12 +45,18 @@ from kagome.kernels.base.csr import CsrLayout, Structure
 from kagome.placement.weak_map import WeakTensorMap
 
 MOST = 1 << 16
-"""Chunks; a bound that wants more is refused."""
+"""Largest number of chunks; a bound that needs more is refused."""
 
 
 @dataclass(frozen=True)
 class WorkingMemory:
-    """What a reduction has on the device: tensors of the rows read and of those written, weights an edge."""
+    """Tensors that a reduction holds on the device.
+
+    Args:
+        reads: Number of tensors with the rows read.
+        writes: Number of tensors with the rows written.
+        heads: Number of weights an edge.
+    """
 
     reads: int = 1
     writes: int = 1
@@ -58,16 +65,16 @@ class WorkingMemory:
 
 @dataclass(frozen=True, eq=False)
 class DestinationChunk:
-    """Destinations next to each other, with all their in-edges.
+    """Consecutive destinations, with all their in-edges.
 
     Args:
-        begin: The first row written.
-        end: One past the last.
-        reads: Rows read, ascending.
-        brings: Those of them that no earlier chunk reads.
+        begin: First row written.
+        end: One past the last row written.
+        reads: Indices of the rows read, ascending.
+        brings: The rows read that no earlier chunk reads.
         writes: The rows written.
-        edges: Its edges among those of all ranks.
-        structure: Its edges, by place among ``reads`` and from ``begin``.
+        edges: Indices of its edges among those of all ranks.
+        structure: Its edges, by index into ``reads`` and counted from ``begin``.
 
     Shapes:
         reads ``[R]``, edges ``[E of the chunk]``.
@@ -82,37 +89,37 @@ class DestinationChunk:
     structure: Structure
 
     def working(self, width: int, itemsize: int, room: WorkingMemory) -> int:
-        """Bytes of what is on the device meanwhile: rows read and written, weights, their gradient, edges."""
+        """Return the bytes on the device at a time: rows read and written, edges, weights, their gradient."""
         writes = self.end - self.begin
         rows = room.reads * max(self.reads.numel(), writes) + room.writes * writes
         return rows * width * itemsize + self.edges.numel() * (8 + 2 * room.heads * itemsize) + 16 * writes
 
 
 def travelling(coming: RowBlock | None, going: RowBlock | None, width: int, itemsize: int) -> int:
-    """Bytes of what comes for one chunk and goes from another: what this rank sends, and what it receives."""
+    """Return the bytes sent and received while one chunk's rows arrive and another's results leave."""
     return 2 * sum(0 if lot is None else lot.all.numel() for lot in (coming, going)) * width * itemsize
 
 
 def chunks_of(
     slicing: EdgeLayout, width: int, itemsize: int, room: WorkingMemory, bound: int
 ) -> tuple[DestinationChunk, ...]:
-    """Few chunks of about as many edges each, that keep the working memory within a bound.
+    """Cut the destinations into few chunks, about equal in edges, that keep the working memory in bounds.
 
-    Their number is doubled until they do, then halved between what does and what does not, so that it is at
-    most an eighth larger than need be.
+    The number of chunks is doubled until the bound is kept. It is then bisected between the last number that
+    failed and the one that succeeded, so that it is at most an eighth larger than necessary.
 
     Args:
         slicing: The edges of all ranks.
         width: Columns of the widest slice.
-        itemsize: Bytes a number.
-        room: What the reduction has at a time.
-        bound: Bytes.
+        itemsize: Bytes of a number.
+        room: Tensors that the reduction holds at a time.
+        bound: Largest working memory, in bytes.
 
     Raises:
         ConfigError: If the rows that one destination reads do not fit.
 
     Cost:
-        A sort of the edges for each number that is tried. Keeps 16 bytes an edge.
+        A sort of the edges for each number of chunks tried. Keeps 16 bytes an edge.
     """
     rows, count, fewer = slicing.rows.total, 1, 0
     while True:
@@ -138,7 +145,7 @@ def chunks_of(
 
 
 def largest(chunks: Sequence[DestinationChunk], width: int, itemsize: int, room: WorkingMemory) -> int:
-    """The most working memory of any chunk, with what travels meanwhile for the next and the one before."""
+    """Return the largest working memory of any chunk, with the exchanges of the chunks next to it."""
     found = 0
     for place, chunk in enumerate(chunks):
         coming = chunks[place + 1].brings if place + 1 < len(chunks) else None
@@ -149,7 +156,7 @@ def largest(chunks: Sequence[DestinationChunk], width: int, itemsize: int, room:
 
 
 def cut_in(slicing: EdgeLayout, count: int) -> tuple[DestinationChunk, ...]:
-    """So many chunks, or fewer, of about as many edges each."""
+    """Cut the destinations into at most ``count`` chunks of about equal numbers of edges."""
     layout, way = slicing.structure.by_target, slicing.rows
     cost = layout.pointer + torch.arange(layout.rows + 1, device=layout.pointer.device)
     goals = torch.arange(1, count, device=cost.device) * int(cost[-1]) // count
@@ -172,14 +179,14 @@ def cut_in(slicing: EdgeLayout, count: int) -> tuple[DestinationChunk, ...]:
 
 @dataclass(eq=False)
 class MemoryGauge:
-    """The most that sums held at a time, in bytes: a chunk's rows, weights and edges, and what travels."""
+    """The peak memory of tiled sums, in bytes: rows, weights and edges of a chunk, and its exchanges."""
 
     peak: int = 0
     moving: int = 0
-    """Of what travels now."""
+    """Bytes sent and received at present."""
 
     def note(self, *tensors: Tensor | None) -> None:
-        """These are there at a time."""
+        """Record tensors that are held at the same time."""
         self.peak = max(self.peak, self.moving + sum(t.nbytes for t in tensors if t is not None))
 
 
@@ -189,15 +196,16 @@ class Hop:
 
     Args:
         slicing: The edges of all ranks.
-        chunks: The chunks.
-        cut: This rank's columns and the others'.
-        scale: A factor a row of the result (a mean's).
-        factor: A factor a row that edges read.
-        device: Where sums are computed.
-        gauge: Told of the working memory.
-        first: Whether own whole rows go in, which come to their columns' ranks chunk by chunk.
-        last: Whether own whole rows come out, which go to their owners chunk by chunk.
-        site: Of the exchanges.
+        chunks: The chunks of destinations.
+        cut: Columns of each rank.
+        scale: A factor for each row of the result, for a mean; None for none.
+        factor: A factor for each row that edges read; None for none.
+        device: Device on which sums are computed.
+        gauge: Records the working memory.
+        first: Whether the input is own whole rows, which are sent to the ranks of their columns chunk by
+            chunk.
+        last: Whether the output is own whole rows, which are sent to their owners chunk by chunk.
+        site: The site of the exchanges.
     """
 
     slicing: EdgeLayout
@@ -212,11 +220,11 @@ class Hop:
     site: Site | None = None
 
     def run(self, rows: Tensor, weight: Tensor | None, turn: ForwardPass, name: str) -> Tensor:
-        """The sum, with gradient.
+        """Compute the sum, with gradient.
 
         Shapes:
-            rows ``[n, D]`` where it is the first, else ``[V, d]``; weight ``[E]`` or ``[E, h]`` of all ranks;
-            result ``[n, D]`` where it is the last, else ``[V, d]``.
+            rows ``[n, D]`` if ``first``, else ``[V, d]``; weight ``[E]`` or ``[E, h]`` of all ranks; result
+            ``[n, D]`` if ``last``, else ``[V, d]``.
         """
         grad = rows.requires_grad or (weight is not None and weight.requires_grad)
         hop = replace(self, site=turn.begin(name, grad=grad))
@@ -229,42 +237,42 @@ class Hop:
 
     @property
     def way(self) -> AllToAll:
-        """Between slices."""
+        """The exchange of rows between vertex slices and feature slices."""
         return self.slicing.rows
 
     @property
     def mine(self) -> int:
-        """Columns of this rank."""
+        """Number of columns of this rank."""
         return self.cut.taken(self.way.channel.rank)
 
     def apart(self, rows: Tensor, lot: RowBlock, direction: int) -> UnderWay:
-        """Begin: own whole rows of these places go, this rank's columns of all of them come."""
+        """Start to send own whole rows of a block, and to receive this rank's columns of the whole block."""
         assert self.site is not None
         return self.way.start_apart(rows, self.cut, self.site, direction, lot)
 
     def together(self, part: Tensor, lot: RowBlock, direction: int) -> UnderWay:
-        """Begin: this rank's columns of these places go to their owners."""
+        """Start to send this rank's columns of a block to the owners of its rows."""
         assert self.site is not None
         return self.way.start_together(part, self.cut, self.site, direction, lot)
 
     def shaped(self, rows: Tensor, weight: Tensor | None) -> Tensor:
-        """Rows by head, where a weight has heads."""
+        """Return rows split by head, if the weight has heads."""
         if weight is None or weight.dim() == 1:
             return rows
         heads = weight.size(1)
         return rows.view(rows.size(0), heads, rows.size(1) // max(heads, 1))
 
     def moved(self, tensor: Tensor, ids: Tensor) -> Tensor:
-        """Some rows, on the device."""
+        """Copy the rows with these indices to the device."""
         return tensor.index_select(0, ids).to(self.device, non_blocking=True)
 
 
 class TileBound:
-    """The working memory that reductions may take.
+    """A bound on the working memory of reductions, with the chunks that keep it.
 
     Args:
-        bytes: How much.
-        device: Where sums are computed.
+        bytes: Largest working memory, in bytes.
+        device: Device on which sums are computed.
     """
 
     def __init__(self, bytes: int, device: torch.device) -> None:
@@ -272,7 +280,7 @@ class TileBound:
         self._chunks: WeakTensorMap[Any] = WeakTensorMap()
 
     def used(self, channel: Carrier) -> dict[str, int]:
-        """The most that any rank's reductions took, for the summary. All ranks call it."""
+        """Return the peak working memory over all ranks, for the summary. All ranks call it."""
         peak = torch.tensor(self.gauge.peak, device=self.device)
         most = channel.all_reduce(peak, "max", action="working memory", kind="other")
         return {"working_memory_bytes": int(most)}
@@ -280,7 +288,7 @@ class TileBound:
     def chunks(
         self, slicing: EdgeLayout, width: int, itemsize: int, room: WorkingMemory
     ) -> tuple[DestinationChunk, ...]:
-        """Chunks of these edges within the bound, made once; see :func:`chunks_of`."""
+        """Return chunks of these edges within the bound; they are cut once. See :func:`chunks_of`."""
         known = self._chunks.setdefault(slicing, {})
         key = width, itemsize, room
         if key not in known:
@@ -299,10 +307,10 @@ class TileBound:
         factor: Tensor | None,
         first: bool,
     ) -> Hop:
-        """A sum over the chunks that these columns and weights need.
+        """Return the sum over the chunks that these columns and weights need.
 
         Raises:
-            ConfigError: If no chunks are small enough.
+            ConfigError: If even the smallest chunks exceed the bound.
         """
         width = max(cut.taken(rank) for rank in range(len(slicing.rows.counts)))
         room = WorkingMemory(heads=0 if weight is None else weight[:1].numel())
@@ -311,7 +319,7 @@ class TileBound:
 
 
 class _Hop(torch.autograd.Function):
-    """See :class:`Hop`; the token goes along, see [Note: token] in ``rows``."""
+    """See :class:`Hop`; the token is passed along, see [Note: token] in ``halo.exchange``."""
 
     @staticmethod
     def forward(
@@ -399,7 +407,7 @@ class _Hop(torch.autograd.Function):
 
 
 def refuse_again() -> None:
-    """Refuse a backward that is to be differentiated again: its chunks keep no graph."""
+    """Raise ``ModelError`` if backward is itself to be differentiated: chunks keep no graph for that."""
     if torch.is_grad_enabled():
         raise ModelError(
             "sums within memory_gib are differentiated once",
@@ -409,11 +417,11 @@ def refuse_again() -> None:
 
 
 def walked(layout: CsrLayout) -> tuple[Tensor, Tensor]:
-    """What a sum reads an edge: its other end, and its number."""
+    """Return the tensors of a layout that a sum reads for each edge: its other end and its number."""
     return layout.column, layout.edge
 
 
 def _laid(out: Tensor, going: tuple[RowBlock, UnderWay] | None) -> None:
-    """Put own rows that have come to their places."""
+    """Wait for received own rows and write them to their places."""
     if going is not None:
         out[going[0].own] = going[1].wait()

@@ -1,1 +1,1 @@
-"""Rows of other chunks: those last known, or all chunks in lockstep."""
+"""Historical embeddings for chunks: rows of other chunks as last known, or all chunks run in lockstep."""

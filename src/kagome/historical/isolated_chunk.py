@@ -1,13 +1,14 @@
-"""Apart: the channel of a chunk that knows nothing of the others: its rows stand for those of all.
+"""Isolated chunk: the channel of a chunk that sees no other chunk and lets its own rows stand for all rows.
 
-Where it sits: ``pipeline.chunking`` gives it to the chunks of ``cross_chunk="drop"``. A model takes the same
-way there as on a part of the graph, so what a part cannot do is found out before training, on a sample.
+Where it sits: ``pipelining.chunking`` gives it to the chunks of ``cross_chunk="drop"``. A model runs the same
+code on such a chunk as on a part of the graph. A layer that cannot run on a part is therefore found before
+training, on a sample.
 
 ::
 
-    sum over all vertices    the chunk's own, times N / n     a mean is the chunk's own then
-    largest of all           the chunk's own
-    rows of neighbours       no edge leads to any
+    sum over all vertices    the chunk's own sum times N / n, so that a mean is the chunk's own mean
+    maximum over all         the chunk's own maximum
+    rows of neighbours       no edge of the chunk reads another chunk's rows
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from kagome.halo.exchange import UnderWay
 from kagome.historical.tables import Later
 
 STAND_IN: Final = 2
-"""What a chunk without a vertex takes for all sums: none of its rows reads it, and it is finite wherever a
-forward divides by it, or by one less."""
+"""Value of every sum in a chunk without vertices. No row of the chunk reads it. Dividing by it, or by it
+minus one, gives a finite number."""
 
 
 class IsolatedChannel:
-    """A chunk's end of no other one: what an interception takes for its channel.
+    """The channel of one chunk without peers; an interceptor uses it in place of a real channel.
 
     Args:
-        rank: The chunk's place among all chunks of all parts.
-        size: How many those are.
-        own: Vertices of the chunk.
-        vertices: Of the whole graph.
+        rank: Index of the chunk among all chunks of all parts.
+        size: Number of chunks of all parts.
+        own: Number of vertices of the chunk.
+        vertices: Number of vertices of the whole graph.
     """
 
     exact = False
-    """Its sums are estimates."""
+    """Sums over all vertices are estimates here."""
     closed = True
-    """No edge leads to rows of another chunk."""
+    """No edge of the chunk reads rows of another chunk."""
 
     def __init__(self, rank: int, size: int, own: int, vertices: int) -> None:
         self.rank, self.size = rank, size
         self.where: Callable[[], str] = str
-        """Names the layer that is running; set where it is known."""
+        """Returns the name of the running layer, for error messages; set by a caller that knows it."""
         self._factor = vertices / own if own else 0.0
 
     def exchange(
@@ -60,7 +61,7 @@ class IsolatedChannel:
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """Refused, but where nothing is sent."""
+        """Return no rows where nothing is to be sent; otherwise raise ``ModelError``."""
         if not any(send_counts):
             return rows[:0]
         raise ModelError(
@@ -82,7 +83,7 @@ class IsolatedChannel:
         pick: Tensor | None = None,
         trip: Trip | None = None,
     ) -> UnderWay:
-        """As :meth:`exchange`."""
+        """Start an exchange with the result, or the error, of :meth:`exchange`."""
         found = self.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header)
         return Later(lambda: found)
 
@@ -95,7 +96,7 @@ class IsolatedChannel:
         kind: Kind = "statistics",
         key: Hashable = None,
     ) -> Tensor:
-        """What the sum over all vertices is likely to be, or the largest or smallest here."""
+        """Estimate the sum over all vertices from the chunk's own. A maximum or minimum is the chunk's."""
         found = tensor.detach()
         if op != "sum":
             floats = found.is_floating_point() and not self._factor

@@ -1,12 +1,13 @@
-"""Lockstep: several chunks run at once on one rank, piece by piece, none past a meeting before all have come.
+"""Lockstep: runs several chunks on one rank piece by piece; no chunk passes a meeting before all reach it.
 
-Where it sits: ``run`` computes chunks exactly with it; ``history.Exact`` calls :meth:`Lockstep.meet` at each
-read of neighbours' rows, forward and backward. Every chunk has a thread, and one of them runs at a time.
+Where it sits: chunks are computed exactly with it (``cross_chunk="exact"``).
+``historical.provider.ExactRows`` calls :meth:`Lockstep.meet` at each read of neighbours' rows, forward and
+backward. Each chunk has a thread of its own, and one thread runs at a time.
 
 ::
 
-    chunk 0   ──piece 0──┤ meets          ├──piece 1──┤        a piece is what lies between two meetings
-    chunk 1              ├──piece 0──┤ meets          ├── ...  the last one to come settles it for all
+    chunk 0   ──piece 0──┤ meets          ├──piece 1──┤        a piece is the work between two meetings
+    chunk 1              ├──piece 0──┤ meets          ├── ...  settled once, when all chunks have come
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from kagome.errors import ModelError
 
 Settle = Callable[[], None]
 Place = tuple[str, Hashable]
-"""Where chunks meet: in words, and what tells it from another place of the same words."""
+"""A meeting place: its description, and a key that tells it from other places of the same description."""
 
 
 class Lockstep:
-    """Works that meet.
+    """Functions, one a chunk, that run in turns and wait for each other at meetings.
 
     Args:
-        works: One a chunk; each runs in a thread of its own, only while :meth:`advance` waits for it.
+        works: One function a chunk. Each runs in a thread of its own, and only while :meth:`advance` waits
+            for it.
     """
 
     def __init__(self, works: Sequence[Callable[[], None]]) -> None:
@@ -44,14 +46,18 @@ class Lockstep:
         self._local = threading.local()
 
     def advance(self, chunk: int) -> bool:
-        """Run a chunk's next piece.
+        """Run the next piece of a chunk: up to its next meeting, or to its end.
+
+        Args:
+            chunk: Index of the chunk.
 
         Returns:
-            Whether that was its last.
+            Whether the chunk has ended.
 
         Raises:
-            ModelError: If a chunk ends where another one meets, or they meet at unlike places.
-            BaseException: What the chunk's work raised.
+            ModelError: If one chunk ends while another waits at a meeting, or if chunks wait at different
+                places.
+            BaseException: Any exception raised by the chunk's function.
         """
         if self._done[chunk] or (chunk in self._waiting and chunk not in self._settled):
             self._settle()
@@ -77,7 +83,7 @@ class Lockstep:
         return self._done[chunk]
 
     def _settle(self) -> None:
-        """No work can go on by itself: all have ended, or all wait at one place, which is settled."""
+        """Settle the current meeting once no chunk can run on: all have ended, or all wait at one place."""
         for chunk, (at, settle) in list(self._waiting.items())[:1]:
             for other in range(len(self._works)):
                 its, _ = self._waiting.get(other, (("", None), None))
@@ -87,11 +93,13 @@ class Lockstep:
         self._settled = set(self._waiting)
 
     def meet(self, at: Place, settle: Settle) -> None:
-        """Called by a chunk's work: return once all chunks have come here and ``settle`` was run, once.
+        """Wait until all chunks have reached this place and ``settle`` has run once.
+
+        Called from a chunk's thread.
 
         Args:
-            at: The place; the same for all chunks.
-            settle: What is to be done there.
+            at: The place, which must be the same for all chunks.
+            settle: The work to do once, when all chunks have come.
         """
         chunk: int = self._local.chunk
         self._waiting[chunk] = at, settle
@@ -101,7 +109,7 @@ class Lockstep:
             raise _ClosedError
 
     def close(self) -> None:
-        """End works that still wait."""
+        """End the threads of chunks that still wait at a meeting."""
         self._closed = True
         for chunk, thread in enumerate(self._threads):
             if thread is not None and thread.is_alive() and not self._done[chunk]:
@@ -127,7 +135,12 @@ class Lockstep:
 
 
 def unlike(found: str, *places: Place) -> ModelError:
-    """The error of chunks that read their neighbours, or sum over all vertices, at unlike places."""
+    """Build the error for chunks that read neighbours, or sum over all vertices, at different places.
+
+    Args:
+        found: The difference, in words.
+        *places: The places concerned; the error names their layers.
+    """
     return ModelError(
         "all chunks of a part read their neighbours at the same places",
         found,
@@ -137,11 +150,11 @@ def unlike(found: str, *places: Place) -> ModelError:
 
 
 class _ClosedError(BaseException):
-    """What ends a work that nobody will resume."""
+    """Raised in a chunk's thread that waits at a meeting when the lockstep closes."""
 
 
 def _modes() -> tuple[Any, ...]:
-    """What torch keeps a thread: gradients, the threads of backward, mixed precision."""
+    """Return torch's thread-local modes: gradients, multithreaded backward and autocast."""
     device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
     cast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return torch.is_grad_enabled(), torch._C._is_multithreading_enabled(), *cast

@@ -1,14 +1,15 @@
-"""History: who supplies the rows of other chunks - those last known, or all chunks in lockstep.
+"""Provider of other chunks' rows: historical embeddings, or exact rows of all chunks in lockstep.
 
-Where it sits: ``run`` gives ``tables`` one of these for an epoch; chunks' reads and sums come here.
+Where it sits: the chunk engine gives ``historical.tables`` one provider for each epoch. Reads and sums of
+chunks are answered here.
 
 ::
 
-    forward, step i    write own rows; exchange this step's rows with the peers; read: fresh or historical
-    backward           add gradients of fresh rows (an earlier step's times the scale); exchange back;
-                       own gradient = incoming + what lies on own rows
+    forward, step i    write own rows; exchange this step's rows with the peers; read fresh or historical rows
+    backward           add gradients of fresh rows (those of an earlier step times the scale); exchange back;
+                       own gradient = received + accumulated on own rows
 
-Source: GNNPipe's historical embeddings and gradient scaling, with a halo between parts besides.
+Source: GNNPipe's historical embeddings and gradient scaling, extended by a halo between parts.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from kagome.kernels import ops
 
 
 class Left:
-    """Gradients of rows that the next epoch will read historically: that epoch takes them as its own.
+    """Gradients of rows that the next epoch reads as historical rows: that epoch adds them to its own.
 
-    In backward a chunk finds what later ones have added. An earlier one's gradient comes too late: without
-    GNNPipe's third technique, which counts the others twice, it is that of the epoch before.
+    In backward a chunk receives the gradients that later chunks have accumulated on its rows. The gradient
+    from an earlier chunk comes too late. GNNPipe's third technique makes up for it by counting the others
+    twice; with this class the gradient of the previous epoch is used instead.
 
     Args:
-        tables: Of this rank.
-        steps: Of the next epoch.
+        tables: Tables of this rank.
+        steps: Chunk steps of the next epoch.
 
     Source: the third technique's alternative in GNNPipe; LMC compensates samples of a graph so.
     """
@@ -47,10 +49,15 @@ class Left:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, table: SiteTable, chunk: int, away: Tensor) -> None:
-        """Leave what a chunk sends back.
+        """Accumulate a chunk's gradients of rows that the next epoch will read as historical rows.
+
+        Args:
+            table: Table of the site.
+            chunk: Index of the chunk.
+            away: Gradients of the rows that the chunk read.
 
         Cost:
-            A pass over about half of it.
+            A pass over about half of the gradients.
         """
         if chunk not in self._kept:
             old = torch.ones(away.size(0), dtype=torch.bool)
@@ -62,19 +69,19 @@ class Left:
 
 
 class HistoricalRows:
-    """One chunk after the other: rows of later chunks, and their gradients, are those last known, or none.
+    """Chunks run one after the other; rows and gradients of later chunks are the last known ones, if any.
 
     Args:
-        tables: Of this rank.
-        steps: Of this epoch, by chunk.
-        left: What the next epoch's historical rows take of this one's gradients; None for nothing. This one's
-            take what the epoch before has left.
+        tables: Tables of this rank.
+        steps: Chunk steps of this epoch.
+        left: Collects the gradients of this epoch that the next one adds; None to drop them. This epoch adds
+            those that the epoch before has left.
     """
 
     def __init__(self, tables: Tables, steps: Sequence[ChunkStep], left: Left | None = None) -> None:
         self.tables, self.left = tables, left
         self.steps = {step.chunk: step for step in steps}
-        # The half of this epoch may be the second one of the table.
+        # A table has two halves, which change roles every epoch: this epoch's may be the second.
         places, device = tables.places, tables.device
         self.sources = {
             step.chunk: TableIndex(((step.source + tables.now * places) % (2 * places)).to(device))
@@ -83,7 +90,7 @@ class HistoricalRows:
         self._kept: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 
     def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> UnderWay:
-        """Write own rows, exchange this step's; fresh and historical ones lie in the table then."""
+        """Write own rows, exchange this step's rows, and return a view of the table's fresh and old rows."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.table(site, rows)
         if not table.kept:
@@ -107,7 +114,7 @@ class HistoricalRows:
         return TableView(settle, self.sources[chunk.number], tables.by_edge)
 
     def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> UnderWay:
-        """Add gradients of fresh rows, send those of this step's halo rows back."""
+        """Accumulate gradients of fresh rows, and send those of this step's halo rows to their owners."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.sites[site.key]
         gradients = tables.gradients(table, stale=self.left is not None)
@@ -127,7 +134,7 @@ class HistoricalRows:
         return Later(add)
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
-        """What all gave together in the last epoch: a constant, so nothing comes back in backward."""
+        """Return the last epoch's reduction over all chunks: a constant, whose gradients are zeros."""
         if of_gradients(key):
             return torch.zeros_like(part)
         tables = self.tables
@@ -169,7 +176,7 @@ class HistoricalRows:
         )
 
     def _fresh(self, chunk: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Places of a chunk's fresh rows, which they are, and the factors of their gradients."""
+        """Return where a chunk's fresh reads are in the table, their indices, and their gradient factors."""
         if (chunk, dtype) not in self._kept:
             step, device = self.steps[chunk], self.tables.device
             fresh = step.fresh.to(device)
@@ -179,15 +186,15 @@ class HistoricalRows:
 
 
 class ExactRows:
-    """All chunks in lockstep: every row is of this forward.
+    """Chunks run in lockstep, so that every row read is one of this forward pass.
 
     Args:
-        tables: Of this rank.
-        left: What the next epoch's historical rows take of this one's gradients; None for nothing.
-        trains: Whether it is an epoch, whose sums the next one may read, or an evaluation.
+        tables: Tables of this rank.
+        left: Collects the gradients that the next epoch's historical rows add; None to drop them.
+        trains: Whether this is a training epoch, whose sums the next epoch may read, or an evaluation.
 
     Attributes:
-        lockstep: The works that meet here; set before each pass.
+        lockstep: The lockstep in which the chunks meet; set before each pass.
     """
 
     def __init__(self, tables: Tables, left: Left | None = None, *, trains: bool) -> None:
@@ -196,7 +203,7 @@ class ExactRows:
         self._reduced: dict[Hashable, Tensor] = {}
 
     def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> UnderWay:
-        """Write own rows; when all chunks have, exchange the part's: they lie in the table then."""
+        """Write own rows; once all chunks have, exchange halo rows and return a view of the table."""
         tables = self.tables
         table = tables.table(site, rows)
         current = tables.current(table)
@@ -223,7 +230,7 @@ class ExactRows:
         return TableView(met, tables.whereabouts[chunk.number], tables.by_edge)
 
     def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> UnderWay:
-        """Add gradients; when all chunks have, send the halo's back."""
+        """Accumulate gradients; once all chunks have, send those of halo rows back to their owners."""
         tables = self.tables
         table = tables.sites[site.key]
         gradients = tables.gradients(table)
@@ -253,7 +260,7 @@ class ExactRows:
         return Later(add)
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
-        """Over the chunks here, then over the parts."""
+        """Reduce over the chunks of this rank, then over the parts."""
         tables, call = self.tables, self.tables.call(chunk, key)
         before = self._reduced.get(call)
         self._reduced[call] = part if before is None else _join(op, before, part)
@@ -274,7 +281,7 @@ class ExactRows:
 
 
 def _place(site: Site, words: str) -> Place:
-    """A read, as chunks compare where they are."""
+    """Return the place of a read, by which chunks compare where they are."""
     return site.action(words), site.key
 
 

@@ -1,13 +1,13 @@
-"""Tables: what a rank remembers of its part's rows between chunks and between epochs, site by site.
+"""History tables: a rank's memory of its part's rows, site by site, between chunks and between epochs.
 
-Where it sits: ``run`` makes one :class:`Tables` a rank and a :class:`ChunkRows` a chunk, and says before each
-epoch which supplier of ``provider`` answers. ``intercept.interceptor`` sees a ``HaloExchange`` and a channel
-as ever.
+Where it sits: the chunk engine makes one :class:`Tables` for each rank and one :class:`ChunkRows` for each
+chunk. Before each epoch it sets the provider (``historical.provider``) that answers reads.
+``intercept.interceptor`` uses them as a ``HaloExchange`` and a channel.
 
 ::
 
-    a site's table     [ rows of this epoch | rows of the last one that was kept ]      2 x (own + halo) rows
-    a site's gradients [ what readers send back ]                                           own + halo rows
+    a site's table     [ rows of this epoch | rows of the last epoch that was kept ]    2 x (own + halo) rows
+    a site's gradients [ accumulated from readers ]                                         own + halo rows
 """
 
 from __future__ import annotations
@@ -35,14 +35,18 @@ from kagome.placement.weak_map import WeakTensorMap
 
 @dataclass
 class SiteTable:
-    """The rows of one site, of this epoch and of the last one that was kept, and their gradients.
+    """Rows of one site, of this epoch and of the last epoch that was kept, with their gradients.
 
     Args:
-        rows: Both, one after the other.
-        gradients: What readers sent back in this epoch.
-        due: What this epoch's readers leave to the next one, in which they will come too late.
-        due_in: The epoch in which that is taken.
-        once: Whether all forwards share what is read here.
+        rows: Rows of both epochs, one half each.
+        gradients: Gradients that readers have sent back in this epoch.
+        due: Gradients of this epoch's readers that the next epoch adds, because here they come too late.
+        due_in: The epoch that adds ``due``.
+        left: The pass in which ``due`` was last reset to zeros.
+        zeroed: The pass in which ``gradients`` was last initialised.
+        written: The pass that last wrote rows.
+        known: Whether rows of an earlier pass are in the table, so that the drift can be measured.
+        once: Whether all forward passes share the rows read here.
         kept: Whether rows of an earlier epoch are known.
 
     Shapes:
@@ -63,47 +67,52 @@ class SiteTable:
 
 @dataclass
 class Later:
-    """Rows that are there once something was done."""
+    """Rows computed by a function when they are first waited for.
+
+    Args:
+        done: The function that returns the rows.
+        rows: The rows, once computed.
+    """
 
     done: Callable[[], Tensor]
     rows: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The rows."""
+        """Return the rows; the first call computes them."""
         if self.rows is None:
             self.rows = self.done()
         return self.rows
 
     @contextmanager
     def lent(self) -> Iterator[Tensor]:
-        """The rows."""
+        """Yield the rows for the length of a block."""
         yield self.wait()
 
 
 class Supplier(Protocol):
-    """What answers a chunk's reads in an epoch."""
+    """The provider that answers the chunks' reads, gradients and sums in an epoch."""
 
     def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> UnderWay:
-        """The rows that a chunk reads elsewhere, of its own rows."""
+        """Start to fetch the rows that a chunk reads in other chunks and parts, given its own rows."""
 
     def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> UnderWay:
-        """Take the gradients of what a chunk read; what comes is for its own rows."""
+        """Take the gradients of rows that a chunk read; return those of its own rows."""
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
-        """A sum or an extreme over all chunks of all parts."""
+        """Return a sum, maximum or minimum over all chunks of all parts."""
 
 
 class Tables:
-    """All that outlives a chunk: rows, gradients and statistics of every site of a rank's stage.
+    """Rows, gradients and statistics of every site of a rank's stage: the state that outlives a chunk.
 
     Args:
-        chunks: Of this rank's part.
-        pieces: What is taken one after the other: its chunks, or all of them together.
-        channel: The way to the other parts.
-        device: Where the model runs.
+        chunks: Chunks of this rank's part.
+        pieces: The units that run one after the other: single chunks, or all chunks merged into one.
+        channel: Channel to the other parts.
+        device: Device of the model.
 
     Cost:
-        Three tables a site: ``3 (own + halo) W`` values; four where gradients of the epoch before pass on.
+        Three tables a site: ``3 (own + halo) W`` values; four where gradients of the epoch before are added.
     """
 
     def __init__(
@@ -114,7 +123,7 @@ class Tables:
         self.statistics: dict[Hashable, Tensor] = {}
         self.gathered: dict[Hashable, tuple[Op, Tensor]] = {}
         self.now = 0
-        """Which half of a site's rows is this epoch's."""
+        """Index of the half of each table that holds rows of this epoch: 0 or 1."""
         self.epoch = self.passes = 0
         self.supplier: Supplier | None = None
         self.recall: ResumedRows = NOTHING
@@ -127,7 +136,7 @@ class Tables:
         self.halo_chunk, self.sent_read_by = self._ask_peers()
 
     def _ask_peers(self) -> tuple[Tensor, Tensor]:
-        """Each halo row's chunk at its owner, and which of its reader's chunks read each sent row."""
+        """Return each halo row's chunk at its owner, and which of the peer's chunks read each sent row."""
         chunks, channel = self.chunks, self.channel
         if channel.size == 1:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, len(chunks.pieces), dtype=torch.bool)
@@ -140,18 +149,18 @@ class Tables:
 
     @property
     def places(self) -> int:
-        """Rows of a table."""
+        """Number of rows in one half of a table."""
         return self.chunks.table
 
     def begin(self, epoch: int, supplier: Supplier) -> None:
-        """An epoch, or an evaluation, begins."""
+        """Begin an epoch or an evaluation with the provider that answers its reads."""
         self.epoch, self.supplier = epoch, supplier
         self.passes += 1
         self.gathered = {}
         self._calls, self._came = {}, Counter()
 
     def table(self, site: Site, rows: Tensor) -> SiteTable:
-        """The table of a site whose rows look like these."""
+        """Return the table of a site; make one if there is none for rows of this width and type."""
         found = self.sites.get(site.key)
         if found is None or found.rows.shape[1] != rows.size(1) or found.rows.dtype != rows.dtype:
             found = SiteTable(rows.new_zeros(2 * self.places, rows.size(1)), once=site.once)
@@ -162,18 +171,18 @@ class Tables:
         return found
 
     def _recall(self, key: SiteKey, table: SiteTable) -> None:
-        """Rows last known, and gradients left for this epoch, as an earlier run had them."""
+        """Restore last known rows, and gradients left for this epoch, from an earlier run."""
         state, last = self.recall.take("table", key, self.epoch), self.last(table)
         if state is None or state["rows"].shape != last.shape or state["rows"].dtype != last.dtype:
             return
         last.copy_(state["rows"])
-        table.written = 0  # in a pass before all of this run's
+        table.written = 0  # before every pass of this run: those are counted from 1
         table.kept = True
         if state["due"] is not None:
             table.due, table.due_in = state["due"], state["due_in"]
 
     def carried(self, epoch: int) -> Iterator[Entry]:
-        """What the epoch after this one may read of it."""
+        """Yield the entries that the epoch after this one may read: the state for a checkpoint."""
         for key, table in self.sites.items():
             due = table.due if table.due_in == epoch + 1 else None
             if table.kept and not table.once:
@@ -182,31 +191,31 @@ class Tables:
             yield "statistic", call, {"value": value}
 
     def forget(self, recall: ResumedRows) -> None:
-        """Let the next epoch read nothing of those before, but what is recalled."""
+        """Drop all tables, so that the next epoch reads nothing but the rows resumed from a checkpoint."""
         self.sites, self.statistics, self.recall = {}, {}, recall
 
     @property
     def whole(self) -> bool:
-        """Whether all sites that were come to have rows of an earlier epoch."""
+        """Whether every site reached so far has rows of an earlier epoch."""
         return all(table.kept or table.once for table in self.sites.values())
 
     def statistic(self, call: Hashable) -> Tensor | None:
-        """What a sum over all vertices was in the last epoch."""
+        """Return the reduction over all vertices in the last epoch; None if it is not known."""
         if call not in self.statistics:
             state = self.recall.take("statistic", call, self.epoch)
             return None if state is None else state["value"]
         return self.statistics[call]
 
     def current(self, table: SiteTable) -> Tensor:
-        """The half of this epoch."""
+        """Return the half of a table that holds rows of this epoch."""
         return table.rows.narrow(0, self.now * self.places, self.places)
 
     def last(self, table: SiteTable) -> Tensor:
-        """The half that was kept."""
+        """Return the half of a table that holds rows of the last epoch that was kept."""
         return table.rows.narrow(0, (1 - self.now) * self.places, self.places)
 
     def gradients(self, table: SiteTable, *, stale: bool = False) -> Tensor:
-        """The gradients of this epoch: at first zeros, or what was left for it."""
+        """Return the gradients of this epoch. They start as zeros, or as what the last epoch left."""
         if table.zeroed != self.passes:
             if stale and table.due is not None and table.due_in == self.epoch:
                 table.gradients, table.due, table.left = table.due, table.gradients, -1
@@ -217,7 +226,7 @@ class Tables:
         return table.gradients
 
     def due(self, table: SiteTable) -> Tensor:
-        """What this pass leaves to the next epoch: zeros at first. After :meth:`gradients`."""
+        """Return the gradients left to the next epoch, zeros at first. Call it after :meth:`gradients`."""
         if table.left != self.passes:
             table.due = self._zeros(table, table.due)
         table.left, table.due_in = self.passes, self.epoch + 1
@@ -230,7 +239,7 @@ class Tables:
         return known.zero_()
 
     def keep(self) -> None:
-        """The rows of this epoch become the last known ones; a site that nobody came to has those it had."""
+        """Make the rows of this epoch the last known ones. Sites not reached in this pass keep their rows."""
         for table in self.sites.values():
             if table.written == self.passes:
                 table.kept = True
@@ -239,9 +248,9 @@ class Tables:
         self.now = 1 - self.now
 
     def drift(self, world: Carrier) -> float:
-        """After an exact pass that was kept: how far rows have moved since, on the mean of sites.
+        """Return the mean relative change of rows since the last kept epoch. All ranks call it.
 
-        All ranks call it.
+        Call it after an exact pass was kept.
         """
         found = []
         for table in self.sites.values():
@@ -255,24 +264,24 @@ class Tables:
         return float(moved / max(sites, 1))
 
     def call(self, chunk: Chunk, key: Hashable) -> Hashable:
-        """A key of this call: a chunk may come to the same key several times."""
+        """Return a key of this call. A chunk may use the same key several times, so calls are numbered."""
         counts = self._calls.setdefault(chunk.number, Counter())
         counts[key] += 1
         return key, counts[key]
 
     def came(self, chunk: Chunk, place: Place) -> None:
-        """A chunk has come to a read or a sum of this pass."""
+        """Record that a chunk has reached a read or a sum in this pass."""
         self._came[place, chunk.number] += 1
 
     def end(self) -> None:
-        """Sum over the parts what chunks have given to statistics: the next epoch's. All ranks call it.
+        """Sum the chunks' statistics over the parts, for the next epoch to read. All ranks call it.
 
         Raises:
-            ModelError: If not every chunk has come to what some have: others have read rows that it left as
-                they were.
+            ModelError: If only some chunks have reached a place: they then read rows that the others did not
+                write.
 
         Cost:
-            One all-reduce an operation, of all statistics together.
+            One all-reduce for each operation, of all statistics together.
         """
         for (place, chunk), many in self._came.items():
             following = (chunk + 1) % len(self.reads)
@@ -294,19 +303,19 @@ class Tables:
 
 @dataclass(frozen=True)
 class ChunkRows(HaloExchange):
-    """A chunk's rows: its halo is what its edges read in other chunks and in other parts."""
+    """Halo exchange of one chunk: its halo is what its edges read in other chunks and in other parts."""
 
     chunk: Chunk | None = None
     tables: Tables | None = None
 
     def fetch(self, rows: Tensor, site: Site, words: str, direction: int) -> UnderWay:
-        """The rows that this chunk reads elsewhere."""
+        """Start to fetch the rows that this chunk reads in other chunks and parts."""
         chunk, tables = self._known()
         assert tables.supplier is not None
         return tables.supplier.fetch(chunk, rows.detach(), site, words)
 
     def give(self, away: Tensor, site: Site, words: str, direction: int) -> UnderWay:
-        """Take gradients of what was read."""
+        """Pass on the gradients of the rows that this chunk read."""
         chunk, tables = self._known()
         if direction == 2:
             raise ModelError(
@@ -319,7 +328,7 @@ class ChunkRows(HaloExchange):
         return tables.supplier.give(chunk, away, site, words)
 
     def add(self, come: Tensor, own: Tensor) -> Tensor:
-        """What lies on own rows."""
+        """Add the received gradients to those of own rows, in place."""
         return own.add_(come)
 
     def _known(self) -> tuple[Chunk, Tables]:
@@ -329,20 +338,20 @@ class ChunkRows(HaloExchange):
 
 
 class ChunkChannel:
-    """A chunk's end of all chunks of all parts: what an interception takes for its channel.
+    """A chunk's channel to all chunks of all parts; an interceptor uses it in place of a real channel.
 
     Args:
         chunk: The chunk.
-        tables: Of its rank.
+        tables: Tables of its rank.
     """
 
     exact = False
-    """Its rows may be another chunk's, of another epoch."""
+    """Rows of other chunks may be those of an earlier epoch."""
 
     def __init__(self, chunk: Chunk, tables: Tables) -> None:
         self.chunk, self.tables = chunk, tables
         self.where: Callable[[], str] = str
-        """Names the layer that is running; set where it is known."""
+        """Returns the name of the running layer, for error messages; set by a caller that knows it."""
         count = len(tables.chunks.pieces)
         self.rank, self.size = tables.channel.rank * count + chunk.number, tables.channel.size * count
 
@@ -356,7 +365,7 @@ class ChunkChannel:
         kind: Kind = "halo",
         header: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """Refused, but where nothing is sent."""
+        """Return no rows where nothing is to be sent; otherwise raise ``ModelError``."""
         if not any(send_counts):
             return rows[:0]
         raise ModelError(
@@ -378,7 +387,7 @@ class ChunkChannel:
         pick: Tensor | None = None,
         trip: Trip | None = None,
     ) -> UnderWay:
-        """As :meth:`exchange`."""
+        """Start an exchange with the result, or the error, of :meth:`exchange`."""
         found = self.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header)
         return Later(lambda: found)
 
@@ -391,6 +400,6 @@ class ChunkChannel:
         kind: Kind = "statistics",
         key: Hashable = None,
     ) -> Tensor:
-        """The sum, maximum or minimum over all chunks of all parts, or the last one known."""
+        """Return the sum, maximum or minimum over all chunks of all parts, or the last one known."""
         assert self.tables.supplier is not None
         return self.tables.supplier.reduce(self.chunk, tensor.detach(), op, action, kind, key)

@@ -1,1 +1,1 @@
-"""What is computed: ready models, and how a user's forward is called."""
+"""Models: ready-made ones, the tracing and cutting of a user's model, and exact layers under a split."""

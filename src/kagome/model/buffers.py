@@ -1,8 +1,8 @@
-"""Buffers: those of a model by name, whichever tensors they are by now.
+"""Model buffers: a model's buffers by name, whichever tensors hold them at present.
 
-Where it sits: whatever runs a model beside training puts its buffers back by them; under chunks
-``pipeline.buffer_isolation`` gives each chunk its own. A forward may write to a buffer or put another tensor
-in its place.
+Where it sits: code that runs a model outside of training uses it to restore the buffers; under chunks
+``pipelining.buffer_isolation`` gives each chunk its own. A forward pass may write to a buffer or replace it
+by another tensor.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 LIBRARIES: Final = ("torch.", "torch_geometric.")
-"""Where a module's class is no user's."""
+"""Prefixes of modules whose classes are not the user's own."""
 
 
 class Buffers:
-    """Some of a model's buffers.
+    """Some of a model's buffers, looked up by name.
 
     Args:
         model: The user's module.
-        names: Full names; by default all.
+        names: Full names of the buffers; all of them by default.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str] | None = None) -> None:
@@ -32,7 +32,7 @@ class Buffers:
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     places.setdefault(id(buffer), []).append((module, key))
-        # One buffer may have several places.
+        # Several modules may refer to one buffer.
         self._places = {
             name: places[id(buffer)]
             for name, buffer in model.named_buffers()
@@ -40,32 +40,32 @@ class Buffers:
         }
 
     def now(self) -> dict[str, Tensor]:
-        """The tensors, by name."""
+        """Return the tensors that hold the buffers at present, by name."""
         return {name: getattr(*places[0]) for name, places in self._places.items()}
 
     def of_library(self, name: str) -> bool:
-        """Whether one is of a module of torch's or PyG's own."""
+        """Whether a buffer belongs to one of torch's or PyG's own modules."""
         return any(type(module).__module__.startswith(LIBRARIES) for module, _ in self._places[name])
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put tensors in the places of some."""
+        """Replace buffers by these tensors, wherever the model refers to them."""
         for name, tensor in tensors.items():
             for module, key in self._places[name]:
                 setattr(module, key, tensor)
 
     def copies(self) -> dict[str, Tensor]:
-        """What they hold, by name."""
+        """Return copies of the buffers' values, by name."""
         return {name: tensor.clone() for name, tensor in self.now().items()}
 
     @contextmanager
     def unmoved(self) -> Iterator[None]:
-        """For a block; they are the same tensors with the same numbers afterwards."""
+        """For a block: afterwards the buffers are the same tensors with the same values."""
         tensors, before = self.now(), self.copies()
         yield
         self.restore(tensors, before)
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        """Put these tensors back, with these values."""
+        """Put these tensors back as the buffers, with these values."""
         self.put(tensors)
         with torch.no_grad():
             for name, tensor in tensors.items():

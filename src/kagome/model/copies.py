@@ -1,6 +1,7 @@
-"""Copies of a user's model, also where a forward has left more on it than weights and buffers.
+"""Model copies: copies of a user's model, even if a forward pass left computed tensors on its modules.
 
-Where it sits: whatever runs a model apart from training - the check, forecasts, plans - runs a copy.
+Where it sits: code that runs a model apart from training, such as the check, forecasts and plans, runs a
+copy.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def copied(model: Model, shared: Mapping[int, Tensor] | None = None) -> Model:
-    """A copy with weights and buffers of its own.
+    """Return a copy with weights and buffers of its own.
 
-    ``nn.utils.spectral_norm`` and ``weight_norm`` compute a weight in each forward and leave it on the layer,
-    with its history, which ``copy.deepcopy`` refuses: the copy has its values, until its own forward.
+    ``nn.utils.spectral_norm`` and ``weight_norm`` compute a weight in each forward pass and leave it on the
+    layer with its autograd history, which ``copy.deepcopy`` refuses. The copy has its values until its own
+    first forward pass.
 
     Args:
         model: The model.
-        shared: By ``id``, tensors that the copy has instead of those of its own.
+        shared: Tensors that the copy uses in place of its own, by ``id`` of the tensor that they replace.
     """
     computed = {
         id(value): value.detach().clone()

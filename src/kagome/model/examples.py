@@ -1,6 +1,6 @@
-"""Examples: models with branches, to be run and planned as DAGs of stages; sizes are arguments.
+"""Example models: models with branches, to be run and planned as DAGs of stages; sizes are arguments.
 
-Where it sits: tests, benchmarks and users of ``kagome.pipeline`` build them here.
+Where it sits: tests, benchmarks and users of ``kagome.pipeline`` build models here.
 
 Source: the workloads of GraphPipe, ASPLOS 2025 (a multimodal transformer, DLRM, CANDLE-Uno), and a GNN.
 """
@@ -17,12 +17,12 @@ from torch_geometric.nn import DenseGraphConv, JumpingKnowledge
 
 
 class Block(nn.Module):
-    """A transformer's layer: attention and two linear layers, each normed before and added after.
+    """A transformer layer: attention and two linear layers, each with a norm before and a residual after.
 
     Args:
-        width: Columns.
-        heads: Of attention; they divide the columns.
-        dropout: Share dropped of what is added.
+        width: Columns of the rows.
+        heads: Attention heads; they divide the columns.
+        dropout: Share dropped of each residual branch.
 
     Shapes: ``[B, L, width]`` -> the same.
     """
@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.act, self.drop = nn.GELU(), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer."""
+        """Run the transformer layer on its input."""
         normed = self.norm1(x)
         seen, _ = self.attention(normed, normed, normed, need_weights=False)
         x = x + self.drop(seen)
@@ -44,15 +44,15 @@ class Block(nn.Module):
 
 
 class MultimodalTransformer(nn.Module):
-    """A tower of transformer layers for each kind of input, and some more over all of them.
+    """A tower of transformer layers for each input, followed by layers over all of them.
 
     Args:
-        widths: Columns of each input; an input with 0 is of words.
+        widths: Columns of each input; 0 for an input of words.
         width: Columns inside.
-        layers: Of each tower.
+        layers: Layers of each tower.
         joint: Layers over all towers.
-        heads: Of attention.
-        words: Different words.
+        heads: Attention heads.
+        words: Number of different words.
         classes: Columns of the output.
         dropout: Share dropped in each layer.
 
@@ -80,7 +80,7 @@ class MultimodalTransformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
-        """Scores of each sample."""
+        """Return the class scores of each sample."""
         each = zip(self.reads, self.towers, (first, second, third), strict=True)
         tokens = [tower(read(x)) for read, tower, x in each]
         joined = self.joint(torch.cat(tokens, dim=1))
@@ -89,11 +89,11 @@ class MultimodalTransformer(nn.Module):
 
 
 class DLRM(nn.Module):
-    """A deep learning recommendation model: embeddings of categories, and products of all pairs of them.
+    """A deep learning recommendation model: embeddings of categories, and the products of all pairs of them.
 
     Args:
         dense: Columns of the dense features.
-        categories: Sizes of the tables.
+        categories: Number of rows of each embedding table.
         width: Columns of each embedding.
         bottom: Hidden widths of the layers for the dense features.
         top: Hidden widths of the layers after the products.
@@ -121,7 +121,7 @@ class DLRM(nn.Module):
         self.top = _layers([width + len(self.pairs), *top, 1])
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
-        """A score of each sample."""
+        """Return a score for each sample."""
         x = self.bottom(dense)
         each = torch.stack([x, *(table(sparse[:, i]) for i, table in enumerate(self.tables))], dim=1)
         products = torch.bmm(each, each.transpose(1, 2)).flatten(1)[:, self.pairs]
@@ -130,11 +130,11 @@ class DLRM(nn.Module):
 
 
 class Uno(nn.Module):
-    """Like CANDLE-Uno: a tower for each kind of feature, some shared by two inputs, then residual layers.
+    """A model like CANDLE-Uno: towers for kinds of features, some shared by two inputs, then residual layers.
 
     Args:
         features: Columns of each kind of feature.
-        inputs: Which kind each input is; inputs of one kind share their tower's weights.
+        inputs: The kind of each input; inputs of one kind share their tower's weights.
         width: Columns inside.
         tower: Layers of a tower.
         layers: Residual layers after the towers.
@@ -161,7 +161,7 @@ class Uno(nn.Module):
         self.act, self.out = nn.ReLU(), nn.Linear(width, 1)
 
     def forward(self, x: Tensor, dose: Tensor) -> Tensor:
-        """The growth of each sample."""
+        """Return the predicted growth of each sample."""
         ends = list(accumulate(self.columns, initial=0))
         parts = [x[:, first:last] for first, last in pairwise(ends)]
         towers = [self.towers[kind](part) for kind, part in zip(self.kinds, parts, strict=True)]
@@ -173,11 +173,11 @@ class Uno(nn.Module):
 
 
 class RelationalGNN(nn.Module):
-    """A GNN on small dense graphs, a sample each: a convolution a relation and layer, all layers joined.
+    """A GNN on small dense graphs, one a sample: a convolution for each relation, with all layers joined.
 
     Args:
         features: Columns of a vertex.
-        relations: Kinds of edges, whose convolutions run side by side.
+        relations: Number of edge types, whose convolutions run side by side.
         width: Columns inside.
         layers: Layers, all of which JumpingKnowledge joins.
         classes: Columns of the output.
@@ -198,7 +198,7 @@ class RelationalGNN(nn.Module):
         self.head = nn.Linear(layers * width, classes)
 
     def forward(self, x: Tensor, adj: Tensor) -> Tensor:
-        """Scores of each graph."""
+        """Return the class scores of each graph."""
         kept = []
         for convs, norm in zip(self.convs, self.norms, strict=True):
             assert isinstance(convs, nn.ModuleList)
@@ -215,8 +215,8 @@ class Example:
 
     Args:
         build: Makes the model, sized by arguments.
-        batch: Makes a batch of so many samples for the model's default sizes, and a target.
-        loss: Gives a value a sample.
+        batch: Makes a batch of the given number of samples for the model's default sizes, and a target.
+        loss: Returns one value for each sample.
     """
 
     build: Callable[..., nn.Module]
@@ -225,7 +225,7 @@ class Example:
 
 
 def _layers(sizes: Sequence[int], *, last: bool = False) -> nn.Sequential:
-    """Linear layers with ReLU between them, and behind the last one if asked for."""
+    """Return linear layers with ReLU between them, and after the last one if ``last`` is set."""
     parts: list[nn.Module] = []
     for place, (before, after) in enumerate(pairwise(sizes)):
         parts.append(nn.Linear(before, after))

@@ -1,6 +1,6 @@
-"""Identity: what tells one model from another where its costs are concerned.
+"""Model fingerprint: identifies a model by everything that decides what an epoch of it costs.
 
-Where it sits: ``autoplan.workload`` keeps what it measured of a model under it.
+Where it sits: ``autoplan.workload`` keeps its measurements of a model under the fingerprint.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 from torch import Tensor, nn
 
 _PACKAGES = ("torch", "torch_geometric", "kagome")
-"""Their versions tell what they do."""
+"""Packages whose files are not hashed: their versions identify their code."""
 
 
 def identity(model: nn.Module) -> list[object] | None:
-    """All of a model that decides what an epoch of it costs, but its weights' values.
+    """Return everything of a model that decides the cost of an epoch; the weights' values do not.
 
-    Its modules with their settings, its parameters and buffers with shapes and types, and the text of each
-    file that a class of the user's own stands in.
+    It consists of the modules with their settings, the shapes and types of parameters and buffers, and the
+    text of each file that defines one of the user's own classes.
 
     Args:
-        model: Any.
+        model: The model.
 
     Returns:
-        As JSON has it; None where a class has no file (typed at a prompt), so that nobody can tell.
+        JSON values; None if a class has no source file (for example, one typed at a prompt).
 
     Cost:
         A look at each module; each file is read once.
@@ -52,11 +52,11 @@ def identity(model: nn.Module) -> list[object] | None:
 
 
 _HELD = ("_parameters", "_buffers", "_modules")
-"""Told apart from other settings."""
+"""Attributes of a module that are not settings: their tensors and modules are listed separately."""
 
 
 def _plain(value: Any) -> object:
-    """A setting as JSON has it; of what is no number, text or list of them its kind alone."""
+    """Return a setting as a JSON value; a value that JSON cannot hold is represented by its type."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

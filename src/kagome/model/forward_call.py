@@ -1,6 +1,6 @@
-"""Calling: how a user's forward is called, by the names it asks for or with one ``Data`` object.
+"""Forward call: calls a user's forward with the inputs it asks for by name, or with one ``Data`` object.
 
-Where it sits: ``model.trace.tracer`` calls the model so; whoever runs a model whole can call it the same way.
+Where it sits: ``model.trace.tracer`` calls the model with it; code that runs a whole model can do the same.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class ForwardCall:
     """How one module's forward is called.
 
     Args:
-        by_data: Whether it takes one ``Data`` object.
-        places: Inputs given by place.
+        by_data: Whether forward takes one ``Data`` object.
+        places: Inputs given by position.
         named: Inputs given by name.
     """
 
@@ -37,11 +37,11 @@ class ForwardCall:
 
     @staticmethod
     def of(model: nn.Module, names: Collection[str]) -> ForwardCall:
-        """How a model is called.
+        """Find how a model's forward is called.
 
         Args:
             model: The user's module.
-            names: Inputs that there are.
+            names: Names of the available inputs.
 
         Raises:
             ModelError: If forward asks for something that the data does not have.
@@ -55,7 +55,7 @@ class ForwardCall:
         named: list[str] = []
         second = _second(names, [p.name for p in parameters])
         for place, parameter in enumerate(parameters):
-            # The first two are x and edge_index whatever they are called.
+            # The first two arguments are x and edge_index, whatever their names.
             name = parameter.name if parameter.name in names else {0: "x"}.get(place, "")
             name = second if place == 1 and name in ("", "edge_index") else name
             if place < 2 and parameter.kind is not parameter.KEYWORD_ONLY and name in names:
@@ -72,9 +72,14 @@ class ForwardCall:
 
     @staticmethod
     def named_as(model: nn.Module, names: Collection[str]) -> ForwardCall:
-        """How a model is called with inputs of which each has the name of one of its arguments.
+        """Return how a model is called if each input has the name of one of forward's arguments.
 
-        None is taken for another, as :meth:`of` takes the first for ``x``.
+        No input stands for an argument of another name, whereas :meth:`of` passes ``x`` as the first
+        argument.
+
+        Args:
+            model: The user's module.
+            names: Names of the inputs.
         """
         parameters = inspect.signature(model.forward).parameters.values()
         places = [p.name for p in parameters if p.kind in _BY_PLACE]
@@ -83,13 +88,13 @@ class ForwardCall:
         return ForwardCall(False, tuple(places[:first]), tuple(named))
 
     def wants(self, names: Collection[str]) -> list[str]:
-        """The inputs that forward gets, of those that there are."""
+        """Return those of the available inputs that forward receives."""
         if self.by_data:
             return [name for name in names if name != "num_nodes"]
         return [*self.places, *self.named]
 
     def call(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        """Call a model with its inputs, or with what stands for them."""
+        """Call a model with its inputs, or with values that stand for them."""
         if self.by_data:
             data = _Inputs(**{name: value for name, value in inputs.items() if name != "num_nodes"})
             data.__dict__["count"] = inputs.get("num_nodes")
@@ -98,9 +103,9 @@ class ForwardCall:
 
 
 def _second(names: Collection[str], asked: Collection[str]) -> str:
-    """What a forward's second argument is: the edges, or the matrix with whose values they came.
+    """Return the input for forward's second argument: the edges, or the sparse matrix that holds them.
 
-    The values reach a forward as weights of edges if it asks for these.
+    The values of the matrix reach forward as edge weights instead, if it asks for those.
     """
     weights = {"edge_weight", "edge_attr"}
     weighted = "adj_t" in names and not weights.isdisjoint(names)
@@ -109,11 +114,11 @@ def _second(names: Collection[str], asked: Collection[str]) -> str:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """A block that runs a user's forward: what it raises is told as a fault of the model, with its line.
+    """For a block that runs a user's forward: report its exceptions as errors of the model, with their line.
 
     Raises:
         KagomeError: As it was raised; a :class:`ModelError` from any other error, and a
-            :class:`~kagome.errors.ResourceError` where memory ran out.
+            :class:`~kagome.errors.ResourceError` if memory ran out.
     """
     try:
         yield
@@ -124,7 +129,7 @@ def told() -> Iterator[None]:
 
 
 def failed(error: Exception) -> ModelError:
-    """The error for a forward that raised another."""
+    """Build the error for a forward that raised another exception."""
     words = (str(error).strip().splitlines() or [""])[0]
     return ModelError(
         "forward runs on the data as it is given",
@@ -134,7 +139,7 @@ def failed(error: Exception) -> ModelError:
 
 
 class _Inputs(Data):  # type: ignore[misc]
-    """A ``Data`` object that counts its vertices by the rows of x, whatever stands for x."""
+    """A ``Data`` object that takes the number of vertices from the rows of x, whatever stands for x."""
 
     count: Any = None
 

@@ -1,6 +1,7 @@
-"""Sparse: the memory of a sparse tensor that a model keeps, as the dense tensors that it lies in.
+"""Sparse buffers: the dense tensors that make up a sparse tensor kept by a model.
 
-Where it sits: whatever sends or counts a model's state asks; torch moves no sparse tensor as a whole.
+Where it sits: code that sends or counts a model's state uses it, because torch cannot send a sparse tensor as
+a whole.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from torch import Tensor
 
 
 def laid_out(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that hold a tensor's numbers: itself, or the indices and values of a sparse one.
+    """Return the dense tensors that hold a tensor's values: itself, or a sparse tensor's indices and values.
 
-    They share its memory: what is written to them is written to it.
+    They share its memory, so that writing to them changes the tensor.
     """
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()

@@ -1,7 +1,7 @@
-"""Hooks that a user has hung on weights: in plain training each sees the gradient of a whole batch.
+"""Weight hooks: a user's gradient hooks on weights, which plain training calls with a whole batch's gradient.
 
-Where it sits: whatever runs a backward of a few samples takes them off for that time; ``run.dag`` runs them
-once on the sums of a batch.
+Where it sits: code that runs a backward of a few samples turns them off meanwhile; ``pipelining.dag`` runs
+them once, on the summed gradients of a batch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 @contextmanager
 def hooks_off(weights: Iterable[Tensor]) -> Iterator[None]:
-    """No hook of a weight runs in a block; each weight has its hooks again afterwards."""
+    """For a block: no hook of these weights runs; afterwards each weight has its hooks again."""
     held = [hooks for weight in weights for hooks in _of(weight) if hooks]
     before = [dict(hooks) for hooks in held]
     for hooks in held:
-        hooks.clear()  # in place: torch itself looks into this mapping
+        hooks.clear()  # in place, because torch itself reads this mapping
     try:
         yield
     finally:
@@ -29,7 +29,7 @@ def hooks_off(weights: Iterable[Tensor]) -> Iterator[None]:
 
 
 def run_hooks(weights: Iterable[Tensor]) -> None:
-    """Run the hooks of weights on their gradients, as one backward would."""
+    """Run the hooks of weights on their gradients, as a single backward would."""
     with torch.no_grad():
         for weight in weights:
             if weight.grad is None:
@@ -43,5 +43,5 @@ def run_hooks(weights: Iterable[Tensor]) -> None:
 
 
 def _of(weight: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
-    """A weight's hooks on its gradient as it comes, and on the weight once it has come."""
+    """Return a weight's hooks on its gradient, and its hooks that run after the gradient was accumulated."""
     return weight._backward_hooks or {}, getattr(weight, "_post_accumulate_grad_hooks", None) or {}

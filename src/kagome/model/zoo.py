@@ -1,6 +1,6 @@
-"""Ready models by name: PyG's own classes, and small stacks of PyG's own layers where it has no class.
+"""Model zoo: ready models by name, from PyG's own classes or as small stacks of PyG's layers.
 
-Where it sits: ``cli`` names a model here, ``run`` trains what comes back, exactly as it trains a user's own.
+Where it sits: ``cli`` names a model here, and the trainer trains it exactly as it trains a user's own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kagome.errors import ModelError
 from kagome.launch.host_memory import available_bytes
 
 MODULE_BYTES = 20_000
-"""What the modules of a layer take beside their weights."""
+"""Bytes of a layer's module objects, apart from its weights."""
 _PYTHON = "python:"
 _HOW_PYTHON = "python:package.module:function"
 
@@ -38,14 +38,14 @@ def build_model(
     Args:
         settings: Name, layers, hidden width, dropout and heads.
         in_channels: Columns of the features.
-        out_channels: Classes, or columns of the output.
-        num_nodes: Vertices of the whole graph; only handed on to ``python:`` models that ask for it.
-        degree_histogram: How many vertices of the whole graph have 0, 1, 2, ... incoming edges;
-            ``pna`` needs it.
+        out_channels: Number of classes, or columns of the output.
+        num_nodes: Vertices of the whole graph; passed only to ``python:`` models that ask for it.
+        degree_histogram: How many vertices of the whole graph have 0, 1, 2, ... incoming edges; ``pna`` needs
+            it.
 
     Returns:
-        The model, on the CPU, with weights drawn from torch's generator as it stands.
-        Its ``forward`` takes ``(x, edge_index)``, and ``edge_weight`` where the layers can use one.
+        The model, on the CPU, with weights drawn from torch's generator in its present state. Its ``forward``
+        takes ``(x, edge_index)``, and ``edge_weight`` where the layers can use one.
 
     Shapes:
         degree_histogram: [largest degree + 1], integers.
@@ -53,7 +53,7 @@ def build_model(
 
     Raises:
         ModelError: If the name is unknown, a setting is out of range, the heads do not divide the hidden
-            width, or a ``python:`` model cannot be found, called, or is no module.
+            width, or a ``python:`` model cannot be found or called, or is not a module.
     """
     _check_ranges(settings)
     if settings.name.startswith(_PYTHON):
@@ -81,11 +81,11 @@ def _check_ranges(settings: Model) -> None:
 
 
 def _refuse_weights_beyond_memory(settings: Model) -> None:
-    """Refuse sizes of which the weights alone are more than the memory, before any of them is made."""
+    """Raise ``ModelError`` if the weights alone would exceed the free memory, before any is allocated."""
     free = available_bytes()
     if settings.name.startswith(_PYTHON) or free is None:
         return
-    # A hidden layer has a map of its width, but the first and the last; a module takes some memory too.
+    # Every layer except the first and the last has a square map. The module objects take memory too.
     need = max(settings.layers - 2, 0) * (4 * settings.hidden**2 + MODULE_BYTES) + 4 * settings.hidden
     if need > free:
         raise ModelError(
@@ -210,7 +210,7 @@ def _asked_for(function: Callable[..., object], offered: dict[str, object], name
 
 
 class _FeaturesOnly(nn.Module):
-    """Takes features and edges only: PyG's classes name ``edge_attr`` too but are built without it."""
+    """Takes features and edges only: PyG's classes also name ``edge_attr`` but are built without it."""
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         out: Tensor = super().forward(x, edge_index)
@@ -328,7 +328,7 @@ class _PreActivation(nn.Module, ABC):
 
     @abstractmethod
     def make_conv(self, hidden: int) -> nn.Module:
-        """The layer inside each block: every model of this kind has its own."""
+        """Return the layer inside each block; every model of this kind has its own."""
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         x = self.first(x)

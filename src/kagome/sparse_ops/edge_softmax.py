@@ -1,9 +1,9 @@
-"""Attention: differentiable scores and softmaxes over a part's edges, a number an edge and head.
+"""Edge softmax: differentiable attention scores and softmaxes over a part's edges, by edge and head.
 
-Where it sits: beside ``edge_sum``, for layers that weigh their neighbours; the loops are ``kagome.kernels``.
-What has a column a feature and a row an edge is computed where it is used and never stored. Each function
-keeps its inputs and outputs alone, so that its backward can be differentiated: see [Note: second derivatives]
-in ``kernels.ops``.
+Where it sits: beside ``edge_sum``, for layers that weigh their neighbours; the loops are in
+``kagome.kernels``. A tensor with a row for each edge and a column for each feature is computed where it is
+used and never stored. Each function keeps its inputs and outputs alone, so that its backward can be
+differentiated: see [Note: second derivatives] in ``kernels.ops``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kagome.kernels.base.csr import Structure
 
 
 def dots(own: Tensor, whole: Tensor, edges: Structure) -> Tensor:
-    """``<own[target], whole[source]>`` an edge and head: attention by scalar product.
+    """Return ``<own[target], whole[source]>`` for each edge and head: dot-product attention scores.
 
     Shapes:
         own ``[own, H, C]``, whole ``[whole, H, C]`` -> ``[E, H]``.
@@ -28,7 +28,7 @@ def dots(own: Tensor, whole: Tensor, edges: Structure) -> Tensor:
 
 
 def leaky_dots(own: Tensor, whole: Tensor, att: Tensor, slope: float, edges: Structure) -> Tensor:
-    """``<att, leaky_relu(own[target] + whole[source])>`` an edge and head.
+    """Return ``<att, leaky_relu(own[target] + whole[source])>`` for each edge and head.
 
     Shapes:
         own ``[own, H, C]``, whole ``[whole, H, C]``, att ``[H, C]`` -> ``[E, H]``.
@@ -42,7 +42,7 @@ def leaky_dots(own: Tensor, whole: Tensor, att: Tensor, slope: float, edges: Str
 
 
 def edge_softmax(logits: Tensor, edges: Structure) -> Tensor:
-    """Softmax over each row's in-edges.
+    """Return the softmax of scores over each row's in-edges.
 
     Shapes:
         ``[E, H]`` -> ``[E, H]``.
@@ -52,7 +52,7 @@ def edge_softmax(logits: Tensor, edges: Structure) -> Tensor:
 
 
 def joint_softmax(own: Tensor, whole: Tensor, slope: float, edges: Structure) -> Tensor:
-    """Softmax over each row's in-edges of ``leaky_relu(own[target] + whole[source])``, which is never stored.
+    """Return the softmax over in-edges of ``leaky_relu(own[target] + whole[source])``, never stored.
 
     Shapes:
         own ``[own, H]``, whole ``[whole, H]`` -> ``[E, H]``.
@@ -66,13 +66,13 @@ def joint_softmax(own: Tensor, whole: Tensor, slope: float, edges: Structure) ->
 
 
 def join(own: Tensor, whole: Tensor, slope: float | None, edges: Structure) -> Tensor:
-    """``own[target] + whole[source]``, through a leaky relu if a slope is given.
+    """Return ``own[target] + whole[source]``, through a leaky ReLU if a slope is given.
 
     Shapes:
         own ``[own, ...]``, whole ``[whole, ...]`` -> ``[E, ...]``.
 
     Cost:
-        Keeps own and whole for backward, no row an edge.
+        Keeps own and whole for backward, and no tensor with a row for each edge.
     """
     out: Tensor = _Join.apply(  # type: ignore[no-untyped-call]
         own.contiguous(), whole.contiguous(), slope, edges
@@ -81,7 +81,7 @@ def join(own: Tensor, whole: Tensor, slope: float | None, edges: Structure) -> T
 
 
 def column_softmax(z: Tensor, m: Tensor, edges: Structure) -> Tensor:
-    """``sum of softmax(z)[source] * m[source]`` over in-edges, each column with a softmax of its own.
+    """Return ``sum of softmax(z)[source] * m[source]`` over in-edges, with a softmax for each column.
 
     Shapes:
         z and m ``[whole, F]`` -> ``[own, F]``.
@@ -181,7 +181,8 @@ class _ColumnSoftmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         z, m, out, top, total = ctx.saved_tensors
         if torch.is_grad_enabled():
-            # To be differentiated again: the largest and the total are made of z, and no outputs.
+            # This backward is differentiated again, so the maximum and the total must depend on z here.
+            # The saved ones are no outputs of forward and have no gradient.
             out, top, total = ops.column_softmax(ctx.edges.by_target, z, m)
         back = ops.column_softmax_back(ctx.edges.by_source, z, m, out, top, total, grads[0].contiguous())
         return (*back, None)

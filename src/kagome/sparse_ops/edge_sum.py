@@ -1,7 +1,7 @@
-"""Aggregate: differentiable sums and extremes over a part's edges, without a tensor of a row an edge.
+"""Edge sum: differentiable sums and extremes over a part's edges, without a tensor of a row for each edge.
 
-Where it sits: ``deferred.reduce`` calls it where a layer's messages are of a form known here; the loops
-themselves are ``kagome.kernels``, the ways to the peers ``halo.exchange``; attention has its own in
+Where it sits: ``deferred.reduce`` calls it where a layer's messages have a form known here. The loops
+themselves are in ``kagome.kernels``, the exchanges with the peers in ``halo.exchange``, and attention in
 ``edge_softmax``.
 
 ::
@@ -10,11 +10,12 @@ themselves are ``kagome.kernels``, the ways to the peers ``halo.exchange``; atte
     backward   gx[u]  = sum over out-edges e of u  w[e] * g[target[e]]      the edges by source, kept
                gw[e]  = <g[target[e]], x[source[e]]>
 
-[Note: overlap] A sum is linear, so it takes own rows while the halo's travel, and what lies on halo rows
-leaves in backward before own rows are summed. Own and halo rows are never put into one tensor::
+[Note: overlap] A sum is linear. Own rows can therefore be summed while halo rows are exchanged, and in
+backward the gradients of halo rows are sent before own rows are summed. Own and halo rows are never put into
+one tensor::
 
-    forward    send own rows ──────> sum over own sources ──────> take halo rows, add the sum over them
-    backward   sum on halo rows, send it ──────> sum on own rows ──────> take the peers' sums, add them
+    forward    send own rows ──────> sum over own sources ──────> receive halo rows, add the sum over them
+    backward   sum on halo rows, send it ──────> sum on own rows ──────> receive the peers' sums, add them
 """
 
 from __future__ import annotations
@@ -43,25 +44,26 @@ def neighbor_sum(
     road: HaloWork | None = None,
     turn: ForwardPass | None = None,
 ) -> Tensor:
-    """The sum over each row's in-edges of its neighbours' rows, each times its edge's weight.
+    """Return for each row the sum of its neighbours' rows over its in-edges, each times its edge's weight.
 
-    Weights that are a product of a number at each end are no weights: see [Note: root] in ``roots``.
+    A weight that is a product of a number at each end is passed as ``factor`` and ``scale`` instead: see
+    [Note: root] in ``sparse_ops.factored_weights``.
 
     Args:
-        rows: Own rows, if a road leads to the others; else all rows that edges read.
+        rows: Own rows if ``road`` is given, else all rows that edges read.
         edges: The edges.
-        weight: One an edge, or one an edge and head.
-        scale: A factor a result row (a mean's).
-        factor: A factor a row that edges read.
-        road: The way to the halo rows: see [Note: overlap].
-        turn: With a road, the turn whose token goes along.
+        weight: One number an edge, or one an edge and head; None for none.
+        scale: A factor for each row of the result, for a mean; None for none.
+        factor: A factor for each row that edges read; None for none.
+        road: The exchange of halo rows: see [Note: overlap].
+        turn: The forward pass whose token is passed along; needed with ``road``.
 
     Shapes:
         rows ``[own or whole, F]`` and weight ``[E]``, or rows ``[.., H, C]`` and weight ``[E, H]``; scale
         ``[own]``; factor ``[whole]``; result ``[own, F]`` or ``[own, H, C]``.
 
     Cost:
-        Keeps ``weight``, and where it has a gradient the rows too. Sends what ``road`` says.
+        Keeps ``weight``, and the rows too if the weight has a gradient. Sends what ``road`` states.
     """
     out: Tensor
     if road is None or turn is None:
@@ -77,7 +79,7 @@ def neighbor_sum(
 
 
 def gather(rows: Tensor, edges: Structure, end: Literal["source", "target"]) -> Tensor:
-    """``rows[end of each edge]``; backward sums by that end instead of adding by index.
+    """Return ``rows[end of each edge]``; backward sums over the edges by that end, without ``index_add``.
 
     Shapes:
         ``[own or whole, ...]`` -> ``[E, ...]``.
@@ -87,7 +89,7 @@ def gather(rows: Tensor, edges: Structure, end: Literal["source", "target"]) -> 
 
 
 def edge_sum(values: Tensor, edges: Structure) -> Tensor:
-    """The sum of a row an edge over each row's in-edges.
+    """Return for each row the sum of edge values over its in-edges.
 
     Shapes:
         ``[E, ...]`` -> ``[own, ...]``.
@@ -97,26 +99,26 @@ def edge_sum(values: Tensor, edges: Structure) -> Tensor:
 
 
 def edge_extreme(values: Tensor, edges: Structure, sign: int) -> Tensor:
-    """The largest (sign 1) or smallest (-1) of a row an edge over each row's in-edges; zeros without any.
+    """Return the maximum (sign 1) or minimum (-1) of edge values over each row's in-edges; zeros without any.
 
     Shapes:
         ``[E, F]`` -> ``[own, F]``.
 
     Cost:
-        Keeps the values and two numbers an entry of the result; equals share a gradient.
+        Keeps the values and two numbers an entry of the result; equal values share a gradient.
     """
     out: Tensor = _EdgeExtreme.apply(values, edges, sign)  # type: ignore[no-untyped-call]
     return out
 
 
 def neighbor_extreme(whole: Tensor, edges: Structure, sign: int) -> Tensor:
-    """The largest (sign 1) or smallest (-1) of the neighbours' rows, column by column; zeros without any.
+    """Return the maximum (sign 1) or minimum (-1) of neighbours' rows by column; zeros without any.
 
     Shapes:
         ``[whole, F]`` -> ``[own, F]``.
 
     Cost:
-        Keeps the rows and two numbers an entry of the result; equals share a gradient.
+        Keeps the rows and two numbers an entry of the result; equal values share a gradient.
     """
     out: Tensor = _NeighborExtreme.apply(whole, edges, sign)  # type: ignore[no-untyped-call]
     return out
@@ -160,7 +162,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumOverRoad(torch.autograd.Function):
-    """Own rows in, own sums out; the exchange lies behind the sum. See [Note: token] in ``rows``."""
+    """Own rows in, own sums out, the exchange inside; see [Note: token] in ``halo.exchange``."""
 
     @staticmethod
     def forward(
@@ -219,7 +221,10 @@ class _SumOverRoad(torch.autograd.Function):
 
     @staticmethod
     def again(ctx: Any, turn: ForwardPass, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Backward that can be differentiated, exchange and sum apart: [Note: again] in rows."""
+        """Compute a backward that can be differentiated, with separate exchange and sum.
+
+        See [Note: again] in ``halo.exchange``.
+        """
         weight, rows, _ = ctx.saved_tensors
         edges, road, g_rows, g_weight = ctx.edges, ctx.road, None, None
         g = _times(grad, ctx.scale).contiguous()
@@ -235,7 +240,7 @@ class _SumOverRoad(torch.autograd.Function):
 
 
 def _headed(weight: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-    """Rows as ``[.., H, C]``, as many heads as the weight has."""
+    """Return rows as ``[.., H, C]`` with as many heads as the weight."""
     if weight.dim() == 2:
         return rows
     return tuple(r.reshape(r.size(0), 1, _width(r)) for r in rows)
@@ -249,7 +254,7 @@ def _width(rows: Tensor) -> int:
 
 
 class _Gather(torch.autograd.Function):
-    """``rows[index]`` for one end of the edges; backward sums by that end instead of adding by index."""
+    """``rows[index]`` for one end of the edges; backward sums over the edges by that end."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, edges: Structure, end: str) -> Tensor:
@@ -257,7 +262,7 @@ class _Gather(torch.autograd.Function):
         index = edges.target if end == "target" else edges.source
         flat = rows.reshape(rows.size(0), _width(rows))
         out = ops.gather(index, flat)
-        # Not a view: what comes out may be written to in place.
+        # Not a view, because the caller may write to the result in place.
         return torch.ops.aten._unsafe_view(out, [index.numel(), *rows.shape[1:]])  # type: ignore[no-any-return]
 
     @staticmethod
@@ -267,7 +272,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _EdgeSum(torch.autograd.Function):
-    """The sum over each row's in-edges of a row an edge."""
+    """The sum of edge values over each row's in-edges."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, edges: Structure) -> Tensor:
@@ -282,7 +287,7 @@ class _EdgeSum(torch.autograd.Function):
 
 
 class _EdgeExtreme(torch.autograd.Function):
-    """The largest or smallest of a row an edge; equals share a gradient."""
+    """The maximum or minimum of edge values over in-edges; equal values share a gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, edges: Structure, sign: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""View: the edges of a rank's own vertices in one direction, with who supplies the rows they read.
+"""Edge view: the edges of a rank's own vertices in one direction, with the exchange of the rows they read.
 
 Where it sits: made from a ``graph.partition.Partition``; ``intercept.interceptor`` gives its tensors to the
-user's model. View 0 holds the in-edges. View 1, the out-edges, is fetched from the peers when a layer first
-flips the edges (DirGNNConv) or lets messages flow from target to source.
+user's model. View 0 holds the in-edges. View 1 holds the out-edges. It is fetched from the peers when a layer
+first flips the edges (DirGNNConv) or lets messages flow from target to source.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kagome.halo.exchange import Carrier, HaloExchange
 
 @dataclass(frozen=True)
 class EdgeView:
-    """Edges of own vertices in one direction.
+    """The edges of own vertices in one direction.
 
     Args:
         ids: Original ids of own rows, then of halo rows.
         edge_index: Local ids; row 0 is read (own or halo), row 1 is own. In the order of the whole graph.
-        given: The same edges as a user's model is given them: row 0 is the graph's own row 0.
-        edge_ids: Position of each edge in the whole graph, ascending; view 0's lie where the partition has
-            them.
+        given: The same edges as a user's model receives them: row 0 is row 0 of the graph.
+        edge_ids: Position of each edge in the whole graph, ascending; view 0 shares the tensor of the
+            partition.
         attributes: Edge attributes, in the order of ``edge_index``.
-        rows: Who supplies the rows that row 0 names.
-        across: View 1: who supplies what belongs to these edges, from rows of view 0's.
-        pick: View 1: where among those each edge is.
+        rows: Exchange of the rows that row 0 names.
+        across: View 1: exchange of values that belong to these edges, from rows of view 0's edges.
+        pick: View 1: index of each edge in the result of ``across``.
 
     Shapes:
         ``ids [n + H]``, ``edge_index [2, E]``, ``edge_ids [E]``, ``pick [E]``, attributes ``[E, ...]``.
@@ -48,7 +48,14 @@ class EdgeView:
 def in_view(
     part: Partition, channel: Carrier, device: torch.device, rows: HaloExchange | None = None
 ) -> EdgeView:
-    """The in-edges of a part's own vertices, as the partition holds them; ``rows`` if others supply them."""
+    """Return the in-edges of a part's own vertices, as the partition holds them.
+
+    Args:
+        part: The part of the graph.
+        channel: Channel to the other parts.
+        device: Device of the view's tensors.
+        rows: The exchange of rows, if it is not the plain halo exchange of the part.
+    """
     ids, send = torch.cat([part.own, part.halo]).to(device), part.send.to(device)
     edge_index, own = part.edge_index.to(device), part.own.numel()
     reads = torch.bincount(edge_index[0], minlength=ids.numel())[own:]
@@ -66,7 +73,7 @@ def in_view(
 
 
 def out_view(view: EdgeView, channel: Carrier) -> EdgeView:
-    """The out-edges of own vertices, fetched from the ranks that hold them as in-edges. All ranks call it.
+    """Fetch the out-edges of own vertices from ranks that hold them as in-edges. All ranks call it.
 
     Cost:
         Once: three ids and the attributes of each edge that is cut, and the ids of the new halo.
@@ -93,7 +100,7 @@ def out_view(view: EdgeView, channel: Carrier) -> EdgeView:
     read, target, edge_ids = read[order], target[order], edge_ids[order]
     origin = torch.repeat_interleave(torch.arange(channel.size), torch.tensor(take)).to(read.device)[order]
 
-    # Halo rows by owner, then by id, as in a partition; the owners learn from us which rows they send.
+    # Halo rows are ordered by owner, then by id, as in a partition. Owners are told which rows to send.
     away = origin != channel.rank
     halo_key = torch.unique(torch.stack([origin[away], read[away]], dim=1), dim=0)
     halo = halo_key[:, 1]
@@ -127,13 +134,13 @@ def out_view(view: EdgeView, channel: Carrier) -> EdgeView:
 
 
 def _across(places: Tensor, give: list[int], take: list[int], channel: Carrier) -> HaloExchange:
-    """Who supplies rows of edges that others hold as in-edges.
+    """Return the exchange of edge values that other ranks hold with their in-edges.
 
     Args:
-        places: The part's in-edges by the rank that holds their source.
-        give: How many of them go to each rank, this one too.
-        take: How many come from each.
-        channel: The way to the peers.
+        places: The part's in-edges, grouped by the rank that holds their source.
+        give: Number of them for each rank, this one included.
+        take: Number of edges received from each rank.
+        channel: Channel to the peers.
     """
     me = channel.rank
     begin = sum(give[:me])
@@ -144,7 +151,7 @@ def _across(places: Tensor, give: list[int], take: list[int], channel: Carrier) 
 
 
 def _picked(places: Tensor, give: list[int], take: list[int], across: HaloExchange) -> Tensor:
-    """Where among own in-edges and those of others each edge is, in the order in which they came."""
+    """Return the index of each edge among own in-edges and received ones, in the order of receipt."""
     me = across.channel.rank
     begin, before = sum(give[:me]), sum(take[:me])
     away = torch.arange(across.own, across.own + across.halo, device=places.device)
@@ -152,14 +159,14 @@ def _picked(places: Tensor, give: list[int], take: list[int], across: HaloExchan
 
 
 def _swap_counts(give: list[int], channel: Carrier) -> list[int]:
-    """How many rows each peer sends me, from how many I send to each."""
+    """Exchange counts: from how many rows I send to each peer, to how many each peer sends me."""
     ones = [1] * channel.size
     counts = torch.tensor(give, dtype=torch.long).unsqueeze(1)
     return [int(c) for c in channel.exchange(counts, ones, ones, action="counts", kind="other").squeeze(1)]
 
 
 def pair_ids(source: Tensor, target: Tensor) -> Tensor:
-    """Which of several edges with the same ends each one is: 0, 1, ... in their order.
+    """Number the edges that share both ends: 0, 1, ... in their order.
 
     Shapes:
         ``source [E]``, ``target [E]`` -> ``[E]``.

@@ -1,12 +1,12 @@
-"""Roots: weights of edges that are a number of the one end times the same of the other.
+"""Factored edge weights: weights that are the product of a number at each end, as in D^-1/2 A D^-1/2.
 
-Where it sits: ``deferred.reduce`` and ``deferred.sliced_reduce`` ask for them before they sum with weights
-that last.
+Where it sits: ``deferred.reduce`` and ``deferred.sliced_reduce`` look for such factors before they sum with
+weights that are constant.
 
-[Note: root] GCN's weights are ``d_i^-1/2 d_j^-1/2``. A weight an edge is read for each edge, at a place of
-its own; a number a row is read with the row. So the sum is taken of ``r_j x_j``, plain, and its rows are
-multiplied by ``r_i``: at 8 columns that takes a third of the time, at 128 nine tenths. Backward is the same
-with the ends exchanged.
+[Note: root] GCN's weights are ``d_i^-1/2 d_j^-1/2``. A weight of an edge is read once for each edge, from an
+array of its own. A factor of a row is read together with the row. The sum is therefore taken over ``r_j x_j``
+without weights, and its rows are multiplied by ``r_i``. At 8 columns this takes a third of the time, at 128
+columns nine tenths. Backward is the same with the ends exchanged.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from torch import Tensor
 from kagome.kernels.base.csr import Structure
 
 NEAR = 16
-"""Roundings that a product of two roots may be away from its weight."""
+"""Largest difference between the product of two factors and the weight, in units of rounding."""
 
 
 def roots_of(weight: Tensor, edges: Structure) -> Tensor:
-    """A number for each row that edges read, whose products are the weights; none at all if there are none.
+    """Return a factor for each row that edges read, whose products are the weights; empty if there are none.
 
-    An own row's is the root of its self-loop's weight; another's follows from any edge that reads it. Each
-    rank finds its own, of its own edges: whether they have roots is nobody else's business.
+    The factor of an own row is the root of its self-loop's weight. The factor of a halo row follows from any
+    edge that reads it. Each rank uses its own edges alone, so ranks need not agree on whether there are
+    factors.
 
     Args:
-        weight: One an edge.
+        weight: One number an edge.
         edges: This rank's edges.
 
     Shapes:

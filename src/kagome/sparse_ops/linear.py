@@ -1,9 +1,9 @@
-"""Dense: rows times a weight, on a CPU by oneDNN.
+"""Linear: rows times a weight, computed by oneDNN on a CPU.
 
 Where it sits: ``intercept.gather_scatter``, ``deferred.rewrite_rules`` and ``deferred.reduce`` call it for
-``F.linear``. PyTorch gives float32 products to MKL, which on other makers' processors reaches less than half
-the rate of oneDNN (19 against 8 ms for 100,000 x 128 by 128 x 128 on two cores with AVX-512; a weight's
-gradient 37 against 25 ms on one core). Both are float32 throughout.
+``F.linear``. PyTorch gives float32 products to MKL, which on processors of other makers than Intel reaches
+less than half the rate of oneDNN. On two cores with AVX-512, 100,000 x 128 by 128 x 128 takes 19 against 8
+ms; a weight's gradient takes 37 against 25 ms on one core. Both compute in float32 throughout.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.nn import functional
 from kagome.sparse_ops.sparse_features import SparseFeatures
 
 LEAST = 64
-"""Rows from which the call's own cost does not show."""
+"""Fewest rows for which the overhead of the call does not show."""
 BLOCK = 4096
-"""Rows that a weight's gradient is summed over at a time: what oneDNN turns round stays in a core's cache."""
+"""Rows in a block of a weight's gradient: what oneDNN transposes stays in a core's cache."""
 
 
 def linear(x: Tensor | SparseFeatures, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x W^T + b``, as ``F.linear``.
+    """Return ``x W^T + b``, as ``F.linear`` does.
 
     Shapes:
         x ``[n, F]``, weight ``[G, F]``, bias ``[G]`` -> ``[n, G]``.
@@ -37,7 +37,7 @@ def linear(x: Tensor | SparseFeatures, weight: Tensor, bias: Tensor | None = Non
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN takes this product."""
+    """Whether oneDNN can compute this product."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32:
         return False
     if x.dim() != 2 or weight.dim() != 2 or x.size(0) < LEAST or 0 in (*x.shape, *weight.shape):
@@ -52,7 +52,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """A weight as oneDNN has fast code for: some columns of a wider one take it 600 times as long."""
+    """Return a weight that oneDNN has fast code for.
+
+    Some columns of a wider weight, taken as they are, need 600 times as long.
+    """
     return weight if weight.is_contiguous() or weight.t().is_contiguous() else weight.contiguous()
 
 
@@ -75,7 +78,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _of_weight(g: Tensor, x: Tensor) -> Tensor:
-    """``g^T x``, by the same product: columns of g times columns of x."""
+    """Return ``g^T x``, computed block by block with the same product: columns of g times columns of x."""
     out: Tensor | None = None
     for low in range(0, g.size(0), BLOCK):
         part = _product(g[low : low + BLOCK].t().contiguous(), x[low : low + BLOCK].t(), None)

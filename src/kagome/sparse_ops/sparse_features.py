@@ -1,8 +1,8 @@
-"""Thin: rows that last and are nearly all zeros, the words of a text, say, times a weight.
+"""Sparse features: constant rows that are nearly all zeros, such as the words of a text, times a weight.
 
-Where it sits: ``intercept.deferral`` makes one of features that last, ``deferred.reduce`` one of a sum of
-such features over neighbours; ``dense.linear`` takes it in place of the rows. A sum is never computed: it
-would have ten or fifty times as many numbers that are not zero.
+Where it sits: ``intercept.deferral`` makes one of constant features, ``deferred.reduce`` one of a sum of such
+features over neighbours. ``sparse_ops.linear`` takes it in place of the rows. A sum over neighbours is never
+computed, because it would have ten to fifty times as many nonzeros.
 
 ::
 
@@ -24,24 +24,25 @@ from kagome.kernels import ops
 from kagome.kernels.base.csr import LARGEST, CsrLayout, Structure
 
 SHARE: Final = 1 / 16
-"""Of a product's numbers. With more entries oneDNN's product of all numbers is as fast: on one core with
-AVX-512 an entry costs 7 to 12 times what a number costs there."""
+"""Largest share of nonzeros. Above it oneDNN's dense product is as fast: on one core with AVX-512 a nonzero
+costs 7 to 12 times as much as a number of the dense product."""
 LEAST: Final = 1 << 16
-"""Numbers of the rows from which it matters."""
+"""Fewest numbers in the rows for which a sparse product is worthwhile."""
 
 
 @dataclass(frozen=True, eq=False)
 class SparseFeatures:
-    """Rows, or weighted sums of rows over in-edges, by what in them is not zero.
+    """Rows, or weighted sums of rows over in-edges, stored by their nonzero entries.
 
     Args:
-        by_row: Entries of the rows: a layout whose columns are those of the rows, ``edge`` a place in values.
-        by_column: The same, grouped by column.
-        values: Their numbers.
-        columns: How many columns the rows have.
+        by_row: Entries by row: the layout's columns are those of the rows, ``edge`` is an index into
+            ``values``.
+        by_column: The same entries, grouped by column.
+        values: Numbers of the entries.
+        columns: Number of columns of the rows.
         edges: The edges over which the rows are summed; None for the rows themselves.
-        weight: One an edge.
-        scale: A factor a row of the sum.
+        weight: One number an edge; None for none.
+        scale: A factor for each row of the sum; None for none.
 
     Cost:
         20 bytes an entry of float32.
@@ -56,30 +57,31 @@ class SparseFeatures:
     scale: Tensor | None = None
 
     def __iter__(self) -> Iterator[Tensor]:
-        """All tensors but those of the edges, which others keep."""
+        """Yield all tensors except those of the edges, which others hold."""
         for layout in (self.by_row, self.by_column):
             yield from (layout.pointer, layout.middle, layout.column, layout.edge)
         yield self.values
 
     @property
     def dtype(self) -> torch.dtype:
-        """The numbers' type."""
+        """The data type of the entries."""
         return self.values.dtype
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``x W^T + b``.
+        """Return ``x W^T + b``, with gradients of weight and bias.
 
         Shapes:
             weight ``[G, columns]``, bias ``[G]`` -> ``[n, G]``.
 
         Cost:
-            A multiplication and an addition an entry, and an edge, and column of the result.
+            A multiplication and an addition for each entry, and for each edge, times the columns of the
+            result.
         """
         out: Tensor = _Linear.apply(weight, bias, self)  # type: ignore[no-untyped-call]
         return out
 
     def times(self, right: Tensor) -> Tensor:
-        """``x R``.
+        """Return the product ``x R`` with a dense matrix.
 
         Shapes:
             ``[columns, G]`` -> ``[n, G]``.
@@ -88,7 +90,7 @@ class SparseFeatures:
         return out if self.edges is None else self._summed(out)
 
     def transposed_times(self, left: Tensor) -> Tensor:
-        """``x^T L``.
+        """Return the product ``x^T L`` of the transpose with a dense matrix.
 
         Shapes:
             ``[n, G]`` -> ``[columns, G]``.
@@ -100,7 +102,7 @@ class SparseFeatures:
         return ops.sum_rows(self.by_column, left, self.values, rows=slice(0, self.columns))
 
     def whole(self) -> Tensor:
-        """The rows themselves.
+        """Return the rows as a dense tensor.
 
         Shapes:
             ``[n, columns]``.
@@ -121,13 +123,13 @@ def thin_of(
     weight: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> SparseFeatures | None:
-    """Rows that are nearly all zeros, by what is not; None where a product of all numbers is as fast.
+    """Return rows by their nonzero entries; None if a dense product is as fast.
 
     Args:
-        rows: Those, or with edges all that these read.
-        edges: Over which to sum them.
-        weight: One an edge.
-        scale: A factor a row of the sum.
+        rows: The rows, or with ``edges`` all rows that the edges read.
+        edges: The edges over which to sum them; None for no sum.
+        weight: One number an edge; None for none.
+        scale: A factor for each row of the sum; None for none.
 
     Shapes:
         rows ``[n, F]``, or ``[whole, F]`` with edges; weight ``[E]``; scale ``[own]``.
@@ -146,7 +148,7 @@ def thin_of(
 
 
 def is_thin(rows: Tensor, edges: Structure | None = None) -> bool:
-    """Whether a product of what is not zero is faster than one of all numbers: see :func:`thin_of`."""
+    """Whether a sparse product is faster than a dense one: see :func:`thin_of`."""
     if rows.device.type != "cpu" or rows.dtype not in ops.LOOPED or rows.dim() != 2:
         return False
     numbers = (rows.size(0) if edges is None else edges.own) * rows.size(1)

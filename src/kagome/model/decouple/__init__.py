@@ -1,1 +1,1 @@
-"""A model with its maps first and its propagation after."""
+"""Decoupled models: all maps of rows first, then all propagation along edges."""

@@ -1,12 +1,12 @@
-"""Decouple: a model with all its maps first and all its propagation after, so that depth sends nothing more.
+"""Decouple: turns a model into one with all maps first and all propagation after; depth sends no more.
 
-Where it sits: ``run`` rewrites a model so where settings say ``decouple``. It is another model, with a
-single-device reference of its own: the rewritten module itself, run in plain PyG.
+Where it sits: a model is rewritten so where settings say ``decouple``. The result is another model. Its
+single-device reference is the rewritten module itself, run in plain PyG.
 
 ::
 
     coupled      map  hop  relu  map  hop  relu  map  hop        two exchanges a hop
-    decoupled    map  relu  map  relu  map  |  hop  hop  hop     two exchanges in all: there and together
+    decoupled    map  relu  map  relu  map  |  hop  hop  hop     two exchanges in all: one each way
 
 To add a layer: write its map (layer, its arguments) -> rows and its operator, and add them to ``RULES``.
 
@@ -33,29 +33,30 @@ from kagome.model.forward_call import ForwardCall
 
 @dataclass(frozen=True)
 class Operator:
-    """What a hop does, as a layer's settings say.
+    """The operator of one hop, as a layer's settings define it.
 
     Args:
         kind: The class in ``propagation``.
-        options: Its settings.
+        options: Arguments of the class.
     """
 
     kind: type[nn.Module]
     options: tuple[Any, ...] = ()
 
     def build(self) -> nn.Module:
-        """The operator."""
+        """Build the module that propagates along edges."""
         return self.kind(*self.options)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How a class of layers is split in two.
+    """How a class of layers is split into a map and an operator.
 
     Args:
-        map: ``(layer, x, *arguments) -> rows``: what it does to rows. A layer with attention also gives
-            its numbers at both ends of an edge: ``(rows, ends)``.
-        operator: ``(layer) -> Operator``: what it does along edges; it refuses settings that cannot be split.
+        map: ``(layer, x, *arguments) -> rows``: what the layer does to rows. For a layer with attention it
+            also returns the layer's scores at both ends of an edge: ``(rows, ends)``.
+        operator: ``(layer) -> Operator``: what the layer does along edges. It refuses settings that cannot be
+            split.
     """
 
     map: Callable[..., Tensor | tuple[Tensor, Ends]]
@@ -63,12 +64,12 @@ class Rule:
 
 
 class Hops(NamedTuple):
-    """Hops of one kind that follow each other.
+    """Consecutive hops of one operator.
 
     Args:
-        operator: Their kind.
-        ends: For each hop whose layer has attention, its numbers at both ends.
-        times: How many there are.
+        operator: The operator of these hops.
+        ends: For each hop whose layer has attention, its scores at both ends of an edge.
+        times: Number of hops.
     """
 
     operator: Operator
@@ -77,13 +78,13 @@ class Hops(NamedTuple):
 
 
 class CallOrder:
-    """The layers that a forward came to, in order; those of one kind that follow each other together."""
+    """The layers called in a forward pass, in order; consecutive ones of one operator are merged."""
 
     def __init__(self) -> None:
         self.hops: list[Hops] = []
 
     def note(self, operator: Operator, ends: Ends | None) -> None:
-        """A layer was called."""
+        """Record that a layer was called."""
         new = () if ends is None else (ends,)
         if self.hops and self.hops[-1].operator == operator:
             last = self.hops.pop()
@@ -93,12 +94,13 @@ class CallOrder:
 
 
 class Map(nn.Module):
-    """What a layer does to rows; its forward takes what the layer's takes.
+    """The part of a layer that maps rows; its forward takes the arguments of the layer's forward.
 
     Args:
         layer: The layer, whose weights are used.
-        rule: How it is split.
-        calls: Told of each call.
+        rule: How the layer is split.
+        operator: The operator of its hop.
+        calls: Records each call.
     """
 
     def __init__(self, layer: nn.Module, rule: Rule, operator: Operator, calls: CallOrder) -> None:
@@ -106,7 +108,7 @@ class Map(nn.Module):
         self.layer, self.rule, self.operator, self.calls = layer, rule, operator, calls
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Rows in, rows out.
+        """Map the rows and record the call.
 
         Shapes:
             ``[N, F]`` -> ``[N, G]``.
@@ -120,16 +122,16 @@ class Map(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("layer"), name)  # widths and the like, which models ask for
+            return getattr(super().__getattr__("layer"), name)  # models read widths and the like of layers
 
 
 class Decoupled(nn.Module):
-    """A model's maps, then as many hops as it has layers.
+    """The maps of a model, followed by as many hops as it has layers.
 
     Args:
         model: The maps: a model whose layers are :class:`Map`.
-        calls: What they tell.
-        operators: By the place of each kind in the first forward.
+        calls: The recorder of these maps.
+        operators: The module of each operator, in the order of the first forward pass.
     """
 
     def __init__(self, model: nn.Module, calls: CallOrder, operators: Mapping[Operator, nn.Module]) -> None:
@@ -139,10 +141,10 @@ class Decoupled(nn.Module):
         self.operators = nn.ModuleList(operators.values())
 
     def forward(self, data: Data) -> Tensor:
-        """Scores.
+        """Run all maps, then all hops, and return the scores.
 
         Args:
-            data: Features, edges and what else the model asks for by name.
+            data: Features, edges and other attributes that the model asks for by name.
 
         Shapes:
             ``data.x [N, F]``, ``data.edge_index [2, E]`` -> ``[N, C]``.
@@ -161,7 +163,7 @@ class Decoupled(nn.Module):
         return rows
 
     def text(self) -> str:
-        """What it does, for the log."""
+        """Return a description of the model for the log."""
         names = " and ".join(type(each).__name__.lower() for each in self.operators)
         return (
             f"all maps of {type(self.model).__name__} come first, then all its hops ({names}). It is another "
@@ -172,26 +174,26 @@ class Decoupled(nn.Module):
 def _mapped(
     model: nn.Module, calls: CallOrder, inputs: Mapping[str, Any]
 ) -> tuple[Tensor, list[Hops], ForwardCall]:
-    """A model's maps run; the hops that follow; and how it is called."""
+    """Run a model's maps; return the rows, the hops that follow, and how the model is called."""
     calls.hops = []
     calling = ForwardCall.of(model, set(inputs))
     rows = calling.call(model, inputs)
-    hops, calls.hops = calls.hops, []  # what they hold of this forward is not kept
+    hops, calls.hops = calls.hops, []  # releases the tensors of this forward pass
     return rows, hops, calling
 
 
 def decouple(model: nn.Module, inputs: Mapping[str, Tensor]) -> Decoupled:
-    """Split each message-passing layer in its map and its hop, all maps first. The weights are the model's.
+    """Split each message-passing layer into a map and a hop, with all maps first. The weights are shared.
 
     Args:
         model: The user's module; it stays as it is, and shares its weights.
-        inputs: A few rows and edges of what it is given.
+        inputs: Inputs with a few rows and edges, for a trial run.
 
     Returns:
         The rewritten model; its forward takes one ``Data``.
 
     Raises:
-        ModelError: For a layer that cannot be split so, with its name and the reason.
+        ModelError: For a layer that cannot be split, with its name and the reason.
     """
     own = (*model.parameters(), *model.buffers())
     twin = copied(model, {id(tensor): tensor for tensor in own})
@@ -236,7 +238,7 @@ def _rule_of(path: str, layer: nn.Module) -> tuple[Rule, Operator]:
 
 
 class _CannotError(Exception):
-    """A layer's settings that cannot be split."""
+    """A layer has settings that cannot be split."""
 
 
 def _refused(where: str, layer: nn.Module, reason: str) -> ModelError:
@@ -274,7 +276,7 @@ def _symmetric(layer: Any) -> Operator:
 
 
 def _gcn2(layer: Any, x: Tensor, first: Tensor, *_: Any, **__: Any) -> Tensor:
-    """GCN-II's map of ``(1 - alpha) x + alpha x_0``, with nothing summed."""
+    """Return GCN-II's map of ``(1 - alpha) x + alpha x_0``, without the sum over neighbours."""
     mixed, start = (1 - layer.alpha) * x, layer.alpha * first[: x.size(0)]
     if layer.weight2 is None:
         mixed = mixed + start

@@ -1,6 +1,6 @@
-"""Propagation: hops over a graph without a map between them, one operator a kind of layer.
+"""Propagation: hops over a graph without maps between them, with one operator for each kind of layer.
 
-Where it sits: ``decouple`` puts one after a model whose layers it has split; it is plain PyG.
+Where it sits: ``decouple`` puts these operators after a model whose layers it has split. They are plain PyG.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch_geometric.utils import add_self_loops, remove_self_loops, softmax
 
 
 class Weighted(MessagePassing):  # type: ignore[misc]
-    """Hops that sum neighbours' rows by weights an edge, the same in each hop."""
+    """Hops that sum neighbours' rows by edge weights, which are the same in each hop."""
 
     def __init__(self) -> None:
         super().__init__(aggr="add")
 
     def hop(self, x: Tensor, edge_index: Tensor, weight: Tensor | None, hops: int) -> Tensor:
-        """So many hops.
+        """Propagate rows along the edges ``hops`` times.
 
         Shapes:
             ``x [N, C]``, ``edge_index [2, E]``, ``weight [E]`` -> ``[N, C]``.
@@ -31,17 +31,17 @@ class Weighted(MessagePassing):  # type: ignore[misc]
         return x
 
     def message(self, x_j: Tensor, weight: Tensor | None) -> Tensor:
-        """A neighbour's row times the edge's weight."""
+        """Return a neighbour's row times the edge's weight."""
         return x_j if weight is None else weight.view(-1, 1) * x_j
 
 
 class Symmetric(Weighted):
-    """GCN's operator, normalised on both sides.
+    """GCN's operator, normalised at both ends of an edge.
 
     Args:
-        normalize: Whether at all.
-        add_loops: Whether each vertex reads itself.
-        improved: Whether it reads itself twice.
+        normalize: Whether weights are normalised at all.
+        add_loops: Whether each vertex has a self-loop.
+        improved: Whether self-loops have weight 2.
     """
 
     def __init__(self, normalize: bool = True, add_loops: bool = True, improved: bool = False) -> None:
@@ -49,7 +49,7 @@ class Symmetric(Weighted):
         self.normalize, self.add_loops, self.improved = normalize, add_loops, improved
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, hops: int) -> Tensor:
-        """So many hops.
+        """Propagate rows ``hops`` times by the normalised weights.
 
         Shapes:
             ``x [N, C]``, ``edge_index [2, E]``, ``edge_weight [E]`` -> ``[N, C]``.
@@ -63,13 +63,13 @@ class Symmetric(Weighted):
 
 
 class Mean(MessagePassing):  # type: ignore[misc]
-    """The mean of a vertex's row and its neighbours'."""
+    """The mean of a vertex's own row and its neighbours' rows."""
 
     def __init__(self) -> None:
         super().__init__(aggr="mean")
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, hops: int) -> Tensor:
-        """So many hops.
+        """Take the mean over neighbours ``hops`` times.
 
         Shapes:
             ``x [N, C]``, ``edge_index [2, E]`` -> ``[N, C]``.
@@ -82,20 +82,20 @@ class Mean(MessagePassing):  # type: ignore[misc]
 
 
 Ends = tuple[Tensor, Tensor]
-"""What a layer's attention gives an edge's source, and its target; ``[N, 1]`` each."""
+"""Attention scores of a layer at an edge's source and at its target; ``[N, 1]`` each."""
 
 
 class Attention(Weighted):
-    """One attention matrix for all hops, by the attention vectors of the layers that they stand for.
+    """One attention matrix for all hops, from the attention vectors of the layers that they replace.
 
-    An edge's logit is the mean, over these layers and their heads, of what each gives it. One layer of one
-    head has the matrix that it has where it is not decoupled.
+    An edge's logit is the mean of the scores of these layers and their heads. A single layer with one head
+    has the same matrix as in the coupled model.
 
     Args:
-        slope: Of the leaky relu.
-        add_loops: Whether each vertex reads itself.
+        slope: Negative slope of the leaky ReLU.
+        add_loops: Whether each vertex has a self-loop.
 
-    Source: NeutronTP, PVLDB 18(2), section 4.1 (generalised decoupling): one matrix, from what maps give.
+    Source: NeutronTP, PVLDB 18(2), section 4.1 (generalised decoupling): one matrix, computed from the maps.
     """
 
     def __init__(self, slope: float = 0.2, add_loops: bool = True) -> None:
@@ -105,7 +105,7 @@ class Attention(Weighted):
     def forward(
         self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, hops: int, ends: Sequence[Ends]
     ) -> Tensor:
-        """So many hops.
+        """Propagate rows ``hops`` times by the attention matrix.
 
         Shapes:
             ``x [N, C]``, ``edge_index [2, E]``, ``ends`` of ``[N, 1]`` -> ``[N, C]``.
@@ -120,17 +120,17 @@ class Attention(Weighted):
     def edge_update(
         self, alpha_j: Tensor, alpha_i: Tensor, index: Tensor, ptr: Tensor | None, size_i: int | None
     ) -> Tensor:
-        """An edge's share of its target."""
+        """Return the attention weight of each edge: a softmax over the in-edges of its target."""
         logits = nn.functional.leaky_relu(alpha_j + alpha_i, self.slope)
         share: Tensor = softmax(logits, index, ptr, size_i)
         return share
 
 
 class Relations(Weighted):
-    """Means over the neighbours of each kind of edge, and the own row, by trained shares that add up to one.
+    """Means over the neighbours of each edge type and the own row, in learned proportions that sum to one.
 
     Args:
-        relations: Kinds of edges.
+        relations: Number of edge types.
     """
 
     def __init__(self, relations: int) -> None:
@@ -141,7 +141,7 @@ class Relations(Weighted):
     def forward(
         self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, hops: int, edge_type: Tensor
     ) -> Tensor:
-        """So many hops.
+        """Propagate rows ``hops`` times by the learned proportions.
 
         Shapes:
             ``x [N, C]``, ``edge_index [2, E]``, ``edge_type [E]`` -> ``[N, C]``.

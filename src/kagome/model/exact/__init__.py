@@ -1,1 +1,1 @@
-"""What a split must not change: statistics, draws, attention over all vertices."""
+"""Exact operations: statistics, random draws and global attention that do not depend on the split."""

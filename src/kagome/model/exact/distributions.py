@@ -1,6 +1,7 @@
-"""Laws: what torch's draws make of uniform numbers, so that a vertex draws the same on any ranks.
+"""Distributions: torch's random draws made of uniform numbers, so that a vertex draws alike on any ranks.
 
-Where it sits: ``handlers`` gives a law the numbers of each row, from :mod:`draws`; ``verify.trace`` its mean.
+Where it sits: ``handlers`` gives a law the uniform numbers of each row, from
+:mod:`kagome.model.exact.dropout`; ``verify.trace`` uses typical values (:func:`likely`).
 
 ::
 
@@ -19,18 +20,18 @@ import torch
 from torch import Tensor
 
 Number = Callable[[tuple[int, ...], int], Tensor]
-"""``number(shape, place)``: uniform ones in (0, 1), float64; other places of a call are other numbers."""
+"""``number(shape, place)``: float64 uniform numbers in (0, 1); each place of a call has other numbers."""
 Given = dict[str, Any]
 Law = Callable[[Number, Given], Any]
 
 PIECE: Final = 32.0
-"""Mean of what is drawn in one go, where counts add up: less than a float64's exponent allows."""
+"""Largest mean drawn at once where counts add up; ``exp(-mean)`` must not underflow in float64."""
 TRIES: Final = 64
-"""Of a rejection that takes 19 of 20 numbers: none is left after so many."""
+"""Attempts of the rejection sampler, which accepts 19 of 20 numbers: all are accepted after so many."""
 
 
 def normal(uniform: Tensor) -> Tensor:
-    """Standard normal numbers of uniform ones."""
+    """Turn uniform numbers into standard normal ones."""
     return torch.erfinv(uniform * 2 - 1) * math.sqrt(2)
 
 
@@ -72,7 +73,7 @@ def _bernoulli(number: Number, given: Given) -> Any:
 
 def _integers(number: Number, given: Given) -> Any:
     low, high = given.get("low", 0), given["high"]
-    # Two numbers of 32 bits: ids reach beyond one.
+    # Two numbers of 32 bits, because the range may exceed one.
     wide = ((number(given["shape"], 0) * 2**32).floor() + number(given["shape"], 1)) / 2**32
     return low + (wide.clamp(max=1 - 2**-53) * (high - low)).long()
 
@@ -88,12 +89,12 @@ def _random(number: Number, given: Given) -> Any:
 
 
 def _multinomial(number: Number, given: Given) -> Any:
-    """Categories of each row; without replacement, the first ones of a race with a runner each."""
+    """Draw categories of each row; without replacement, the first finishers of an exponential race."""
     p, count = given["input"].detach().double(), given["num_samples"]
     if given.get("replacement", False):
         shares = p.cumsum(-1)
         drawn = number((*p.shape[:-1], count), 0) * shares[..., -1:]
-        # No category of probability 0 at the end of a row.
+        # Rounding must not choose a category of probability 0 at the end of a row.
         last = p.size(-1) - 1 - p.flip(-1).ne(0).int().argmax(-1, keepdim=True)
         return torch.minimum(torch.searchsorted(shares, drawn, right=True), last)
     race = -number(tuple(p.shape), 0).log() / p
@@ -103,13 +104,13 @@ def _multinomial(number: Number, given: Given) -> Any:
 def _counted(
     number: Number, mean: Tensor, pieces: Tensor, chance: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Counts that are sums of ``pieces``, each found by adding up chances until they pass a uniform number.
+    """Draw counts that are sums of ``pieces``; each adds up probabilities until they pass a uniform number.
 
     Args:
-        number: The numbers of the call.
-        mean: Of a piece, for its shape.
-        pieces: How many an entry adds up.
-        chance: Of a count (the first argument), given that of the count before it (the second).
+        number: Uniform numbers of the call.
+        mean: Mean of a piece, for its shape.
+        pieces: Number of pieces that each entry adds up.
+        chance: Probability of a count (first argument), given that of the count before it (second argument).
     """
     total = torch.zeros_like(mean)
     for piece in range(int(pieces.max()) if pieces.numel() else 0):
@@ -121,7 +122,7 @@ def _counted(
             count = count + on
             each = torch.where(on, chance(count, each), each)
             whole = torch.where(on, whole + each, whole)
-            # Beyond the mean, chances too small for the sum end it.
+            # Beyond the mean, probabilities too small to change the sum end the search.
             on = on & (drawn > whole) & ((count < mean) | (each > 1e-18))
         total = total + torch.where(piece < pieces, count, 0.0)
     return total
@@ -140,7 +141,7 @@ def _poisson(number: Number, given: Given) -> Any:
 
 def _binomial(number: Number, given: Given) -> Any:
     trials, p = torch.broadcast_tensors(given["count"].detach().double(), given["prob"].detach().double())
-    # Of rare failures the successes follow: chances are added up from a likely end.
+    # Count the rarer outcome, so that probabilities are added up from a likely end.
     rare = torch.minimum(p, 1 - p)
     pieces = (trials / PIECE).ceil()
     each = (trials / pieces.clamp(min=1)).floor()
@@ -166,7 +167,10 @@ def _gamma(number: Number, given: Given) -> Any:
 
 
 def _of_gamma(number: Number, alpha: Tensor) -> Tensor:
-    """Source: Marsaglia and Tsang, A Simple Method for Generating Gamma Variables, 2000."""
+    """Draw gamma numbers of shape ``alpha`` by rejection, in float64.
+
+    Source: Marsaglia and Tsang, A Simple Method for Generating Gamma Variables, 2000.
+    """
     size = tuple(alpha.shape)
     d = torch.where(alpha < 1, alpha + 1, alpha) - 1 / 3
     c, out = 1 / (9 * d).sqrt(), d
@@ -185,7 +189,7 @@ def _of_gamma(number: Number, alpha: Tensor) -> Tensor:
 
 
 class _Gamma(torch.autograd.Function):
-    """What was drawn, with the gradient that torch gives a gamma number."""
+    """Returns drawn gamma numbers, with the gradient that torch gives them."""
 
     @staticmethod
     def forward(ctx: Any, alpha: Tensor, drawn: Tensor) -> Tensor:
@@ -219,7 +223,7 @@ LAWS: Final[Mapping[str, Law]] = {
     "_standard_gamma": _gamma,
     "_sample_dirichlet": _dirichlet,
 }
-"""Torch's draw -> what it makes of uniform numbers."""
+"""Name of torch's draw -> the law that computes it from uniform numbers."""
 
 SIGNATURES: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("bernoulli", "bernoulli_"), ("p",)),
@@ -231,16 +235,16 @@ SIGNATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "random_": ("from", "to"),
     "multinomial": ("num_samples", "replacement"),
 }
-"""What the positions after the first tensor mean."""
+"""Names of the arguments after the first tensor, by position."""
 
 
 def given_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-    """The arguments of a draw by name.
+    """Return the arguments of a draw by name.
 
     Args:
-        name: Of :data:`LAWS`.
-        args: By place.
-        kwargs: By name.
+        name: A key of :data:`LAWS`.
+        args: Arguments by position.
+        kwargs: Arguments by name.
     """
     if name in ("rand", "randn"):
         size = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
@@ -257,13 +261,13 @@ def given_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
 
 
 def handed_out(name: str, given: Given, rows: Tensor, out: Tensor) -> Tensor:
-    """What a draw gives: numbers of the kind that torch gives, or the tensor that it writes to.
+    """Return the result of a draw: numbers of the type that torch returns, or the tensor written in place.
 
     Args:
-        name: Of :data:`LAWS`.
-        given: What it was given.
-        rows: A tensor of the shape and kind that it has.
-        out: What the law gave.
+        name: A key of :data:`LAWS`.
+        given: Arguments of the draw.
+        rows: A tensor of the shape and type of the result.
+        out: Numbers that the law returned.
     """
     if not name.endswith("_"):
         return out if name == "multinomial" else out.to(given.get("dtype") or rows.dtype)
@@ -273,18 +277,18 @@ def handed_out(name: str, given: Given, rows: Tensor, out: Tensor) -> Tensor:
 
 
 def likely(name: str, given: Given) -> Tensor:
-    """Numbers of a law that are the same for equal rows: what a check takes for what is drawn.
+    """Return typical numbers of a law, equal for equal rows: a check uses them in place of random ones.
 
     Args:
-        name: Of :data:`LAWS`.
-        given: What the law is given, and the shape.
+        name: A key of :data:`LAWS`.
+        given: Arguments of the draw, and the shape.
     """
     device = next((value.device for value in given.values() if isinstance(value, Tensor)), None)
 
-    def same(shape: tuple[int, ...], place: int) -> Tensor:  # of which no law makes 0
+    def same(shape: tuple[int, ...], place: int) -> Tensor:  # no law turns this number into 0
         return torch.full(shape, 0.7, dtype=torch.float64, device=given.get("device") or device)
 
-    if name == "multinomial":  # of equal chances rounding would choose
+    if name == "multinomial":  # between equal probabilities rounding would decide
         rows = given["input"].shape[:-1]
         return torch.arange(given["num_samples"], device=device).expand(*rows, given["num_samples"])
     return torch.ones(given["shape"], device=device) if "bernoulli" in name else LAWS[name](same, given)

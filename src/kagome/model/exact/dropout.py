@@ -1,7 +1,7 @@
-"""Draws that do not know the mesh: dropout by counter, from what a row is and not from where it lies.
+"""Counter-based dropout: draws depend on which row it is, not on where the row is stored or on the mesh.
 
-Where it sits: called by ``handlers`` for every dropout of a model's forward. A number depends on (seed,
-epoch, call, row id, column) alone, so any cut of the graph draws the same ones.
+Where it sits: called by ``handlers`` for every dropout in a model's forward. A number depends on (seed,
+epoch, call, row id, column) alone, so that every partition of the graph draws the same numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DRAWS: Final = (
     *("rand_like", "randn_like", "randint_like", "rrelu", "rrelu_", "_standard_gamma", "_sample_dirichlet"),
     *("bernoulli_", "normal_", "uniform_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_"),
 )
-"""Calls that draw from a generator of torch's, or from one that they are given."""
+"""Names of torch calls that draw from torch's generator, or from a generator passed to them."""
 
 
 def _signed(word: int) -> int:
@@ -36,7 +36,7 @@ def _signed(word: int) -> int:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    # torch shifts int64 arithmetically: clear what the sign brought in.
+    # torch shifts int64 arithmetically: clear the copies of the sign bit.
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -48,7 +48,7 @@ def mix(z: Tensor) -> Tensor:
 
 
 def call_key(seed: int, epoch: int, path: str, index: int) -> int:
-    """One word for one call: the run's seed, the epoch, the module's path, its index in the forward."""
+    """Return one word for a call, from the seed, the epoch, the module's path and the call's index."""
     z = 0
     for word in (seed, epoch, zlib.crc32(path.encode()), index):
         z = _mix_int((z + word + 1) * _GOLDEN % _WORD)
@@ -62,7 +62,7 @@ def _mix_int(z: int) -> int:
 
 
 def row_keys(ids: Tensor, key: int) -> Tensor:
-    """A word a row for one call, from the rows' ids.
+    """Return a word for each row in one call, from the rows' ids.
 
     Shapes:
         ``ids [R]`` int64 -> ``[R]`` int64.
@@ -71,15 +71,15 @@ def row_keys(ids: Tensor, key: int) -> Tensor:
 
 
 def edge_ids(source: Tensor, target: Tensor, copy: Tensor) -> Tensor:
-    """A word an edge, from its ends' original ids and which of several equal edges it is."""
+    """Return a word for each edge, from its ends' original ids and its index among equal edges."""
     return mix(mix(source + 1) + 3 * mix(target + 2) + 7 * copy)
 
 
 def uniform(keys: Tensor, columns: int, first: int = 0) -> Tensor:
-    """Uniform 32-bit integers as int64, one an entry; a number depends on its key and its column alone.
+    """Return uniform 32-bit integers as int64; each depends on its key and its column alone.
 
-    One word serves two columns: of 16 columns, the first 8 take the upper halves of 8 words, the others the
-    lower ones, so that a loop writes whole vectors.
+    One word serves two columns. Of 16 columns, the first 8 take the upper halves of 8 words and the others
+    the lower halves, so that a loop writes whole vectors.
 
     Shapes:
         ``keys [R]`` -> ``[R, columns]`` with values in [0, 2**32).
@@ -121,7 +121,7 @@ def _drop_rows(
 
 
 def _scaled(x: Tensor, ids: Tensor, key: int, p: float, first: int = 0) -> Tensor:
-    """``x`` with a share ``p`` of its entries zeroed and the rest scaled by 1 / (1 - p), no gradient."""
+    """Return ``x`` with a share ``p`` of entries zeroed, the rest scaled by 1 / (1 - p); no gradient."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
         return plain_scaled(x, ids, key, p, first)
     limit, scale = round((1.0 - p) * 2**32), 1.0 / (1.0 - p)
@@ -138,13 +138,13 @@ def _scaled(x: Tensor, ids: Tensor, key: int, p: float, first: int = 0) -> Tenso
 
 
 def plain_scaled(x: Tensor, ids: Tensor, key: int, p: float, first: int = 0) -> Tensor:
-    """The same as the kernel, in plain PyTorch: the reference, and the way on other devices and types."""
+    """Compute the kernel's result in plain PyTorch: the reference, also used on other devices and types."""
     limit, scale = round((1.0 - p) * 2**32), 1.0 / (1.0 - p)
     return x * (uniform(row_keys(ids, key), x.size(1), first) < limit).to(x.dtype).mul_(scale)
 
 
 class _Drop(torch.autograd.Function):
-    """Dropout that draws again in backward instead of keeping a mask."""
+    """Dropout that draws its numbers again in backward instead of keeping a mask."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ids: Tensor, key: int, p: float, first: int) -> Tensor:
@@ -153,23 +153,23 @@ class _Drop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # It is its own transpose, and as a function of its own it can be differentiated again.
+        # Dropout is its own transpose. Applied as a function, backward can be differentiated again.
         return _Drop.apply(grads[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 def dropout(x: Tensor, ids: Tensor, key: int, p: float, axis: int = 0, first: int = 0) -> Tensor:
-    """Dropout whose mask depends on the rows' ids, the call and the column alone.
+    """Apply dropout whose mask depends on the rows' ids, the call and the column alone.
 
     Args:
-        x: Any shape; ``axis`` is the rows', the rest, in order, are the columns.
-        ids: A word a row: a vertex's original id, or :func:`edge_ids`.
-        key: Of the call, from :func:`call_key`.
+        x: Any shape; ``axis`` is the row axis, and the other axes, in order, are the columns.
+        ids: A word for each row: a vertex's original id, or :func:`edge_ids`.
+        key: Word of the call, from :func:`call_key`.
         p: Share dropped, in [0, 1].
         axis: The row axis.
-        first: The number of the first column, where x has some of a row's alone.
+        first: Number of the first column, if x holds only some of the columns.
 
     Cost:
-        Keeps nothing for backward, which draws again: no mask.
+        Keeps no mask for backward, which draws the numbers again.
     """
     if p >= 1.0:
         return x * 0.0
@@ -183,18 +183,18 @@ def dropout(x: Tensor, ids: Tensor, key: int, p: float, axis: int = 0, first: in
 
 
 def of_torch(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether one of :data:`DRAWS` draws by itself, and from torch's own generator."""
+    """Whether a call of :data:`DRAWS` draws by itself, and from torch's own generator."""
     return not isinstance(func, FunctionType) and kwargs.get("generator") is None
 
 
 def seeded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], key: int) -> Any:
-    """One of torch's own draws, by a generator that begins here.
+    """Run one of torch's own draws with a generator that is seeded here.
 
     Args:
         func: One of :data:`DRAWS`.
-        args: Its arguments by place.
-        kwargs: Those by name.
-        key: Of the call, from :func:`call_key`.
+        args: Its arguments by position.
+        kwargs: Its arguments by name.
+        key: Seed of the generator, from :func:`call_key`.
     """
     given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     device = kwargs.get("device") if given is None else given.device

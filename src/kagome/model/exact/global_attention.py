@@ -1,12 +1,12 @@
-"""Attending: attention among all vertices, and attention call by call where it drops or pools.
+"""Global attention: attention among all vertices, or split into single calls where it drops or pools.
 
-Where it sits: ``handlers`` puts :data:`ATTENTION` with its handlers; ``model.operators.sample_dropout`` runs
+Where it sits: ``handlers`` adds :data:`ATTENTION` to its handlers; ``model.operators.sample_dropout`` runs
 :func:`attention` for a pipeline's samples.
 
 ::
 
-    q, k, v [.., n, d]    rows attend to all rows       own queries, everybody's keys and values
-    q, k, v [n, .., d]    each row within itself        torch's own kernel, but where it drops
+    q, k, v [.., n, d]    rows attend to all rows       own queries, keys and values of all ranks
+    q, k, v [n, .., d]    each row within itself        torch's own kernel, unless it drops
     q [.., m, d]          m queries to all rows         call by call: a softmax, then a sum over ranks
 """
 
@@ -40,7 +40,7 @@ def attention(
     enable_gqa: bool = False,
     drop: Callable[[Tensor, float], Tensor],
 ) -> Tensor:
-    """What ``torch.nn.functional.scaled_dot_product_attention`` gives, with dropout by ``drop(weights, p)``.
+    """Compute ``scaled_dot_product_attention`` of torch, with dropout by ``drop(weights, p)``.
 
     Shapes:
         ``query [..., L, E]``, ``key [..., S, E]``, ``value [..., S, V]`` -> ``[..., L, V]``.
@@ -60,7 +60,7 @@ def attention(
         scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
     if attn_mask is None:
         return drop(scores.softmax(-1), dropout_p) @ value
-    nobody = (scores == -math.inf).all(-1, keepdim=True)  # of whom torch gives 0
+    nobody = (scores == -math.inf).all(-1, keepdim=True)  # torch returns 0 for a query that sees no key
     weights = scores.masked_fill(nobody, 0.0).softmax(-1).masked_fill(nobody, 0.0)
     return drop(weights, dropout_p) @ value
 
@@ -82,10 +82,10 @@ def _attention(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) 
 
 
 def _among_all(scope: Scope, func: Func, given: Kwargs) -> Any:
-    """Every vertex attends to every vertex.
+    """Compute attention of every vertex to every vertex.
 
     Cost:
-        The keys and values of all ranks on each, once forward and once backward; with dropout, and where
+        The keys and values of all ranks on each rank, once forward and once backward; with dropout, and where
         torch's kernel keeps them, n x N weights a head.
     """
     query, key, value = (given[each] for each in _NAMES[:3])
@@ -116,14 +116,14 @@ def _among_all(scope: Scope, func: Func, given: Kwargs) -> Any:
     if drops:
         path, index = scope.call()
         word, ids = dropout.call_key(scope.seed, scope.epoch, path, index), scope.words_of(query)
-        # A column a key, in the graph's order.
+        # Each key is a column, in the order of the graph.
         drop = lambda weights, p: dropout.dropout(weights, ids, word, p, weights.dim() - 2)  # noqa: E731
         return scope.like(attention(**given, drop=drop), query)
     return scope.like(func(**given), query)
 
 
 def _heads(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``F.multi_head_attention_forward``, whose softmax over the vertices spans all ranks."""
+    """Answer ``F.multi_head_attention_forward``, whose softmax over the vertices spans all ranks."""
     given = inspect.signature(func).bind(*args, **kwargs)
     given.apply_defaults()
     asked = given.arguments
@@ -134,7 +134,7 @@ def _heads(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
         if not scope.parted or not asked["need_weights"]:
             scope.knows_everyone()
             return NotImplemented
-        # Without the weights of all pairs, which no part has.
+        # The weights of all pairs are left out, because no part has them.
         out, _ = scope.within(partial(opened(func), **{**asked, "need_weights": False}))
         heads = () if asked["average_attn_weights"] else (asked["num_heads"],)
         none = out.new_zeros(()).expand(*[1] * (out.dim() - 2), *heads, scope.own, scope.vertices)
@@ -146,7 +146,7 @@ def _heads(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
 
 
 def _of_each_row(asked: Kwargs) -> tuple[Tensor, Tensor | None]:
-    """Multi-head attention within each sample, whose axis is kept apart from all others."""
+    """Compute multi-head attention within each sample, with the sample axis kept apart from all others."""
     embed, heads = asked["embed_dim_to_check"], asked["num_heads"]
     weights = [asked[f"{each}_proj_weight"] for each in "qkv"]
     if not asked["use_separate_proj_weight"]:

@@ -1,11 +1,11 @@
-"""Exact: what a split must not change - statistics over all vertices, dropout, attention over all vertices.
+"""Exact handlers: torch calls whose result a split must not change, from statistics and dropout to attention.
 
-Where it sits: ``HANDLERS`` answer torch calls by name for ``intercept.interceptor``; they know a tensor's row
-axis from its mark and reach the other ranks through the scope. Rules for single layer classes are in
+Where it sits: ``HANDLERS`` answer torch calls by name for ``intercept.interceptor``. They know a tensor's row
+axis from its placement, and reach the other ranks through the scope. Rules for single layer classes are in
 ``layer_rules``.
 
-To make another call exact: write a handler that takes (scope, name, func, args, kwargs), returns
-NotImplemented where it has nothing to say, and add it to ``HANDLERS``.
+To make another call exact: write a handler that takes (scope, name, func, args, kwargs) and returns
+NotImplemented where it does not apply, and add it to ``HANDLERS``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kagome.model.exact.scope import Args, Func, Handler, Kwargs, Scope, argumen
 
 
 def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
-    """A word a row of ``x``, the word of this draw, and the row axis."""
+    """Return a word for each row of ``x``, the key of this draw, and the row axis."""
     path, index = scope.call()
     key = dropout.call_key(scope.seed, scope.epoch, path, index)
     axis = scope.axis(x)
@@ -40,14 +40,14 @@ def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
         return words, key, axis
     unmarked = axis is None and not isinstance(x, torch.nn.Parameter) and x.dim()
     if axis is not None or (unmarked and x.size(0) == scope.own):
-        # Without a mark (an operation that torch does not show) a row a vertex is the likely reading.
+        # Without a placement (after an operation that torch does not show), rows are likely vertices.
         return scope.row_ids() if axis is None else scope.words_of(x), key, axis or 0
-    # Neither vertices nor edges, a virtual node or a weight: the same on every rank, so drawn alike.
+    # Neither vertices nor edges, but a virtual node or a weight: equal on every rank, so drawn alike.
     return torch.arange(x.size(0) if x.dim() else 1, device=x.device), key, 0
 
 
 def _as_seeded(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs, x: Tensor) -> Any:
-    """A draw after forward has seeded torch's generator: as torch draws it, where all rows are here."""
+    """Draw as torch does once forward has seeded its generator; possible only where all rows are here."""
     if scope.parted:
         raise _refused_seed(scope, name)
     out = func(*args, **kwargs)
@@ -64,7 +64,7 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     if not 0.0 <= p <= 1.0 or not x.dim():
         return NotImplemented
     if isinstance(func, FunctionType) and name != "dropout":
-        return NotImplemented  # torch's own function calls the other of this name
+        return NotImplemented  # torch's Python function calls the native one of this name
     training = argument(args, kwargs, 2, "train" if name != "dropout" else "training", True)
     if not training or p == 0.0:
         return x if scope.drops_shares(x) else NotImplemented
@@ -91,11 +91,11 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
 
 
 _SELU: Final = 1.7580993408473766
-"""What a dropped entry of a self-normalising network is, below 0."""
+"""Absolute value of a dropped entry in a self-normalising network before rescaling; it is negative."""
 
 
 def _kept(scope: Scope, x: Tensor, name: str, p: float) -> Tensor:
-    """0 where an entry, or a whole channel ``x[i, j]``, is dropped, else ``1 / (1 - p)``."""
+    """Return 0 where an entry, or a whole channel ``x[i, j]``, is dropped, else ``1 / (1 - p)``."""
     if not name.startswith("feature") or x.dim() < 3:
         ids, key, axis = _ids(scope, x, name)
         return dropout.dropout(torch.ones_like(x), ids, key, p, axis)
@@ -108,7 +108,7 @@ def _kept(scope: Scope, x: Tensor, name: str, p: float) -> Tensor:
 
 
 def _rrelu(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Leaky relus with a drawn slope an entry."""
+    """Answer ``rrelu``: leaky ReLUs with a random slope for each entry."""
     x: Tensor = args[0] if args else kwargs["input"]
     if not argument(args, kwargs, 3, "training", False) or not dropout.of_torch(func, kwargs):
         return NotImplemented
@@ -121,7 +121,7 @@ def _rrelu(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
 
 
 def _numbers(ids: Tensor, key: int, axis: int) -> Number:
-    """Uniform numbers of rows."""
+    """Return the function that gives uniform numbers of these rows for a shape."""
     keys = dropout.row_keys(ids, key)
 
     def number(shape: tuple[int, ...], place: int) -> Tensor:
@@ -134,7 +134,7 @@ def _numbers(ids: Tensor, key: int, axis: int) -> Number:
 
 
 def _drawn(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """A draw of rows, by its law: ``rand_like``, ``x.uniform_()``, ``torch.normal(x, 1.0)``, ..."""
+    """Answer a draw of rows by its law: ``rand_like``, ``x.uniform_()``, ``torch.normal(x, 1.0)``, ..."""
     given = given_of(name, args, kwargs)
     found = drawn_for(scope, name, given)
     if found is None:
@@ -147,10 +147,10 @@ def _drawn(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
 
 
 def drawn_for(scope: Scope, name: str, given: Given) -> Tensor | None:
-    """A tensor of the shape and kind of what a draw gives, with its rows; None where it has none.
+    """Return a tensor with the shape, type and rows of a draw's result; None if the result has no rows.
 
     Raises:
-        ModelError: If it draws among the rows, and not for each of them.
+        ModelError: If the draw chooses among the rows instead of drawing for each row.
     """
     if given.get("size") is not None:
         kind = given.get("dtype") or (torch.int64 if name == "randint" else None)
@@ -170,7 +170,7 @@ def drawn_for(scope: Scope, name: str, given: Given) -> Tensor | None:
 
 
 def _by_generator(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs, rows: Tensor) -> Any:
-    """A draw by the user's own generator: all vertices' numbers are drawn on each rank, and own ones kept."""
+    """Draw with the user's own generator: each rank draws all vertices' numbers and keeps its own."""
     if not scope.parted or kwargs.get("generator") is None:
         return _as_seeded(scope, name, func, args, kwargs, rows)
     given = given_of(name, args, kwargs)
@@ -190,9 +190,9 @@ def _by_generator(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwarg
 
 
 def _shared(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """A draw that is no vertex's and no edge's: the same on every rank, in every stage and for every chunk.
+    """Answer a draw of neither vertices nor edges: the same on every rank, in every stage and chunk.
 
-    Torch's own generator stands elsewhere in each of them.
+    Torch's own generator is in another state in each of them.
     """
     if isinstance(func, FunctionType):
         return NotImplemented
@@ -206,10 +206,10 @@ def _shared(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
 
 
 def counted(scope: Scope, name: str, args: Args, kwargs: Kwargs) -> Args:
-    """The arguments of a draw of no rows: ``torch.randperm(x.size(0))`` is an order of all vertices.
+    """Return the arguments of a draw without rows: ``torch.randperm(x.size(0))`` orders all vertices.
 
     Raises:
-        ModelError: If another draw goes by the number of a rank's rows.
+        ModelError: If another draw depends on the number of a rank's rows.
     """
     numbers = [scope.vertices_counted(value) for value in args]
     args = tuple(value if n is None else n for value, n in zip(args, numbers, strict=True))
@@ -224,7 +224,7 @@ def counted(scope: Scope, name: str, args: Args, kwargs: Kwargs) -> Args:
 
 
 def _view(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``x.view(x.size(0), heads, -1)`` of a part without rows: the -1 follows from the row's width."""
+    """Answer ``x.view(x.size(0), heads, -1)`` of a part without rows: -1 follows from the row's width."""
     x, shape = args[0], args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
     if x.numel() or not all(isinstance(s, int) for s in shape) or -1 not in shape or 0 not in shape:
         return NotImplemented

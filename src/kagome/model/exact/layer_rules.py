@@ -1,7 +1,7 @@
-"""Rules for single layer classes that look at the whole graph in a way of their own.
+"""Layer rules: adjustments of single layer classes that look at the whole graph in a way of their own.
 
-Where it sits: ``train.graph_engine`` applies them to a model's modules before the first forward, and takes
-them off afterwards. PyG's classes stay as they are: a rule sets an attribute on one instance.
+Where it sits: ``train.graph_engine`` applies them to a model's modules before the first forward pass, and
+removes them afterwards. PyG's classes stay as they are: a rule sets an attribute on one instance.
 
 To add a rule: write a function (module, scope) -> list of (instance, name, value) to set, and add it to
 ``RULES`` beside the class it is for.
@@ -32,10 +32,10 @@ Rule = Callable[[Any, LayerScope], Settings]
 
 
 def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
-    """Set what each rule asks for on the model's layers; refuse those that no split makes exact.
+    """Set the attributes of each rule on the model's layers; refuse layers that no split makes exact.
 
     Returns:
-        A function that takes it off again.
+        A function that restores the attributes.
 
     Raises:
         ModelError: For a layer of :data:`REFUSED`, with its reason.
@@ -62,13 +62,13 @@ def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
             if before is None:
                 module.__dict__.pop(name, None)
             else:
-                module.__dict__[name] = before  # the user's own
+                module.__dict__[name] = before  # the user's own attribute
 
     return remove
 
 
 def _cheb(module: Any, scope: LayerScope) -> Settings:
-    """ChebConv scales its Laplacian by twice the largest entry, which may lie on another rank."""
+    """ChebConv scales its Laplacian by twice the largest entry, which may be on another rank."""
     inner = module.__norm__
 
     def norm(
@@ -90,13 +90,13 @@ def _cheb(module: Any, scope: LayerScope) -> Settings:
 
 
 def _supergat(module: Any, scope: LayerScope) -> Settings:
-    """SuperGATConv also samples pairs for an attention loss of its own, not added here: none are drawn."""
+    """SuperGATConv samples pairs for its own attention loss, which is not used here: draw none."""
     none = lambda edge_index, *_: edge_index.new_zeros(2, 0)  # noqa: E731
     return [(module, "negative_sampling", none), (module, "positive_sampling", none)]
 
 
 def _gps(module: Any, scope: LayerScope) -> Settings:
-    """GPSConv attends to all vertices: queries are own rows, keys and values everybody's.
+    """GPSConv attends to all vertices: queries are own rows, keys and values the rows of all ranks.
 
     Cost:
         All ranks' rows once forward and once backward; N x n attention weights.
@@ -119,7 +119,7 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
             return inner(query, query, query, need_weights=False)
         whole = scope.everyone(query.squeeze(0), ordered=False).unsqueeze(0)
         if query.size(1) == 0:
-            # A rank without vertices: nothing to compute, but its gradient must ask for the same collectives.
+            # A rank without vertices computes nothing, but its backward must run the same collectives.
             return whole[:, :0] + sum(p.sum() * 0 for p in module.attn.parameters())
         return inner(whole)[:, : query.size(1)]
 
@@ -127,7 +127,7 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
 
 
 def _reversible(module: Any, scope: LayerScope) -> Settings:
-    """A reversible block keeps what it computes: its backward would run it again, with its exchanges."""
+    """A reversible block keeps its activations: recomputation in backward would repeat its exchanges."""
     if not scope.runs_once:
         return []
 
@@ -140,7 +140,7 @@ def _reversible(module: Any, scope: LayerScope) -> Settings:
 
 
 def _first_group(module: Any, scope: LayerScope) -> Settings:
-    """Quantiles and LSTMs fail where the first vertex, or all, have no in-edge: give them one that has."""
+    """Quantiles and LSTMs fail if the first vertex, or all, have no in-edge: add a vertex that has some."""
     inner = module.forward
 
     def forward(
@@ -164,7 +164,7 @@ def _first_group(module: Any, scope: LayerScope) -> Settings:
 
 
 def _needs_all(module: Any, scope: LayerScope) -> Settings:
-    """Aggregations that want a group's rows in order, or in one dense block: a vertex's neighbours only."""
+    """Aggregations that need a whole group, in order or as a dense block: allow a vertex's neighbours."""
     inner = module.forward
 
     def forward(x: Tensor, index: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:

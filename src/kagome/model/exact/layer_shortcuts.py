@@ -1,7 +1,7 @@
-"""Shortcuts: what a layer computes of the graph alone is kept; reductions over in-edges go to kernels.
+"""Layer shortcuts: cached results that depend on the graph alone, and kernels for reductions over in-edges.
 
 Where it sits: ``layer_rules`` sets them on a model's layers and aggregations. PyG's functions stay as they
-are: a layer's own methods are given stand-ins for single global names.
+are: a layer's own methods get replacements for single global names.
 """
 
 from __future__ import annotations
@@ -21,64 +21,65 @@ from kagome.model.exact.scope import Scope
 
 
 class LayerScope(Scope, Protocol):
-    """What a rule may ask of the interception beyond what a handler may."""
+    """The interceptor as layer rules see it: they may ask for more than handlers may."""
 
     runs_once: bool
 
     def run_once(self) -> AbstractContextManager[None]:
-        """Around a function that plain PyG would run again in backward."""
+        """Return a context for a function that plain PyG would run again in backward; here it runs once."""
 
     def everyone(self, rows: Tensor, *, ordered: bool = True) -> Tensor:
-        """The rows of all ranks, with gradient: in the order of the graph, or own ones first."""
+        """Return the rows of all ranks, with gradient: in the order of the graph, or own rows first."""
 
     def knows_everyone(self) -> object:
-        """Say, where all rows are here, that rows of all vertices are read."""
+        """Record, where all rows are here, that rows of all vertices are read."""
 
     def lasting(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor is the same in every forward."""
+        """Whether a tensor is the same in every forward pass."""
 
     def keep(self, key: Any, value: Any) -> Any:
-        """Keep for all forwards what was computed from lasting tensors alone."""
+        """Cache a value for all forward passes that was computed from constant tensors alone."""
 
     def kept(self, key: Any) -> Any:
-        """What was kept, unless it was written to since; else None."""
+        """Return a cached value; None if there is none or if it was written to since."""
 
     def once(self) -> AbstractContextManager[None]:
-        """Around the computation of what is kept."""
+        """Return a context for computing a value that is to be cached."""
 
     def spread(self, value: Tensor) -> Tensor:
-        """A message without what is the same for all in-edges of a row: its variance is the same."""
+        """Return a message without terms that are equal for all in-edges of a row: the variance stays."""
 
     def edge_softmax(self, value: Tensor, index: Any, dim: int) -> Tensor | None:
-        """Softmax over each row's in-edges, where ``index`` names the graph's targets; else None."""
+        """Return the softmax over each row's in-edges if ``index`` names the graph's targets; else None."""
 
     def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
-        """A reduction over each row's in-edges, where ``index`` names the graph's targets; else None."""
+        """Return a reduction over each row's in-edges if ``index`` names the graph's targets; else None."""
 
     def as_targets(self, index: Tensor) -> Tensor:
-        """Say that a tensor holds ids of own rows."""
+        """Record that a tensor holds ids of own rows, and return it."""
 
     def names_targets(self, index: Any) -> bool:
         """Whether a tensor holds ids of own rows: each edge's target."""
 
     def last_row(self) -> int:
-        """Own vertices up to the last one of the whole graph that has an edge."""
+        """Return the number of own vertices up to the last one of the whole graph that has an edge."""
 
 
 Settings = list[tuple[nn.Module, str, Any]]
 
 
 def remembered(function: Callable[..., Any], scope: LayerScope, name: str) -> Callable[..., Any]:
-    """A function of the graph alone, computed once: degrees, self-loops of edges that stay.
+    """Cache a function of the graph alone, such as degrees, or self-loops of constant edges.
 
-    The first call runs under the interception like any other, so its degrees are the whole graph's.
+    The first call runs under the interceptor like any other, so that its degrees are those of the whole
+    graph.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
-        with torch._C.DisableTorchFunction():  # it is not the user's computation
+        with torch._C.DisableTorchFunction():  # this is not the user's computation
             lasts = all(scope.lasting(value) for value in given if isinstance(value, Tensor))
-            # Lasting tensors are kept alive, so a place in memory is theirs; all layers share one result.
+            # Constant tensors are kept alive, so an address identifies them; all layers share one result.
             key = (name, tuple(_place(value) for value in given), tuple(kwargs)) if lasts else None
             found = scope.kept(key)
         if key is None:
@@ -98,7 +99,7 @@ def _place(value: Any) -> Any:
 
 
 def _softmax(function: Callable[..., Any], scope: LayerScope, name: str) -> Callable[..., Any]:
-    """Softmax over in-edges, by a kernel where the ids are the graph's targets."""
+    """Compute the softmax over in-edges by a kernel if the ids are the graph's targets."""
 
     def call(
         src: Tensor, index: Any = None, ptr: Any = None, num_nodes: int | None = None, dim: int = 0
@@ -110,7 +111,7 @@ def _softmax(function: Callable[..., Any], scope: LayerScope, name: str) -> Call
 
 
 def _loops(function: Callable[..., Any], scope: LayerScope, name: str) -> Callable[..., Any]:
-    """EGConv leaves the number of vertices to be guessed from the edges, which are the part's here."""
+    """EGConv has the number of vertices guessed from the edges, which are only the part's: pass it."""
     once = remembered(function, scope, name)
 
     def call(edge_index: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -128,11 +129,11 @@ _STAND_INS: dict[str, tuple[Callable[..., Any], Callable[..., Callable[..., Any]
     "add_remaining_self_loops": (utils.add_remaining_self_loops, _loops),
     "softmax": (utils.softmax, _softmax),
 }
-"""Global names of PyG's layers, the functions they stand for, and what stands in for them."""
+"""Global names in PyG's layers, the functions they refer to, and the makers of their replacements."""
 
 
 def with_shortcuts(module: Any, scope: LayerScope) -> Settings:
-    """The module's own methods that use a name of the table, with what stands in for it."""
+    """Return the module's own methods that use a name of the table, with the replacement in place."""
     found: Settings = []
     for name in {n for kind in type(module).__mro__ for n in vars(kind) if kind is not nn.Module}:
         method = getattr(type(module), name, None)
@@ -149,7 +150,7 @@ def with_shortcuts(module: Any, scope: LayerScope) -> Settings:
 
 
 def _with_globals(module: nn.Module, method: FunctionType, replaced: dict[str, Any]) -> Any:
-    """The module's own method with some of its global names standing for others; no global is touched."""
+    """Return a module's method with some of its global names replaced; the globals stay as they are."""
     copy = FunctionType(
         method.__code__,
         {**method.__globals__, **replaced},
@@ -162,7 +163,7 @@ def _with_globals(module: nn.Module, method: FunctionType, replaced: dict[str, A
 
 
 def reduced_by_kernels(module: Any, scope: LayerScope) -> Settings:
-    """An aggregation's sums, means and extremes over the graph's targets, in one step each."""
+    """Compute an aggregation's sums, means and extremes over the graph's targets by one kernel each."""
     inner = module.reduce
 
     def reduce(
@@ -182,7 +183,7 @@ def reduced_by_kernels(module: Any, scope: LayerScope) -> Settings:
 
 
 def spread_of_messages(module: Any, scope: LayerScope) -> Settings:
-    """A variance over in-edges does not see what is the same for all of them."""
+    """Drop terms that are equal for all in-edges from a variance over in-edges, which they do not change."""
     inner = module.forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:

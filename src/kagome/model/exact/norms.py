@@ -1,6 +1,6 @@
-"""Norms over vertices: batch and instance norm with the statistics of all ranks' rows.
+"""Exact norms: batch and instance norm over vertices, with the statistics of all ranks' rows.
 
-Where it sits: part of ``handlers``'s handlers. On one rank torch's own run.
+Where it sits: part of the handlers of ``handlers``. On one rank torch's own functions run.
 
 ::
 
@@ -33,7 +33,10 @@ def _batch_norm(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs)
 
 
 def _as_functional(func: Func, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """``F.batch_norm(x, mean, var, weight, bias, ...)``; torch's own has weight and bias first."""
+    """Return arguments in the order of ``F.batch_norm(x, mean, var, weight, bias, ...)``.
+
+    The native function takes weight and bias before mean and variance.
+    """
     if getattr(func, "__module__", "") != torch.nn.functional.__name__ and len(args) > 4:
         args = (args[0], *args[3:5], *args[1:3], *args[5:])
     return (args, kwargs) if args else ((kwargs["input"],), kwargs)
@@ -54,7 +57,7 @@ def _instance_norm(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwar
 
 
 def _normalise(scope: Scope, x: Tensor, args: Args, kwargs: Kwargs, dims: tuple[int, ...]) -> Tensor:
-    """Batch or instance norm with the statistics of all ranks' rows; running buffers get the global ones."""
+    """Normalise with the statistics of all ranks' rows, and update the running buffers with them."""
     weight, bias = argument(args, kwargs, 3, "weight"), argument(args, kwargs, 4, "bias")
     eps = float(argument(args, kwargs, 7, "eps", 1e-5))
     seen: list[Tensor] = []
@@ -77,7 +80,7 @@ def _normalise(scope: Scope, x: Tensor, args: Args, kwargs: Kwargs, dims: tuple[
 
 
 def _note(args: Args, kwargs: Kwargs, seen: list[Tensor]) -> None:
-    """Move the running buffers towards this forward's mean and (unbiased) variance."""
+    """Move the running buffers towards the mean and (unbiased) variance of this forward pass."""
     mean_buffer = argument(args, kwargs, 1, "running_mean")
     var_buffer = argument(args, kwargs, 2, "running_var")
     momentum = argument(args, kwargs, 6, "momentum", 0.1)
@@ -99,7 +102,7 @@ def _there(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The norm, and what its backward needs: x, mean, 1 / deviation, weight, number of entries."""
+    """Return the norm, and what backward needs: x, mean, 1 / deviation, weight, bias, number of entries."""
     local = math.prod(x.size(d) for d in dims)
     if local:
         m2, mean_here = torch.var_mean(x, dims, correction=0, keepdim=True)
@@ -107,13 +110,13 @@ def _there(
     else:
         mean_here = x.sum(dims, keepdim=True)
         m2 = torch.zeros_like(mean_here)
-    # Sums of parts are taken in float64: they are few, and the number of entries goes along.
+    # Sums over parts are taken in float64: they are few, and include the number of entries.
     number = torch.tensor([float(local)], dtype=torch.float64, device=x.device)
     sums = total(torch.cat([number, mean_here.reshape(-1).double() * local]))
     count = sums[0]
     exact = sums[1:] / count
     mean = exact.to(x.dtype).view(mean_here.shape)
-    # Rows here lie around a mean of their own: what lies between the two adds to the spread.
+    # The squares here are around the local mean: its distance from the global mean adds to the variance.
     apart = m2.double() + local * (mean_here.double() - exact.view(mean_here.shape)).square()
     var = (total(apart.reshape(-1)) / count).to(x.dtype).view(mean_here.shape)
     seen[:] = [mean, var, count.to(x.dtype)]
@@ -137,7 +140,7 @@ def _back(
     bias: Tensor,
     count: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, weight and bias; a weight's is this rank's share, as all weights' are."""
+    """Return the gradient of x, and this rank's share of the gradients of weight and bias."""
     column = [1, -1] + [1] * (x.dim() - 2)
     a = rstd if weight.numel() == 0 else rstd * weight.view(column).to(x.dtype)
     here = g.sum(dims, keepdim=True)

@@ -1,7 +1,7 @@
-"""Reductions: sums, means, spreads, extremes and products over all vertices or edges, of all ranks.
+"""Exact reductions: sums, means, variances, extremes and products over all vertices or edges of all ranks.
 
-Where it sits: ``handlers`` puts these handlers with its own. A reduction over the row axis of a tensor runs
-locally first; what is left is small and is summed over the ranks.
+Where it sits: ``handlers`` adds these handlers to its own. A reduction over the row axis of a tensor runs
+locally first; its small result is reduced over the ranks.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("sort", "argsort"), ("dim", "descending")),
     **dict.fromkeys(("topk", "kthvalue"), ("k", "dim")),
 }
-"""What the positions after the input mean."""
+"""Names of the arguments after the input, by position."""
 
 _LAST = frozenset(["sort", "argsort", "topk", "kthvalue", "mode"])
 _ORDERS = _LAST | {"median", "nanmedian", "argmax", "argmin", "unique"}
 
 
 def count_rows(scope: Scope, x: Tensor, dims: Dims) -> float:
-    """How many entries all ranks hold along ``dims``."""
+    """Return the number of entries that all ranks hold along ``dims``."""
     local = math.prod(x.size(d) for d in dims)
     return float(scope.total(torch.tensor(float(local), dtype=torch.float64, device=x.device)))
 
 
 def _reduce(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """A reduction over the row axis is one over all ranks' rows."""
+    """Answer a reduction over the row axis by one over all ranks' rows."""
     x = args[0] if args else kwargs.get("input")
     axis = scope.axis(x)
     if axis is None or scope.size == 1 or not isinstance(x, Tensor):
@@ -59,10 +59,10 @@ def _reduce(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     if axis not in dims:
         return NotImplemented
     if name in _ORDERS:
-        by_place = name in ("sort", "argsort") and not x.is_floating_point()  # edges grouped by their kind
+        by_place = name in ("sort", "argsort") and not x.is_floating_point()  # groups edges by type
         rows = scope.of_vertices(x) and x.is_floating_point()
         if not rows and (by_place or from_library()):
-            # PyG's aggregations sort edges by their target, its typed layers sort vertices by type: local.
+            # Local: PyG's aggregations sort edges by target, its typed layers sort vertices by type.
             return NotImplemented
         raise ModelError(
             "a layer reads other vertices through edges, or takes sums, means and extremes over all of them",
@@ -74,7 +74,7 @@ def _reduce(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
 
 
 def _given(name: str, args: Args, kwargs: Kwargs) -> Given | None:
-    """The arguments by name; None for a call of another kind (``torch.max(a, b)``)."""
+    """Return the arguments by name; None for a call of another form (``torch.max(a, b)``)."""
     given = {**dict(zip(SIGNATURES[name], args[1:], strict=False)), **kwargs}
     if name == "count_nonzero" and len(args) > 2:
         given["dim"] = args[1:]
@@ -125,7 +125,7 @@ def _var(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tenso
 
 
 def _root(squares: Tensor) -> Tensor:
-    """The square root, with torch's gradient of a norm or a deviation of 0: it is 0."""
+    """Return the square root, with torch's gradient for a norm or a deviation of 0, which is 0."""
     none = squares == 0
     return torch.where(none, squares, squares.masked_fill(none, 1.0).sqrt())
 
@@ -149,7 +149,7 @@ def _norm(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
 
 
 def _matrix_norm(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
-    """``torch.linalg.norm``: of two axes, and of a matrix of which none is named, a number is a matrix's."""
+    """Answer ``torch.linalg.norm``, whose number is a matrix norm over two axes or a whole matrix."""
     named = given.get("dim")
     two = x.dim() == 2 if named is None else isinstance(named, (tuple, list)) and len(named) == 2
     if two and given.get("p") not in (None, "fro"):
@@ -172,7 +172,7 @@ def _logsumexp(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) ->
 
 
 def _highest(scope: Scope, x: Tensor, dims: Dims, sign: int = 1) -> Tensor:
-    """The largest (or smallest) entries of all ranks' rows along ``dims``, kept; without gradient."""
+    """Return the largest (or smallest) entries of all ranks' rows, with kept axes and without gradient."""
     wide = x.detach() if x.is_floating_point() else x.detach().long()
     low = -math.inf if wide.is_floating_point() else torch.iinfo(wide.dtype).min + 1
     shape = [1 if d in dims else s for d, s in enumerate(x.shape)]
@@ -185,7 +185,7 @@ def _squeezed(x: Tensor, dims: Dims) -> Tensor:
 
 
 def _nothing_of(x: Tensor, chosen: Tensor) -> Tensor:
-    """Zeros that hand their gradient on to chosen entries; infinite ones have none that is a number."""
+    """Return zeros that pass their gradient to the chosen entries, unless those are infinite or NaN."""
     kept = torch.where(chosen & x.detach().isfinite(), x, torch.zeros_like(x))
     return kept - kept.detach()
 
@@ -194,7 +194,7 @@ def _extreme(sign: int) -> Callable[..., Any]:
     def take(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
         best = _highest(scope, x, dims, sign)
         if x.requires_grad:
-            # The gradient is shared evenly among equals, as amax does.
+            # Equal values share the gradient evenly, as in torch.amax.
             same = x.detach() == best
             ties = scope.total(same.to(x.dtype).sum(dims, keepdim=True))
             best = best + scope.total(_nothing_of(x, same).sum(dims, keepdim=True)) / ties
@@ -205,9 +205,9 @@ def _extreme(sign: int) -> Callable[..., Any]:
 
 
 def _picked(sign: int) -> Callable[..., Any]:
-    """``x.max(0)``: the values, whose gradient goes to the first of equals in the graph's own order.
+    """Answer ``x.max(0)``: values, whose gradient goes to the first of equal rows in the graph's order.
 
-    The positions mean nothing on a part: they are marked so that reading by them is refused.
+    The positions mean nothing on a part: they are given a placement by which reading with them is refused.
     """
     whole = _extreme(sign)
     kind = torch.return_types.max if sign == 1 else torch.return_types.min
@@ -227,7 +227,7 @@ def _picked(sign: int) -> Callable[..., Any]:
             slope = _nothing_of(x, chosen).sum(dims, keepdim=True)
             counted = chosen.to(x.dtype).sum(dims, keepdim=True)
             slope, many = scope.total(torch.stack([slope, counted]))
-            best = best + slope / many  # one, but where a chunk stands for all
+            best = best + slope / many  # ``many`` is 1, unless a chunk stands for all vertices
         pair = (best, scope.unknown_ids(first))
         return kind(pair if keep else (_squeezed(pair[0], dims), scope.unknown_ids(_squeezed(pair[1], dims))))
 
@@ -235,18 +235,18 @@ def _picked(sign: int) -> Callable[..., Any]:
 
 
 def _truth(sign: int) -> Callable[..., Any]:
-    """``any`` and ``all``: of numbers those that are not 0 are true."""
+    """Answer ``any`` and ``all``: numbers other than 0 are true."""
     whole = _extreme(sign)
 
     def take(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
-        found: Tensor = whole(scope, (x != 0).long(), dims, keep, given) > 0  # also of no rows at all
-        return found.to(torch.uint8) if x.dtype == torch.uint8 else found  # as torch has it
+        found: Tensor = whole(scope, (x != 0).long(), dims, keep, given) > 0  # right without any row, too
+        return found.to(torch.uint8) if x.dtype == torch.uint8 else found  # as torch does
 
     return take
 
 
 def _truth_of_all(what: str, scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``torch._is_all_true(x)``, by which ``torch.distributions`` looks at what it is given."""
+    """Answer ``torch._is_all_true(x)``, with which ``torch.distributions`` checks its arguments."""
     return _reduce(scope, what, func, args, kwargs)
 
 
@@ -273,19 +273,19 @@ _REDUCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def _softmax(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """A softmax over all vertices, or all edges."""
+    """Answer a softmax over all vertices, or over all edges."""
     x = args[0] if args else kwargs["input"]
     axis, dim = scope.axis(x), argument(args, kwargs, 1, "dim", -1)
     if axis is None or scope.size == 1 or dim is None or dim % x.dim() != axis:
         return NotImplemented
-    z = -x if name == "softmin" else x  # torch.special's are called special_...
+    z = -x if name == "softmin" else x  # functions of torch.special are called special_...
     shifted = z - _highest(scope, z, (axis,))
     whole = scope.total(shifted.exp().sum(axis, keepdim=True))
     return scope.like(shifted - whole.log() if name.endswith("log_softmax") else shifted.exp() / whole, x)
 
 
 def _contract(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``x.t() @ y`` sums over all vertices."""
+    """Answer ``x.t() @ y`` by a sum over all vertices."""
     if scope.size == 1 or len(args) < 2 or not all(isinstance(a, Tensor) for a in args[:2]):
         return NotImplemented
     left, right = args[:2]
@@ -296,7 +296,7 @@ def _contract(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -
 
 
 def _einsum(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``einsum`` with a letter for the rows: summed over all ranks, or kept."""
+    """Answer ``einsum`` with a letter for the rows: they are summed over all ranks, or kept."""
     equation, operands = args[0], args[1:]
     operands = (
         tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands

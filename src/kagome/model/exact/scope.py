@@ -1,6 +1,6 @@
-"""Scope: what the handlers of this folder may ask of the running interception.
+"""Handler scope: the interface of the running interceptor that the handlers of this package may use.
 
-Where it sits: ``neighbors.intercept.Interception`` is one; this folder does not import it.
+Where it sits: ``intercept.interceptor.Interceptor`` implements it; this package does not import that class.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from torch import Tensor
 
 
 class Scope(Protocol):
-    """What a handler may ask of the running interception."""
+    """The running interceptor as a handler sees it."""
 
     @property
     def size(self) -> int:
-        """Ranks that share the graph."""
+        """Number of ranks that share the graph."""
 
     @property
     def own(self) -> int:
-        """The number of vertices that this rank owns."""
+        """Number of vertices that this rank owns."""
 
     @property
     def epoch(self) -> int:
-        """The epoch that is running, for draws and messages."""
+        """The current epoch, for draws and messages."""
 
     seed: int
     parted: bool
@@ -35,25 +35,25 @@ class Scope(Protocol):
         """Whether forward has seeded torch's generator."""
 
     def axis(self, tensor: Any) -> int | None:
-        """The row axis of a tensor with a row a vertex or an edge."""
+        """Return the row axis of a tensor with a row for each vertex or edge; else None."""
 
     def counts(self, value: Any) -> bool:
-        """Whether a value has a row a vertex or an edge, or is their number."""
+        """Whether a value has a row for each vertex or edge, or is their number."""
 
     def of_vertices(self, tensor: Any) -> bool:
-        """Whether the rows are vertices."""
+        """Whether a tensor's rows are vertices."""
 
     def of_each_vertex(self, tensor: Any) -> bool:
         """Whether a tensor has one row for each own vertex."""
 
     def vertices_counted(self, value: Any) -> int | None:
-        """Vertices of the whole graph where a value is the number of own ones; else None."""
+        """Return the number of all vertices if a value is the number of own ones; else None."""
 
     def refuse_draw(self, name: str, why: str) -> Exception:
-        """The error for a draw of rows that would be another on other ranks."""
+        """Return the error for a draw of rows whose result would differ between ranks."""
 
     def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
-        """Mark ``out`` as having the rows of ``tensor``."""
+        """Give ``out`` the placement of ``tensor``: it has the same rows."""
 
     def total(self, part: Tensor) -> Tensor:
         """Sum over ranks, with gradient."""
@@ -65,63 +65,63 @@ class Scope(Protocol):
         inputs: tuple[Tensor | None, ...],
         what: str,
     ) -> Tensor:
-        """A function that sums over ranks inside, forward and backward."""
+        """Apply a function that sums over ranks inside, forward and backward."""
 
     def greatest(self, part: Tensor) -> Tensor:
-        """Maximum over ranks, without gradient."""
+        """Return the maximum over ranks, without gradient."""
 
     def everyone(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks in the order of the graph, with gradient."""
+        """Return the rows of all ranks in the order of the graph, with gradient."""
 
     def knows_everyone(self) -> object:
-        """Say, where all rows are here, that rows of all vertices are read."""
+        """Record, where all rows are here, that rows of all vertices are read."""
 
     def within(self, function: Callable[[], Any]) -> Any:
-        """Run a function whose torch calls are seen one by one."""
+        """Run a function whose torch calls are intercepted one by one."""
 
     def refuse_lost(self, *values: Any) -> None:
-        """Refuse what was made of rows by their places in this part."""
+        """Raise an error for values that were computed from the positions of rows in this part."""
 
     def lost(self, tensor: Tensor, origin: str) -> Tensor:
-        """Mark a tensor that no part has: whatever is made of it is refused where it leaves forward."""
+        """Mark a tensor that no part has: any result of it is refused where it leaves forward."""
 
     def made(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
-        """What ``torch.zeros`` or the like gives for a counted number of rows; None for any other size."""
+        """Return what ``torch.zeros`` or the like makes for a counted number of rows; else None."""
 
     def drops_shares(self, value: Any) -> bool:
-        """Whether a tensor is attention whose dropout is put off with it."""
+        """Whether a tensor is deferred attention, whose dropout is deferred with it."""
 
     def drop_shares(
         self, value: Tensor, draw: Callable[[Tensor, Tensor, int], Tensor], words: Tensor
     ) -> Tensor:
-        """Attention that was put off, some of it dropped."""
+        """Return deferred attention with dropout applied."""
 
     def call(self) -> tuple[str, int]:
-        """Module path and number of this draw."""
+        """Return the module path and the number of this draw."""
 
     def unknown_ids(self, ids: Tensor) -> Tensor:
         """Mark ids that mean nothing on a part, so that reading by them is refused."""
 
     def where(self) -> str:
-        """The path of the module that is running, as in ``named_modules``."""
+        """Return the path of the running module, as in ``named_modules``."""
 
     def row_ids(self) -> Tensor:
-        """Original ids of own vertices."""
+        """Return the original ids of own vertices."""
 
     def words_of(self, tensor: Tensor) -> Tensor:
-        """A number for each entry along the row axis of a tensor with rows of vertices."""
+        """Return a number for each entry along the row axis of a tensor with rows of vertices."""
 
     def pair_words(self, tensor: Tensor, word: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor | None:
-        """``word(source, target, copy)`` of each row of an edge tensor; None where they are not known."""
+        """Return ``word(source, target, copy)`` of each row of an edge tensor; None if not known."""
 
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Func = Callable[..., Any]
 Handler = Callable[[Any, str, Func, Args, Kwargs], Any]
-"""Answers a torch call, or returns NotImplemented where it has nothing to say."""
+"""Answers a torch call, or returns NotImplemented where it does not apply."""
 
 
 def argument(args: Args, kwargs: Kwargs, place: int, name: str, default: Any = None) -> Any:
-    """An argument by its place or its name."""
+    """Return an argument given by position or by name."""
     return kwargs.get(name, args[place] if len(args) > place else default)

@@ -1,1 +1,1 @@
-"""A model as a DAG of operators over independent samples."""
+"""Operators: a model over independent samples as a DAG that is cut into pipeline stages."""

@@ -1,16 +1,17 @@
-"""Branches: a model's steps as a DAG of operators, and the pieces that sets of operators are run as.
+"""Operator graph: a model's steps as a DAG of operators, and the pieces that run sets of operators.
 
-Where it sits: ``planner`` chooses sets of operators by name, ``run.dag`` runs the pieces, a stage each.
+Where it sits: ``planner`` chooses sets of operators by name, and ``pipelining.dag`` runs the pieces, one a
+stage.
 
-An operator is a call of a layer, with the calls of functions around it. A value goes from the piece that
-makes it to each piece that reads it. What comes from inputs, weights and constants alone is computed wherever
-it is read, and so is what is no tensor.
+An operator is a call of a layer, together with the function calls around it. A value goes from the piece that
+computes it to each piece that reads it. Values computed from inputs, weights and constants alone are computed
+wherever they are read, and so are values that are not tensors.
 
 ::
 
-    towers   a.lin ── relu ──┐                    relu belongs to a.lin, of which alone it is made;
-                             cat ── top.lin       cat is made of two and read by top.lin alone: to top.lin;
-             b.lin ── relu ──┘                    else it would belong to the last that it is made of
+    towers   a.lin ── relu ──┐                    relu reads a.lin alone and belongs to it.
+                             cat ── top.lin       cat reads two operators and top.lin alone reads it:
+             b.lin ── relu ──┘                    it belongs to top.lin, else to the last that it reads.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ _WRONG_OUTPUTS: Final = {
 
 
 class Branches:
-    """A model as operators.
+    """A model as a DAG of operators.
 
     Args:
-        graph: Of the model.
-        found: What a probe found of it.
+        graph: Steps of the model.
+        found: Facts that a probe found about the steps.
 
     Raises:
-        ModelError: If the output is no tensor with samples along axis 0, or what is changed in place is read
-            elsewhere.
+        ModelError: If the output is not a tensor with samples along axis 0, or if a value that is changed in
+            place is read elsewhere.
     """
 
     def __init__(self, graph: LayerGraph, found: Probe) -> None:
@@ -71,10 +72,10 @@ class Branches:
         self._order = {step.name: place for place, step in enumerate(steps)}
         self._check()
         self.owner: dict[str, str] = {}
-        """The operator of each step that belongs to one."""
+        """Operator of each step that belongs to one."""
         self._assign()
         self.operators: dict[str, list[Step]] = {name: [] for name in self._names}
-        """Each operator's steps; operators in an order in which those that are read come first."""
+        """Steps of each operator; the operators are in topological order."""
         for step in steps:
             if step.name in self.owner:
                 self.operators[self.owner[step.name]].append(step)
@@ -82,13 +83,13 @@ class Branches:
         self._read = {value for _, takes, _ in self._closures.values() for value in takes}
 
     def reads(self, name: str) -> tuple[str, ...]:
-        """The operators whose values an operator takes."""
+        """Return the operators whose values an operator reads."""
         _, takes, _ = self._closures[name]
         return tuple(dict.fromkeys(self.owner[value] for value in takes))
 
     @cached_property
     def bound(self) -> tuple[tuple[str, str], ...]:
-        """Operators, two each, of which one reads of the other what cannot cross: one stage has both."""
+        """Pairs of operators that must share a stage, because the value between them cannot be sent."""
         return tuple(
             dict.fromkeys(
                 (self.owner[value], name)
@@ -99,13 +100,13 @@ class Branches:
         )
 
     def pieces(self, groups: Sequence[Collection[str]]) -> tuple[Piece, ...]:
-        """A piece for each set of operators.
+        """Return a piece for each set of operators.
 
         Args:
-            groups: All operators, each in one set.
+            groups: Sets of operators, each operator in exactly one.
 
         Raises:
-            ModelError: If what crosses is no tensor with samples along an axis.
+            ModelError: If a value sent between pieces is not a tensor with samples along an axis.
         """
         home = {name: number for number, names in enumerate(groups) for name in names}
         inside = [
@@ -130,24 +131,24 @@ class Branches:
         return tuple(out)
 
     def alone(self, name: str) -> Piece:
-        """An operator by itself: what it takes comes from piece 0, what others read goes to piece 2."""
+        """Return the piece of a single operator: it takes values from piece 0 and gives some to piece 2."""
         steps, takes, inputs = self._closures[name]
         read = [step.name for step in self.operators[name] if step.name in self._read]
         output = self.graph.output if self.owner[self.graph.output] == name else None
         gives = {2: tuple(read)} if read else {}
         return Piece(1, steps, {0: tuple(takes)} if takes else {}, gives, inputs, output)
 
-    # How steps find their operators ---------------------------------------------------------------
+    # Assignment of steps to operators -------------------------------------------------------------
 
     def _free(self, step: Step) -> bool:
-        """Whether a step is computed wherever it is read."""
+        """Whether a step is computed wherever its value is read."""
         return step.name not in self.owner
 
     def _assign(self) -> None:
-        """Give each step that is not free to an operator."""
+        """Assign each step that is not free to an operator."""
         steps, output = self.graph.steps, self.graph.output
         roots: dict[str, frozenset[str]] = {}
-        behind: dict[str, frozenset[str]] = {}  # of steps that are free, and read others all the same
+        behind: dict[str, frozenset[str]] = {}  # operators that free steps read nevertheless
         index: dict[str, int] = {}
         calls: dict[str, int] = {}
         for step in steps:
@@ -177,7 +178,7 @@ class Branches:
             last = max(made_of, key=index.__getitem__)
             several = [r for r in step.reads if r in self.owner and self.facts[r].kind == "several"]
             reader = next(iter(sinks[step.name])) if len(sinks[step.name]) == 1 else ""
-            if several:  # what takes one of several tensors stays where they are
+            if several:  # a step that takes one of several tensors stays with their operator
                 last = max((self.owner[r] for r in several), key=index.__getitem__)
             elif len(made_of) > 1 and reader:
                 last = reader
@@ -185,7 +186,7 @@ class Branches:
             self.owner[step.name] = max(last, *late, key=index.__getitem__)
 
     def _sinks(self) -> dict[str, set[str]]:
-        """By step, the operators that read it through functions alone; an empty name is the caller."""
+        """Return for each step the operators that read it through functions alone; "" is the caller."""
         found: dict[str, set[str]] = {step.name: set() for step in self.graph.steps}
         found[self.graph.output].add("")
         for step in reversed(self.graph.steps):
@@ -196,7 +197,7 @@ class Branches:
         return found
 
     def _closure(self, own: Iterable[Step]) -> tuple[list[Step], list[str], list[str]]:
-        """Steps with the free ones that they need, the values they take, and the inputs they read."""
+        """Return steps with the free steps they need, the values they take, and the inputs they read."""
         inside = {step.name: step for step in own}
         takes: dict[str, None] = {}
         inputs: set[str] = set()
@@ -217,7 +218,7 @@ class Branches:
         ordered = sorted(takes, key=self._order.__getitem__)
         return steps, ordered, [name for name in self.graph.inputs if name in inputs]
 
-    # What cannot be -------------------------------------------------------------------------------
+    # Checks ---------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         output = self.facts.get(self.graph.output)
@@ -267,13 +268,13 @@ def branches_of(model: nn.Module, sample: Batch, *, batch_norm: str = "refuse") 
 
     Args:
         model: The user's module.
-        sample: Two samples or more.
-        batch_norm: ``refuse``, or ``micro-batch``: each micro-batch has statistics of its own.
+        sample: A batch of two samples or more.
+        batch_norm: ``refuse``, or ``micro-batch`` for separate statistics of each micro-batch.
 
     Raises:
         DataError: If the sample does not fit the model.
-        ModelError: If the model cannot be traced, its steps do not give what forward gives, or its samples
-            read each other.
+        ModelError: If the model cannot be traced, its steps do not compute what forward computes, or its
+            samples depend on each other.
     """
     inputs = inputs_of(model, sample)
     calling = ForwardCall.named_as(model, inputs)
@@ -285,7 +286,7 @@ def branches_of(model: nn.Module, sample: Batch, *, batch_norm: str = "refuse") 
 
 
 def _alive(graph: LayerGraph) -> list[Step]:
-    """The steps that the output needs, and those that change what it needs."""
+    """Return the steps that the output needs, and those that change values it needs in place."""
     needed = {graph.output}
     kept = []
     for step in reversed(graph.steps):
@@ -296,7 +297,7 @@ def _alive(graph: LayerGraph) -> list[Step]:
 
 
 def _out_of_place(step: Step) -> Step:
-    """``x += y`` as ``x + y``: x may have come from another stage."""
+    """Turn ``x += y`` into ``x + y``, because x may have come from another stage."""
     if step.kind == "function" and step.target in _OUT_OF_PLACE:
         return replace(step, target=_OUT_OF_PLACE[step.target])
     return step

@@ -1,6 +1,6 @@
-"""Probe: run a model's steps on a few samples; where samples lie in each value, and that none reads another.
+"""Sample probe: runs a model's steps on a few samples to find their axis in each value, and that none mix.
 
-Where it sits: ``graph`` cuts a graph by what it finds; ``run.dag`` refuses what it refuses.
+Where it sits: ``graph`` cuts a model by its findings; ``pipelining.dag`` refuses the models that it refuses.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kagome.model.trace.graph import LayerGraph, Step
 from kagome.model.weight_hooks import hooks_off
 
 MOST: Final = 4
-"""Samples of the larger run."""
+"""Largest number of samples in a run."""
 LARGEST: Final = 64
-"""Samples of a batch that is compared with its halves."""
+"""Largest number of samples of a batch that is compared with its halves."""
 _ROUNDING: Final = dict.fromkeys((torch.float64, torch.complex128), 1e-9) | dict.fromkeys(
     (torch.float32, torch.complex64), 1e-4
 )
-"""By type, what rounding may change, as a share of the largest number; in others 2e-2."""
+"""Relative difference by type that counts as rounding; 2e-2 in other types."""
 _SUMMED: Final = 300.0
-"""By how much more it may change a sum of gradients: a layer may compute in fewer digits than it returns."""
+"""Factor on rounding in sums of gradients, as a layer may compute in fewer digits than it returns."""
 _SQUEEZED: Final = "name the axis that is meant: squeeze(-1), not squeeze()"
 _PICKED: Final = "torch.where in place of rows that a mask picks: their number is not the samples'"
 _APART: Final = (
@@ -43,14 +43,16 @@ _APART: Final = (
 
 @dataclass(frozen=True)
 class Fact:
-    """What a step gives.
+    """The value of a step, as a probe saw it.
 
     Args:
-        kind: A tensor with samples, a tensor without, several tensors in one value, or no tensor.
-        axis: The samples'.
-        shape: Without that axis.
-        dtype: None where it is not one tensor.
-        grad: Whether it needs a gradient.
+        kind: ``samples`` for a tensor with a sample axis, ``fixed`` for one without, ``odd`` for one whose
+            samples have no axis of their own, ``several`` for several tensors in one value, or ``none`` for
+            no tensor.
+        axis: Axis of the samples.
+        shape: Shape without that axis.
+        dtype: Type of the tensor; None if the value is not a single tensor.
+        grad: Whether it requires a gradient.
     """
 
     kind: str
@@ -61,7 +63,7 @@ class Fact:
 
     @property
     def told(self) -> str:
-        """The same in words."""
+        """Return the kind and shape in words, for messages."""
         shape = f"a tensor of shape {list(self.shape)}"
         return {
             "samples": f"a tensor with samples along axis {self.axis}",
@@ -72,21 +74,21 @@ class Fact:
 
     @property
     def bytes(self) -> int:
-        """Bytes of a sample."""
+        """Bytes of the value for each sample."""
         return 0 if self.dtype is None else torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def shape_of(self, samples: int) -> tuple[int, ...]:
-        """The shape for so many samples."""
+        """Return the shape for this number of samples."""
         return (*self.shape[: self.axis], samples, *self.shape[self.axis :])
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What was found of a model.
+    """The findings about a model.
 
     Args:
-        facts: By step.
-        places: Where samples lie at each dropout.
+        facts: Facts by name of the step.
+        places: Axis of the samples at each dropout call.
     """
 
     facts: Mapping[str, Fact]
@@ -100,23 +102,23 @@ def probe(
     *,
     batch_norm: str = "refuse",
 ) -> Probe:
-    """Run all steps on up to 4 samples, on all of these but the first, and on the last; compare all values.
+    """Run all steps on up to 4 samples, on all of these but the first, and on the last; compare the values.
 
-    Modes and buffers of the model, and torch's generator, are as they were afterwards.
+    Modes and buffers of the model, and torch's generator, are left as they were.
 
     Args:
         model: The user's module.
-        graph: Of the model.
-        inputs: Two samples or more.
-        batch_norm: ``refuse``, or ``micro-batch``: each micro-batch has statistics of its own.
+        graph: Steps of the model.
+        inputs: Inputs of two samples or more, by name.
+        batch_norm: ``refuse``, or ``micro-batch`` for separate statistics of each micro-batch.
 
     Raises:
-        ModelError: If a step gives a sample another value when other samples are there or not, if it changes
-            a buffer, or if samples lie along no axis of their own.
-        DataError: If there is one sample alone.
+        ModelError: If a sample's value depends on whether other samples are there, if a step changes a
+            buffer, or if samples have no axis of their own.
+        DataError: If there is only one sample.
 
     Cost:
-        Three forwards of a few samples; five with dropout.
+        Three forward passes of a few samples; five with dropout.
     """
     count = min(count_of(inputs), MOST)
     if count < 2:
@@ -151,19 +153,19 @@ def probe(
 
 
 def compare(model: nn.Module, graph: LayerGraph, inputs: Mapping[str, Tensor], *, batch_norm: str) -> None:
-    """Refuse steps that do not give what forward gives, on up to 4 samples, of which nothing is dropped.
+    """Refuse steps that do not compute what forward computes, on up to 4 samples without dropout.
 
     Args:
         model: The user's module.
-        graph: Its steps, as they are to be run.
-        inputs: Two samples or more.
-        batch_norm: As :func:`probe`.
+        graph: Its steps, as they will be run.
+        inputs: Inputs of two samples or more, by name.
+        batch_norm: As in :func:`probe`.
 
     Raises:
         ModelError: If they differ.
 
     Cost:
-        Four forwards of a few samples.
+        Four forward passes of a few samples.
     """
     rows = rows_of(inputs, 0, min(count_of(inputs), MOST))
     given = {name: value.clone() for name, value in rows.items()}
@@ -185,20 +187,20 @@ def compare(model: nn.Module, graph: LayerGraph, inputs: Mapping[str, Tensor], *
 def compare_halves(
     model: nn.Module, graph: LayerGraph, inputs: Mapping[str, Tensor], samples: int, *, batch_norm: str
 ) -> None:
-    """Refuse a model that gives a batch other values than its halves, which 4 samples may not show.
+    """Refuse a model whose values for a batch differ from those of its halves, which 4 samples may not show.
 
     Args:
         model: The user's module.
-        graph: Its steps, as they are to be run.
-        inputs: Two samples or more; they are repeated where there are fewer than a batch has.
-        samples: Those of a batch, of which up to 64 are run.
-        batch_norm: As :func:`probe`.
+        graph: Its steps, as they will be run.
+        inputs: Inputs of two samples or more, by name; they are repeated if a batch has more.
+        samples: Number of samples of a batch, of which up to 64 are run.
+        batch_norm: As in :func:`probe`.
 
     Raises:
-        ModelError: If values differ, with the first step that gives such.
+        ModelError: If values differ, with the first step whose values do.
 
     Cost:
-        Two forwards of the batch without gradients; two more where they differ.
+        Two forward passes of the batch without gradients; two more if they differ.
     """
     count = min(samples, LARGEST)
     if count <= MOST:
@@ -228,7 +230,7 @@ def compare_halves(
 
 @dataclass(frozen=True)
 class _Seen:
-    """A tensor as it was, and whether it needed a gradient."""
+    """A copy of a tensor when its step returned it, and whether it required a gradient."""
 
     value: Tensor
     grad: bool
@@ -244,7 +246,7 @@ def _values(
     *,
     keep: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Steps' values, each as it was when the step gave it: all of them, or some without gradients."""
+    """Return the values as their steps returned them: all, or only those in ``keep`` without gradients."""
     found: dict[str, Any] = {}
 
     def after(step: Step, value: Any) -> None:
@@ -284,7 +286,7 @@ def _fact(large: Any, small: Any, sizes: tuple[int, int]) -> Fact:
     try:
         place = place_of(tuple(value.shape), sizes[0], tuple(small.value.shape), sizes[1])
     except ValueError:
-        # Of such shape it may live within a stage; it is refused where it would have to cross.
+        # A value of such shape may stay within a stage. It is refused where it would have to be sent.
         return Fact("odd", 0, tuple(value.shape), value.dtype, grad)
     if place is None:
         return Fact("fixed", 0, tuple(value.shape), value.dtype, grad)
@@ -295,13 +297,13 @@ def _fact(large: Any, small: Any, sizes: tuple[int, int]) -> Fact:
 def _compare(
     graph: LayerGraph, facts: Mapping[str, Fact], runs: Sequence[Mapping[str, Any]], sizes: tuple[int, int]
 ) -> None:
-    """Refuse the first step that gives the last samples other values than among all of them.
+    """Refuse the first step whose values for the last samples differ from those among all samples.
 
     Args:
-        graph: Of the model.
-        facts: By step.
-        runs: Of all samples, and of the last ones.
-        sizes: How many of them each has.
+        graph: Steps of the model.
+        facts: Facts by name of the step.
+        runs: Values of a run of all samples, and of a run of the last ones.
+        sizes: Number of samples of each run.
     """
     rounding = _ROUNDING.get(_coarsest(fact.dtype for fact in facts.values()), 2e-2)
     count, size = sizes
@@ -331,7 +333,7 @@ def _compare(
 
 
 def _gap(one: Tensor, other: Tensor) -> float:
-    """By how much two values differ, as a share of the largest number; 0 where some are not finite."""
+    """Return the difference of two values, relative to the largest number; 0 if some are not finite."""
     if not one.numel() or not one.isfinite().all():
         return 0.0
     kind = torch.complex128 if one.is_complex() else torch.float64
@@ -340,7 +342,7 @@ def _gap(one: Tensor, other: Tensor) -> float:
 
 
 def _coarsest(kinds: Iterable[torch.dtype | None]) -> torch.dtype:
-    """The type with the fewest digits: what was computed in it is no better in another one."""
+    """Return the type with the fewest digits: a value computed in it is no more precise in another type."""
     floats = [kind for kind in kinds if kind is not None and (kind.is_floating_point or kind.is_complex)]
     return max(floats, key=lambda kind: torch.finfo(kind).eps, default=torch.float64)
 
@@ -357,13 +359,13 @@ def _gradients(
     first: int,
     last: int,
 ) -> list[Tensor | None]:
-    """Weights' gradients of some samples' outputs, each number pulled at as its place in the batch says."""
+    """Return the weights' gradients of some samples' outputs, with cotangents fixed by place in the batch."""
     masks, rows = Masks(0), {n: v.clone() for n, v in rows_of(inputs, first, last).items()}
     with masks.on(0, torch.arange(first, last)), torch.enable_grad():
         out = graph.run(model, rows, training=True, before=masks.at, keep=[graph.output])[graph.output]
     if not out.requires_grad:
         return [None for _ in weights]
-    # As many numbers whatever the bounds: how many are drawn changes all of them.
+    # Draw equally many numbers for any bounds, because their count changes all of them.
     pull = torch.randn(MOST, *out.shape[1:], generator=torch.Generator().manual_seed(0))[first:last]
     found = torch.autograd.grad(out, list(weights), pull.to(out.device, out.dtype), allow_unused=True)
     return [None if each is None else each.to_dense() for each in found]
@@ -372,19 +374,19 @@ def _gradients(
 def compare_gradients(
     model: nn.Module, graph: LayerGraph, inputs: Mapping[str, Tensor], *, batch_norm: str
 ) -> None:
-    """Refuse a weight whose gradient over up to 4 samples is not the sum of those over two parts of them.
+    """Refuse a weight whose gradient over up to 4 samples is not the sum of its gradients over two parts.
 
     Args:
         model: The user's module.
-        graph: Its steps, as they are to be run.
-        inputs: Two samples or more.
-        batch_norm: As :func:`probe`.
+        graph: Its steps, as they will be run.
+        inputs: Inputs of two samples or more, by name.
+        batch_norm: As in :func:`probe`.
 
     Raises:
-        ModelError: Naming one of them, or the error of a backward.
+        ModelError: With the name of one such weight, or the error of a backward.
 
     Cost:
-        Three forwards and backwards of a few samples.
+        Three forward and backward passes of a few samples.
     """
     count = min(count_of(inputs), MOST)
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -410,7 +412,7 @@ def compare_gradients(
         added = sum((part for part in parts if part is not None), torch.zeros(()))
         if total is None or not total.numel() or not total.isfinite().all():
             continue
-        # A bias before a norm has nothing but rounding of others' gradients.
+        # The gradient of a bias before a norm is nothing but rounding error.
         rounding = _ROUNDING.get(total.dtype, 2e-2)
         allowed = max(min(_SUMMED * rounding, 0.1) * _largest((total, *parts)), rounding * largest)
         if float((total - added).abs().max()) > allowed:
@@ -423,7 +425,7 @@ def compare_gradients(
 
 
 def _check_layers(model: nn.Module, batch_norm: str) -> None:
-    """Refuse layers of torch's own that are known to read or to drop by more than a sample."""
+    """Refuse torch layers known to mix samples, or to draw one dropout mask for several samples."""
     if batch_norm not in ("refuse", "micro-batch"):
         raise ModelError("batch_norm is 'refuse' or 'micro-batch'", f"found {batch_norm!r}")
     for name, module in model.named_modules():
@@ -446,10 +448,10 @@ def _check_layers(model: nn.Module, batch_norm: str) -> None:
 
 @contextmanager
 def _untouched(model: nn.Module, batch_norm: str) -> Iterator[Callable[[], None]]:
-    """Training mode but for batch norms; afterwards all is as it was.
+    """For a block: training mode except for batch norms; afterwards modes and buffers are as before.
 
     Yields:
-        What refuses a buffer that was changed so far.
+        A function that raises an error if a buffer was changed so far.
 
     Raises:
         ModelError: If a buffer was changed.

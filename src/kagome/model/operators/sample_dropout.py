@@ -1,7 +1,7 @@
-"""Masks: dropout of independent samples, drawn from which sample it is and not from which micro-batch.
+"""Sample dropout: masks for independent samples that depend on the sample, not on its micro-batch.
 
-Where it sits: ``probe`` finds where the samples lie in each tensor that is dropped from; ``run.dag`` enters
-it around each forward. A number depends on (seed, update, call, sample, column) alone: see
+Where it sits: ``probe`` finds the axis of the samples in each tensor that is dropped from; ``pipelining.dag``
+enters the mode around each forward pass. A number depends on (seed, update, call, sample, column) alone: see
 ``model.exact.dropout``.
 """
 
@@ -29,11 +29,11 @@ _REFUSED = ("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature
 
 
 class DropoutSite(NamedTuple):
-    """Where the samples lie in a tensor.
+    """The axis of the samples in a tensor.
 
     Args:
         axis: Their axis.
-        each: Rows a sample, one after the other.
+        each: Number of consecutive rows for each sample.
     """
 
     axis: int
@@ -45,12 +45,12 @@ Call = tuple[str, int]
 
 
 class Masks(TorchFunctionMode):
-    """Answers dropouts of a model's steps.
+    """Answers the dropout calls of a model's steps.
 
     Args:
-        seed: Of the run.
-        places: Where the samples lie at each draw; None while that is being found: nothing is dropped, and
-            the shapes are noted.
+        seed: Seed of the run.
+        places: Axis of the samples at each draw; None to record the shapes and drop nothing, while that is
+            being found.
     """
 
     def __init__(self, seed: int, places: Mapping[Call, DropoutSite | None] | None = None) -> None:
@@ -62,33 +62,33 @@ class Masks(TorchFunctionMode):
 
     @contextmanager
     def on(self, update: int, ids: Tensor) -> Iterator[None]:
-        """Draw for these samples.
+        """For a block: draw masks for these samples.
 
         Args:
             update: Number of the weights' update.
-            ids: Of each sample, in the whole batch.
+            ids: Index of each sample in the whole batch.
 
         Shapes: ids [n], int64.
         """
         self._update, self._ids = update, ids
-        # A model that drops nothing is not watched: that costs microseconds a call.
+        # A model without dropout runs without the mode, which costs microseconds a call.
         with nullcontext() if self.places is not None and not self.places else self:
             yield
 
     def at(self, step: Step) -> None:
-        """A step begins."""
+        """Record that a step begins, so that its draws are numbered from 0."""
         self._step, self._count = step.name, 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer dropouts; let all else run."""
+        """Answer dropout calls, and run all other calls as they are."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _DROPS or name in _REFUSED:
             return self._dropped(name, func, args, kwargs)
         if name == "scaled_dot_product_attention" and argument(args, kwargs, 4, "dropout_p", 0.0) > 0.0:
-            with self:  # its kernel draws with the whole micro-batch
+            with self:  # its kernel would draw for the whole micro-batch
                 return attention(*args, **kwargs, drop=functional.dropout)
         if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
             with self:  # multi_head_attention_forward and the like: call by call
@@ -124,7 +124,7 @@ class Masks(TorchFunctionMode):
         assert self.places is not None
         key = dropout.call_key(self.seed, self._update, *call)
         place = self.places.get(call)
-        if place is None:  # no samples in it: the same for all
+        if place is None:  # the tensor has no samples: its mask is the same everywhere
             return dropout.dropout(x, torch.arange(x.size(0), device=x.device), key, p)
         ids = self._ids.to(x.device)
         if place.each == 1:
@@ -136,20 +136,20 @@ class Masks(TorchFunctionMode):
 def place_of(
     shape: tuple[int, ...], samples: int, other: tuple[int, ...], others: int, *, several: bool = False
 ) -> DropoutSite | None:
-    """Where samples lie, from a tensor's shapes for two numbers of samples.
+    """Find the axis of the samples from a tensor's shapes for two numbers of samples.
 
     Args:
-        shape: For ``samples`` samples.
-        samples: One number.
-        other: For ``others`` samples.
-        others: Another number.
+        shape: Shape for ``samples`` samples.
+        samples: One number of samples.
+        other: Shape for ``others`` samples.
+        others: Another number of samples.
         several: Whether a sample may have several rows.
 
     Returns:
-        The place; None if the shapes are the same.
+        The site; None if the shapes are the same.
 
     Raises:
-        ValueError: If they differ otherwise.
+        ValueError: If they differ in another way.
     """
     axes = [axis for axis, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b]
     if len(shape) == len(other) and not axes:

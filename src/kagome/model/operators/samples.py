@@ -1,6 +1,6 @@
-"""Samples: a batch as inputs by name, with samples along axis 0 of each.
+"""Sample batches: a batch as inputs by name, with samples along axis 0 of each.
 
-Where it sits: ``run.dag`` and ``profile.operators`` turn what a user gives them into such inputs.
+Where it sits: ``pipelining.dag`` and ``profile.operators`` turn a user's batch into such inputs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kagome.errors import DataError
 
 Batch = Tensor | tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
-"""Samples along axis 0: one tensor, several by place, or several by the names of forward's arguments."""
+"""Samples along axis 0: one tensor, several by position, or several by the names of forward's arguments."""
 
 _BY_PLACE: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _STARS: Final[Mapping[Any, str]] = {
@@ -26,15 +26,15 @@ _NAME_ALL: Final = "name each input in forward's signature: what comes by * or *
 
 
 def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The tensors of a batch by the names of forward's arguments.
+    """Return the tensors of a batch by the names of forward's arguments.
 
     Args:
         model: The user's module.
-        batch: Its inputs.
+        batch: The batch.
 
     Raises:
-        DataError: If something is no tensor or has no samples, samples differ in number, or forward takes
-            other inputs.
+        DataError: If an input is not a tensor or has no samples, if inputs differ in the number of samples,
+            or if forward takes other inputs.
 
     Shapes:
         each ``[n, ...]``.
@@ -85,10 +85,10 @@ def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def count_of(inputs: Mapping[str, Tensor]) -> int:
-    """Samples of a batch."""
+    """Return the number of samples of a batch."""
     return next(iter(inputs.values())).size(0)
 
 
 def rows_of(inputs: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-    """The samples from ``first`` to ``last - 1``, as views."""
+    """Return the samples from ``first`` to ``last - 1``, as views."""
     return {name: value[first:last] for name, value in inputs.items()}

@@ -1,1 +1,1 @@
-"""A graph of steps cut into the stages of a pipeline."""
+"""Model split: a graph of steps cut into the stages of a pipeline."""

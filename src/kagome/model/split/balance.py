@@ -1,9 +1,9 @@
-"""Balance: a row of weighted steps cut into pieces whose heaviest is as light as can be.
+"""Stage balance: cuts a sequence of weighted steps into pieces whose heaviest is as light as possible.
 
-A step may have a weight in each of two passes. Where all goes one way before anything comes back, a pass
-takes as long as its heaviest piece, which need not be the other one's.
+A step may have a weight in each of two passes. If all chunks pass forward before any comes back, each pass
+takes as long as its heaviest piece, which may be another piece in the other pass.
 
-Where it sits: ``stages`` says what each piece would weigh and send.
+Where it sits: ``stages`` supplies the weight of each step and the cost of each piece.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDING = 1e-9
-"""Sums of seconds that differ by no more, as a share of all, are equal."""
+"""Relative difference up to which two sums of seconds count as equal."""
 BOUNDS: Final = 64
-"""Bounds of a first pass that are tried at most."""
+"""Largest number of bounds on the first pass that are tried."""
 WORK: Final = 200_000_000
-"""Numbers looked at for them, about."""
+"""Approximate limit on the numbers examined to try these bounds."""
 SLACK: Final = 0.05
-"""What share the heaviest piece may weigh above the least, where less then crosses: no more than two
-measurements of the same steps differ by."""
+"""Share by which the heaviest piece may exceed the least possible weight, to send fewer bytes. It is no more
+than the difference between two measurements of the same steps."""
 _HALVINGS: Final = 8
 
 Floats = NDArray[np.float64]
 
 
 def allowed_pieces(layers: Sequence[bool], barred: Sequence[bool]) -> NDArray[np.bool_]:
-    """Which pieces there may be: they hold a layer, and neither end is barred.
+    """Return which pieces are allowed: they hold a layer, and neither end is barred.
 
     Args:
         layers: Whether each of n steps is a layer.
-        barred: Whether there may be no cut before each of n steps.
+        barred: Whether a cut before each of n steps is ruled out.
 
     Shapes:
         ``[n + 1, n + 1]``: at ``[i, j]`` the piece of steps i to j - 1.
@@ -45,12 +45,12 @@ def allowed_pieces(layers: Sequence[bool], barred: Sequence[bool]) -> NDArray[np
 
 
 def most_pieces(allowed: NDArray[np.bool_], limit: int) -> int:
-    """The largest number of pieces up to ``limit`` that there can be."""
+    """Return the largest possible number of pieces, up to ``limit``."""
     reached: NDArray[np.bool_] = np.zeros(len(allowed), dtype=bool)
     reached[0] = True
     for pieces in range(1, limit + 1):
         reached = np.asarray((reached[:, None] & allowed).any(axis=0))
-        # Two neighbours make one piece: with fewer pieces it is always possible too.
+        # Merging two neighbours gives one piece less, so every smaller number is possible as well.
         if not reached[-1]:
             return pieces - 1
     return limit
@@ -63,17 +63,19 @@ def best_cuts(
     pieces: int,
     slack: float = 0.0,
 ) -> list[int]:
-    """Where the pieces begin and the last one ends: as light and as cheap as can be.
+    """Return where pieces begin and the last one ends, for the lightest and then cheapest cuts.
 
-    The heaviest piece weighs at most so much more than it must. Of such cuts those of the least cost count,
-    and of these the one whose heaviest is lightest, to a part of the slack.
+    The heaviest piece may exceed the least possible weight by a share of ``slack``. Among such cuts those of
+    the least cost are chosen, and among these the one whose heaviest piece is lightest, to a fraction of the
+    slack.
 
     Args:
-        passes: Seconds of each of n steps, in one pass or in two: of two the heaviest pieces' sum counts.
-        allowed: Which pieces there may be.
-        cost: Of each piece.
-        pieces: How many; no more than there can be.
-        slack: What share the heaviest may weigh above the least that it can.
+        passes: Seconds of each of n steps, in one pass or in two; with two, the sum of both heaviest pieces
+            counts.
+        allowed: Which pieces are allowed.
+        cost: Cost of each piece.
+        pieces: Number of pieces; it must be possible.
+        slack: Share by which the heaviest piece may exceed the least possible weight.
 
     Shapes:
         allowed, cost: ``[n + 1, n + 1]``.
@@ -108,11 +110,11 @@ def best_cuts(
 
 
 def _cheapest(cost: Floats, pieces: int) -> tuple[float, list[int]]:
-    """The least cost of so many pieces in all, and where they begin and the last one ends."""
+    """Return the least cost of this number of pieces, and where they begin and the last one ends."""
     least, came = _start(len(cost)), []
     for _ in range(pieces):
         sent = least[:, None] + cost
-        # Of equal ones the latest begin: what follows a layer stays with it.
+        # Of equal cuts take the latest, so that functions after a layer stay with it.
         came.append(len(sent) - 1 - sent[::-1].argmin(axis=0))
         least = sent.min(axis=0)
     cuts = [len(cost) - 1]
@@ -122,7 +124,7 @@ def _cheapest(cost: Floats, pieces: int) -> tuple[float, list[int]]:
 
 
 def _weights(seconds: Sequence[float], allowed: NDArray[np.bool_]) -> Floats:
-    """Of each piece; infinite where there may be none."""
+    """Return the weight of each piece; infinite for a piece that is not allowed."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(seconds, dtype=np.float64))])
     return np.where(allowed, sums[None, :] - sums[:, None], np.inf)
 
@@ -138,7 +140,7 @@ def _start(ends: int) -> Floats:
 
 
 def _lightest(weight: Floats, pieces: int) -> float:
-    """The least that the heaviest of so many pieces can weigh; infinite where there cannot be so many."""
+    """Return the least weight that the heaviest of these pieces can have; infinite if there are too many."""
     heaviest = _start(len(weight))
     for _ in range(pieces):
         heaviest = np.maximum(heaviest[:, None], weight).min(axis=0)
@@ -146,9 +148,9 @@ def _lightest(weight: Floats, pieces: int) -> float:
 
 
 def _together(one: Floats, other: Floats, pieces: int) -> tuple[float, float]:
-    """Of two passes the heaviest pieces' weights whose sum is least, among the bounds that are tried."""
+    """Return the heaviest pieces' weights in two passes with the least sum, among the bounds tried."""
     least = _lightest(one, pieces)
-    # Beyond what the first pass weighs where the second is as light as can be, nothing is gained.
+    # No bound on the first pass need exceed its weight in the cuts where the second is lightest.
     free = np.where(other <= _lightest(other, pieces) + _rounding(other), one, np.inf)
     known = np.unique(one[np.isfinite(one) & (one >= least) & (one <= _lightest(free, pieces))])
     most = int(np.clip(WORK // (pieces * len(one) ** 2), 4, BOUNDS))

@@ -1,6 +1,6 @@
-"""Flow: which steps of a graph can be computed again anywhere, and which values others wait for.
+"""Liveness: which steps can be recomputed in any stage, and up to where each value of a graph is read.
 
-Where it sits: ``stages`` asks it where a graph can be cut and what would cross.
+Where it sits: ``stages`` asks it where a graph can be cut and which values would be sent.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _VIEWS = (
 
 @dataclass(frozen=True, eq=False)
 class Liveness:
-    """What flows through a graph.
+    """The flow of values through a graph.
 
     Args:
         graph: The graph.
         body: Steps that are run once, in one stage, in order.
-        again: Names of the others: computed in each stage that reads them, if in any.
-        readers: Places in the body that read each value of the body, through what is computed again too;
-            the output is read by the last one.
-        firm: Values that cannot cross, and why.
-        until: Value -> the last place that changes it in place: it crosses no sooner.
-        same_state: Step -> the last place that changes the same buffers, of a module called twice.
+        again: Names of the other steps: each stage that reads them computes them.
+        readers: Indices in the body that read each value of the body, also through recomputed steps; the
+            output is read by the last one.
+        firm: Values that cannot be sent, with the reason.
+        until: Value -> the last index that changes it in place: it cannot be sent before.
+        same_state: Step -> the last index that changes the same buffers, of a module called twice.
     """
 
     graph: LayerGraph
@@ -48,10 +48,10 @@ class Liveness:
 
     @staticmethod
     def of(graph: LayerGraph, survey: Survey) -> Liveness:
-        """What flows through a graph, by a survey of it.
+        """Find the flow of values through a graph, from a survey of it.
 
         Raises:
-            ModelError: If forward changes an input in place: each stage has its own.
+            ModelError: If forward changes an input in place, because each stage has its own inputs.
         """
         by_name = {step.name: step for step in graph.steps}
         changed = {step.name: _roots(step, by_name) for step in graph.steps if step.changes}
@@ -69,7 +69,7 @@ class Liveness:
         free = set(graph.inputs)
         for step in graph.steps:
             if step.name in fixed or step.changes or survey.changed.intersection(step.buffers):
-                continue  # what changes is read where it does, in its turn
+                continue  # a value that changes must be read in order, where it changes
             if step.kind == "attribute":
                 again.add(step.name)
                 free |= set() if step.parameters else {step.name}
@@ -109,7 +109,7 @@ class Liveness:
         )
 
     def needed(self, names: Iterable[str]) -> tuple[set[str], set[str], set[str]]:
-        """What values are made of: steps to compute again, values of the body, inputs."""
+        """Return what values are computed from: steps to recompute, values of the body, inputs."""
         by_name = {step.name: step for step in self.graph.steps}
         values = {step.name for step in self.body}
         again: set[str] = set()
@@ -128,7 +128,7 @@ class Liveness:
         return again, found, inputs
 
     def barred(self) -> list[bool]:
-        """Whether there may be no cut before each step of the body."""
+        """Return for each step of the body whether a cut before it is ruled out."""
         out = [False] * len(self.body)
         for place, step in enumerate(self.body):
             last = max(self.until.get(step.name, place), self.same_state.get(step.name, place))
@@ -139,7 +139,7 @@ class Liveness:
         return out
 
     def blocked(self) -> tuple[Step, str, str] | None:
-        """The first step that cannot be cut off from a value it reads, the value's name, and the reason."""
+        """Return the first step that no cut can separate from a value it reads, the value, and the reason."""
         for place, step in enumerate(self.body):
             later = [reader for reader in self.readers[step.name] if reader > place]
             if step.name in self.firm and later:
@@ -151,7 +151,7 @@ class Liveness:
         return None
 
     def seconds(self, seconds: Mapping[str, float]) -> list[float]:
-        """Seconds of each step of the body, with what it is the first to compute again."""
+        """Return the seconds of each step of the body, and of recomputed steps that it needs first."""
         counted: set[str] = set()
         out = []
         for step in self.body:
@@ -161,7 +161,7 @@ class Liveness:
         return out
 
     def bytes(self, survey: Survey, vertices: int, edges: int) -> Floats:
-        """Bytes that a stage of steps i to j - 1 takes.
+        """Return the bytes that a stage of steps i to j - 1 receives.
 
         Shapes:
             ``[n + 1, n + 1]`` for n steps of the body, at ``[i, j]``.
@@ -173,14 +173,14 @@ class Liveness:
             width = value.bytes(vertices, edges) * (2 if value.grad else 1)
             before = place
             for reader in self.readers[step.name]:
-                # A stage that begins after the last reader, up to this one, takes it if it holds this one.
+                # A stage that holds this reader, but begins after the previous one, receives the value.
                 out[before + 1 : reader + 1, reader + 1] += width
                 before = max(reader, before)
         return np.cumsum(out, axis=1)
 
 
 def _roots(step: Step, by_name: Mapping[str, Step]) -> set[str]:
-    """The values that a step changes in place, and those that they are views of."""
+    """Return the values that a step changes in place, and those that they are views of."""
     found: set[str] = set()
     left = list(step.changes)
     while left:
@@ -197,7 +197,7 @@ def _called(step: Step) -> str:
 
 
 def _of_shapes(step: Step, known: Collection[str], survey: Survey) -> bool:
-    """Whether a step gives a size or the like, or computes one from others."""
+    """Whether a step returns a size or the like, or computes one from others."""
     if survey.values[step.name].kind != "none" or step.layer or step.parameters:
         return False
     if step.kind == "method" and step.target in _SHAPES:

@@ -1,10 +1,11 @@
-"""Stages: a graph of steps cut into the stages of a pipeline, and what crosses between them.
+"""Pipeline stages: a graph of steps cut into stages, and the values that are sent between them.
 
-Where it sits: ``run`` gives it a graph and a survey of ``model.trace.shapes``, and runs the stages it gets.
+Where it sits: the chunk engine gives it a graph and a survey of ``model.trace.shapes``, and runs the
+resulting stages.
 
-A value goes from the stage that makes it to the next one that reads it, from there to the next one, and so
-on: each stage that reads a value is sent it once, or finds it with an earlier stage of its rank. What needs
-no weights is computed wherever it is read.
+A value goes from the stage that computes it to the next stage that reads it, from there to the next one, and
+so on. Each stage that reads a value receives it once, or finds it with an earlier stage of its rank. Values
+that need no weights are computed wherever they are read.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ class Stage:
     """One stage of a pipeline.
 
     Args:
-        number: Counted from 0.
-        rank: Of the ranks that hold a part, the one that runs it.
-        steps: Those it runs, in order, what it computes again included.
+        number: Number of the stage, counted from 0.
+        rank: The rank that runs it, among the ranks that hold a part.
+        steps: Steps that it runs, in order, including those that other stages compute too.
         takes: Values it takes, by the earlier stage that gives them.
-        gives: Values it gives, by the later stage that takes them; some it has taken itself.
+        gives: Values it gives, by the later stage that takes them; some of them it has taken itself.
         inputs: Names of the data's inputs that it reads.
-        parameters: Full names of the weights it has; one that several stages use belongs to each.
-        buffers: Full names of the buffers it uses; those that a forward changes belong to one stage alone.
+        parameters: Full names of its weights; a weight that several stages use belongs to each of them.
+        buffers: Full names of the buffers it uses; buffers that a forward pass changes belong to one stage
+            only.
         output: Name of the model's output in the last stage, else None.
     """
 
@@ -58,26 +60,26 @@ def cut(
     ranks: int | None = None,
     slack: float = SLACK,
 ) -> tuple[Stage, ...]:
-    """Cut a graph into stages: the slowest is about as fast as can be, then the fewest bytes cross.
+    """Cut a graph into stages: minimise the slowest stage, and then the bytes sent.
 
-    A balance to the last percent is not worth bytes: the seconds are measured, and differ by more from one
-    time to the next. A cut inside a residual block sends what the block adds to as well.
+    A balance to the last percent is not worth extra bytes, because the seconds are measured and vary by more
+    from one time to the next. A cut inside a residual block also sends the value that the block adds to.
 
     Args:
-        graph: Of the model.
-        survey: Of the graph.
-        stages: How many.
-        seconds: Of each step; 0 where it has none. What is computed in several stages counts in the first.
-        backward: Of each step's backward, if ``seconds`` are of its forward: where all chunks pass forward
-            before any comes back, the slowest stage of each pass counts.
-        vertices: Rows of a value with a row a vertex, where bytes are compared.
-        edges: Rows of a value with a row an edge.
-        ranks: Among how many the stages are dealt, round and round; by default each has its own.
-        slack: What share the slowest stage may take above the least, where fewer bytes then cross.
+        graph: Steps of the model.
+        survey: A survey of the graph.
+        stages: Number of stages.
+        seconds: Seconds of each step; 0 if missing. A step computed in several stages counts in the first.
+        backward: Seconds of each step's backward, if ``seconds`` are those of its forward. If all chunks pass
+            forward before any comes back, the slowest stage of each pass counts.
+        vertices: Number of vertices, by which the bytes of values with a row for each vertex are compared.
+        edges: Number of edges, for values with a row for each edge.
+        ranks: Number of ranks to which the stages are dealt in turn; by default one for each stage.
+        slack: Share by which the slowest stage may exceed the fastest possible one, to send fewer bytes.
 
     Raises:
-        ModelError: If there cannot be so many, if the output has not a row a vertex, or if forward changes
-            an input in place.
+        ModelError: If so many stages are impossible, if the output does not have a row for each vertex, or if
+            forward changes an input in place.
 
     Cost:
         Under a second for 600 steps and 64 stages.
@@ -102,12 +104,12 @@ def cut(
 
 
 def links(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
-    """All pairs of a stage that gives and one that takes, in order."""
+    """Return all pairs of a stage that gives a value and a stage that takes it, in order."""
     return tuple(sorted((stage.number, taker) for stage in stages for taker in stage.gives))
 
 
 def shared_parameters(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
-    """Weights that stages of several ranks have, with these ranks."""
+    """Return the weights that stages of several ranks use, with these ranks."""
     owners: dict[str, set[int]] = {}
     for stage in stages:
         for name in stage.parameters:
@@ -116,11 +118,11 @@ def shared_parameters(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
 
 
 def stage_bytes(stages: Sequence[Stage], survey: Survey, vertices: int, edges: int) -> int:
-    """Bytes of all messages of one forward and backward over so many rows.
+    """Return the bytes of all messages of one forward and backward over these numbers of rows.
 
     Cost:
-        A value that needs a gradient counts twice: its gradient comes back the same way. What one stage of a
-        rank gives another one is not sent.
+        A value that requires a gradient counts twice, because its gradient is sent back. Values between
+        stages of one rank are not sent.
     """
     return sum(
         survey.values[name].bytes(vertices, edges) * (2 if survey.values[name].grad else 1)
@@ -132,7 +134,7 @@ def stage_bytes(stages: Sequence[Stage], survey: Survey, vertices: int, edges: i
 
 
 def describe(stages: Sequence[Stage], survey: Survey, seconds: Mapping[str, float] | None = None) -> str:
-    """A line a stage: its modules, its share of the time, what it takes and gives with widths."""
+    """Return a line for each stage: its modules, its share of the time, the values it takes and gives."""
     spent = [sum((seconds or {}).get(step.name, 0.0) for step in stage.steps) for stage in stages]
     several = len({stage.rank for stage in stages}) < len(stages)
     lines = []
@@ -207,7 +209,7 @@ def _built(graph: LayerGraph, flow: Liveness, cuts: Sequence[int], ranks: int) -
         for step in flow.body:
             name = step.name
             if name in values and home[name] != number:
-                # The last stage before this one that has the value passes it on, one of this rank first.
+                # The last earlier stage that has the value passes it on, preferably one of this rank.
                 near = [each for each in holders[name] if (number - each) % ranks == 0]
                 giver = (near or holders[name])[-1]
                 takes[number].setdefault(giver, []).append(name)

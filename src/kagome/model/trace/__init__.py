@@ -1,1 +1,1 @@
-"""A model's forward as a graph of steps."""
+"""Model tracing: a model's forward as a graph of steps."""

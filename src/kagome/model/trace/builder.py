@@ -1,6 +1,6 @@
-"""Notes: what a tracer has noted as steps, and the steps of both modes as one list.
+"""Graph builder: turns a tracer's recorded calls into steps, and the steps of both modes into one list.
 
-Where it sits: ``layers.trace`` gives it what ``tracer`` has found.
+Where it sits: ``shapes.trace`` gives it the calls that ``tracer`` has recorded.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kagome.model.trace.graph import Flag, LayerGraph, Ref, Step, StepKind, attr
 from kagome.model.trace.tracer import CURE, HINT
 
 WHOLE: Final = "model"
-"""The step that is a call of the whole model."""
+"""Name of a step that calls the whole model."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """What messages call the output of a model, and what they say to try.
+    """Terms and hints that error messages use for a kind of model.
 
     Args:
-        output: What the model is to return.
-        several: What to try where it returns several values.
-        hint: What to try where a forward cannot be followed.
-        autocast: What to try where it turns autocast on.
+        output: The value that the model should return.
+        several: Hint for a model that returns several values.
+        hint: Hint for a forward that cannot be followed.
+        autocast: Hint for a forward that turns autocast on.
     """
 
     output: str
@@ -54,7 +54,7 @@ OF_SAMPLES: Final = Words(
 
 
 def _kind_of(value: Any) -> str:
-    """What a value that is no single one is, in words."""
+    """Return a description of a value that is not a single tensor."""
     if isinstance(value, dict):
         return f"a dict of {', '.join(map(repr, value)) or 'nothing'}"
     if isinstance(value, tuple | list):
@@ -67,7 +67,7 @@ def _box_of(value: Any) -> str:
 
 
 def _cure(value: Any, words: Words) -> str:
-    """What to try where forward returns no single value."""
+    """Return a hint for a forward that does not return a single value."""
     if not isinstance(value, dict | tuple | list) or not value:
         return "return a tensor that forward computes from its inputs"
     if len(value) == 1:
@@ -76,11 +76,16 @@ def _cure(value: Any, words: Words) -> str:
 
 
 def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> LayerGraph:
-    """The calls of one mode as steps.
+    """Turn the recorded calls of one mode into steps.
+
+    Args:
+        model: The user's module.
+        notes: Recorded calls.
+        words: Terms and hints for error messages.
 
     Raises:
-        ModelError: If the forward returns no single value.
-        ForeignError: If it reads one that is not of this forward.
+        ModelError: If forward does not return a single value.
+        ForeignError: If it reads a value of another forward pass.
     """
     kinds: dict[str, StepKind] = {
         "call_module": "module",
@@ -109,13 +114,13 @@ def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> Lay
                     words.output, f"it returns {_kind_of(returned)}", hint=_cure(returned, words)
                 )
             return graph_of(model, steps, plain(returned).name, inputs)
-        # The model itself is one step where it is a layer of torch or PyG.
+        # A model that is itself a layer of torch or PyG is a single step.
         own = WHOLE if node.op == "call_module" and not node.target else node.name
         names[node] = node.target if node.op == "placeholder" else own
         if node.op == "placeholder":
             inputs.append(node.target)
             continue
-        # Lists and dicts of torch.fx cannot be changed, and tell that to whoever is given them.
+        # Lists and dicts of torch.fx are immutable, which a called function would notice: copy them.
         args, kwargs = mapped(tuple(node.args), plain), mapped(dict(node.kwargs), plain)
         step = step_of(model, canonical, own, kinds[node.op], node.target, args, kwargs)
         given = {name: None for read in step.reads for name in weights.get(read, ())}
@@ -127,13 +132,13 @@ def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> Lay
 
 
 def weight_names(model: nn.Module) -> dict[int, str]:
-    """Full names of weights and buffers by their id; one under several names goes by the first."""
+    """Return the full names of weights and buffers by id; a shared one goes by its first name."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {id(tensor): name for name, tensor in named}
 
 
 def graph_of(model: nn.Module, steps: Sequence[Step], output: str, inputs: Sequence[str]) -> LayerGraph:
-    """A graph of steps, with those of the inputs that they read."""
+    """Return a graph of steps, with those of the inputs that the steps read."""
     read = {name for step in steps for name in step.reads} | {output}
     parameters = tuple(name for name, _ in model.named_parameters())
     return LayerGraph(tuple(steps), tuple(n for n in inputs if n in read), output, parameters)
@@ -148,15 +153,15 @@ def step_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Step:
-    """A step, with what it reads, uses and changes.
+    """Return a step, with the values it reads, the weights it uses and the values it changes.
 
     Args:
         model: The user's module.
-        weights: What :func:`weight_names` gives for it.
-        name: Of the step.
-        kind: What is called.
-        target: A path, a function or a method's name.
-        args: Arguments by place.
+        weights: Names of the model's weights, from :func:`weight_names`.
+        name: Name of the step.
+        kind: Kind of the call.
+        target: A module's path, a function, or a method's name.
+        args: Arguments by position.
         kwargs: Arguments by name.
     """
     held: list[Tensor] = []
@@ -191,7 +196,7 @@ def step_of(
 
 
 class ForeignError(Exception):
-    """A forward reads a value that an earlier one has left somewhere."""
+    """A forward reads a value that an earlier forward pass has left somewhere."""
 
 
 class _DifferError(Exception):
@@ -199,7 +204,7 @@ class _DifferError(Exception):
 
 
 def _both(train: Any, eval_: Any) -> Any:
-    """An argument of both modes, with the flag where it is a truth value that follows the mode."""
+    """Return an argument for both modes, with a flag where a truth value follows the mode."""
     if type(train) is not type(eval_):
         raise _DifferError
     if isinstance(train, bool):
@@ -220,10 +225,15 @@ def _both(train: Any, eval_: Any) -> Any:
 def both_modes(
     train: LayerGraph, eval_: LayerGraph, words: Words = OF_GRAPHS
 ) -> tuple[tuple[Step, ...], str | None]:
-    """The steps of both modes, or the submodule to blame.
+    """Return the steps of both modes, or the submodule whose forward differs between them.
+
+    Args:
+        train: Steps of training.
+        eval_: Steps of evaluation.
+        words: Terms and hints for error messages.
 
     Raises:
-        ModelError: If the model's own forward is to blame.
+        ModelError: If the model's own forward differs.
     """
     steps: list[Step] = []
     for place in range(max(len(train.steps), len(eval_.steps))):
@@ -250,7 +260,7 @@ def both_modes(
 
 
 def same(one: LayerGraph, other: LayerGraph) -> bool:
-    """Whether two traces of one mode do the same."""
+    """Whether two traces of one mode consist of the same calls."""
     try:
         steps, blamed = both_modes(one, other)
     except ModelError:

@@ -1,12 +1,12 @@
-"""Contents: what modules keep in lists, dicts, sets and objects, which a trace would leave its notes in.
+"""Container contents: lists, dicts, sets and objects on modules, in which a trace would leave its proxies.
 
-Where it sits: ``layers.trace`` looks at them between the traces of a model, and puts them back.
+Where it sits: ``shapes.trace`` compares them between the traces of a model, and restores them.
 
 ::
 
-    self.aux["h"] = h                               served: each forward writes what it reads
-    if "n" not in self.cache: self.cache["n"] = n   refused: later forwards do other things than the first
-    self.seen.append(h)                             refused: there are more of them after each forward
+    self.aux["h"] = h                               served: each forward pass writes what it reads
+    if "n" not in self.cache: self.cache["n"] = n   refused: later forward passes differ from the first
+    self.seen.append(h)                             refused: it grows with each forward pass
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _LIBRARIES: Final = ("torch.", "torch_geometric.", "kagome.", "builtins", "funct
 _NO_BOXES: Final = (nn.Module, Tensor, fx.Proxy, fx.Node, type, FunctionType, MethodType, ModuleType)
 _OF_MODULES: Final = frozenset(vars(nn.Module()))
 _DEEP: Final = 3
-"""How many boxes lie in one another where they are looked into."""
+"""Depth of nested containers that is examined."""
 _VALUE: Final = "a value"
 
 
 class Contents:
-    """What the user's own modules hold in boxes: dicts, lists, sets, deques, and attributes of objects.
+    """Contents of containers on the user's own modules: dicts, lists, sets, deques, attributes of objects.
 
     Args:
         model: The user's module.
@@ -48,16 +48,16 @@ class Contents:
         self._first = self.form()
 
     def form(self) -> list[Any]:
-        """What there is by now, with a word for each value of a trace: to compare."""
+        """Return the present contents in a comparable form, with one word for every proxy of a trace."""
         return [_form(value, _DEEP) for _, value in self._roots]
 
     def changed(self) -> str:
-        """The first attribute whose contents are not what they were; empty if there is none."""
+        """Return the first attribute whose contents have changed; empty if there is none."""
         pairs = zip(self._roots, self._first, self.form(), strict=True)
         return next((label for (label, _), before, now in pairs if before != now), "")
 
     def restore(self) -> None:
-        """Put back all that was there at first."""
+        """Put back the contents that were there at first."""
         for box, before in self._before:
             if not _same(box, before):
                 box.clear()
@@ -65,7 +65,7 @@ class Contents:
 
 
 def _boxes(value: Any, deep: int) -> Iterator[Any]:
-    """The boxes in a value, itself among them."""
+    """Yield the containers in a value, including the value itself."""
     inner = _inner(value)
     if inner is None or deep == 0:
         return
@@ -76,7 +76,7 @@ def _boxes(value: Any, deep: int) -> Iterator[Any]:
 
 
 def _inner(value: Any) -> Any:
-    """What a box holds; None of what is no box."""
+    """Return the contents of a container; None if the value is not one."""
     if isinstance(value, dict | list | set | deque | tuple):
         return value
     if isinstance(value, (*_NO_BOXES, BuiltinFunctionType)) or type(value).__module__.startswith(_LIBRARIES):
@@ -90,7 +90,7 @@ def _copied(box: Any) -> Any:
 
 
 def _same(box: Any, before: Any) -> bool:
-    """Whether a box holds the same objects; comparing what a trace has left there would be noted."""
+    """Whether a container holds the same objects; comparing proxies by value would be recorded as a call."""
     if len(box) != len(before):
         return False
     if isinstance(box, set):

@@ -1,7 +1,7 @@
-"""Likeness: whether a model's steps give what its forward gives.
+"""Trace equivalence: checks that a model's steps compute what its forward computes.
 
-Where it sits: ``profile.step_shapes`` and ``model.operators.probe`` ask it before a model is cut: then steps
-are all that is run.
+Where it sits: ``profile.step_shapes`` and ``model.operators.probe`` call it before a model is cut, because
+only the steps are run from then on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kagome.model.trace.graph import LayerGraph, Step, failed
 from kagome.model.trace.tracer import is_whole
 
 TRACED: Final = "in forward, h = h + a for h += a, and no isinstance(h, Tensor)"
-"""What to try where torch.fx has followed a forward wrongly."""
+"""Hint for a forward that torch.fx has traced wrongly."""
 
 
 def refuse_unlike(
@@ -38,25 +38,26 @@ def refuse_unlike(
     halved: bool = False,
     calling: ForwardCall | None = None,
 ) -> None:
-    """Run a model as it is and by its steps, in both modes, and compare.
+    """Run a model as it is and by its steps, in both modes, and refuse steps that differ.
 
     Args:
         model: The user's module.
         graph: Its steps.
-        inputs: A small sample's.
-        on: Puts model, inputs and draws in the same state for one run in training, or in evaluation.
+        inputs: Inputs of a small sample.
+        on: Returns a context that puts model, inputs and draws in the same state for each run, in training or
+            in evaluation.
         before: Called before each step.
-        where: The module that failed.
-        hint: What to try.
-        halved: Whether some of it is computed in bfloat16.
-        calling: How the model is called; by default as one of a graph.
+        where: Returns the module that failed.
+        hint: Hint of the error.
+        halved: Whether part of the model computes in bfloat16.
+        calling: How the model is called; by default as a model of a graph.
 
     Raises:
-        ModelError: If outputs, or what a module gives in both runs, differ beyond rounding; if forward or a
-            step fails.
+        ModelError: If the outputs, or a module's values in both runs, differ beyond rounding; or if forward
+            or a step fails.
 
     Cost:
-        Two forwards of the sample in each mode.
+        Two forward passes of the sample in each mode.
     """
     form = calling or ForwardCall.of(model, inputs)
     given = [value for value in inputs.values() if isinstance(value, Tensor)]
@@ -93,24 +94,24 @@ def refuse_unlike(
         return found[graph.output]
 
     def ran(run: Callable[[bool], Any], training: bool) -> Heard:
-        # Checkpointing, which steps leave out, is none where there are no gradients.
+        # Steps leave checkpointing out. Without gradients it has no effect in either run.
         with torch.no_grad(), on(training), _hearing(model, graph) as heard:
             heard.out = _copied(run(training))
         return heard
 
     for training in (True, False):
         one, other = ran(whole, training), ran(by_steps, training)
-        # A forward that does not repeat itself (numbers drawn elsewhere) says nothing of its steps.
+        # A forward that does not repeat itself (it draws numbers elsewhere) proves nothing about its steps.
         if _unlike(one, other, epsilon) and not _unlike(one, ran(whole, training), epsilon):
             raise _refusal(graph, one, other, epsilon, training=training, hint=hint)
 
 
 @dataclass
 class Heard:
-    """What one run of a model gave.
+    """Values recorded in one run of a model.
 
     Args:
-        calls: Each call of a module that is a step, or would be one: its path, its number, what it gave.
+        calls: Values of each call of a module that is or could be a step, by its path and number.
         out: The model's output.
     """
 
@@ -120,14 +121,14 @@ class Heard:
 
 @contextmanager
 def _hearing(model: nn.Module, graph: LayerGraph) -> Iterator[Heard]:
-    """Note what modules give for a block; who runs the model sets the output."""
+    """For a block: record what modules return; the caller sets the output."""
     heard, counts = Heard(), Counter[str]()
     steps = {id(model.get_submodule(step.path)): step.path for step in graph.steps if step.kind == "module"}
 
     def listeners(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str]]:
         if path and (id(module) in steps or is_whole(module)):
             yield module, steps.get(id(module), path)
-            return  # what it calls is its own affair
+            return  # modules inside a step are not compared
         for name, inner in module.named_children():
             yield from listeners(inner, f"{path}.{name}" if path else name)
 
@@ -150,8 +151,8 @@ def _hearing(model: nn.Module, graph: LayerGraph) -> Iterator[Heard]:
 
 
 def _copied(value: Any) -> list[Tensor]:
-    """The numbers in a value, as they are now."""
-    with torch._C.DisableTorchFunction():  # it is not the user's computation
+    """Return copies of the tensors in a value."""
+    with torch._C.DisableTorchFunction():  # this is not the user's computation
         return [
             leaf.detach().clone()
             for leaf in tree_leaves(value)
@@ -161,7 +162,7 @@ def _copied(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Gap:
-    """By how much two values differ: the greatest difference, and the greatest number."""
+    """The difference of two values: the greatest difference, and the greatest number."""
 
     most: float = 0.0
     size: float = 0.0
@@ -182,7 +183,7 @@ def _unlike(whole: Heard, steps: Heard, epsilon: float) -> bool:
 def _refusal(
     graph: LayerGraph, whole: Heard, steps: Heard, epsilon: float, *, training: bool, hint: str
 ) -> ModelError:
-    """The error for steps that do not give what forward gives."""
+    """Build the error for steps that do not compute what forward computes."""
     gap = _gap(whole.out, steps.out, epsilon)
     left_out: dict[str, None] = {}
     before = differs = ""
@@ -210,7 +211,7 @@ def _refusal(
 
 
 def _gap(one: list[Tensor], other: list[Tensor], epsilon: float) -> _Gap | None:
-    """By how much two values differ; None if by no more than rounding. A NaN is as good as another one."""
+    """Return the difference of two values; None if it is within rounding. NaN counts as equal to NaN."""
     if [(a.shape, a.dtype) for a in one] != [(b.shape, b.dtype) for b in other]:
         return _Gap(math.inf)
     worst = None
@@ -222,7 +223,7 @@ def _gap(one: list[Tensor], other: list[Tensor], epsilon: float) -> _Gap | None:
         most = float((a - b)[~same].abs().nan_to_num(math.inf).max())
         finite = torch.cat([a[a.isfinite()], b[b.isfinite()]]).abs()
         size = float(finite.max()) if finite.numel() else 0.0
-        # Sums in another order, as a device makes them, differ by more than a last digit where terms cancel.
+        # Where terms cancel, sums in another order differ by more than the last digit.
         if most > math.sqrt(epsilon) * size and (worst is None or most > worst.most):
             worst = _Gap(most, size)
     return worst

@@ -1,7 +1,7 @@
-"""Steps: a model's forward as a list of calls, each of which can be run alone.
+"""Layer graph: a model's forward as a list of steps, each of which can be run alone.
 
-Where it sits: ``shapes`` makes a :class:`LayerGraph` of a module, ``model.split.stages`` cuts it; ``run``
-runs them.
+Where it sits: ``shapes`` makes a :class:`LayerGraph` of a module, ``model.split.stages`` cuts it, and the
+pipeline's executor runs the steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kagome.errors import ModelError
 
-__steps__ = True  # to ``user_frame``: its frames named ``call`` run a step of a forward
+__steps__ = True  # for ``user_frame``: frames named ``call`` in this module run a step of a forward
 
 StepKind = Literal["module", "function", "method", "attribute"]
 
@@ -26,7 +26,7 @@ class Ref:
     """Stands for a value in the arguments of a step.
 
     Args:
-        name: Of the step that gives it, or of the input.
+        name: Name of the step that computes the value, or of the input.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Flag:
     """Stands for the training flag in the arguments of a step.
 
     Args:
-        training: What it is in training; the opposite in evaluation.
+        training: Its value in training; it is the opposite in evaluation.
     """
 
     training: bool
@@ -45,7 +45,7 @@ class Flag:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """Gives a tensor that forward makes anew from nothing, always the same.
+    """Returns a tensor that forward creates without reading its inputs, always the same.
 
     Args:
         value: The tensor.
@@ -69,22 +69,22 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call of a model's forward.
+    """One call in a model's forward.
 
     Args:
-        name: Of the step and its value.
-        kind: What is called; ``attribute`` is a weight, a buffer or a module by itself.
+        name: Name of the step and of its value.
+        kind: Kind of the call; ``attribute`` reads a weight, a buffer or a module.
         target: A module's path, a function, a method's name, or the attribute's path.
-        args: Arguments by place, with :class:`Ref` and :class:`Flag` where values and the flag go.
+        args: Arguments by position, with :class:`Ref` and :class:`Flag` in place of values and the flag.
         kwargs: Arguments by name.
         path: Module path of a module step, else empty.
         within: Path of the module whose forward makes the call; empty for the model's own.
-        line: ``file:line`` of that call, or empty.
-        parameters: Full names of the weights it uses, its own or those it is given directly.
+        line: ``file:line`` of the call, or empty.
+        parameters: Full names of the weights it uses: its own, or those passed directly.
         buffers: Full names of the buffers it uses.
         reads: Steps and inputs it reads.
-        layer: Whether it is a module with weights, with a state, or one that passes messages.
-        grad: Whether it is called with gradients on where the model is.
+        layer: Whether it is a module that has weights or a state, or passes messages.
+        grad: Whether it is called with gradients enabled if the model is.
         changes: Values that it changes in place.
     """
 
@@ -105,11 +105,11 @@ class Step:
 
     @property
     def called(self) -> str:
-        """What the user knows it by: a module's path, or the name of a function's value."""
+        """Name by which the user knows the step: a module's path, or the name of a function's value."""
         return self.path or self.name
 
     def call(self, model: nn.Module, values: Mapping[str, Any], *, training: bool) -> Any:
-        """Run this step alone: modules and attributes are looked up in the model as it is now."""
+        """Run this step alone, on the modules and attributes that the model has now."""
         if self.kind == "attribute":
             return attribute_of(model, self.target)
 
@@ -130,7 +130,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class LayerGraph:
-    """A model's forward as steps in an order in which they can be run.
+    """A model's forward as steps in topological order.
 
     Args:
         steps: All steps.
@@ -155,13 +155,13 @@ class LayerGraph:
         after: Callable[[Step, Any], None] | None = None,
         keep: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Run steps, each value freed after its last use.
+        """Run steps, and release each value after its last use.
 
         Args:
-            model: The model, already in the mode that ``training`` says.
+            model: The model, already in the mode that ``training`` names.
             values: Inputs, and values of other steps, by name.
-            training: What steps that take the training flag are given.
-            steps: Those to run, in order; by default all.
+            training: The training flag passed to steps that take it.
+            steps: The steps to run, in order; by default all.
             before: Called before each step.
             after: Called after each step with its value.
             keep: Names of the values to return.
@@ -187,7 +187,7 @@ class LayerGraph:
 
 
 def failed(step: Step, error: Exception) -> ModelError:
-    """The error for a step that a sample of the graph does not pass."""
+    """Build the error for a step that fails on a sample of the graph."""
     return ModelError(
         "a pipeline runs each step of the model on a small sample of the graph, to look at it and to time it",
         f"{step.name} raised {type(error).__name__}: {error}",
@@ -197,7 +197,7 @@ def failed(step: Step, error: Exception) -> ModelError:
 
 
 def over_after(steps: Sequence[Step]) -> list[set[str]]:
-    """The values that no step reads after each one."""
+    """Return for each step the values whose last use is in that step."""
     last = {name: place for place, step in enumerate(steps) for name in (*step.reads, step.name)}
     over: list[set[str]] = [set() for _ in steps]
     for name, place in last.items():
@@ -206,7 +206,10 @@ def over_after(steps: Sequence[Step]) -> list[set[str]]:
 
 
 def _module(model: nn.Module, path: str) -> nn.Module:
-    """The module at a path; torch's own look takes several times as long, and each chunk asks for each."""
+    """Return the module at a path.
+
+    torch's own lookup is several times slower, and each chunk looks up each module.
+    """
     found: Any = model
     try:
         for name in path.split("."):
@@ -217,19 +220,19 @@ def _module(model: nn.Module, path: str) -> nn.Module:
 
 
 def _called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a module, if need be: who watches its forward may know what a call gives."""
+    """Call a module, unless its replaced forward already knows the result of the call."""
     known = getattr(vars(module).get("forward"), "known", None)
     found = None if known is None else known(args, kwargs)
     return module(*args, **kwargs) if found is None else found
 
 
 def mapped(item: Any, change: Callable[[Any], Any]) -> Any:
-    """A nest of tuples, lists, dicts and slices with each leaf changed; lists and dicts are new ones."""
+    """Apply a function to each leaf of nested tuples, lists, dicts and slices; lists and dicts are copied."""
     if isinstance(item, tuple):
         parts = [mapped(each, change) for each in item]
         if hasattr(item, "_fields"):
             return type(item)(*parts)
-        # What h.max(-1) gives has names too.
+        # The result of h.max(-1) is a named tuple of torch, which takes its parts as one sequence.
         return type(item)(parts) if type(item).__module__ == "torch.return_types" else tuple(parts)
     if isinstance(item, list):
         return [mapped(each, change) for each in item]
@@ -241,7 +244,7 @@ def mapped(item: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def refs(item: Any) -> Iterator[str]:
-    """Names of the values that a nest of arguments refers to, each once."""
+    """Return the names of the values that nested arguments refer to, each once."""
     found: dict[str, None] = {}
 
     def look(leaf: Any) -> Any:
@@ -254,7 +257,7 @@ def refs(item: Any) -> Iterator[str]:
 
 
 def attribute_of(model: nn.Module, path: str) -> Any:
-    """What lies at a dotted path."""
+    """Return the attribute at a dotted path."""
     found: Any = model
     for name in path.split("."):
         found = getattr(found, name)

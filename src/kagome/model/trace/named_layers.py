@@ -1,6 +1,6 @@
-"""Chains: modules named by the user that run one after the other, for a forward that cannot be traced.
+"""Named layers: modules named by the user that run one after the other, for a forward that cannot be traced.
 
-Where it sits: ``shapes`` passes it on.
+Where it sits: ``shapes`` re-exports it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kagome.model.trace.graph import LayerGraph, Ref, Step
 
 
 def chain(model: nn.Module, layers: Sequence[str], names: Sequence[str]) -> LayerGraph:
-    """The modules of these paths one after the other, each with what the last one gave.
+    """Build a graph of the modules at these paths, in which each takes the value of the one before.
 
     Args:
         model: The user's module.
         layers: Paths of modules in the order in which they run.
-        names: Inputs that the data has: each module is also given those that its forward names.
+        names: Inputs that the data has; each module also receives those that its forward names.
 
     Raises:
-        ModelError: If a path names no module, or a module asks for something that there is not.
+        ModelError: If a path names no module, or if a module asks for an input that the data does not have.
     """
     known = dict(model.named_modules(remove_duplicate=False))
     known.pop("", None)
@@ -61,11 +61,11 @@ def chain(model: nn.Module, layers: Sequence[str], names: Sequence[str]) -> Laye
 def _given(
     module: nn.Module, path: str, last: str, names: Collection[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of one layer of a chain: the last value first, then the inputs that its forward names."""
+    """Return the arguments of a layer of a chain: the last value, then the inputs that its forward names."""
     if type(module).__module__.startswith("torch.nn."):
         return (Ref(last),), {}
     parameters = list(inspect.signature(module.forward).parameters.values())
-    # Its second argument is the edges, whatever it is called, unless a later one is called so.
+    # The second argument is the edges, whatever its name, unless a later one is called edge_index.
     edges = "edge_index" in names and all(p.name != "edge_index" for p in parameters[2:])
     if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
         passes = any(isinstance(inner, MessagePassing) for inner in module.modules())

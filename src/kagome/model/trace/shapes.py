@@ -1,6 +1,7 @@
-"""Layers: a module's forward as a graph of steps, traced, or named layer by layer; and what each step gives.
+"""Step shapes: traces a module's forward into a graph of steps, and finds the shape of each step's value.
 
-Where it sits: ``model.split.stages`` cuts such a graph into the stages of a pipeline; ``run`` runs them.
+Where it sits: ``model.split.stages`` cuts such a graph into the stages of a pipeline, which the executor
+runs.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ ValueKind = Literal["rows", "edges", "fixed", "none"]
 
 @dataclass(frozen=True)
 class Value:
-    """What a step gives.
+    """The value of a step, as a survey saw it.
 
     Args:
-        kind: A row a vertex, a row an edge, a tensor with neither, or no tensor.
-        shape: Without axis 0 for ``rows`` and ``edges``; empty for ``none``.
-        dtype: None for ``none``.
-        grad: Whether it needs a gradient.
+        kind: ``rows`` for a row for each vertex, ``edges`` for a row for each edge, ``fixed`` for a tensor
+            with neither, ``none`` for no tensor.
+        shape: Shape without axis 0 for ``rows`` and ``edges``; empty for ``none``.
+        dtype: Type of the tensor; None for ``none``.
+        grad: Whether it requires a gradient.
     """
 
     kind: ValueKind
@@ -44,7 +46,7 @@ class Value:
     grad: bool = False
 
     def bytes(self, vertices: int, edges: int) -> int:
-        """Bytes of the value for so many rows."""
+        """Return the bytes of the value for these numbers of rows."""
         if self.dtype is None:
             return 0
         size = self.dtype.itemsize * torch.Size(self.shape).numel()
@@ -53,15 +55,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Survey:
-    """What all steps of a graph gave once.
+    """The values of all steps of a graph, recorded in one run.
 
     Args:
-        values: By step.
-        draws: The counter of draws before each step, in training.
-        changed: Full names of the buffers that a forward changes.
-        beyond: The first layer that reads more than the edges into a vertex bring; empty where none does.
-        named: The first layer that reads rows of named vertices; empty where none does.
-        writes: Step -> the values that it was seen to change in place, whatever it is called.
+        values: Values by name of the step.
+        draws: The counter of random draws before each step, in training.
+        changed: Full names of the buffers that a forward pass changes.
+        beyond: The first layer that reads more than the in-edges of a vertex supply; empty if none does.
+        named: The first layer that reads rows of vertices by id; empty if none does.
+        writes: Step -> the values that it was seen to change in place, whatever the name of its call.
         eval_draws: The counter of draws before each step in evaluation, where most are left out.
     """
 
@@ -74,7 +76,7 @@ class Survey:
     eval_draws: Mapping[str, int] = field(default_factory=dict)
 
     def told(self, graph: LayerGraph) -> LayerGraph:
-        """The graph, with all that its steps were seen to change."""
+        """Return the graph with all in-place changes that its steps were seen to make."""
         steps = (
             replace(step, changes=tuple(dict.fromkeys((*step.changes, *self.writes.get(step.name, ())))))
             for step in graph.steps
@@ -89,21 +91,21 @@ def trace(
     words: Words = OF_GRAPHS,
     calling: ForwardCall | None = None,
 ) -> LayerGraph:
-    """The steps of a model's forward, the same for training and evaluation but for the training flag.
+    """Return the steps of a model's forward, valid in training and evaluation except for the training flag.
 
-    A submodule that cannot be traced becomes one step. No other thread may run a model meanwhile. What
-    modules keep in lists and dicts is as it was afterwards.
+    A submodule that cannot be traced becomes one step. No other thread may run a model meanwhile. The
+    contents of modules' lists and dicts are left as they were.
 
     Args:
         model: The user's module; its modes are left as they are.
         names: Inputs that the data has.
-        plain: Those of them that are numbers and texts, which forward may branch on.
-        words: What to call the output, and what to try.
-        calling: How the model is called; by default as one of a graph.
+        plain: Inputs that are numbers and strings, on which forward may branch.
+        words: Terms and hints for error messages.
+        calling: How the model is called; by default as a model of a graph.
 
     Raises:
-        ModelError: If the model's own forward cannot be traced, does other things in training than in
-            evaluation, or returns no single value; or if it asks for an input that there is not.
+        ModelError: If the model's own forward cannot be traced, differs between training and evaluation, does
+            not return a single value, or asks for an input that the data does not have.
     """
     form, contents = calling or ForwardCall.of(model, names), Contents(model)
     whole: set[str] = set()
@@ -137,7 +139,7 @@ def trace(
 
 
 def _remembers(label: str, words: Words) -> ModelError:
-    """The error of a forward that reads, or adds to, what an earlier one has left in a list or dict."""
+    """Build the error for a forward that reads, or adds to, values left in a container by an earlier one."""
     return ModelError(
         "a pipeline follows forward from layer to layer",
         f"it keeps values in {label or 'an object that outlives it'} from one forward to the next",
@@ -154,22 +156,22 @@ def survey(
     look: Callable[[Any], str],
     draws: Callable[[], int],
 ) -> Survey:
-    """Run all steps in training mode and note what each gives, and again in evaluation, which may draw less.
+    """Run all steps in training mode and record each value; run them in evaluation, which may draw less.
 
-    Modes and buffers of the model are as they were afterwards; what layers cache is not.
+    Modes and buffers of the model are left as they were; the caches of layers are not.
 
     Args:
-        graph: Of the model.
+        graph: Steps of the model.
         model: The user's module.
-        inputs: A small sample's inputs by name.
-        look: ``rows``, ``edges``, ``fixed`` or ``none`` for a step's value.
-        draws: The counter of draws as it stands.
+        inputs: Inputs of a small sample, by name.
+        look: Returns ``rows``, ``edges``, ``fixed`` or ``none`` for a step's value.
+        draws: Returns the present counter of draws.
 
     Raises:
         ModelError: If a step fails, with its line.
 
     Cost:
-        Two forwards; gradients are prepared for and not computed.
+        Two forward passes; autograd records the first, but no gradient is computed.
     """
     values: dict[str, Value] = {}
     writes: dict[str, tuple[str, ...]] = {}
@@ -187,10 +189,10 @@ def survey(
         found = versions.risen(step.reads)
         if found:
             writes[step.name] = found
-        for name in found:  # zeros that are written to need a gradient from then on
+        for name in found:  # a tensor of zeros may require a gradient once it was written to
             if name in values and versions.learns(name):
                 values[name] = replace(values[name], grad=True)
-        if step.kind != "attribute":  # weights and buffers have their owners
+        if step.kind != "attribute":  # weights and buffers are tracked elsewhere
             versions.note(step.name, value)
         kind = look(value) if isinstance(value, Tensor) else "none"
         if kind in ("rows", "edges", "fixed"):
@@ -199,7 +201,7 @@ def survey(
         else:
             values[step.name] = Value("none")
 
-    with torch._C.DisableTorchFunction():  # it is not the user's computation
+    with torch._C.DisableTorchFunction():  # this is not the user's computation
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with _modes_kept(model), torch.enable_grad():
@@ -226,15 +228,15 @@ def survey(
 
 
 class _Versions:
-    """Values of a run, to see which of them a step changes in place."""
+    """Version counters of values in a run, to see which of them a step changes in place."""
 
     def __init__(self) -> None:
         self._found: dict[int, list[tuple[str, Tensor, int]]] = {}
         self._places: dict[str, set[int]] = {}
 
     def note(self, name: str, value: Any) -> None:
-        """Hold a value as it is: what is freed would give others its place."""
-        with torch._C.DisableTorchFunction():  # it is not the user's computation
+        """Record a value and hold it: if it were freed, another one could take its address."""
+        with torch._C.DisableTorchFunction():  # this is not the user's computation
             for leaf in tree_leaves(value):
                 if type(leaf) is Tensor and leaf.layout is torch.strided:
                     place = leaf.untyped_storage().data_ptr()
@@ -242,12 +244,12 @@ class _Versions:
                     self._places.setdefault(name, set()).add(place)
 
     def learns(self, name: str) -> bool:
-        """Whether a value needs a gradient by now."""
+        """Whether a value requires a gradient by now."""
         held = (one for place in self._places.get(name, ()) for one in self._found[place])
         return any(tensor.requires_grad for other, tensor, _ in held if other == name)
 
     def risen(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The values that lie where these do and were written to since the last call."""
+        """Return the values in the same memory as these that were written to since the last call."""
         changed: dict[str, None] = {}
         with torch._C.DisableTorchFunction():
             for place in {place for name in names for place in self._places.get(name, ())}:
@@ -259,17 +261,17 @@ class _Versions:
 
 
 def settled(one: Survey, other: Survey, vertices: tuple[int, int], edges: tuple[int, int]) -> Survey:
-    """A survey with the kinds of values of which only shapes are known, by what these follow.
+    """Decide between rows, edges and fixed for values of which only shapes are known, by two surveys.
 
     Args:
-        one: Of a sample.
-        other: Of one of another size.
-        vertices: Of both samples.
-        edges: Of both samples.
+        one: Survey of a sample.
+        other: Survey of a sample of another size.
+        vertices: Number of vertices of both samples.
+        edges: Number of edges of both samples.
 
     Returns:
-        The first one, with rows, edges, or nothing that can be sent, in place of a fixed shape that is not
-        the same in both.
+        The first survey. A fixed value whose shape differs between both becomes ``rows`` or ``edges`` if it
+        follows their number, and ``none`` otherwise, so that it is not sent.
     """
 
     def kind(value: Value, its: Value) -> Value:

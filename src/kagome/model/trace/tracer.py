@@ -1,7 +1,7 @@
-"""Tracing: the calls of a forward in both modes, found by running it once on values that only take notes.
+"""Tracer: records the calls of a forward in both modes, by running it once on proxies.
 
-Where it sits: ``layers.trace`` calls it. torch.fx patches ``torch.nn.Module`` while it traces, and so does
-this file with torch and PyG: no other thread may run a model meanwhile.
+Where it sits: ``shapes.trace`` calls it. torch.fx patches ``torch.nn.Module`` while it traces, and this
+module patches torch and PyG. No other thread may run a model meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kagome.model.forward_call import ForwardCall
 from kagome.model.trace.graph import Constant
 
 CURE = "put these lines into a module of its own: what cannot be followed is one operator"
-"""What to try where a pipeline of independent samples cannot follow."""
+"""Hint for a forward that a pipeline of independent samples cannot trace."""
 HINT = "name the layers that follow each other: --parallel.layers conv1 conv2 ..."
 
 _LOOKED_INTO = ("torch_geometric.nn.models", "torch_geometric.nn.sequential")
@@ -44,7 +44,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 class UntraceableError(Exception):
-    """A forward does what steps run one by one would not do."""
+    """A forward does something that steps run one by one would not do."""
 
 
 class AutocastError(UntraceableError):
@@ -52,7 +52,7 @@ class AutocastError(UntraceableError):
 
 
 class _Drawn(TorchFunctionMode):
-    """Refuses a draw that takes no notes: it would be made now, once and for all."""
+    """Refuses a random draw that is not recorded: it would be made once, while tracing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -65,8 +65,8 @@ class FaultError(Exception):
     """A forward could not be traced to its end.
 
     Args:
-        path: The module in whose forward it ended; empty for the model's own.
-        cause: What ended it.
+        path: The module in whose forward tracing stopped; empty for the model's own.
+        cause: The exception that stopped it.
     """
 
     def __init__(self, path: str, cause: Exception) -> None:
@@ -74,7 +74,7 @@ class FaultError(Exception):
         self.path, self.cause = path, cause
 
     def told(self, hint: str, autocast: str) -> ModelError:
-        """The same for the user, with the line of the forward, and what to try."""
+        """Return the error for the user, with the line of the forward and a hint."""
         name, number = _frame_of(self.cause.__traceback__) or ("", 0)
         text = str(self.cause).strip().split("\n")[0] or type(self.cause).__name__
         code = linecache.getline(name, number).strip()
@@ -85,7 +85,7 @@ class FaultError(Exception):
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Whether a module is one step, and not looked into."""
+    """Whether a module is one step, whose inside is not traced."""
     home = type(module).__module__
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return False
@@ -97,56 +97,56 @@ def is_whole(module: nn.Module) -> bool:
 
 
 class _Value(fx.Proxy):
-    """Stands for a value, which forward may write to by ``x[...] = value``."""
+    """Proxy of a value, to which forward may write by ``x[...] = value``."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
 
 
 class _Weight(_Value):
-    """Stands for a weight or a buffer: its shape is known, and forward may branch on it."""
+    """Proxy of a weight or a buffer: its shape is known, and forward may branch on it."""
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, value: Tensor) -> None:
         super().__init__(node, tracer)
         self._value = value
 
     def size(self, dim: int | None = None) -> Any:
-        """The size of the tensor that stands for the value while tracing."""
+        """Return the size of the weight, or of one of its axes."""
         return self._value.size() if dim is None else self._value.size(dim)
 
     def dim(self) -> int:
-        """The number of axes of the tensor that stands for the value."""
+        """Return the number of axes of the weight."""
         return self._value.dim()
 
     def numel(self) -> int:
-        """The number of entries of the tensor that stands for the value."""
+        """Return the number of entries of the weight."""
         return self._value.numel()
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the tensor that stands for the value while tracing."""
+        """The shape of the weight or buffer."""
         return self._value.shape
 
     @property
     def ndim(self) -> int:
-        """The number of axes, as :meth:`dim` gives it."""
+        """The number of axes of the weight, as in :meth:`dim`."""
         return self._value.ndim
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the tensor that stands for the value takes a gradient."""
+        """Whether the weight requires a gradient."""
         return self._value.requires_grad
 
 
 class Tracer(fx.Tracer):
-    """Takes notes of one forward.
+    """Records the calls of one forward.
 
     Args:
         model: The user's module, in one mode.
         calling: How it is called.
         names: Inputs that the data has.
-        whole: Paths of modules not to look into, beside those that never are.
-        plain: Inputs that are numbers and texts: they are noted as they are.
+        whole: Paths of modules to treat as one step, besides those that always are.
+        plain: Inputs that are numbers and strings; they are recorded as constants.
     """
 
     proxy_buffer_attributes = True
@@ -175,11 +175,11 @@ class Tracer(fx.Tracer):
         self._paths |= {id(value): name for name, value in model.named_parameters()}
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """What stands for the value of a call."""
+        """Return the proxy for the value of a call."""
         return _Value(node, self)
 
     def noted(self) -> fx.Graph:
-        """The graph of calls.
+        """Trace the model and return the graph of its calls.
 
         Raises:
             FaultError: If some forward cannot be traced.
@@ -193,7 +193,7 @@ class Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        """The call of the model on its inputs, named as the data names them."""
+        """Return a function that calls the model on its inputs, named as the data names them."""
         inputs: dict[str, Any] = {name: self._plain[name] for name in self._names if name in self._plain}
         for name in self._names:
             if name not in self._plain:
@@ -206,13 +206,13 @@ class Tracer(fx.Tracer):
         return root, []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module is one step."""
+        """Whether a module is recorded as one step."""
         return is_whole(m) or module_qualified_name in self._whole
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Note or look into a module's call; remember the innermost one that fails."""
+        """Record a module's call or trace into it; remember the innermost one that fails."""
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
@@ -227,7 +227,7 @@ class Tracer(fx.Tracer):
             self._stack.pop()
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Node:
-        """Note a call, where it stands and whether it gives gradients."""
+        """Record a call, with its line and whether gradients are enabled."""
         if self._stack and _autocast() != self._autocast:
             raise AutocastError("it calls under a torch.autocast of its own")
         if self._stack and torch.is_inference_mode_enabled():
@@ -240,7 +240,7 @@ class Tracer(fx.Tracer):
         return node
 
     def create_arg(self, a: Any) -> Any:
-        """An argument as a note; tensors by their path, or as constants that the model does not hold."""
+        """Record an argument; tensors go by their path, or as constants if the model does not hold them."""
         if isinstance(a, Tensor):
             path = self._paths.get(id(a))
             if path is not None:
@@ -251,7 +251,7 @@ class Tracer(fx.Tracer):
         return super().create_arg(a)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        """A weight or buffer that a forward reads: noted, once."""
+        """Record a weight or buffer that a forward reads, once each."""
         path = self._paths.get(id(attr_val)) if isinstance(attr_val, Tensor) else None
         if path is None:
             return attr_val
@@ -262,7 +262,7 @@ class Tracer(fx.Tracer):
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        """Calls that notes must not run into, noted as one each; everything as it was at the end."""
+        """For a block: calls that proxies must not run into are recorded as one each; restored at the end."""
         undo: list[Callable[[], None]] = []
 
         def put(owner: Any, name: str, value: Any) -> None:
@@ -301,7 +301,7 @@ class Tracer(fx.Tracer):
             put(nn.Module, "__setattr__", refuse)
             put(nn.Module, "named_parameters", named)
             put(Aggregation, "__call__", aggregate)
-            # Below Function.apply, which users bind when they import: ``reverse = Reverse.apply``.
+            # Patch below Function.apply, because users bind that at import: ``reverse = Reverse.apply``.
             before = vars(_SingleLevelFunction).get("apply")
             undo.append(partial(_give_back, before))
             _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
@@ -316,7 +316,10 @@ class Tracer(fx.Tracer):
                 take_back()
 
     def _length(self, inner: Callable[[Any], int]) -> Callable[[Any], Any]:
-        """``len``, noted where a user asks for that of a value; all else asks too while it is replaced."""
+        """Return a ``len`` that records a user's call on a proxy.
+
+        All other code calls it too while it is replaced.
+        """
 
         def length(value: Any) -> Any:
             home = str(sys._getframe(1).f_globals.get("__name__", ""))
@@ -327,7 +330,7 @@ class Tracer(fx.Tracer):
         return length
 
     def _wrappers(self) -> dict[int, Callable[..., Any]]:
-        """What stands in for a function while tracing, by the function's id."""
+        """Return the replacements of functions while tracing, by the function's id."""
         functions = [
             value
             for module in _FUNCTIONS
@@ -337,7 +340,7 @@ class Tracer(fx.Tracer):
         functions += [getattr(torch, name) for name in _MAKERS]
         wrappers = {id(function): self._noting(function, always=False) for function in functions}
         wrappers |= {id(function): self._refusing(function.__name__) for function in _SEEDS}
-        # A draw that reads no value would be made now, once and for all.
+        # A draw that reads no proxy would be made once, while tracing.
         return wrappers | {id(f): self._noting(f, always=True) for f in (getattr(torch, n) for n in _DRAWS)}
 
     def _refusing(self, name: str) -> Callable[..., Any]:
@@ -358,7 +361,7 @@ class Tracer(fx.Tracer):
 
 
 def _give_back(apply: Any) -> None:
-    """What applied autograd functions before a forward was traced, beside torch itself."""
+    """Restore the method that applied autograd functions before tracing, or remove the patch."""
     if apply is not None:
         _SingleLevelFunction.apply = apply  # type: ignore[attr-defined]
     else:
@@ -370,7 +373,7 @@ def _autocast() -> tuple[bool, ...]:
 
 
 def _chosen(lines: list[tuple[str, int]]) -> tuple[str, int] | None:
-    """The innermost line of the user's; else of PyG's; lines come innermost first."""
+    """Return the innermost line of the user's code, else of PyG's; ``lines`` are ordered innermost first."""
     torch_home = torch.__path__[0]
     pyg_home = torch_geometric.__path__[0]
     ours = (__file__, calling_file.__file__)
