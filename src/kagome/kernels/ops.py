@@ -1,6 +1,6 @@
 """Kernel operations: each runs in numba, Triton or plain PyTorch, by the tensors' device and type.
 
-Where it sits: the autograd functions of ``sparse_ops``, ``feature_parallel`` and ``historical`` call these.
+Where it sits: ``sparse_ops``, ``feature_parallel``, ``historical`` and ``halo.table_view`` call these.
 The three backends agree up to rounding. Each backend gives the same bits at any number of threads.
 
 [Note: second derivatives] Autograd runs a function's forward with gradients off. It runs the backward with

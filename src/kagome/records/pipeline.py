@@ -42,12 +42,12 @@ class Shares:
 
     @property
     def bubble(self) -> float:
-        """Share without computing."""
+        """Share of the window without computing."""
         return 1 - self.computing
 
     @property
     def idle(self) -> float:
-        """Share in which nothing is recorded."""
+        """Share of the window in which nothing is recorded."""
         return max(0.0, 1 - self.computing - self.waiting - self.sending - self.other)
 
 

@@ -131,7 +131,7 @@ def summary(
 
 
 def write_summary(path: str | Path, values: Mapping[str, Any]) -> Path:
-    """Write ``summary.json`` atomically.
+    """Write ``summary.json`` in one atomic step.
 
     Args:
         path: The file.

@@ -79,7 +79,7 @@ class Shape:
 
     @property
     def homes(self) -> int:
-        """The number of ranks."""
+        """The number of ranks that have stages."""
         return self.stages if self.ranks is None else self.ranks
 
     def held(self, rank: int) -> range:

@@ -1,6 +1,6 @@
 """Partition quality: how good a cut is, in numbers and in plain sentences.
 
-Where it sits: ``partition`` measures each cut, ``kagome partition`` and the report print it.
+Where it sits: ``store`` measures each cut; ``kagome partition`` and the report print it.
 """
 
 from __future__ import annotations

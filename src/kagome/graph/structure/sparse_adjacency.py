@@ -30,7 +30,7 @@ class Adjacency:
 
     Args:
         layout: ``csr``, ``csc`` or ``coo``.
-        kind: ``loops`` if self-loops were added; otherwise ``ones`` if all values are 1, or ``simple``.
+        kind: ``loops`` if it has self-loops; otherwise ``ones`` if all values are 1, or ``simple``.
         values: One value per edge.
     """
 
@@ -81,7 +81,7 @@ def inputs_of(edges: Mapping[str, Tensor], edge_index: Tensor, count: int) -> di
 
 
 def with_loops(edges: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return edge attributes marked as those of a matrix to which self-loops were added."""
+    """Return edge attributes for edges to which self-loops were added: the matrix then has self-loops."""
     told = adjacency_of(edges)
     rest = {name: value for name, value in edges.items() if not name.startswith(_PREFIX)}
     return rest if told is None else {**rest, Adjacency(told.layout, "loops", told.values).name: told.values}

@@ -1,6 +1,6 @@
 """Topology: sentences about the edges of a graph that may reveal a mistake.
 
-Where it sits: ``validate`` prints them at the start of a run.
+Where it sits: ``validate`` adds them to the notes that are printed at the start of a run.
 """
 
 from __future__ import annotations

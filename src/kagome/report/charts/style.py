@@ -1,6 +1,6 @@
 """Style of the report page: its style sheet, its logo, and the colour of each phase and kind.
 
-Where it sits: constants for ``report.page.page``, ``svg`` and ``report.chrome_trace``; imports nothing.
+Where it sits: constants for ``report.page`` and ``report.chrome_trace``; imports nothing.
 """
 
 from __future__ import annotations

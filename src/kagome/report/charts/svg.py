@@ -1,6 +1,6 @@
 """Small charts as HTML with inline SVG: curves, stacked bars and legends.
 
-Where it sits: ``report.page.page`` and ``report.chrome_trace`` draw with it from plain numbers; colours and
+Where it sits: ``report.page`` and ``report.chrome_trace`` draw with it from plain numbers; colours and
 type come from ``style``.
 """
 
