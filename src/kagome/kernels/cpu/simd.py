@@ -80,7 +80,7 @@ def add_products(
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def dot(typing: Any, width: Any, a: Any, at: Any, b: Any) -> Any:
-    """``sum(a[at:] * b[at:])`` over ``width`` columns, summed in any order."""
+    """``sum(a[at:] * b[at:])`` over ``width`` columns, in the machine's order."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = _Lanes(context, builder, signature, args)
@@ -91,7 +91,7 @@ def dot(typing: Any, width: Any, a: Any, at: Any, b: Any) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def bent_dot(typing: Any, width: Any, a: Any, at: Any, b: Any, factor: Any, slope: Any) -> Any:
-    """``sum(factor[at:] * leaky_relu(a[at:] + b[at:]))`` over ``width`` columns, summed in any order."""
+    """``sum(factor[at:] * leaky_relu(a[at:] + b[at:]))`` over ``width`` columns, in the machine's order."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = _Lanes(context, builder, signature, args)
