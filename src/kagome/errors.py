@@ -1,6 +1,6 @@
-"""KagomeError and its leaves: every fault a user can cause, told in the same four sentences.
+"""Errors: ``KagomeError`` and its subclasses, one for each area; all messages have the same four parts.
 
-Where it sits: imported by every folder, imports none of them.
+Where it sits: imported by every folder; imports none of them.
 """
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ from __future__ import annotations
 from typing import Final
 
 ADVICE: Final = "\n  Try: "
-"""What stands before the hint in an error's text."""
+"""The text before the hint in an error message."""
 LONGEST: Final = 800
-"""Characters of each of the four parts in an error's text: a value that was found may have a million."""
+"""Most characters of each part of a message: a value that was found may have a million."""
 
 
 class KagomeError(ValueError):
-    """A fault that a user can cause and mend.
+    """An error that a user can cause and correct.
 
     Args:
-        asked: What was asked for, with its number or name.
+        asked: What was required, with its number or name.
         found: What was found instead, with its number or name.
-        where: Where it was found (rank, stage, chunk, layer, file), or nothing.
+        where: Where it was found (rank, stage, chunk, layer, file), or ``""``.
         hint: One thing to try.
     """
 
     told_by: int | None = None
-    """The rank that found it, where this one has been told of it."""
+    """The rank that found the error, if this rank was told of it by another."""
 
     def __init__(self, asked: str, found: str, *, where: str = "", hint: str = "") -> None:
         self.asked, self.found, self.where, self.hint = asked, found, where, hint
@@ -41,7 +41,7 @@ class KagomeError(ValueError):
 
 
 def shortened(text: str, most: int = LONGEST) -> str:
-    """The text, without its middle where it is long."""
+    """Return the text, with its middle cut out if it is long."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -53,7 +53,7 @@ def _rebuild(leaf: type[KagomeError], asked: str, found: str, where: str, hint: 
 
 
 class ConfigError(KagomeError):
-    """Settings that are unknown, out of range, or clash."""
+    """Settings are unknown, out of range, or conflict with each other."""
 
 
 class DataError(KagomeError):
@@ -61,35 +61,35 @@ class DataError(KagomeError):
 
 
 class PartitionError(KagomeError):
-    """A partition cannot be made, read, or does not belong to this graph."""
+    """A partition cannot be made or read, or it does not belong to this graph."""
 
 
 class ModelError(KagomeError):
-    """A model does something that a split would change, or cannot be built."""
+    """A model cannot be built, or does something that a split would change."""
 
 
 class CheckError(KagomeError):
-    """Split and whole differ."""
+    """The split run and the whole run differ."""
 
 
 class CommError(KagomeError):
-    """Ranks disagree about what crosses between them, or one waited too long."""
+    """Ranks disagree about the messages between them, or one waited too long."""
 
 
 class ScheduleError(KagomeError):
-    """A program of actions that cannot be run, or a text that is none."""
+    """A program of actions cannot be run, or a text is not a program."""
 
 
 class PlanError(KagomeError):
-    """A plan that cannot be read, or that does not fit its model or its devices."""
+    """A plan cannot be read, or does not fit its model or its devices."""
 
 
 class CheckpointError(KagomeError):
-    """A checkpoint cannot be written, read, or does not fit this run."""
+    """A checkpoint cannot be written or read, or does not fit this run."""
 
 
 class CallbackError(KagomeError):
-    """A callback raised on another rank, or did on one rank what all ranks do together."""
+    """A callback raised on another rank, or did on one rank what all ranks must do together."""
 
 
 class LaunchError(KagomeError):

@@ -1,4 +1,4 @@
-"""Caller: the line of a user's code that made a torch call.
+"""User frame: the line of a user's code that made a torch call.
 
 Where it sits: errors name it, so that a refusal points into the user's forward and not only at a module.
 """
@@ -15,9 +15,9 @@ _LIBRARIES: Final = ("kagome", "torch", "torch_geometric", "threading", "context
 
 
 def user_line() -> str:
-    """The innermost line outside of Kagome, torch and PyG, as ``file.py, line 12``; empty if none.
+    """Return the innermost line outside Kagome, torch and PyG, as ``file.py, line 12``; empty if none.
 
-    Of a call that is a step of a pipeline it is the line of the forward that made it.
+    For a call that is a step of a pipeline it is the line of the forward that recorded the step.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _library(frame) in _LIBRARIES:
@@ -32,7 +32,7 @@ def user_line() -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """The innermost line outside of Kagome, torch and PyG that an error passed, as ``file.py, line 12``."""
+    """Return the innermost line of an error outside Kagome, torch and PyG, as ``file.py, line 12``."""
     found, trace = "", error.__traceback__
     while trace is not None:
         if _library(trace.tb_frame) not in _LIBRARIES:
@@ -42,36 +42,37 @@ def raised_at(error: BaseException) -> str:
 
 
 def from_library() -> bool:
-    """Whether PyG's code, and not the user's, made the call that is being answered."""
+    """Return whether PyG's code, and not the user's, made the call being handled."""
     frame = _frame(("kagome", "torch", "threading", "contextlib"))
     return frame is not None and _library(frame) == "torch_geometric"
 
 
 def by_user_itself() -> bool:
-    """Whether the user's own code, and no library's for it, made the call that is being answered."""
+    """Return whether the user's own code, and no library on its behalf, made the call being handled."""
     frame = _frame(("kagome", "threading", "contextlib"))
     return frame is not None and _library(frame) not in ("torch", "torch_geometric")
 
 
 def by_kagome() -> bool:
-    """Whether Kagome's own code, and neither PyG's nor the user's, made the call that is being answered."""
+    """Return whether Kagome's own code, and neither PyG's nor the user's, made the call being handled."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "__torch_function__":
         frame = frame.f_back
-    while frame is not None and (  # one mode may have been given the call by another
+    while frame is not None and (  # one torch function mode may pass the call on to another
         frame.f_code.co_name == "__torch_function__" or _library(frame) in ("torch", "contextlib")
     ):
         frame = frame.f_back
     if frame is None or _library(frame) != "kagome":
         return False
-    # A step calls what the user called, or what stands in for a builtin.
+    # A step calls what the user called, or the replacement of a builtin.
     return not _line_of_step(frame) and not (frame.f_back is not None and _line_of_step(frame.f_back))
 
 
 def by_user() -> bool:
-    """Whether the user's code, or torch's for it, computes with a number of ours: not PyG's nor Kagome's own.
+    """Return whether the user's code, or torch on its behalf, computes with one of Kagome's number objects.
 
-    Modules whose functions are such numbers' methods say so: ``__answers__ = True``.
+    Calls by PyG and by Kagome itself do not count. Modules whose functions are methods of such objects are
+    marked by ``__answers__ = True``.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
@@ -89,7 +90,10 @@ def _frame(skip: tuple[str, ...]) -> FrameType | None:
 
 
 def _line_of_step(frame: FrameType) -> str:
-    """Where a step stands in a forward, if the frame calls one: its module has ``__steps__``."""
+    """Return the line of the forward that a step was recorded from, if the frame runs a step, else ``""``.
+
+    Modules that run steps are marked by ``__steps__``.
+    """
     if frame.f_code.co_name != "call" or not frame.f_globals.get("__steps__", False):
         return ""
     return str(frame.f_locals["self"].line)
@@ -99,6 +103,6 @@ def _library(frame: FrameType) -> str:
     return _package(frame.f_globals.get("__name__", ""))
 
 
-@cache  # each torch call of a forward asks it of several frames
+@cache  # every torch call of a forward asks this for several frames
 def _package(module: str) -> str:
     return str(module).partition(".")[0]

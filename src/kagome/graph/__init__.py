@@ -1,1 +1,1 @@
-"""What we train on: data sets, their structure, and the ways to cut a graph by vertices."""
+"""Graphs to train on: data sets, the structure of one graph, and the ways to cut it by vertices."""

@@ -1,7 +1,7 @@
-"""Prepare: a graph named by settings is loaded, cut, and its parts written, one after another.
+"""Preparation of a partition: load the graph that settings name, cut it, and write its parts one by one.
 
-Where it sits: what ``kagome partition`` does; ``train.data`` runs it in a process of its own, so that no rank
-ever holds more than its part. That process imports nothing but ``graph``.
+Where it sits: ``kagome partition`` calls it; ``train.data`` runs it in a process of its own, so that no rank
+ever holds more than its part. That process imports little beyond ``graph``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kagome.graph.structure.attributes import attributes_of, tensors_of
 from kagome.launch.host_memory import available_bytes
 from kagome.launch.os_errors import end_with, in_words
 
-#: Partitioners whose owners are worth keeping: the others take no longer than reading them would.
+#: Partitioners whose owners are worth caching: the others run as fast as the cache could be read.
 KEPT = ("metis", "streaming")
 
 
@@ -44,21 +44,21 @@ def prepare(
     """Load a graph, cut it, and write its parts.
 
     Args:
-        settings: The graph.
+        settings: The data settings that name the graph.
         method: The partitioner's name, or ``auto``.
-        seed: Its seed.
-        parts: Parts.
-        folder: Where to write; of several, the first that can be written.
-        available: Bytes that could be taken before the graph was loaded; by default measured when it is.
-        reuse: Take the owners of vertices from the user's cache, and keep them there.
+        seed: The partitioner's seed.
+        parts: The number of parts.
+        folder: Where to write; of several folders, the first that is writable.
+        available: Bytes that were free before the graph was loaded; measured at the call by default.
+        reuse: Whether to take the owners of vertices from the user's cache and to keep them there.
 
     Returns:
-        The facts of the partition.
+        The metadata of the partition.
 
     Raises:
         KagomeError: What loading, cutting or writing raised.
 
-    Cost: at the peak the graph and what its partitioner takes; then the graph and one part.
+    Cost: at the peak the graph and the memory of its partitioner; later the graph and one part.
     """
     data = load_data(settings)
     if available is None:
@@ -96,18 +96,18 @@ def prepare(
 def owners(
     data: Data, mark: str, *, method: str, seed: int, parts: int, kept: Cache | None
 ) -> tuple[Tensor, Path | None]:
-    """The part of each vertex, from the cache if it is there.
+    """Return the part of each vertex, from the cache if it is there.
 
     Args:
         data: The whole graph, validated.
-        mark: Its fingerprint with this cut.
+        mark: The fingerprint of the graph with this cut.
         method: The partitioner's name.
-        seed: Its seed.
-        parts: Parts.
-        kept: The cache, if it is to be used.
+        seed: The partitioner's seed.
+        parts: The number of parts.
+        kept: The cache; None if it is not to be used.
 
     Returns:
-        The owners, and the entry that they were taken from.
+        The owners, and the cache entry that they were read from, if any.
 
     Shapes:
         owner ``[N]``, int64.
@@ -126,11 +126,12 @@ def owners(
 
 
 def main(order: str, parent: int) -> int:
-    """Call :func:`prepare` with what a line of JSON holds; a user's mistake goes out as another.
+    """Call :func:`prepare` with the arguments in a line of JSON; print a user's mistake as another line.
 
     Args:
-        order: The line.
-        parent: The process that waits for this one, which ends when that one does.
+        order: The line of JSON with the arguments.
+        parent: The process id of the caller, which waits for this process; this process ends when that one
+            does.
     """
     end_with(parent)
     data, rest = json.loads(order)

@@ -1,1 +1,1 @@
-"""Loops over edges: sums, extremes, softmax and attention by row, without a tensor of a row an edge."""
+"""Kernels over edges: sums, minimum, maximum, softmax and attention scores, without a row per edge."""

@@ -1,18 +1,18 @@
-"""Ops: every kernel, done by the loops, by Triton or in plain PyTorch, as the tensors' device and type allow.
+"""Kernel operations: each runs in numba, Triton or plain PyTorch, by the tensors' device and type.
 
-Where it sits: ``neighbors`` calls these from its autograd functions. A result is the same by all three ways
-to rounding, and the same to the bit at any number of threads.
+Where it sits: ``sparse_ops``, ``feature_parallel``, ``historical`` and ``halo.table_view`` call these.
+The three backends agree up to rounding. Each backend gives the same bits at any number of threads.
 
-[Note: second derivatives] Autograd runs a function's forward with gradients off, and its backward with
-gradients on only where that backward is to be differentiated again (``create_graph=True``). Then these calls
-run in plain PyTorch, which keeps the gradient. So an autograd function whose backward is made of these calls,
-of torch's own, of its inputs and of its outputs can be differentiated any number of times.
+[Note: second derivatives] Autograd runs a function's forward with gradients off. It runs the backward with
+gradients on only if that backward is to be differentiated again (``create_graph=True``). In that case these
+calls run in plain PyTorch, which records the gradient. So an autograd function can be differentiated any
+number of times if its backward consists of these calls, of torch's own, of its inputs and of its outputs.
 
 ::
 
     layout         R rows, E entries; entry k of row i has column[k] and edge[k]
     span           which entries are walked: "all", "own" (before middle) or "halo" (from middle on)
-    offset         taken from a column before x is read: halo rows in a tensor of their own have offset = own
+    offset         subtracted from a column before x is read: a tensor of halo rows alone has offset = own
     rows           a slice of the layout's rows; the result's row 0 is the slice's first
     into           a tensor that the result is added to (sums) or written into (edges), and returned
 """
@@ -60,12 +60,12 @@ LAUNCHED = LOOPED | {torch.float16, torch.bfloat16}
 
 
 def backend_of(x: Tensor) -> str:
-    """``numba``, ``triton`` or ``torch``: what runs a kernel on this tensor."""
+    """Return ``numba``, ``triton`` or ``torch``: the backend that runs a kernel on this tensor."""
     found = _module(x.device.type, x.dtype)
     return "torch" if found is reference else "numba" if x.device.type == "cpu" else "triton"
 
 
-@cache  # what there is to import does not change in a process
+@cache  # importable modules do not change within a process
 def _module(device: str, dtype: torch.dtype) -> ModuleType:
     if device == "cpu" and dtype in LOOPED:
         return import_module("kagome.kernels.cpu.dispatch")
@@ -75,7 +75,7 @@ def _module(device: str, dtype: torch.dtype) -> ModuleType:
 
 
 def _way(x: Tensor, *others: Tensor | None) -> ModuleType:
-    """The module that does a kernel on these tensors: see [Note: second derivatives]."""
+    """Return the backend module for these tensors; see [Note: second derivatives]."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
         return reference
     return _module(x.device.type, x.dtype)
@@ -96,20 +96,20 @@ def sum_rows(
 
     Args:
         layout: The rows and their entries.
-        x: What is summed.
-        weight: One an edge, or one an edge and head.
-        scale: One a row of the result.
+        x: The rows to sum.
+        weight: One factor per edge, or one per edge and head.
+        scale: One factor per row of the result.
         span: Which entries are walked.
-        offset: Taken from each column.
-        rows: Which rows of the layout.
-        into: Added to in place and returned.
+        offset: Subtracted from each column.
+        rows: The slice of the layout's rows to compute; all if None.
+        into: A tensor to add the result to, in place; it is then returned.
 
     Shapes:
         ``x [*, F]`` with ``weight`` None or ``[E]``, or ``x [*, H, C]`` with ``weight`` None, ``[E]`` or
         ``[E, H]``; result ``[R, F]`` or ``[R, H, C]``.
 
     Cost:
-        Reads a row of x an edge; writes the result once.
+        Reads one row of x per edge; writes the result once.
     """
     out: Tensor = _way(x, weight).sum_rows(
         layout, x, weight, scale, span=span, offset=offset, rows=rows, into=into
@@ -130,11 +130,11 @@ def dot_edges(
 
     Args:
         layout: The rows and their entries.
-        a: A row each of the layout's.
-        b: What the columns name.
-        span: Which entries are walked; the others keep what ``into`` held, 0 without it.
-        offset: Taken from each column.
-        into: Written in place and returned.
+        a: One row for each row of the layout.
+        b: The rows that the columns name.
+        span: Which entries are walked; the others keep the value in ``into``, or are 0 without it.
+        offset: Subtracted from each column.
+        into: A tensor to write the result into, in place; it is then returned.
 
     Shapes:
         ``a [R, H, C]``, ``b [*, H, C]``; result ``[E, H]``.
@@ -144,7 +144,7 @@ def dot_edges(
 
 
 def extreme_rows(layout: CsrLayout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
-    """The largest (sign +1) or smallest (-1) of each row's neighbours by column, and how many equal it.
+    """Return the column-wise largest (sign +1) or smallest (-1) neighbour of each row, and how many equal it.
 
     A row without entries gives 0 and 0.
 
@@ -160,9 +160,9 @@ def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Te
 
     Args:
         layout: The structure's ``by_source``.
-        x: What was read.
-        best: From ``extreme_rows``.
-        ties: From ``extreme_rows``.
+        x: The rows that ``extreme_rows`` read.
+        best: The extreme values from ``extreme_rows``.
+        ties: The number of equal values from ``extreme_rows``.
         g: The gradient of ``best``.
 
     Shapes:
@@ -173,7 +173,7 @@ def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Te
 
 
 def extreme_edges(layout: CsrLayout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
-    """As ``extreme_rows``, of values that belong to edges.
+    """Compute ``extreme_rows`` of values that belong to edges instead of rows.
 
     Shapes:
         ``values [E, F]``; results ``[R, F]``.
@@ -183,7 +183,7 @@ def extreme_edges(layout: CsrLayout, values: Tensor, sign: float) -> tuple[Tenso
 
 
 def extreme_edges_back(layout: CsrLayout, values: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
-    """The gradient of ``extreme_edges`` by its values; equals share it.
+    """Return the gradient of ``extreme_edges`` by its values; equal values share it evenly.
 
     Shapes:
         ``values [E, F]``, the others ``[R, F]``; result ``[E, F]``.
@@ -193,10 +193,10 @@ def extreme_edges_back(layout: CsrLayout, values: Tensor, best: Tensor, ties: Te
 
 
 def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
-    """``exp(logit - largest) / (total + 1e-16)`` within each row of the layout, a head at a time.
+    """``exp(logit - largest) / (total + 1e-16)`` within each row of the layout, separately for each head.
 
     Shapes:
-        ``logits [E, H]``; result ``[E, H]``, both in the edges' own order.
+        ``logits [E, H]``; result ``[E, H]``, both in the order of the edge list.
     """
     out: Tensor = _way(logits).softmax_edges(layout, logits)
     return out
@@ -213,7 +213,7 @@ def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
 
 
 def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor:
-    """As ``softmax_edges`` of ``leaky_relu(a[i] + b[column])``, which is never stored: GAT's attention.
+    """GAT's attention: softmax over each row's edges of ``leaky_relu(a[i] + b[column])``, never stored.
 
     Shapes:
         ``a [R, H]``, ``b [*, H]``; result ``[E, H]``.
@@ -225,7 +225,7 @@ def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor
 def softmax_sum_back(
     structure: Structure, a: Tensor, b: Tensor, slope: float, alpha: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of ``softmax_sum`` by ``a`` and ``b``.
+    """Return the gradients of ``softmax_sum`` by ``a`` and ``b``.
 
     Shapes:
         ``a [own, H]``, ``b [whole, H]``, ``alpha [E, H]``, ``g [E, H]``; results like a and b.
@@ -247,7 +247,7 @@ def leaky_dots(layout: CsrLayout, a: Tensor, b: Tensor, att: Tensor, slope: floa
 def leaky_dots_back(
     structure: Structure, a: Tensor, b: Tensor, att: Tensor, slope: float, g: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of ``leaky_dots`` by ``a``, ``b`` and ``att``.
+    """Return the gradients of ``leaky_dots`` by ``a``, ``b`` and ``att``.
 
     Shapes:
         ``a [own, H, C]``, ``b [whole, H, C]``, ``att [H, C]``, ``g [E, H]``; results like the first three.
@@ -257,7 +257,7 @@ def leaky_dots_back(
 
 
 def gather(index: Tensor, x: Tensor) -> Tensor:
-    """``x.index_select(0, index)``.
+    """Return the rows of ``x`` that ``index`` names: ``x.index_select(0, index)``.
 
     Shapes:
         ``index [E]`` int32 or int64, ``x [*, ...]``; result ``[E, ...]``.
@@ -287,7 +287,7 @@ def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> T
 
 
 def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of ``m[column]`` weighted by a softmax of ``z[column]`` over each row, a column at a time.
+    """Return sums of ``m[column]`` weighted by a softmax of ``z[column]`` over each row, column by column.
 
     Returns:
         The sums, each row's largest z, and its total of ``exp(z - largest)``; 0 for rows without entries.
@@ -302,15 +302,15 @@ def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Ten
 def column_softmax_back(
     layout: CsrLayout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of ``column_softmax``'s sums by ``z`` and ``m``.
+    """Return the gradients of the sums of ``column_softmax`` by ``z`` and ``m``.
 
     Args:
         layout: The structure's ``by_source``.
-        z: As before.
-        m: As before.
-        out: The sums.
-        top: As returned.
-        total: As returned.
+        z: The logits given to ``column_softmax``.
+        m: The values given to ``column_softmax``.
+        out: The sums it returned.
+        top: The largest logits it returned.
+        total: The totals it returned.
         g: The gradient of the sums.
 
     Shapes:
@@ -321,7 +321,7 @@ def column_softmax_back(
 
 
 def join_edges(structure: Structure, a: Tensor, b: Tensor, slope: float | None) -> Tensor:
-    """``a[target] + b[source]`` for every edge, through leaky_relu where a slope is given.
+    """``a[target] + b[source]`` for every edge, passed through leaky_relu if a slope is given.
 
     Shapes:
         ``a [own, ...]``, ``b [whole, ...]``; result ``[E, ...]``.
@@ -333,7 +333,7 @@ def join_edges(structure: Structure, a: Tensor, b: Tensor, slope: float | None) 
 def join_edges_back(
     structure: Structure, a: Tensor, b: Tensor, slope: float | None, g: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of ``join_edges`` by ``a`` and ``b``.
+    """Return the gradients of ``join_edges`` by ``a`` and ``b``.
 
     Shapes:
         ``g [E, ...]``; results like a and b.

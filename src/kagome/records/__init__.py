@@ -1,1 +1,1 @@
-"""Facts of a run: epochs, memory, plans, pipelines and spans."""
+"""Records of a run: epochs, memory, plans, pipelines and spans."""

@@ -1,7 +1,6 @@
-"""Meters of a run: a record an epoch, its file, and the peak memory of a process.
+"""Epoch records: one record per epoch, the file that holds them, and the peak memory of a process.
 
-Where it sits: ``run`` fills them while it trains; ``report.summary`` and ``report.page.page`` read the
-records back.
+Where it sits: ``train`` fills them; ``report.summary`` and ``report.page.page`` read the records back.
 """
 
 from __future__ import annotations
@@ -25,35 +24,36 @@ KINDS = ("halo", "stage", "transpose", "weights", "statistics", "other")
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """What one epoch gave and cost."""
+    """The results and costs of one epoch."""
 
     epoch: int
-    """Its number."""
+    """The number of the epoch."""
     loss: float | None
-    """Mean loss over all training vertices; None, in a file read back, where it was not finite."""
+    """Mean loss over all training vertices; in a record read from a file, None if it was not finite."""
     train_metric: float | None
-    """The metric on the training vertices; None where not evaluated."""
+    """The metric on the training vertices, or None if not evaluated."""
     val_metric: float | None
-    """The metric on the validation vertices; None where not evaluated."""
+    """The metric on the validation vertices, or None if not evaluated."""
     seconds: float
-    """Seconds of training, evaluation excluded."""
+    """Seconds of training without evaluation."""
     bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes sent in training, all ranks, on the wire, by kind of :data:`KINDS`."""
+    """Bytes that all ranks sent in training, as transported, by kind of :data:`KINDS`."""
     waited: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that a rank waited for what others sent, mean over the ranks, by kind; only kinds there are."""
+    """Seconds that a rank waited for messages, mean over the ranks, by kind; only kinds that occur."""
     under_way: Mapping[str, float] = field(default_factory=dict)
     """Seconds from the begin of each exchange to the end of its wait, mean over the ranks, by kind."""
     uncoded: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of all ranks without codecs, and without what probes send beside, by kind; only kinds that may be
-    coded, and only where anything is coded or late."""
+    """Bytes of all ranks as they would be without codecs and without the traffic of probes, by kind. Holds
+    only kinds that may be coded, and only if anything is coded or stale.
+    """
     best_epoch: int | None = None
-    """The best epoch so far, by the run's metric; None where this one was not evaluated."""
+    """The best epoch so far by the run's metric; None if this epoch was not evaluated."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as a line of ``metrics.jsonl``, with all kinds of bytes and their total.
+        """Return the record as a line of ``metrics.jsonl``, with all kinds of bytes and their total.
 
-        ``waited`` and ``under_way`` are there where anything was exchanged, ``uncoded`` where it was coded,
-        ``best_epoch`` where there was an evaluation.
+        ``waited`` and ``under_way`` are included if anything was exchanged, ``uncoded`` if it was coded, and
+        ``best_epoch`` if there was an evaluation.
         """
         more = {name: dict(getattr(self, name)) for name in ("waited", "under_way", "uncoded")}
         return {
@@ -67,7 +67,7 @@ class EpochRecord:
 
 
 def by_kind(counts: Mapping[str, float]) -> dict[str, Any]:
-    """Bytes of every kind and their ``total``; kinds that are not known count as ``other``."""
+    """Return bytes by kind and their ``total``; unknown kinds count as ``other``."""
     full: dict[str, Any] = dict.fromkeys(KINDS, 0)
     for kind, count in counts.items():
         if kind != "total":
@@ -77,13 +77,14 @@ def by_kind(counts: Mapping[str, float]) -> dict[str, Any]:
 
 
 def hidden_shares(records: Sequence[EpochRecord]) -> dict[str, float]:
-    """The share of the time under way that computation hid, by kind.
+    """Return the share of each kind's exchange time that computation hid.
 
     Args:
-        records: Some epochs.
+        records: The epochs to add up.
 
     Returns:
-        0 for what was waited for at once, 1 for what was never waited for; only kinds there are.
+        0 for a kind that was waited for from the start, 1 for one that was never waited for; only kinds that
+        occur.
     """
     shares = {}
     for kind in KINDS:
@@ -95,9 +96,9 @@ def hidden_shares(records: Sequence[EpochRecord]) -> dict[str, float]:
 
 
 def read_records(path: str | Path) -> list[EpochRecord]:
-    """Read ``metrics.jsonl``.
+    """Read the records in ``metrics.jsonl``.
 
-    A last line without its end (the process died while it wrote) is left out.
+    A last line without a line end is left out: the process died while it wrote the line.
 
     Args:
         path: The file.
@@ -106,7 +107,7 @@ def read_records(path: str | Path) -> list[EpochRecord]:
         The records in the order of the file.
 
     Raises:
-        ConfigError: If the file cannot be read, or another line is no record.
+        ConfigError: If the file cannot be read, or another line is not a record.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -130,11 +131,11 @@ def read_records(path: str | Path) -> list[EpochRecord]:
 
 
 def _record(values: Any) -> EpochRecord:
-    """A record of what a line holds.
+    """Return the record that a parsed line holds.
 
     Raises:
-        ValueError: If it is none.
-        TypeError: If a value is missing, or not known.
+        ValueError: If the line is not a record.
+        TypeError: If a value is missing or unknown.
     """
     if not isinstance(values, dict):
         raise ValueError("it is no object")
@@ -158,16 +159,16 @@ def _number(value: object) -> bool:
 
 
 class JsonLines:
-    """Writes ``metrics.jsonl``, a line an epoch, each on disk before the next epoch starts.
+    """Writer of ``metrics.jsonl``: one line per epoch, each on disk before the next epoch starts.
 
     Args:
         path: The file.
-        before: Records of the epochs that the run has done; whatever else the file held goes.
+        before: Records of the epochs already done; any other content of the file is dropped.
     """
 
     def __init__(self, path: str | Path, *, before: Sequence[EpochRecord] = ()) -> None:
         self.path = Path(path)
-        # They are written whole before the first new line: dying here loses nothing.
+        # Written in one step before the first new line, so that dying here loses nothing.
         write_text(self.path, "".join(map(_line, before)))
         self._file: TextIO = self.path.open("a", encoding="utf-8")
 
@@ -177,7 +178,7 @@ class JsonLines:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file; closing twice does no harm."""
+        """Close the file; closing twice is allowed."""
         self._file.close()
 
     def __enter__(self) -> JsonLines:
@@ -194,23 +195,25 @@ def _line(record: EpochRecord) -> str:
 
 
 class Memory:
-    """Peak memory of this process on a CPU: the peak resident size less the resident size at the start.
+    """Peak memory of this process on a CPU: the peak resident size minus the resident size at the start.
 
-    Make it after the imports and before any data is loaded: what remains is what the run itself needed
+    Create it after the imports and before any data is loaded. The difference is what the run itself needed
     (graph, features, activations, buffers, libraries loaded later), without the 200-400 MB that importing
-    PyTorch takes. Resident size counts pages, so it includes what the allocator has not given back and pages
-    shared with other processes; it does not include what was swapped out. The kernel's high-water mark
-    (``VmHWM``) is set back here where that is allowed; where it is not, a higher peak *during* the imports
-    would count as well (then ``exact`` is False). Without ``/proc`` it is ``ru_maxrss``, which in a child
-    process may also start at the size of the process that started it.
+    PyTorch takes. Resident size counts pages. It includes memory that the allocator has not returned and
+    pages shared with other processes, but no memory that was swapped out.
 
-    A rank may be forked of a process that has done the imports and made this. Pages of libraries count for it
-    only once it touches them again: those that it has not are added, so that both kinds of ranks tell alike.
+    The kernel's high-water mark (``VmHWM``) is reset here if that is permitted. If it is not, a higher peak
+    *during* the imports would count as well, and ``exact`` is False. Without ``/proc`` the peak is
+    ``ru_maxrss``, which in a child process may also start at the size of the process that started it.
+
+    A rank may be forked from a process that has done the imports and created this object. Pages of libraries
+    count for the rank only once it touches them again. The pages that it has not touched are added, so that
+    forked and spawned ranks report the same.
 
     Attributes:
-        exact: Whether the peak counts from here on only.
+        exact: Whether the peak counts only from here on.
         start: Resident bytes at the start.
-        files: Those of them that are pages of files: of libraries.
+        files: The part of these bytes in pages of files, which are libraries.
     """
 
     def __init__(self) -> None:
@@ -227,13 +230,13 @@ class Memory:
         self.exact = self.exact and high is not None and high - self.start < 4 << 20
 
     def peak(self) -> int:
-        """Bytes: the highest resident size so far, less that at the start."""
+        """Return the highest resident size so far minus that at the start, in bytes."""
         untouched = max(self.files - (_status("RssFile") or self.files), 0)
         return max((_status("VmHWM") or _max_resident()) + untouched - self.start, 0)
 
 
 def _status(key: str) -> int | None:
-    """A size in bytes of ``/proc/self/status``, or None where there is none."""
+    """Return a size in bytes from ``/proc/self/status``, or None if it is not there."""
     try:
         with open("/proc/self/status", encoding="utf-8") as lines:
             for line in lines:

@@ -1,7 +1,7 @@
-"""Holdings: what a rank holds in memory, by kind, predicted and measured side by side.
+"""Memory by kind: what a rank holds in memory, predicted and measured side by side.
 
-Where it sits: ``run`` fills them; ``report.summary`` writes them, ``report.page.sections`` and the terminal's
-table show them.
+Where it sits: ``memory`` and ``train`` fill it; ``report.summary`` writes it, and ``report.page.sections``
+and the terminal's table show it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 from kagome.records.units import bytes_text
 
 GRAVE: Final = ("weights", "features", "activations", "halo")
-"""Kinds that a sentence names even where they are small: what a user can change."""
+"""Kinds that a sentence names even if they are small, because a user can change them."""
 
 
 @dataclass(frozen=True)
@@ -23,44 +23,46 @@ class MemoryByKind:
     weights: int = 0
     """Parameters, buffers, and the best epoch's copy of both."""
     gradients: int = 0
-    """Of the parameters, from one backward to the next."""
+    """Gradients of the parameters, from one backward to the next."""
     optimizer: int | None = 0
-    """The optimizer's state; None where it is not known."""
+    """State of the optimizer; None if unknown."""
     features: int = 0
-    """Features, labels, masks and all else with a row a vertex that the data has."""
+    """Features, labels, masks and all other data with a row per vertex."""
     edges: int = 0
     """Edges with their ids and attributes."""
     tables: int = 0
-    """What is computed of the graph once and kept: edges by target and by source, lists of rows to send, ids,
-    normalisation, sums of constant features."""
+    """Results computed from the graph once: edges by target and by source, lists of rows to send, ids,
+    normalisation, sums of constant features.
+    """
     activations: int | None = 0
-    """What autograd keeps of one forward for its backward; None where it is not known."""
+    """What autograd keeps from one forward for its backward; None if unknown."""
     halo: int | None = 0
-    """Rows of other ranks that are kept, for backward or for good; None where it is not known."""
+    """Rows of other ranks that are kept until backward or permanently; None if unknown."""
     other: int | None = None
-    """What the measured peak has beyond all this: gradients of activations on their way, memory between two
-    uses, libraries. None where no peak was measured."""
+    """The rest of the measured peak: gradients of activations in flight, unused memory in the allocator,
+    libraries. None if no peak was measured.
+    """
 
     @property
     def total(self) -> int:
-        """All that is known."""
+        """The sum of all known kinds."""
         return sum(value or 0 for value in asdict(self).values())
 
     @property
     def known(self) -> bool:
-        """Whether nothing but the rest is unknown."""
+        """Whether every kind is known except ``other``."""
         return all(getattr(self, name) is not None for name in KINDS if name != "other")
 
     def beside(self, peak: int) -> MemoryByKind:
-        """The same with the rest up to a measured peak."""
+        """Return a copy in which ``other`` is the rest up to a measured peak."""
         return replace(self, other=max(peak - replace(self, other=None).total, 0))
 
     def as_dict(self) -> dict[str, int | None]:
-        """Kinds and ``total`` as plain values."""
+        """Return the kinds and ``total`` as plain values."""
         return {**asdict(self), "total": self.total}
 
     def text(self) -> str:
-        """One phrase: ``1.2 GB (weights 3 MB, features 200 MB, ...)``."""
+        """Return one phrase: ``1.2 GB (weights 3 MB, features 200 MB, ...)``."""
         parts = [(name, getattr(self, name)) for name in KINDS]
         told = [
             f"{name} {'unknown' if value is None else bytes_text(value)}"
@@ -79,12 +81,12 @@ def _large(value: int | None, total: int) -> bool:
 
 
 def fullest(holdings: Sequence[MemoryByKind]) -> MemoryByKind:
-    """The one that holds most."""
+    """Return the entry with the largest total."""
     return max(holdings, key=lambda one: one.total)
 
 
 def side_by_side(predicted: MemoryByKind | None, measured: MemoryByKind) -> dict[str, Any]:
-    """What ``summary.json`` says of one rank."""
+    """Return the entry of one rank in ``summary.json``."""
     return {
         "predicted": None if predicted is None else predicted.as_dict(),
         "measured": measured.as_dict(),
@@ -92,13 +94,13 @@ def side_by_side(predicted: MemoryByKind | None, measured: MemoryByKind) -> dict
 
 
 def line(memory: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """The fullest rank in the terminal's table, as name and text.
+    """Return the fullest rank's line in the terminal's table, as name and text.
 
     Args:
-        memory: ``summary.json``'s, a rank each.
+        memory: The entries of ``summary.json``, one per rank.
 
     Returns:
-        None where nothing was measured.
+        The name and the text, or None if nothing was measured.
     """
     ranks = [rank["measured"] for rank in memory if rank.get("measured")]
     if not ranks:
@@ -109,10 +111,10 @@ def line(memory: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
 
 
 def table(memory: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the report's table: a row a kind, two columns a rank.
+    """Return head and rows of the report's table: one row per kind, one column per rank.
 
     Args:
-        memory: ``summary.json``'s, a rank each.
+        memory: The entries of ``summary.json``, one per rank.
     """
     predicts = any(rank.get("predicted") for rank in memory)
     head = ["", *(f"rank {number}" for number in range(len(memory)))]

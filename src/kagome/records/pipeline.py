@@ -1,7 +1,7 @@
-"""Pipeline: how much of an epoch the ranks of a pipeline compute, wait and send, measured and predicted.
+"""Pipeline record: how much of an epoch the ranks compute, wait and send, measured and predicted.
 
-Where it sits: reads the spans that ``run`` names after its programs' actions; ``report.summary`` keeps the
-figures, ``report.page.lanes`` draws them.
+Where it sits: reads the spans that ``pipelining`` names after its programs' actions; ``report.summary`` keeps
+the figures, ``report.page.lanes`` draws them.
 
 All shares are of one window: from the first action's begin to the last action's end, on all ranks.
 """
@@ -25,52 +25,53 @@ _Key = tuple[int, ActionKind] | tuple[int, ActionKind, int, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What one rank, or the mean of all, does with the window; each is a share of it."""
+    """How one rank, or the mean of all, spends the window; each value is a share of it."""
 
     computing: float
-    """In F and B, exchanges within them included."""
+    """Share spent in F and B, including exchanges within them."""
     waiting: float
-    """In RECV."""
+    """Share spent in RECV."""
     sending: float
-    """In SEND."""
+    """Share spent in SEND."""
     other: float
-    """In what is recorded and no action: weights, optimizer, history."""
+    """Share spent in recorded work outside actions: weights, optimizer, history."""
     exposed: float
-    """In communication that no computing hides: exchanges, SEND, and of a RECV what comes after its SEND
-    began. It is part of the shares above; a wait for a message that was not sent yet is none of it."""
+    """Share spent in communication that no computing hides: exchanges, SEND, and a RECV's time after its SEND
+    began. It overlaps the shares above. Waiting for a message that has not been sent yet does not count.
+    """
 
     @property
     def bubble(self) -> float:
-        """Without computing."""
+        """Share of the window without computing."""
         return 1 - self.computing
 
     @property
     def idle(self) -> float:
-        """In nothing that is recorded."""
+        """Share of the window in which nothing is recorded."""
         return max(0.0, 1 - self.computing - self.waiting - self.sending - self.other)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPipeline:
-    """One epoch of a pipeline as it was."""
+    """One epoch of a pipeline as it was measured."""
 
     epoch: int
-    """Which."""
+    """The number of the epoch."""
     seconds: float
-    """From the first action's begin to the last action's end."""
+    """Seconds from the first action's begin to the last action's end."""
     slices: tuple[tuple[Slice, ...], ...]
     """Each rank's actions in order, in seconds after the window's begin."""
     ranks: tuple[Shares, ...]
-    """One a rank."""
+    """The shares of each rank."""
 
     @property
     def stages(self) -> tuple[int | None, ...]:
-        """Each rank's stage; None where it has no action."""
+        """Each rank's stage, or None for a rank without actions."""
         return tuple(slices[0].action.stage if slices else None for slices in self.slices)
 
     @property
     def whole(self) -> Shares:
-        """The mean of all ranks."""
+        """The mean of all ranks' shares."""
         return Shares(*(fmean(column) for column in zip(*map(astuple, self.ranks), strict=True)))
 
     @property
@@ -80,21 +81,21 @@ class MeasuredPipeline:
 
     @property
     def imbalance(self) -> float:
-        """The busiest rank's computing over the mean, less 1."""
+        """The busiest rank's computing time over the mean, minus 1."""
         mean = self.whole.computing
         return max(rank.computing for rank in self.ranks) / mean - 1 if mean else 0.0
 
 
 def measure(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None) -> MeasuredPipeline | None:
-    """What the ranks did in one epoch of a pipeline.
+    """Measure what the ranks did in one epoch of a pipeline.
 
     Args:
-        spans_by_rank: One list a rank (:meth:`Spans.as_list`), with one common zero.
-        epoch: Which epoch; by default that of median length among those after the first, and among those
-            that passed the stages once: one that is measured (a probe) computes its gradient twice.
+        spans_by_rank: One list per rank (:meth:`Spans.as_list`), with one common zero.
+        epoch: The epoch to measure. By default the one of median length among the epochs after the first that
+            passed the stages once; a probe epoch computes its gradient twice.
 
     Returns:
-        Its actions and shares; None where no action was recorded of it.
+        The epoch's actions and shares, or None if no action of it was recorded.
     """
     kept = [list(training(spans)) for spans in spans_by_rank]
     actions = [[span for span in spans if action_of(span.name) is not None] for spans in kept]
@@ -105,7 +106,7 @@ def measure(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None) -
     begin = min(span.start for spans in wanted for span in spans)
     end = max(span.start + span.duration for spans in wanted for span in spans)
     slices = tuple(_slices(spans, begin) for spans in wanted)
-    # An epoch's span that reaches out of the window counts as far as it is in it.
+    # A span of the epoch that extends beyond the window counts as far as it lies inside.
     others = [
         [
             (span.name, (max(span.start - begin, 0.0), min(span.start + span.duration - begin, end - begin)))
@@ -129,22 +130,22 @@ def predict(
     epoch: int | None = None,
     transfer: Seconds | None = None,
 ) -> Simulation | None:
-    """What the programs would take on imaginary devices with the seconds that the actions took here.
+    """Predict how long the programs take on imaginary devices, from the measured seconds of the actions.
 
-    An F or a B takes the mean of its stage's ranks over the recorded epochs after the first; one that was
-    never seen, the mean of its stage's others.
+    An F or a B takes the mean of its stage's ranks over the recorded epochs after the first. An action that
+    was never recorded takes the mean of its stage's others.
 
     Args:
-        programs: One a stage; if None, what the ranks did in the epoch.
-        spans_by_rank: One list a rank, with one common zero.
-        epoch: Of which epoch the programs are taken; by default as in :func:`measure`.
-        transfer: Seconds of a SEND on its link; 0 if None.
+        programs: One program per stage; if None, what the ranks did in the epoch.
+        spans_by_rank: One list per rank, with one common zero.
+        epoch: The epoch from which the programs are taken; by default as in :func:`measure`.
+        transfer: Returns the seconds of a SEND on its link; 0 if None.
 
     Returns:
-        The simulation, with its ``bubble``, ``imbalance`` and ``seconds``; None where no action was recorded.
+        The simulation, with its ``bubble``, ``imbalance`` and ``seconds``; None if no action was recorded.
 
     Raises:
-        ScheduleError: If the programs cannot end, as where the spans lack a part of the epoch.
+        ScheduleError: If the programs cannot end, for example because the spans lack a part of the epoch.
     """
     measured = measure(spans_by_rank, epoch)
     if measured is None:
@@ -175,18 +176,18 @@ def pipeline_summary(
     epoch: int | None = None,
     transfer: Seconds | None = None,
 ) -> dict[str, float | None] | None:
-    """What ``summary.json`` says of a pipeline.
+    """Return the entry of a pipeline in ``summary.json``.
 
     Args:
-        spans_by_rank: One list a rank, with one common zero.
-        programs: One a stage; by default what the ranks did in the epoch.
-        epoch: Which epoch; by default as in :func:`measure`.
-        transfer: Seconds of a SEND on its link; 0 if None.
+        spans_by_rank: One list per rank, with one common zero.
+        programs: One program per stage; by default what the ranks did in the epoch.
+        epoch: The epoch to measure; by default as in :func:`measure`.
+        transfer: Returns the seconds of a SEND on its link; 0 if None.
 
     Returns:
-        ``bubble``, ``predicted_bubble`` (of the same order, each action at its mean time and a message at
-        ``transfer``, by default none; None where the spans lack a part of the epoch), ``imbalance``,
-        ``waiting`` and ``computing``; None where there is no pipeline.
+        ``bubble``, ``predicted_bubble``, ``imbalance``, ``waiting`` and ``computing``; None if there is no
+        pipeline. ``predicted_bubble`` is of the same order, with each action at its mean time and each
+        message at ``transfer``; it is None if the spans lack a part of the epoch.
     """
     measured = measure(spans_by_rank, epoch)
     if measured is None:
@@ -214,7 +215,7 @@ def _usual_epoch(actions: Sequence[Sequence[Span]]) -> int | None:
 
 
 def _slices(spans: Iterable[Span], zero: float) -> tuple[Slice, ...]:
-    """A rank's actions in order; one that took no time comes before the one that begins at its end."""
+    """Return a rank's actions in order; one of zero length comes before the one that begins at its end."""
     found = [
         Slice(action, span.start - zero, span.start + span.duration - zero)
         for span in spans
@@ -229,7 +230,7 @@ def _shares(
     begins = [one.begin for one in slices]
 
     def around(part: Interval) -> bool:
-        """Whether an action is inside: a phase around actions is not something beside them."""
+        """Return whether an action lies inside: a phase around actions does not run beside them."""
         at = bisect_left(begins, part[0])
         inner = (slices[at].begin, slices[at].end) if at < len(slices) else part
         return inner != part and inner[0] < part[1] and inner[1] <= part[1]
@@ -250,7 +251,7 @@ def _shares(
 
 
 def _transits(slices: Sequence[Sequence[Slice]]) -> list[float]:
-    """Seconds of each rank's RECVs after their SENDs began; ranks of a stage are its parts, in order."""
+    """Return the seconds of each rank's RECVs after their SENDs began; a stage's ranks are parts in order."""
     parts, counts = [], defaultdict[int, int](int)
     for mine in slices:
         stage = mine[0].action.stage if mine else -1
@@ -273,7 +274,7 @@ def _transits(slices: Sequence[Sequence[Slice]]) -> list[float]:
 
 
 def _programs(measured: MeasuredPipeline) -> Programs:
-    """What each stage did: the actions of its rank that has most of them."""
+    """Return what each stage did: the actions of its rank with the most of them."""
     longest: dict[int, Program] = {}
     for stage, slices in zip(measured.stages, measured.slices, strict=True):
         if stage is not None and len(slices) > len(longest.get(stage, ())):
@@ -282,13 +283,13 @@ def _programs(measured: MeasuredPipeline) -> Programs:
 
 
 def _keys(action: Action) -> tuple[_Key, _Key]:
-    """Under what an action's seconds are kept, the closest first."""
+    """Return the keys under which an action's seconds are stored, the most specific first."""
     stage, kind = action.stage, action.kind
     return (stage, kind, action.chunk, action.piece), (stage, kind)
 
 
 def _length(parts: Sequence[Interval]) -> float:
-    """Seconds that intervals cover, each moment counted once."""
+    """Return the seconds that intervals cover, each moment counted once."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(parts):
         total += max(0.0, end - max(begin, until))
@@ -297,5 +298,5 @@ def _length(parts: Sequence[Interval]) -> float:
 
 
 def _beyond(parts: Sequence[Interval], known: Sequence[Interval]) -> float:
-    """Seconds that intervals cover and the known ones do not."""
+    """Return the seconds that intervals cover and the known ones do not."""
     return _length([*parts, *known]) - _length(known)

@@ -1,6 +1,6 @@
-"""Plans: what each cut is predicted to cost, as a table that a person understands at first sight.
+"""Plan table: the predicted cost of each plan, in a form that is understood at first sight.
 
-Where it sits: ``kagome plan`` prints it, ``report.page.plan_page`` shows it; they see plain records.
+Where it sits: ``kagome plan`` prints it, ``report.page.plan_page`` shows it; both see only these protocols.
 """
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ from kagome.records.units import bytes_text, seconds_text
 from kagome.schedule.simulator import Simulation
 
 HEAD = ("plan", "exact", "an epoch", "of it waiting", "crosses", "memory a rank")
-"""Columns of the table."""
+"""Column heads of the table."""
 WIDE = 140
-"""Columns of what goes into a file or a pipe."""
+"""Text width of the table in a file or a pipe."""
 REASONS = 5
-"""Of so many plans, the best ones, why they stand there is printed; of all it is on the page."""
+"""Number of best plans whose reasons are printed; the page has the reasons of all."""
 
 
 class PlanRow(Protocol):
-    """One plan."""
+    """One plan with its predicted costs."""
 
     @property
     def name(self) -> str:
-        """Its settings."""
+        """The plan's settings as a name."""
 
     @property
     def exact(self) -> bool:
-        """Whether it gives what one rank gives."""
+        """Whether the plan gives the results of a single rank."""
 
     @property
     def epoch_seconds(self) -> float:
-        """Predicted."""
+        """Predicted seconds of an epoch."""
 
     @property
     def exposed_seconds(self) -> float:
-        """Waited for messages."""
+        """Seconds of an epoch spent waiting for messages."""
 
     @property
     def total_bytes(self) -> int:
-        """That cross, of all ranks."""
+        """Bytes that all ranks exchange in an epoch."""
 
     @property
     def memory_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Memory of the fullest rank in bytes."""
 
     @property
     def uncertain(self) -> float:
-        """By which share bytes may be off."""
+        """Relative uncertainty of the bytes."""
 
     @property
     def seconds_off(self) -> float:
-        """By which share seconds may be off."""
+        """Relative uncertainty of the seconds."""
 
     @property
     def reason(self) -> str:
-        """Why it stands where it stands."""
+        """Why the plan has its place in the ranking."""
 
     @property
     def compute_seconds(self) -> float:
-        """Of the slowest rank."""
+        """Seconds that the slowest rank computes."""
 
     @property
     def busy(self) -> Sequence[float]:
@@ -72,27 +72,27 @@ class PlanRow(Protocol):
 
     @property
     def run(self) -> Simulation | None:
-        """What a pipeline's stages do over time."""
+        """Simulation of a pipeline's stages over time, or None."""
 
 
 class Ranked(Protocol):
-    """Plans, the best first, and those that do not fit."""
+    """Ranked plans: those that fit, the best first, and those that do not."""
 
     @property
     def fitting(self) -> Sequence[PlanRow]:
-        """Those that fit."""
+        """The plans that fit into memory."""
 
     @property
     def refused(self) -> Sequence[tuple[PlanRow, str]]:
-        """The others, with why."""
+        """The plans that do not fit, each with the reason."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What they were predicted from."""
+        """The facts that the predictions are based on."""
 
 
 def print_plans(plans: Ranked, console: Console | None = None) -> None:
-    """Print the table, and a sentence about each of the best."""
+    """Print the table, and a sentence about each of the best plans."""
     console = console or Console(width=None if sys.stdout.isatty() else WIDE)
     table = Table(title=title_of(plans), title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in HEAD:
@@ -112,14 +112,14 @@ def print_plans(plans: Ranked, console: Console | None = None) -> None:
 
 
 def title_of(plans: Ranked) -> str:
-    """For what they are."""
+    """Return what the plans are for: ranks, cluster and graph."""
     facts = plans.facts
     graph = f"{facts['vertices']:,} vertices, {facts['edges']:,} edges"
     return f"{facts['ranks']} ranks of {facts['cluster']}; {graph}"
 
 
 def cells(one: PlanRow) -> tuple[str, ...]:
-    """A plan's row in the table, a cell for each of :data:`HEAD`."""
+    """Return a plan's row of the table, one cell for each of :data:`HEAD`."""
     about, off = (f" +-{each:.0%}" if each else "" for each in (one.uncertain, one.seconds_off))
     share = one.exposed_seconds / one.epoch_seconds if one.epoch_seconds else 0.0
     return (

@@ -1,7 +1,7 @@
-"""Spans: what one rank did when, phase by phase.
+"""Spans: the phases of one rank over time.
 
-Where it sits: ``run`` opens a phase around each piece of its work; ``report.chrome_trace`` and
-``report.summary`` read them.
+Where it sits: ``train`` and ``pipelining`` open a phase around each piece of their work;
+``report.chrome_trace`` and ``report.summary`` read the spans.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ MOVE = ("exchange", "weights")
 BESIDE = ("evaluate", "checkpoint")
 PHASES = (*SET_UP, "forward", "backward", "exchange", "weights", "optimizer", *BESIDE)
 
-# What happens inside these is not training: an exchange within an evaluation is part of the evaluation.
+# Anything inside these is not training: an exchange within an evaluation is part of the evaluation.
 OPAQUE = frozenset((*SET_UP, *BESIDE))
 
 
 class Span(NamedTuple):
-    """One phase, once."""
+    """One occurrence of a phase."""
 
     name: str
     """The phase, usually one of :data:`PHASES`."""
     start: float
-    """Seconds after the common zero."""
+    """Begin, in seconds after the common zero."""
     duration: float
-    """Seconds, those of inner phases included."""
+    """Length in seconds, inner phases included."""
     epoch: int | None
     """The epoch it belongs to; None before and after training."""
 
 
 @lru_cache(maxsize=1 << 16)
 def action_of(name: str) -> Action | None:
-    """The action that a span is named after, or None."""
+    """Return the action that a span is named after, or None."""
     if not name[:1].isdigit():
         return None
     try:
@@ -52,7 +52,7 @@ def action_of(name: str) -> Action | None:
 
 
 def phase_of(name: str) -> str:
-    """The phase that a span counts for: forward, backward or exchange for an action, else its own name."""
+    """Return a span's phase: forward, backward or exchange if it is an action, else its own name."""
     action = action_of(name)
     if action is None:
         return name
@@ -60,7 +60,7 @@ def phase_of(name: str) -> str:
 
 
 def by_phase(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase, those of actions added to their phases."""
+    """Return seconds by phase, with those of actions added to their phases."""
     found: dict[str, float] = {}
     for name, value in seconds.items():
         found[phase_of(name)] = found.get(phase_of(name), 0.0) + value
@@ -68,7 +68,7 @@ def by_phase(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def training(spans: Sequence[Span]) -> Iterator[Span]:
-    """The spans of a rank's epochs, less evaluation and checkpoints and what happens inside them."""
+    """Yield the spans of a rank's epochs, without evaluation, checkpoints and whatever is inside them."""
     closed_until = float("-inf")
     for span in sorted(spans, key=lambda span: (span.start, -span.duration)):
         if span.name in OPAQUE:
@@ -78,15 +78,15 @@ def training(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def common_epochs(spans_by_rank: Sequence[Sequence[Span]]) -> list[int]:
-    """The epochs of which every rank has spans, in order, less the first of them if there are more."""
+    """Return the epochs of which every rank has spans, in order, without the first if there are several."""
     by_rank = [{span.epoch for span in spans} for spans in spans_by_rank]
     common = sorted(epoch for epoch in set.intersection(*by_rank) if epoch is not None) if by_rank else []
-    # The first epoch warms caches up: it stands for none but itself.
+    # The first epoch warms caches up and is not representative.
     return common[1:] or common
 
 
 def median_epoch(spans_by_rank: Sequence[Sequence[Span]]) -> int | None:
-    """The epoch of median length among :func:`common_epochs`; None where there is none."""
+    """Return the epoch of median length among :func:`common_epochs`, or None if there is none."""
     common = common_epochs(spans_by_rank)
     if not common:
         return None
@@ -102,17 +102,17 @@ def median_epoch(spans_by_rank: Sequence[Sequence[Span]]) -> int | None:
 
 
 class Spans:
-    """Records the phases of one rank in bounded memory.
+    """Recorder of one rank's phases, in bounded memory.
 
-    Phases nest (an exchange inside a forward). :meth:`as_list` gives each span whole; :meth:`seconds` counts
-    each moment once, for the innermost phase, except within set-up, evaluation and checkpoints, which keep
-    what happens inside them.
+    Phases nest, such as an exchange inside a forward. :meth:`as_list` gives each span whole. :meth:`seconds`
+    counts each moment once, for the innermost phase. The exception are set-up, evaluation and checkpoints,
+    which count everything inside them as their own.
 
     Args:
         first: How many of the first epochs are kept.
         last: How many of the last epochs are kept.
-        most: Most spans kept of one epoch, and of all that is outside epochs.
-        clock: Seconds; on one Linux machine ``time.perf_counter`` has the same zero in all processes.
+        most: Most spans to keep of one epoch, and of everything outside epochs.
+        clock: Returns seconds; on one Linux machine ``time.perf_counter`` has the same zero in all processes.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class Spans:
         self._open: list[Phase] = []
 
     def phase(self, name: str, epoch: int | None = None) -> Phase:
-        """A context manager that records what runs inside it.
+        """Return a context manager that records what runs inside it.
 
         Args:
             name: The phase.
-            epoch: Its epoch; by default that of the phase it is opened in.
+            epoch: The epoch; by default that of the enclosing phase.
 
         Returns:
             The context manager.
@@ -147,22 +147,22 @@ class Spans:
         return Phase(self, name, epoch)
 
     def align(self, zero: float | None = None) -> None:
-        """Set the common zero: call it on every rank right after a barrier.
+        """Set the common zero; call it on every rank right after a barrier.
 
         Args:
-            zero: The clock's value that counts as 0; by default now. Earlier spans start below 0.
+            zero: The clock's value that counts as 0; by default the current one. Earlier spans start below 0.
         """
         self._zero = self.clock() if zero is None else zero
 
     def as_list(self) -> list[Span]:
-        """The kept spans in the order of their starts, in seconds after the common zero."""
+        """Return the kept spans in the order of their starts, in seconds after the common zero."""
         spans = (span for kept in self._kept.values() for span in kept)
         # An outer phase is recorded after its inner ones: reversed, it comes first where both start at once.
         shifted = [span._replace(start=span.start - self._zero) for span in spans][::-1]
         return sorted(shifted, key=lambda span: (span.start, -span.duration))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase over the whole run, of forgotten epochs too, each moment counted once."""
+        """Return seconds by phase over the whole run, with forgotten epochs; each moment counts once."""
         return dict(self._sums)
 
     def _enter(self, phase: Phase) -> None:
@@ -175,7 +175,7 @@ class Spans:
 
     def _leave(self, phase: Phase, duration: float) -> None:
         if phase in self._open:
-            # What was opened later and never closed (an exception in another thread) goes with it.
+            # A phase opened later and never closed (an exception in another thread) is dropped with it.
             del self._open[self._open.index(phase) :]
         if not phase.inside:
             if self._open:

@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, seconds, shares, metrics.
+"""Units: numbers as people read them, such as bytes, seconds, shares and metrics.
 
 Where it sits: used by the progress line, the final table, the page and its charts; imports nothing.
 """
@@ -9,10 +9,10 @@ import math
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes in decimal units.
+    """Return a number of bytes in decimal units.
 
     Args:
-        count: Bytes.
+        count: The number of bytes.
 
     Returns:
         For example ``0 B``, ``812 B``, ``3.21 MB``.
@@ -25,10 +25,10 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration in the unit that suits it.
+    """Return a duration in the unit that suits it.
 
     Args:
-        seconds: Seconds.
+        seconds: The duration in seconds.
 
     Returns:
         For example ``340 µs``, ``41.2 ms``, ``3.05 s``, ``4 min 10 s``, ``2 h 05 min``.
@@ -47,26 +47,26 @@ def seconds_text(seconds: float) -> str:
 
 
 def share_text(share: float) -> str:
-    """A share of one as a percentage, for example ``37 %``; what is there but small is ``< 1 %``."""
+    """Return a fraction as a percentage, for example ``37 %``; a small positive one is ``< 1 %``."""
     return "< 1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
 
 
 def metric_text(value: float | None) -> str:
-    """A metric or a loss with four digits; a dash where there is none."""
+    """Return a metric or a loss with four digits, or a dash for None."""
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"
 
 
 def count_text(value: float) -> str:
-    """A count with thin spaces between thousands; other numbers with three digits."""
+    """Return a count with thin spaces between thousands; other numbers with three digits."""
     if float(value).is_integer():
         return f"{int(value):,}".replace(",", "\u202f")
     return _three_digits(value)
 
 
 def epochs_text(count: int) -> str:
-    """A number of epochs, for example ``1 epoch``, ``20 epochs``."""
+    """Return a number of epochs, for example ``1 epoch``, ``20 epochs``."""
     return f"{count} epoch{'' if count == 1 else 's'}"
 
 

@@ -1,1 +1,1 @@
-"""What is said of a run: summaries, tables and traces."""
+"""Reports of a run: summaries, tables, traces and pages."""

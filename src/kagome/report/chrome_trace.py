@@ -1,6 +1,6 @@
-"""The timeline of a run: ``trace.json`` for Perfetto, and one epoch as a Gantt chart.
+"""Chrome trace of a run: ``trace.json`` for Perfetto, and one epoch as a Gantt chart.
 
-Where it sits: rank 0 writes it from the spans that all ranks gathered; ``report.page.page`` reads it back for
+Where it sits: rank 0 writes it from the spans gathered from all ranks; ``report.page.page`` reads it back for
 the chart.
 """
 
@@ -35,16 +35,18 @@ MOST_RECTS = 2000
 MOST_RANKS = 64
 
 _CNAMES = {"F": "rail_response", "B": "rail_load", "SEND": "rail_idle", "RECV": "generic_work"}
-"""Colours that chrome://tracing has by name. Perfetto colours a slice by its name without numbers, so each
-kind of action has its own colour there already."""
+"""Colours that chrome://tracing knows by name. Perfetto colours a slice by its name without numbers, so each
+kind of action has its own colour there already.
+"""
 
 
 def write_trace(path: str | Path, spans_by_rank: Sequence[Sequence[Span]]) -> Path:
-    """Write a trace that https://ui.perfetto.dev and chrome://tracing open: a process a rank.
+    """Write a trace that https://ui.perfetto.dev and chrome://tracing open, with one process per rank.
 
     Args:
         path: The file, usually ``trace.json`` of the run directory.
-        spans_by_rank: One list a rank (:meth:`Spans.as_list`), with one common zero; the earliest start is 0.
+        spans_by_rank: One list per rank (:meth:`Spans.as_list`), with one common zero; the earliest start is
+            0.
 
     Returns:
         The path.
@@ -59,8 +61,8 @@ def write_trace(path: str | Path, spans_by_rank: Sequence[Sequence[Span]]) -> Pa
         ):
             events.append({"name": name, "ph": "M", "pid": rank, "tid": 0, "args": args})
         for span in spans:
-            # Whole nanoseconds, of both ends: rounding a duration by itself could let an inner span end after
-            # its outer one, and Perfetto drops such.
+            # Both ends are rounded to whole nanoseconds. A duration rounded by itself could let an inner span
+            # end after its outer one, and Perfetto drops such spans.
             start, end = (round((t - zero) * 1e9) for t in (span.start, span.start + span.duration))
             action = action_of(span.name)
             event: dict[str, Any] = {
@@ -84,13 +86,13 @@ def read_trace(path: str | Path) -> list[list[Span]]:
     """Read the spans back from a trace.
 
     Args:
-        path: What :func:`write_trace` wrote.
+        path: A file that :func:`write_trace` wrote.
 
     Returns:
-        One list a rank, in seconds after the trace's zero.
+        One list per rank, in seconds after the trace's zero.
 
     Raises:
-        ConfigError: If the file is no such trace.
+        ConfigError: If the file is not such a trace.
     """
     try:
         found = text_files.json_file(path)
@@ -108,10 +110,10 @@ def read_trace(path: str | Path) -> list[list[Span]]:
 
 
 def _span(event: Any) -> tuple[int, Span | None]:
-    """An event's rank, and its span if it is one.
+    """Return an event's rank, and its span if it is one.
 
     Raises:
-        UnreadableError: If it is no event that :func:`write_trace` writes.
+        UnreadableError: If it is not an event that :func:`write_trace` writes.
     """
     rank = event.get("pid") if isinstance(event, dict) else None
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < 2**20:
@@ -133,21 +135,21 @@ def _span(event: Any) -> tuple[int, Span | None]:
 
 
 def representative_epoch(spans_by_rank: Sequence[Sequence[Span]]) -> int | None:
-    """The epoch of median length among those that every rank kept, less the first if there are more."""
+    """Return the epoch of median length among those that every rank kept, without the first if possible."""
     return median_epoch([list(training(spans)) for spans in spans_by_rank])
 
 
 def gantt_svg(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None) -> str:
-    """One epoch's training as bars, a row a rank, with its legend; evaluation and checkpoints are left out.
+    """Draw one epoch's training as bars, one row per rank, with a legend; without evaluation and checkpoints.
 
-    Of more than :data:`MOST_RANKS` ranks the first are drawn.
+    If there are more than :data:`MOST_RANKS` ranks, the first are drawn.
 
     Args:
-        spans_by_rank: One list a rank, with one common zero.
-        epoch: Which epoch; by default :func:`representative_epoch`.
+        spans_by_rank: One list per rank, with one common zero.
+        epoch: The epoch to draw; by default :func:`representative_epoch`.
 
     Returns:
-        A legend and an inline SVG that stretches to its column, or nothing where no epoch was kept.
+        A legend and an inline SVG that stretches to its column, or ``""`` if no epoch was kept.
     """
     epoch = representative_epoch(spans_by_rank) if epoch is None else epoch
     rows = [[span for span in training(spans) if span.epoch == epoch] for spans in spans_by_rank[:MOST_RANKS]]
@@ -165,9 +167,9 @@ def gantt_svg(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None)
         if len(rows) <= 16 or rank % 4 == 0:
             drawn.append(f'<text x="-8" y="{label_at:g}" text-anchor="end">rank {rank}</text>')
         drawn.append(f'<rect class="track" y="{top}" width="100%" height="{height}"/>')
-        # An action of a pipeline has the colour of the phase that it is part of.
+        # An action of a pipeline has the colour of its phase.
         longest = sorted(spans, key=lambda span: -span.duration)[:most]
-        # Inner phases are drawn after, so over, the phase around them.
+        # Inner phases are drawn later, and so on top of the phase around them.
         for span in sorted(longest, key=lambda span: (span.start, -span.duration)):
             x, width = 100 * (span.start - zero) / length, 100 * span.duration / length
             tip = escape(f"rank {rank}, {span.name}: {seconds_text(span.duration)}")
@@ -185,7 +187,7 @@ def gantt_svg(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None)
 
 
 def axis(length: float, bottom: float) -> list[str]:
-    """Lines and times below and behind the bars of a chart that is as wide as ``length`` seconds."""
+    """Return lines and times below and behind the bars of a chart that is ``length`` seconds wide."""
     drawn = []
     for tick in nice_ticks(0.0, length, most=5):
         if tick <= length:
@@ -198,7 +200,7 @@ def axis(length: float, bottom: float) -> list[str]:
 
 
 def _arguments(action: Action) -> dict[str, Any]:
-    """What a trace says of an action; piece and peer only where it has one."""
+    """Return an action's arguments in the trace; piece and peer only if the action has them."""
     found = {
         "stage": action.stage,
         "chunk": action.chunk,

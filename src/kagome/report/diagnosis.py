@@ -1,6 +1,6 @@
 """Diagnosis: which part of the run took the time, in one sentence.
 
-Where it sits: reads the summary's seconds by phase and rank; ``report.page.page`` puts its sentence on top.
+Where it sits: reads the summary's seconds by phase and rank; ``report.page.sections`` shows the sentence.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from kagome.records.units import bytes_text, seconds_text, share_text
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What bounds the speed of a run."""
+    """The part of a run that bounds its speed."""
 
     kind: str
     """``compute``, ``exchange``, ``waiting``, ``set-up`` or ``unknown``."""
     sentence: str
-    """The finding."""
+    """The finding as a sentence."""
     advice: str
-    """What to try, or nothing."""
+    """What to try, or ``""``."""
     shares: tuple[tuple[str, float], ...] = ()
     """Name and share of the training time, summing to one: compute, exchange, waiting."""
 
 
 def diagnose(values: Mapping[str, Any]) -> Diagnosis:
-    """Name the bottleneck.
+    """Find the bottleneck of a run.
 
-    All ranks start and end an epoch together, so what a rank computes less than the busiest shows up as a
-    longer stay in its exchanges. The shortest stay of any rank is therefore taken as what the exchange itself
-    costs, and what the ranks stay longer than that, on average, as waiting.
+    All ranks start and end an epoch together, so a rank that computes less than the busiest one stays longer
+    in its exchanges. The shortest stay of any rank is therefore taken as the cost of the exchange itself. The
+    time that the ranks stay longer than that, on average, is taken as waiting.
 
     Args:
         values: The summary.
 
     Returns:
-        The finding; of kind ``unknown`` where the summary has no phases.
+        The finding; its kind is ``unknown`` if the summary has no phases.
     """
     phases: Sequence[Mapping[str, float]] = values.get("phases") or []
     compute = [sum(rank.get(name, 0.0) for name in COMPUTE) for rank in phases]

@@ -1,4 +1,4 @@
-"""Crossing: coded and late rows in the summary and on the page - what they save, and what they cost.
+"""Exchange summary: what coded and stale rows save and cost, for the summary and the page.
 
 Where it sits: ``adaptive.report`` gives codecs, errors and probes; ``summary`` joins them with the epochs'
 records; ``report.page.sections`` shows them.
@@ -17,15 +17,16 @@ PASSES = ("forward", "backward")
 
 
 def crossing_summary(facts: Mapping[str, Any], records: Sequence[EpochRecord]) -> dict[str, Any]:
-    """What ``summary.json`` holds under ``crossing``.
+    """Return the entry ``crossing`` of ``summary.json``.
 
     Args:
         facts: ``codecs`` by kind, ``errors`` by site and pass, ``oldest_age``, ``probes``.
-        records: The epochs whose means are taken.
+        records: The epochs over which means are taken.
 
     Returns:
-        The same, with ``bytes_uncoded_per_epoch``, by kind as ``bytes_per_epoch``, and ``hidden_share``: of
-        the time that exchanges of all kinds were under way, what computation hid; None if there were none.
+        The facts with two more entries. ``bytes_uncoded_per_epoch`` is by kind, as ``bytes_per_epoch``.
+        ``hidden_share`` is the share of the time of all exchanges that computation hid, or None if there was
+        no exchange.
     """
     counts = [by_kind({**record.bytes, **record.uncoded}) for record in records]
     under_way = sum(sum(record.under_way.values()) for record in records)
@@ -36,13 +37,13 @@ def crossing_summary(facts: Mapping[str, Any], records: Sequence[EpochRecord]) -
 
 
 def beside(found: Mapping[str, Any] | None) -> str:
-    """Behind the bytes that were sent: what they would have been."""
+    """Return the text behind the bytes that were sent: how many bytes they would be without codecs."""
     plain = ((found or {}).get("bytes_uncoded_per_epoch") or {}).get("total")
     return "" if plain is None else f" ({bytes_text(plain)} uncoded)"
 
 
 def lead(found: Mapping[str, Any], total: float | None) -> str:
-    """Codecs, bytes, ages and probes in a few sentences."""
+    """Describe codecs, bytes, ages and probes in a few sentences."""
     said = ", ".join(f"{kind} {codec}" for kind, codec in (found.get("codecs") or {}).items())
     plain = (found.get("bytes_uncoded_per_epoch") or {}).get("total")
     told = [f"Codecs: {said}." if said else ""]
@@ -73,13 +74,13 @@ def lead(found: Mapping[str, Any], total: float | None) -> str:
 
 
 def climbed(found: Mapping[str, Any]) -> list[str]:
-    """The probes after which rows crossed more carefully, a line each."""
+    """Return the probes after which the precision level rose, one line each."""
     steps = (found.get("probes") or {}).get("climbed") or []
     return [f"epoch {step['epoch']}, one rung up after {step['text']}" for step in steps]
 
 
 def table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """What codecs lost, a row a site."""
+    """Return the error of the codecs as a table with one row per site."""
     errors: dict[str, dict[str, float]] = {}
     for name, error in (found.get("errors") or {}).items():
         site, _, way = name.rpartition(" ")

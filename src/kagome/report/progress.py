@@ -1,6 +1,6 @@
 """Progress of a run while it trains: a live line on a terminal, plain lines in a log, TensorBoard on demand.
 
-Where it sits: rank 0 hands it each epoch's record; nothing reads it back.
+Where it sits: rank 0 passes it each epoch's record; nothing reads it back.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Shows epoch, loss, validation metric and time left.
+    """Display of epoch, loss, validation metric and time left.
 
-    On a terminal it is one live line; elsewhere (CI logs, batch jobs) plain lines: the first, the last, and
-    between them at most one each ``every`` seconds.
+    On a terminal it is one live line. Elsewhere (CI logs, batch jobs) it prints plain lines: the first, the
+    last, and between them at most one every ``every`` seconds.
 
     Args:
-        epochs: Epochs of the whole run.
-        done: Epochs that were done before a resume.
-        metric_name: For example ``accuracy``; or what tells it, once it is known.
-        enabled: False shows nothing (other ranks, ``--report.no-progress``).
+        epochs: The number of epochs of the whole run.
+        done: The number of epochs done before a resume.
+        metric_name: For example ``accuracy``; or a function that returns it once it is known.
+        enabled: Whether to show anything; False on other ranks and with ``--report.no-progress``.
         stream: Where to write; by default standard error.
         every: Least seconds between two plain lines.
-        clock: Seconds.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Progress:
         self._val: float | None = None
         self._shown_at: float | None = None
         self._unshown: str | None = None
-        # The last epochs' ends, evaluation and all: they give the time left.
+        # Ends of the last epochs, evaluation included; the time left is estimated from them.
         self._ends: deque[float] = deque([clock()], maxlen=30)
         self._live: RichProgress | None = self._start_live() if enabled and self.stream.isatty() else None
 
     def update(self, record: EpochRecord) -> None:
-        """Take in one finished epoch."""
+        """Record one finished epoch and show it."""
         self.done += 1
         self._ends.append(self.clock())
         if record.val_metric is not None:
@@ -80,7 +80,7 @@ class Progress:
             self._unshown = line
 
     def close(self) -> None:
-        """Show the last epoch if it was not shown (an early stop) and give the terminal back."""
+        """Show the last epoch if it was not shown (an early stop), and release the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -131,11 +131,11 @@ class Progress:
 
 
 class TensorBoard:
-    """Writes each epoch as TensorBoard scalars.
+    """Writer of each epoch as TensorBoard scalars.
 
     Args:
-        folder: Where the event files go.
-        after: On resume, the last epoch that the checkpoint holds; later events are hidden.
+        folder: The folder for the event files.
+        after: On resume, the last epoch in the checkpoint; later events are hidden.
 
     Raises:
         ConfigError: If TensorBoard is not installed.
@@ -145,7 +145,7 @@ class TensorBoard:
         try:
             import tensorboard  # noqa: F401
 
-            # The one place of ``report`` that loads torch, and only when TensorBoard was asked for.
+            # The only place of ``report`` that loads torch, and only if TensorBoard was asked for.
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
@@ -157,7 +157,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder), purge_step=step)
 
     def write(self, record: EpochRecord) -> None:
-        """Write one epoch; what was not evaluated is left out."""
+        """Write one epoch; values that were not evaluated are left out."""
         scalars = {
             "loss": record.loss,
             "metric/train": record.train_metric,
@@ -170,10 +170,10 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, record.epoch)
 
     def close(self) -> None:
-        """Write what is left and close the files."""
+        """Write pending events and close the files."""
         self._writer.close()
 
 
 def warn(line: str) -> None:
-    """Say something on the error output, as Kagome."""
+    """Print a warning to standard error in Kagome's name."""
     print(f"kagome: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A run directory, read: whatever of it is there.
+"""Run data: the content of a run directory, as far as it exists.
 
 Where it sits: between the files that a run leaves and the sections of ``report.page.page``.
 """
@@ -23,31 +23,31 @@ from kagome.storage import text_files
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run left behind."""
+    """The files that a run left behind, parsed."""
 
     path: Path
-    """The run directory."""
+    """The path of the run directory."""
     config: dict[str, Any]
-    """Settings by section; empty where there are none."""
+    """Settings by section; empty if there are none."""
     records: list[EpochRecord]
-    """The epochs."""
+    """The records of the epochs."""
     summary: dict[str, Any]
-    """``summary.json``, or what can be said from the epochs alone."""
+    """``summary.json``, or what follows from the epochs alone."""
     spans: list[list[Span]]
-    """The trace's spans by rank; empty where there is none."""
+    """The trace's spans by rank; empty if there is no trace."""
     finished: bool
     """Whether the run wrote its summary."""
     faults: list[str]
-    """What could not be read, in sentences."""
+    """Sentences about what could not be read."""
 
     def setting(self, section: str, name: str) -> Any:
-        """A setting, or None."""
+        """Return a setting, or None if there is no such setting."""
         values = self.config.get(section)
         return values.get(name) if isinstance(values, dict) else None
 
 
 def read_folder(path: str | Path) -> RunFolder:
-    """Read a run directory; what is missing is left out, what cannot be read is said.
+    """Read a run directory; missing files are left out, unreadable ones are reported as faults.
 
     Args:
         path: The run directory.
@@ -56,7 +56,7 @@ def read_folder(path: str | Path) -> RunFolder:
         Its content.
 
     Raises:
-        ConfigError: If it is no folder, or holds neither ``metrics.jsonl`` nor ``summary.json``.
+        ConfigError: If it is not a folder, or holds neither ``metrics.jsonl`` nor ``summary.json``.
     """
     path = Path(path)
     if not path.is_dir():
@@ -110,13 +110,13 @@ SUMMARY: Final[Mapping[str, Any]] = {
     **{name: [dict] for name in ("phases", "memory")},
     **dict.fromkeys(("predicted", "parallel", "pipeline", "crossing", "history", "partition"), dict),
 }
-"""What a summary's values are: a number, a text, a list or an object of such; ``{}`` is one of numbers."""
+"""Types of a summary's values: a number, text, list or object of these; ``{}`` is one of numbers."""
 SIGNED: Final = frozenset({"test_metric", "val_metric"})
 """Numbers that may be below 0."""
 
 
 def _known(found: Any, faults: list[str]) -> dict[str, Any]:
-    """A summary without the values that are not what a run writes; each is told of."""
+    """Return a summary without the values that no run writes; each of them is reported as a fault."""
     if not isinstance(found, dict):
         faults.append("summary.json holds no object")
         return {}
@@ -141,16 +141,16 @@ def _is(value: Any, kind: Any, *, signed: bool = False) -> bool:
 
 
 MOST: Final = 1e21
-"""No number of a run is larger."""
+"""Upper bound of every number that a run writes."""
 
 
 def _provisional(records: list[EpochRecord], config: dict[str, Any]) -> dict[str, Any]:
-    """What the epochs alone tell of a run that did not end."""
-    # Which way is better only the run knows, where its metric is the user's own: it notes the best each time.
+    """Return what the epochs alone say about a run that did not end."""
+    # Only the run knows which direction of a user's own metric is better; it records the best each time.
     known = next((record.best_epoch for record in reversed(records) if record.best_epoch is not None), None)
     best = next((record for record in records if record.epoch == known), None)
     train, parallel = config.get("train", {}), config.get("parallel", {})
-    metric = str(train.get("metric", "auto")).rpartition(":")[2]  # of a function its name alone
+    metric = str(train.get("metric", "auto")).rpartition(":")[2]  # for a function only its name
     values = summary(
         records=records,
         test_metric=None,

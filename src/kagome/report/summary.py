@@ -1,4 +1,4 @@
-"""The summary of a run: ``summary.json`` and the table at the end of ``kagome train``.
+"""Summary of a run: ``summary.json`` and the table at the end of ``kagome train``.
 
 Where it sits: rank 0 builds it from the epochs' records and what the ranks gathered; ``report.page.page``
 reads it back.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 SHOWN = ("halo", "stage", "transpose", "weights")
-"""Kinds whose exchanges may be hidden; a statistic is waited for at once."""
+"""Kinds whose exchanges may be hidden; statistics are always waited for at once."""
 
 
 def summary(
@@ -55,36 +55,36 @@ def summary(
     weights_epoch: int | None = None,
     epochs: int | None = None,
 ) -> dict[str, Any]:
-    """Build what ``summary.json`` holds.
+    """Build the content of ``summary.json``.
 
     Args:
-        records: The epochs of the run, those before a resume too where they are known; bytes of all ranks.
+        records: The epochs of the run, with those before a resume if they are known; bytes of all ranks.
         test_metric: The metric on the test vertices with the weights of ``weights_epoch``.
         val_metric: The metric on the validation vertices with the same weights.
-        metric_name: For example ``accuracy``.
-        best_epoch: The epoch whose weights were kept; None where nothing was evaluated.
-        peak_memory_bytes: One a rank.
-        world_size: Number of ranks.
+        metric_name: The name of the metric, for example ``accuracy``.
+        best_epoch: The epoch whose weights were kept; None if nothing was evaluated.
+        peak_memory_bytes: Peak memory, one value per rank.
+        world_size: The number of ranks.
         parallel: The settings of ``Parallel`` that the run used.
-        seed: The seed.
+        seed: The seed of the run.
         predicted: The planner's epoch_seconds, bytes_per_epoch and peak_memory_bytes.
         max_age: The largest age, in epochs, of any row that was read.
         seconds_total: Wall-clock seconds of the run, set-up and evaluation included.
         set_up_seconds: Seconds before the first epoch.
         notes: Sentences that the reader of the page must know.
-        phases: One a rank: seconds by phase (:meth:`Spans.seconds`); actions count for the phase they are in.
-        partition: ``rows`` (one a part: part, vertices, edges, halo), ``advice`` (sentences), other facts.
-        threads: One a rank: threads that it computed with.
-        memory: One a rank: what it holds by kind, ``predicted`` and ``measured`` (``holdings``).
-        pipeline: What ``pipeline_summary`` gave, whose predicted bubble leaves out what messages take; None
-            where there is no pipeline.
-        crossing: Codecs by kind, errors by site, ``oldest_age`` and probes; None where all crosses exactly.
-        working_memory_bytes: The most that a sum over feature slices took, where that has a bound.
+        phases: Seconds by phase, one entry per rank (:meth:`Spans.seconds`); actions count for their phase.
+        partition: ``rows`` (one per part: part, vertices, edges, halo), ``advice`` (sentences), other facts.
+        threads: The number of threads that each rank computed with.
+        memory: Memory held by kind, one entry per rank, ``predicted`` and ``measured`` (``records.memory``).
+        pipeline: The result of ``pipeline_summary``, whose predicted bubble leaves out the time of messages;
+            None if there is no pipeline.
+        crossing: Codecs by kind, errors by site, ``oldest_age`` and probes; None if every exchange is exact.
+        working_memory_bytes: The most memory that a sum over feature slices took, if it is bounded.
         activations_moved_bytes: The most that a rank moved off its device, or to disk, in one forward.
-        history: What rows of other chunks cost: ``probes``, ``careful_from``, ``exact_epochs``,
-            ``plateau_epochs``, and how often weights were put back (``undone``).
+        history: Costs of rows of other chunks: ``probes``, ``careful_from``, ``exact_epochs``,
+            ``plateau_epochs``, and how often weights were rolled back (``undone``).
         weights_epoch: The epoch whose weights the model was left with; None before any.
-        epochs: How many are done, where records of some are not known.
+        epochs: The number of epochs done, if records of some are missing.
 
     Returns:
         Plain values in the order of the file.
@@ -131,11 +131,11 @@ def summary(
 
 
 def write_summary(path: str | Path, values: Mapping[str, Any]) -> Path:
-    """Write ``summary.json`` atomically.
+    """Write ``summary.json`` in one atomic step.
 
     Args:
         path: The file.
-        values: What :func:`summary` gave.
+        values: The result of :func:`summary`.
 
     Returns:
         The path.
@@ -144,13 +144,13 @@ def write_summary(path: str | Path, values: Mapping[str, Any]) -> Path:
 
 
 def final_table(values: Mapping[str, Any]) -> Table:
-    """The summary as a small table.
+    """Return the summary as a small table.
 
     Args:
-        values: What :func:`summary` gave.
+        values: The result of :func:`summary`.
 
     Returns:
-        Two columns, one row a figure.
+        A table of two columns, one row per figure.
     """
     from rich import box
     from rich.table import Table
@@ -164,7 +164,7 @@ def final_table(values: Mapping[str, Any]) -> Table:
 
 
 def headline(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The figures of the summary that matter first, as name and text; those that are missing are left out."""
+    """Return the most important figures of the summary as name and text; missing ones are left out."""
     rows: list[tuple[str, str]] = []
     metric = values.get("metric_name") or "metric"
     if values.get("test_metric") is not None:
@@ -214,17 +214,17 @@ def headline(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def threads_text(counts: Sequence[int]) -> str:
-    """Threads a rank, as one number or the least and the most."""
+    """Return the threads per rank as one number, or as the least and the most."""
     return str(max(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
 def print_summary(
     values: Mapping[str, Any], page: str | Path | None = None, *, console: Console | None = None
 ) -> None:
-    """Print the table at the end of ``kagome train`` and where the page is.
+    """Print the table at the end of ``kagome train`` and the path of the page.
 
     Args:
-        values: What :func:`summary` gave.
+        values: The result of :func:`summary`.
         page: The report page, if one was written.
         console: Where to print; by default standard output.
     """
@@ -233,5 +233,5 @@ def print_summary(
     console = console or Console(highlight=False)
     console.print(final_table(values))
     if page is not None:
-        # A path broken over two lines cannot be clicked or copied.
+        # A path that is broken over two lines cannot be clicked or copied.
         console.print(f"Report: {page}", soft_wrap=True, markup=False, highlight=False)

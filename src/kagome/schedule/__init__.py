@@ -1,1 +1,1 @@
-"""In which order: programs of actions, generated, written as text, and run on imaginary devices."""
+"""Schedules: programs of actions, generated, written as text, and run on imaginary devices."""

@@ -1,7 +1,7 @@
-"""Actions: what one stage does at one moment, with a text form; a program is a tuple of them a stage.
+"""Actions: the steps of one pipeline stage, with a text form; a program is a tuple of actions per rank.
 
-Where it sits: ``schedules`` generates programs, ``simulator`` runs them on imaginary devices, ``run`` on real
-ones; the text is what a user reads and what golden files hold.
+Where it sits: ``schedules`` generates programs, ``simulator`` runs them on imaginary devices, ``pipelining``
+on real ones. The text is what users read and what golden files hold.
 
 ::
 
@@ -24,7 +24,7 @@ from kagome.errors import ScheduleError
 
 
 class ActionKind(Enum):
-    """What an action does; the value is its text."""
+    """The kind of an action; its value is its text form."""
 
     F = "F"
     B = "B"
@@ -33,26 +33,26 @@ class ActionKind(Enum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
-    __hash__ = object.__hash__  # Enum's own goes by the name: actions are hashed by the hundred thousand
+    __hash__ = object.__hash__  # Enum hashes the name; actions are hashed by the hundred thousand
 
     @property
     def computes(self) -> bool:
-        """Whether it computes; else it sends or receives."""
+        """Whether the action computes; if not, it sends or receives."""
         return self in (ActionKind.F, ActionKind.B)
 
     @property
     def sends(self) -> bool:
-        """Whether it sends."""
+        """Whether the action sends a message."""
         return self in (ActionKind.SEND_F, ActionKind.SEND_B)
 
     @property
     def receives(self) -> bool:
-        """Whether it waits for what another stage sends."""
+        """Whether the action waits for a message from another stage."""
         return self in (ActionKind.RECV_F, ActionKind.RECV_B)
 
     @property
     def forward(self) -> bool:
-        """Whether it belongs to the forward pass."""
+        """Whether the action belongs to the forward pass."""
         return self in (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
 
 
@@ -62,7 +62,7 @@ ANSWERS: Final = {
     ActionKind.SEND_B: ActionKind.RECV_B,
     ActionKind.RECV_B: ActionKind.SEND_B,
 }
-"""The kind at the other end."""
+"""The kind of the action at the other end of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class Action:
     """One step of one stage.
 
     Args:
-        stage: Whose.
-        kind: What.
-        chunk: Of which chunk.
+        stage: The stage that performs it.
+        kind: What the stage does.
+        chunk: The chunk that it is done to.
         piece: For F and B, which piece of the stage's layers; None for all of them.
         peer: For SEND and RECV, the other stage; None for the neighbour in the direction of the pass.
     """
@@ -85,7 +85,7 @@ class Action:
 
     def __post_init__(self) -> None:
         if self.peer is not None and self.peer == self._next:
-            object.__setattr__(self, "peer", None)  # one form for one action
+            object.__setattr__(self, "peer", None)  # normalised, so that each action has one form
 
     @property
     def other(self) -> int:
@@ -111,18 +111,18 @@ class Action:
 
 
 Program = tuple[Action, ...]
-"""What one rank does, in order: with its stage, or with several."""
+"""The actions of one rank in order; the rank may have one stage or several."""
 Programs = tuple[Program, ...]
-"""A program a rank."""
+"""The programs of all ranks, in order."""
 
 _TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B)(\d+)(?:\.(\d+)|([<>])(\d+))?")
 
 
 def parse(text: str) -> Action:
-    """The action that a text names.
+    """Return the action that a text names.
 
     Raises:
-        ScheduleError: If it names none.
+        ScheduleError: If the text does not name an action.
     """
     found = _TEXT.fullmatch(text)
     if found is None:
@@ -139,15 +139,16 @@ def parse(text: str) -> Action:
 
 
 def to_text(programs: Sequence[Sequence[Action]]) -> str:
-    """Programs as text: a line a rank."""
+    """Return programs as text, one line per rank."""
     return "".join(" ".join(map(str, program)) + "\n" for program in programs)
 
 
 def from_text(text: str) -> Programs:
-    """The programs that a text holds.
+    """Return the programs that a text holds.
 
     Raises:
-        ScheduleError: If it holds none, or a line has another rank's action: stages are dealt to the lines.
+        ScheduleError: If a word is not an action, or a line has an action of another rank. Stages are
+            assigned to the lines in rotation.
     """
     programs = tuple(tuple(map(parse, line.split())) for line in text.splitlines())
     for rank, program in enumerate(programs):
@@ -162,7 +163,7 @@ def from_text(text: str) -> Programs:
 
 
 def pointed(program: Sequence[Action], at: int, *, around: int = 4) -> str:
-    """A program's actions around one of them, with an arrow under it: for the errors of a failing rank."""
+    """Return a program's actions around one of them, with an arrow under it, for errors of a failing rank."""
     first, last = max(0, at - around), min(len(program), at + around + 1)
     words = [str(action) for action in program[first:last]]
     before = " ".join(["...", *words[: at - first]] if first else words[: at - first])
@@ -171,10 +172,10 @@ def pointed(program: Sequence[Action], at: int, *, around: int = 4) -> str:
 
 
 def pairs(programs: Mapping[int, Program] | Sequence[Program]) -> None:
-    """Check that each SEND has its RECV and the reverse.
+    """Check that each SEND has its RECV, and each RECV its SEND.
 
     Raises:
-        ScheduleError: If one is alone, or is there twice.
+        ScheduleError: If one of a pair is missing, or an action occurs twice.
     """
     each = programs.values() if isinstance(programs, Mapping) else programs
     seen: set[Action] = set()

@@ -1,7 +1,7 @@
-"""Dag: programs of stages that form a DAG, each with its own micro-batch size and its own k.
+"""DAG schedules: programs for stages that form a DAG, each with its own micro-batch size and its own k.
 
-Where it sits: beside ``schedules``; ``planner`` asks how many samples a stage must hold, ``run`` runs the
-programs.
+Where it sits: beside ``schedules``. ``planner`` asks how many samples a stage must hold; ``pipelining.dag``
+runs the programs.
 
 ::
 
@@ -22,12 +22,12 @@ from kagome.errors import ScheduleError
 from kagome.schedule.actions import Action, ActionKind, Programs
 
 Link = tuple[int, int]
-"""A stage whose output another one reads, and that one."""
+"""A pair of stages: the source, and the stage that reads its output."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """How a stage takes the samples of a batch.
+    """How a stage processes the samples of a batch.
 
     Args:
         micro_batch: Samples in a micro-batch.
@@ -40,16 +40,16 @@ class Turns:
 
 @dataclass(frozen=True)
 class DagShape:
-    """What programs of a DAG are made for.
+    """The stages and links that programs of a DAG are generated for.
 
     Args:
-        batch: Samples of a batch.
-        stages: How each stage takes them, in an order in which sources come before readers.
-        links: Which stages read which others' output.
+        batch: Samples in a batch.
+        stages: How each stage processes them; sources come before their readers.
+        links: Pairs of stages of which the second reads the first one's output.
 
     Raises:
-        ScheduleError: If a batch is no whole number of micro-batches, of two linked stages neither's
-            micro-batch divides the other's, or a link leads back.
+        ScheduleError: If a batch is not a whole number of micro-batches, if of two linked stages neither
+            micro-batch divides the other, or if a link leads backward.
     """
 
     batch: int
@@ -81,29 +81,29 @@ class DagShape:
                 )
 
     def sources(self, stage: int) -> list[int]:
-        """The stages whose output a stage reads."""
+        """Return the stages whose output a stage reads."""
         return sorted({one for one, other in self.links if other == stage})
 
     def readers(self, stage: int) -> list[int]:
-        """The stages that read a stage's output."""
+        """Return the stages that read a stage's output."""
         return sorted({other for one, other in self.links if one == stage})
 
     def unit(self, one: int, other: int) -> int:
-        """Samples of a message between two stages."""
+        """Return the samples of a message between two stages."""
         return min(self.stages[one].micro_batch, self.stages[other].micro_batch)
 
 
 def window(turns: Turns, readers: Sequence[tuple[int, Turns]], batch: int) -> int:
-    """Samples that a stage holds at most, so that none of its readers waits for it.
+    """Return the most samples that a stage must hold so that none of its readers waits for it.
 
     Args:
-        turns: Of the stage.
-        readers: What each reader holds, and how it takes samples.
-        batch: Samples of a batch: none holds more.
+        turns: How the stage processes samples.
+        readers: For each reader, the samples that it holds and how it processes them.
+        batch: Samples in a batch: no stage holds more.
 
     Returns:
-        Its own turn and the largest that a reader holds, in whole micro-batches; in a chain of S stages of
-        one size and k = 1 it is ``S - s`` micro-batches.
+        One turn of its own plus the most that a reader holds, in whole micro-batches. In a chain of S stages
+        of one size and k = 1 it is ``S - s`` micro-batches.
 
     Source: GraphPipe, in-flight samples under kFkB.
     """
@@ -114,7 +114,7 @@ def window(turns: Turns, readers: Sequence[tuple[int, Turns]], batch: int) -> in
 
 
 def windows(shape: DagShape) -> list[int]:
-    """Samples that each stage holds at most."""
+    """Return the most samples that each stage holds."""
     found = [0] * len(shape.stages)
     for stage in range(len(shape.stages) - 1, -1, -1):
         readers = [(found[other], shape.stages[other]) for other in shape.readers(stage)]
@@ -123,7 +123,7 @@ def windows(shape: DagShape) -> list[int]:
 
 
 def dag(shape: DagShape) -> Programs:
-    """Each stage fills its window, then takes k micro-batches backward and k forward in turn.
+    """Generate programs in which each stage fills its window, then alternates k backward and k forward.
 
     For independent samples only.
 
@@ -150,7 +150,7 @@ def dag(shape: DagShape) -> Programs:
 
 
 def covered(shape: DagShape, stage: int, other: int, chunk: int) -> range:
-    """The messages between a stage and another one that hold samples of one of its micro-batches."""
+    """Return the messages between two stages that hold samples of one micro-batch of the first."""
     each = shape.stages[stage].micro_batch // shape.unit(stage, other)
     return range(chunk * each, (chunk + 1) * each)
 

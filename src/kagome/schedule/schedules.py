@@ -1,6 +1,7 @@
-"""Schedules: generators of programs - fill-drain, 1F1B, kFkB, and the exact order layer by layer.
+"""Schedules: generators of programs for fill-drain, 1F1B, kFkB, and the exact order layer by layer.
 
-Where it sits: pure functions; ``run`` asks for one by name, ``planner`` tries them all in ``simulator``.
+Where it sits: pure functions. ``pipelining`` asks for one by name; ``planner`` tries them all in
+``simulator``.
 
 ::
 
@@ -29,23 +30,24 @@ from kagome.errors import ScheduleError
 from kagome.schedule.actions import Action, ActionKind, Program, Programs
 
 Link = tuple[int, int]
-"""A stage whose output another one reads, and that one."""
+"""A pair of stages: the source, and the stage that reads its output."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a schedule is made for.
+    """The stages, chunks, links and ranks that a schedule is generated for.
 
     Args:
-        stages: Number of stages.
+        stages: The number of stages.
         order: The chunks in the order in which they are processed.
-        links: Which stages read which others' output; by default each the one before.
-        ranks: Among how many ranks the stages are dealt, one after the other, round and round; by default
-            each has its own.
+        links: Pairs of stages of which the second reads the first one's output; by default each stage reads
+            the one before it.
+        ranks: The number of ranks, to which the stages are assigned in rotation; by default each stage has
+            its own.
 
     Raises:
         ScheduleError: If there is no stage or no chunk, a rank has no stage, a chunk is named twice, or a
-            link leads back.
+            link leads backward.
     """
 
     stages: int
@@ -70,37 +72,37 @@ class Shape:
 
     @property
     def all_links(self) -> tuple[Link, ...]:
-        """The links, in order."""
+        """The links between stages, in order."""
         if self.links is None:
             return tuple((stage, stage + 1) for stage in range(self.stages - 1))
         return tuple(sorted(set(self.links)))
 
     @property
     def homes(self) -> int:
-        """The ranks."""
+        """The number of ranks that have stages."""
         return self.stages if self.ranks is None else self.ranks
 
     def held(self, rank: int) -> range:
-        """A rank's stages."""
+        """Return the stages of a rank."""
         return range(rank, self.stages, self.homes)
 
     def turns(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Stage and chunk of all that a rank computes forward, in order."""
+        """Yield stage and chunk of everything that a rank computes forward, in order."""
         for stage in self.held(rank):
             for chunk in self.order:
                 yield stage, chunk
 
     def sources(self, stage: int) -> list[int]:
-        """The stages whose output a stage reads."""
+        """Return the stages whose output a stage reads."""
         return [one for one, other in self.all_links if other == stage]
 
     def readers(self, stage: int) -> list[int]:
-        """The stages that read a stage's output."""
+        """Return the stages that read a stage's output."""
         return [other for one, other in self.all_links if one == stage]
 
 
 def fill_drain(shape: Shape) -> Programs:
-    """All chunks forward, then all backward in exactly the reverse order; a program a rank.
+    """Generate programs with all chunks forward, then all backward in exactly the reverse order.
 
     Source: GNNPipe, where rows of chunks processed before are fresh and the others historical.
     """
@@ -116,13 +118,13 @@ def fill_drain(shape: Shape) -> Programs:
 
 
 def k_forward_k_backward(shape: Shape, k: int = 1) -> Programs:
-    """After a warm-up, k chunks forward and k backward in turn; with k = 1 it is 1F1B.
+    """Generate programs that alternate k chunks forward and k backward after a warm-up; k = 1 is 1F1B.
 
     For independent work only: backward takes the chunks in the order of forward.
 
     Args:
         shape: Stages and chunks.
-        k: Chunks a turn.
+        k: Chunks per turn.
 
     Raises:
         ScheduleError: If k is below 1, or ranks have several stages.
@@ -153,14 +155,14 @@ def k_forward_k_backward(shape: Shape, k: int = 1) -> Programs:
 
 
 def exact(shape: Shape, pieces: Sequence[int]) -> Programs:
-    """Piece by piece: all chunks pass a piece of a stage before any passes the next, and so backward.
+    """Generate programs in which all chunks pass one piece of a stage before any passes the next.
 
-    Nothing is dropped and nothing is old. A stage's last piece begins only when all chunks have passed those
-    before, so stages overlap by one piece each: that is its price.
+    Backward does the same in reverse. Nothing is dropped and no row is stale. The price is that a stage's
+    last piece begins only when all chunks have passed the pieces before, so stages overlap by one piece each.
 
     Args:
         shape: Stages and chunks.
-        pieces: Pieces of each stage: reads of neighbours' rows, and what follows each.
+        pieces: The number of pieces of each stage; a piece is a read of neighbours' rows and what follows it.
 
     Raises:
         ScheduleError: If a stage has no piece.
@@ -184,7 +186,7 @@ def exact(shape: Shape, pieces: Sequence[int]) -> Programs:
 
 
 def arrivals(programs: Sequence[Program], rank: int) -> tuple[Action, ...]:
-    """A rank's RECVs, each sender's in the order in which it sends: so what comes from it comes."""
+    """Return a rank's RECVs, each sender's in the order of its SENDs, which is the order of arrival."""
     mine = {action for action in programs[rank] if action.kind.receives}
     sent = (action.answer for program in programs for action in program if action.kind.sends)
     return tuple(answer for answer in sent if answer in mine)
@@ -211,7 +213,7 @@ def _backward(
 
 
 def _depths(shape: Shape) -> list[int]:
-    """Stages on the longest way from each to an end, itself included."""
+    """Return for each stage the number of stages on the longest path from it to an end, itself included."""
     found = [1] * shape.stages
     for stage in range(shape.stages - 1, -1, -1):
         found[stage] = 1 + max((found[reader] for reader in shape.readers(stage)), default=0)

@@ -1,10 +1,10 @@
-"""Simulate: run programs on imaginary devices, and find time, bubble, memory and deadlock.
+"""Simulator: run programs on imaginary devices to find time, bubble, memory and deadlocks.
 
 Where it sits: ``planner`` tries schedules with it; the report draws its spans beside the measured ones.
 
-A rank does its actions one after the other. A SEND takes no time of its rank: its message waits until the
-link from that rank to the other is free, then occupies it; between two stages of one rank it takes none. A
-RECV waits until its message has come.
+A rank performs its actions one after another. A SEND takes no time on its rank: the message waits until the
+link to the other rank is free, then occupies it. Between two stages of one rank a message takes no time. A
+RECV waits until its message has arrived.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class SimulatedSpan:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulation found.
+    """The result of a simulation.
 
     Args:
-        spans: Each rank's F, B and RECV, in order; a RECV's span is the wait.
+        spans: Each rank's F, B and RECV, in order; the span of a RECV is the wait.
         transfers: Each message on its link.
         held: The most that each rank held at once, in the unit of ``size``.
     """
@@ -43,22 +43,22 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """When the last rank ends."""
+        """The time at which the last rank ends, in seconds."""
         return max((span.end for spans in self.spans for span in spans), default=0.0)
 
     def busy(self, rank: int) -> float:
-        """Seconds that a rank computes."""
+        """Return the seconds that a rank computes."""
         return sum(span.end - span.begin for span in self.spans[rank] if span.action.kind.computes)
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time, from the first begin to the last end, without computing."""
+        """Share of all ranks' time, from the first begin to the last end, that is not spent computing."""
         whole = self.seconds * len(self.spans)
         return 1 - sum(map(self.busy, range(len(self.spans)))) / whole if whole else 0.0
 
     @property
     def imbalance(self) -> float:
-        """The busiest rank's computing over the mean, less 1."""
+        """The busiest rank's computing time over the mean, minus 1."""
         each = [self.busy(rank) for rank in range(len(self.spans))]
         mean = sum(each) / len(each)
         return max(each) / mean - 1 if mean else 0.0
@@ -72,21 +72,21 @@ def simulate(
     size: Callable[[Action], float] | None = None,
     paired: bool = False,
 ) -> Simulation:
-    """Run programs on imaginary devices.
+    """Run programs on imaginary devices and return the timing.
 
     Args:
-        programs: One a rank.
-        compute: Seconds of an F or a B.
-        transfer: Seconds of a SEND on its link; 0 if None.
-        size: What a rank holds from a chunk's first F to its last B, asked with its F; 1 if None.
-        paired: That each SEND is known to have its RECV, which is a third of the work.
+        programs: One program per rank.
+        compute: Returns the seconds of an F or a B.
+        transfer: Returns the seconds of a SEND on its link; 0 if None.
+        size: Returns what a rank holds from a chunk's first F to its last B, given that F; 1 if None.
+        paired: Whether each SEND is known to have its RECV; the check is a third of the work.
 
     Returns:
         The spans, and what was held.
 
     Raises:
-        ScheduleError: If a SEND has no RECV, or ranks wait for each other for ever: each one's program is
-            shown, with an arrow at the action that waits.
+        ScheduleError: If a SEND has no RECV, or if ranks wait for each other forever; the message shows each
+            waiting rank's program with an arrow at the action that waits.
 
     Cost: one step an action.
     """
@@ -135,7 +135,7 @@ def simulate(
 
 
 def _most(program: Program, size: Callable[[Action], float] | None) -> float:
-    """The most that a program holds at once: a stage's chunk counts from its first F to its last B."""
+    """Return the most that a program holds at once; a stage's chunk counts from its first F to its last B."""
     first: dict[tuple[int, int], Action] = {}
     last: dict[tuple[int, int], Action] = {}
     for action in program:

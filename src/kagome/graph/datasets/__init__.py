@@ -1,1 +1,1 @@
-"""Data sets by name, from files, and made up."""
+"""Data sets: by name, from files, and generated."""

@@ -1,4 +1,4 @@
-"""Data sets that need no download: scikit-learn's digits as a graph, and planted communities.
+"""Built-in data sets that need no download: scikit-learn's digits as a graph, and planted communities.
 
 Where it sits: ``load`` calls these for the names ``digits`` and ``sbm:...``.
 """
@@ -26,7 +26,7 @@ BLOCK: Final = 2**20
 
 
 def digits() -> Data:
-    """The 1,797 hand-written digits of scikit-learn, each linked with the 8 images most like it.
+    """Return scikit-learn's 1,797 hand-written digits, each linked with the 8 images most like it.
 
     Returns:
         A graph with 1,797 vertices, 64 features from 0 to 1, 10 classes, no self-loops, every edge in both
@@ -35,7 +35,7 @@ def digits() -> Data:
     from sklearn.datasets import load_digits
 
     images = load_digits()
-    # Pixels are whole numbers from 0 to 16: in float64 the distances are exact, the same on every machine.
+    # Pixels are whole numbers from 0 to 16: float64 distances are exact and the same on every machine.
     pixels = torch.from_numpy(images.data).double()
     square = (pixels * pixels).sum(dim=1)
     distance = square[:, None] + square[None, :] - 2 * pixels @ pixels.T
@@ -58,18 +58,18 @@ class Sbm:
 
     vertices: int = 100_000
     degree: float = 20.0
-    """Mean number of neighbours."""
+    """Mean number of neighbours of a vertex."""
     communities: int = 16
     features: int = 128
     classes: int = 16
-    """A vertex's label is its community's number modulo this."""
+    """Number of classes: a vertex's label is its community's number modulo this."""
     seed: int = 0
     power: float = 2.5
-    """Exponent of the degrees' power law."""
+    """Exponent of the power law of the degrees."""
     mixing: float = 0.2
     """Share of edges drawn without regard to communities."""
     noise: float = 1.0
-    """Standard deviation of the features around their class's centroid, whose entries have 1."""
+    """Standard deviation of the features around their class's centroid; the centroid's entries have 1."""
 
     def __post_init__(self) -> None:
         ranges = {
@@ -97,7 +97,7 @@ def parse_sbm(spec: str) -> Sbm:
     """Read ``sbm:vertices=1000,degree=8,...``; the name before the colon may be left out.
 
     Raises:
-        DataError: If a key is unknown or a value is no number in its range.
+        DataError: If a key is unknown, or a value is not a number in its range.
     """
     kinds = {f.name: type(f.default) for f in dataclasses.fields(Sbm)}
     values: dict[str, float] = {}
@@ -116,14 +116,14 @@ def parse_sbm(spec: str) -> Sbm:
 
 
 def sbm(spec: str = "") -> Data:
-    """A degree-corrected stochastic block model: undirected, no self-loops, no duplicates.
+    """Return a degree-corrected stochastic block model: undirected, no self-loops, no duplicates.
 
     Args:
         spec: ``sbm:key=value,...``, each key of :class:`Sbm`.
 
     Returns:
-        The graph with features (class centroid and noise), labels and a seeded 60/20/20 split. Vertices are
-        in no order, so that consecutive ids are no community.
+        The graph with features (class centroid and noise), labels and a seeded 60/20/20 split. Vertex ids are
+        in random order, so that consecutive ids do not form a community.
 
     Raises:
         DataError: If the spec names an unknown key or a bad number.
@@ -150,12 +150,12 @@ def sbm(spec: str = "") -> Data:
 
 
 def _edges(made: Sbm, community: NDArray[np.int64], draw: np.random.Generator) -> NDArray[np.int64]:
-    """Draw both ends by weight, the second mostly from the first one's community, until they suffice."""
+    """Draw enough edges by vertex weight; most second ends are in the first one's community."""
     n, wanted = made.vertices, round(made.vertices * made.degree / 2)
-    # A community's vertices lie side by side in this order, so a draw inside it is a draw from one interval.
+    # In this order a community's vertices are contiguous, so a draw from it is a draw from one interval.
     order = np.argsort(community, kind="stable")
     weight = (1 - draw.random(n)) ** (-1 / (made.power - 1))
-    # The heaviest vertex must not need more neighbours than there are.
+    # The heaviest vertex must not need more neighbours than there are vertices.
     weight = np.minimum(weight, weight.mean() * max(1.0, n / (4 * max(made.degree, 1.0))))
     reach = np.concatenate([[0.0], np.cumsum(weight[order])])
     border = reach[np.searchsorted(community[order], np.arange(made.communities + 1))]
@@ -197,7 +197,7 @@ def _blocks(count: int) -> Iterator[slice]:
 
 
 def _draws(draw: np.random.Generator, count: int) -> Iterator[tuple[NDArray[np.float64], ...]]:
-    """What four calls of ``draw.random(count)`` give, side by side and in blocks."""
+    """Yield the results of four calls of ``draw.random(count)`` side by side, in blocks."""
     columns = [copy.deepcopy(draw) for _ in range(4)]
     for number, column in enumerate(columns):
         _skip(column, number * count)
@@ -207,14 +207,14 @@ def _draws(draw: np.random.Generator, count: int) -> Iterator[tuple[NDArray[np.f
 
 
 def _skip(draw: np.random.Generator, count: int) -> None:
-    """Go on as if so many numbers had been drawn."""
+    """Advance the generator as if ``count`` numbers had been drawn."""
     bits: Any = draw.bit_generator
     half = {name: bits.state[name] for name in ("has_uint32", "uinteger")}
     bits.advance(count)
-    # Advancing forgets the half of a number that the last permutation left over.
+    # Advancing would discard the half number that the last permutation left over.
     bits.state = {**bits.state, **half}
 
 
 def _both_ways(source: NDArray[np.int64], target: NDArray[np.int64], n: int) -> NDArray[np.int64]:
-    """Every edge in both directions once, sorted by source, then target."""
+    """Return every edge once in both directions, sorted by source, then target."""
     return edges.both_ways(distinct(np.minimum(source, target) * n + np.maximum(source, target)), n)

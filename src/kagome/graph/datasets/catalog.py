@@ -1,4 +1,4 @@
-"""Catalog: short names of data sets, the PyG classes behind them, and the folders their raw files lie in.
+"""Catalog of data sets: short names, the PyG classes behind them, and the folders of their raw files.
 
 Where it sits: ``load`` looks names up here; ``raw_files`` looks for the files.
 """
@@ -13,7 +13,7 @@ from kagome.errors import DataError
 
 
 class Entry(NamedTuple):
-    """A class of ``torch_geometric.datasets``, its ``name`` argument, the usual folder of its files."""
+    """A class of ``torch_geometric.datasets``, its ``name`` argument and the usual folder of its files."""
 
     kind: str
     name: str | None
@@ -49,15 +49,15 @@ _FOLDERS = {
 
 
 def names() -> tuple[str, ...]:
-    """The short names."""
+    """Return the short names of data sets."""
     return tuple(_SHORT)
 
 
 def find(name: str) -> Entry:
-    """What a short name or ``pyg:Class[:name]`` stands for; short names may be written in any case.
+    """Return the entry for a short name, in any case, or for ``pyg:Class[:name]``.
 
     Raises:
-        DataError: If it is no name that Kagome knows; the ways to name a data set are listed.
+        DataError: If the name is unknown; the error lists the ways to name a data set.
     """
     if name.startswith("pyg:"):
         kind, _, inner = name.removeprefix("pyg:").partition(":")
@@ -74,12 +74,12 @@ def find(name: str) -> Entry:
 
 
 def class_of(entry: Entry) -> type:
-    """The class that an entry names, if it can be made from a root and a name alone.
+    """Return the class that an entry names; it must be constructible from a root and a name alone.
 
     Raises:
-        DataError: If there is no such class, or it needs more, or a name is missing or too many.
+        DataError: If there is no such class, it needs more arguments, or a name is missing or unexpected.
     """
-    import torch_geometric.datasets  # a third of a second, and most graphs need none of them
+    import torch_geometric.datasets  # takes a third of a second, and most graphs need none of these classes
 
     kind = getattr(torch_geometric.datasets, entry.kind, None)
     if not inspect.isclass(kind):
@@ -112,7 +112,7 @@ def class_of(entry: Entry) -> type:
 
 
 def takes(kind: type, argument: str) -> bool:
-    """Whether the class's constructor has such an argument."""
+    """Return whether the class's constructor accepts this argument."""
     return argument in inspect.signature(kind).parameters
 
 
@@ -125,30 +125,30 @@ def _required(kind: type, argument: str) -> bool:
 
 
 def arguments(entry: Entry, root: Path | None) -> dict[str, str]:
-    """What the class is constructed with."""
+    """Return the arguments that the class is constructed with."""
     given = {} if root is None else {"root": str(root)}
     return given if entry.name is None else {**given, "name": entry.name}
 
 
 class Stopped(Exception):  # noqa: N818 - no fault, an answer
-    """Thrown through a class's constructor to stop it where its raw files are known."""
+    """Exception that stops a class's constructor once its raw files are known."""
 
     def __init__(self, raw_paths: list[str]) -> None:
         self.raw_paths = raw_paths
 
 
 def raw_files(kind: type, entry: Entry) -> list[Path] | None:
-    """Paths of the raw files under the class's root, found by starting it and stopping it at its first look.
+    """Return the raw files' paths under the class's root, found by starting its constructor and stopping it.
 
     Raises:
-        DataError: If the class does not take this name.
+        DataError: If the class does not accept this name.
     """
 
     def stop(self: Any) -> None:
         raise Stopped(self.raw_paths)
 
     def stop_later(self: Any) -> None:
-        raise Stopped([])  # a class that downloads nothing goes on to process
+        raise Stopped([])  # a class that downloads nothing goes straight to processing
 
     if not takes(kind, "root"):
         return None

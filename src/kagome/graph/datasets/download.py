@@ -1,6 +1,6 @@
-"""Download: raw files that are nowhere, fetched by PyG in a process of its own.
+"""Download of missing raw files by PyG, in a process of its own.
 
-Where it sits: ``raw_files`` calls :func:`download` last of all.
+Where it sits: ``raw_files`` calls :func:`download` if the files are nowhere else.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any, Final
 from kagome.errors import DataError
 from kagome.graph.datasets.catalog import Entry, Stopped, arguments, class_of
 
-#: A download that brings nothing for so long is given up.
+#: Seconds without new data after which a download is given up.
 SILENCE_SECONDS: Final = 60
 
 
 def download(entry: Entry, work: Path, wanted: list[Path]) -> None:
-    """Let PyG download in a process of its own, where a limit on silence harms nobody.
+    """Let PyG download in a process of its own, which can be stopped safely when no more data arrives.
 
     Args:
         entry: The data set.
-        work: Folder that gets the files, once all have come.
-        wanted: Paths of the raw files in it.
+        work: The folder that receives the files once all have arrived.
+        wanted: Paths of the raw files in that folder.
 
     Raises:
-        DataError: If they cannot be had; it says which files to put where.
+        DataError: If the download fails; it says which files to put where.
     """
     fresh = work / f".download.{os.getpid()}"
     call = f"from {__name__} import fetch; fetch({entry.kind!r}, {entry.name!r}, {str(fresh)!r})"
@@ -53,7 +53,7 @@ def download(entry: Entry, work: Path, wanted: list[Path]) -> None:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Bytes of a folder's files, while another process unpacks, renames and deletes some."""
+    """Return the bytes of a folder's files, while another process may unpack, rename and delete some."""
     found = 0
     for file in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -62,7 +62,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _watched(command: list[str], folder: Path) -> tuple[int, str]:
-    """Run a download; end it when its folder has not grown for a while. Its exit code and its last words."""
+    """Run a download; end it if its folder stops growing. Returns its exit code and its last output."""
     with tempfile.TemporaryFile("w+") as words:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=words)
         size, since = -1, time.monotonic()
@@ -83,12 +83,12 @@ def _watched(command: list[str], folder: Path) -> tuple[int, str]:
 
 
 def fetch(kind_name: str, name: str | None, root: str) -> None:
-    """Download a data set's raw files and no more; the whole of a process that :func:`download` starts.
+    """Download a data set's raw files and nothing more: main function of the download's process.
 
     Args:
-        kind_name: Class of ``torch_geometric.datasets``.
-        name: Its ``name`` argument.
-        root: Folder to download into.
+        kind_name: The class of ``torch_geometric.datasets``.
+        name: The class's ``name`` argument.
+        root: The folder to download into.
     """
     entry = Entry(kind_name, name, "")
     kind = class_of(entry)

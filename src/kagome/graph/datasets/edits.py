@@ -1,4 +1,4 @@
-"""Edits: what the data flags change in a graph (edges, self-loops, features), and what is made up.
+"""Edits of a graph: what the data flags change in edges, self-loops and features, and generated attributes.
 
 Where it sits: ``load`` applies these between reading and the last validation.
 """
@@ -23,9 +23,9 @@ MADE_CLASSES: Final = 16
 
 
 def add_reverse(data: Data) -> Data:
-    """Add the reverse of every edge that has none; it takes over its edge's attributes.
+    """Add the reverse of every edge that lacks it, with a copy of the edge's attributes.
 
-    Edges that are there already in both directions keep their own attributes. Added edges come last.
+    Edges that exist in both directions keep their own attributes. Added edges come last.
 
     Args:
         data: A graph; not changed.
@@ -46,7 +46,7 @@ def add_reverse(data: Data) -> Data:
 
 
 def add_self_loops(data: Data) -> Data:
-    """Add a self-loop to every vertex that has none; its attributes are 1, as in PyG.
+    """Add a self-loop to every vertex that lacks one; its attributes are 1, as in PyG.
 
     Args:
         data: A graph; not changed.
@@ -69,7 +69,7 @@ def add_self_loops(data: Data) -> Data:
 
 
 def _of_edges(data: Data) -> dict[str, Tensor]:
-    """Attributes that grow with the edges; one that may or may not be such is a fault."""
+    """Return the attributes that grow with the edges; an attribute that may or may not be one is an error."""
     found = attributes_of(data)
     for name, why in found.refused.items():
         value = data[name]
@@ -87,20 +87,20 @@ def _append(data: Data, edge_index: Tensor, attributes: dict[str, Tensor]) -> Da
 
 
 def project(x: Any, columns: int, *, seed: int = 0) -> tuple[Tensor, str]:
-    """Map features to fewer columns by a seeded normal matrix over the root of the columns.
+    """Map features to fewer columns by a seeded normal matrix, divided by the square root of the columns.
 
-    Lengths and angles are kept up to about 1 / sqrt(columns) (Johnson and Lindenstrauss).
+    Lengths and angles are preserved up to about 1 / sqrt(columns) (Johnson and Lindenstrauss).
 
     Args:
         x: Features, dense or sparse.
-        columns: Columns of the result.
-        seed: Seed of the matrix.
+        columns: The number of columns of the result.
+        seed: The seed of the matrix.
 
     Returns:
         The projected features, and a sentence that says so.
 
     Raises:
-        DataError: If ``columns`` is not at least 1.
+        DataError: If ``columns`` is less than 1.
         ResourceError: If the result does not fit into memory.
 
     Shapes:
@@ -129,21 +129,22 @@ def project(x: Any, columns: int, *, seed: int = 0) -> tuple[Tensor, str]:
 
 
 def _normal(rows: int, columns: int, seed: int, kind: torch.dtype) -> Tensor:
-    # Drawn in one type: a float64 run projects by the numbers of a float32 run.
+    # Drawn in float32 in every case, so that a float64 run projects by the same matrix.
     draw = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     return (draw / math.sqrt(columns)).to(kind)
 
 
 def make_up(data: Data, *, labels: bool, seed: int = 0) -> list[str]:
-    """Give features, and where asked for labels, to a graph that has none, in place.
+    """Generate features, and on request labels, for a graph that has none, in place.
 
     Args:
         data: The graph.
-        labels: Whether labels are made too; a real data set without labels is a fault, a bare graph is not.
-        seed: Seed of both.
+        labels: Whether to generate labels too. For a bare graph this is sensible; a real data set without
+            labels is an error instead.
+        seed: The seed of both.
 
     Returns:
-        Sentences on what was made.
+        Sentences about what was generated.
     """
     notes = []
     num_nodes = int(data.num_nodes)

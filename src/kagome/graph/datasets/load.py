@@ -1,7 +1,7 @@
-"""Data: a name and a few flags in, a validated PyG Data out.
+"""Data loading: turn a name and a few flags into a validated PyG ``Data``.
 
-Where it sits: the first step of every command; ``run`` and ``cli`` call :func:`load_data`, unless each rank
-loads its part of a saved partition (``graph.partition.store``).
+Where it sits: the first step of every command. ``train``, ``autoplan`` and ``cli`` call :func:`load_data`,
+unless each rank loads its part of a saved partition (``graph.partition.store``).
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ def load_data(settings: config.Data) -> Data:
         settings: The name, the folder of raw files, and the flags.
 
     Returns:
-        A clean graph with ``x``, ``edge_index``, ``y`` and one mask of one dimension each for training,
-        validation and test, and what else it has. ``data.notes`` holds the sentences to say at the start of
-        the run; a later :func:`~kagome.graph.structure.validate.validate` returns them again. The split is
-        chosen already: validate what this returns with ``split=0``.
+        A clean graph with ``x``, ``edge_index``, ``y``, one mask of one dimension each for training,
+        validation and test, and all its other attributes. ``data.notes`` holds the sentences to print at the
+        start of the run; a later :func:`~kagome.graph.structure.validate.validate` returns them again. The
+        split is already
+        chosen: validate the result with ``split=0``.
 
     Raises:
-        DataError: If the data set is unknown, cannot be had, or has a fault.
+        DataError: If the data set is unknown, cannot be obtained, or has a fault.
 
     Cost: raw files of a known data set are processed once; a download happens only if they are nowhere.
     """
@@ -53,7 +54,7 @@ def load_data(settings: config.Data) -> Data:
 
 
 def _named(name: str, root: Path) -> tuple[Any, list[str]]:
-    """A data set, and what there is to say of reading it."""
+    """Return a data set, and notes about reading it."""
     kind, _, rest = name.partition(":")
     if name == "digits":
         return builtin.digits(), []
@@ -69,11 +70,11 @@ def _named(name: str, root: Path) -> tuple[Any, list[str]]:
 
 
 def raw_files(settings: config.Data) -> list[Path] | None:
-    """The files that decide what :func:`load_data` gives.
+    """Return the files that decide what :func:`load_data` returns.
 
     Returns:
-        The files; none for a data set that settings alone decide. None where nobody can tell: a user's
-        function, or files that are yet to be downloaded.
+        The files; empty for a data set that settings alone decide. None if they are unknown: for a user's
+        function, or for files that are yet to be downloaded.
 
     Raises:
         DataError: If there is no such data set.

@@ -1,7 +1,7 @@
-"""Npz: arrays of a file that anyone may have written, each looked at before it is unpacked.
+"""Npz reader: arrays of a file from an unknown writer, each checked before it is unpacked.
 
-Where it sits: ``sources`` reads ``npz:`` data sets with it. A header says how many bytes an array has before
-one of them is read, so neither a broken header nor a packed archive asks for memory that is not there.
+Where it sits: ``sources`` reads ``npz:`` data sets with it. Each header gives an array's size before its data
+is read, so neither a broken header nor a compressed archive can demand more memory than there is.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ KNOWN: Final = frozenset(
     {"x", "y", "edge_index", "indptr", "indices", "edge_weight", "edge_attr", "num_nodes"}
     | {"train_mask", "val_mask", "test_mask"}
 )
-"""Arrays that mean something by their name: one that cannot be read is a fault."""
+"""Array names that have a meaning; such an array that cannot be read is an error."""
 _OWN_NAMES: Final = frozenset(
     name for name in dir(Data) if name not in KNOWN and name not in ("pos", "batch", "time")
 )
 
 
 def read_npz(path: Path) -> tuple[dict[str, Tensor | str], list[str]]:
-    """The arrays of a file as tensors, and sentences on those that are none.
+    """Return the arrays of a file as tensors, and sentences about those that cannot be converted.
 
     Args:
         path: The file.
 
     Raises:
-        DataError: If it is no whole npz file, an array with a known name holds no numbers, or there is no
-            memory for what it unpacks to.
+        DataError: If it is not a complete npz file, an array with a known name does not hold numbers, or
+            there is not enough memory for the unpacked arrays.
 
     Cost: the arrays, once.
     """
@@ -83,9 +83,9 @@ def read_npz(path: Path) -> tuple[dict[str, Tensor | str], list[str]]:
 
 
 def tensor_of(array: NDArray[Any]) -> Tensor | str:
-    """An array as a tensor of the same values; or why there is none.
+    """Return an array as a tensor of the same values, or the reason why that is impossible.
 
-    Whole numbers without sign that torch computes nothing of become wider ones.
+    Unsigned integers of a type that torch cannot compute with are converted to a wider type.
     """
     kind = array.dtype
     if kind.kind not in "biufc":
@@ -101,7 +101,7 @@ def tensor_of(array: NDArray[Any]) -> Tensor | str:
 
 
 def _members(archive: zipfile.ZipFile, path: Path) -> tuple[dict[str, zipfile.ZipInfo], list[str]]:
-    """The arrays of an archive by name, and the names of what else is in it."""
+    """Return the arrays of an archive by name, and the names of its other members."""
     found: dict[str, zipfile.ZipInfo] = {}
     others = []
     for info in archive.infolist():
@@ -109,7 +109,7 @@ def _members(archive: zipfile.ZipFile, path: Path) -> tuple[dict[str, zipfile.Zi
         if info.is_dir():
             continue
         if name == info.filename:
-            archive.open(info).close()  # an array whose name was altered in one of its two places is a fault
+            archive.open(info).close()  # fails if the member's two names differ
             others.append(name)
             continue
         if name in found:
@@ -151,7 +151,7 @@ def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def _unfit(name: str) -> str:
-    """Why a name cannot be an attribute's; empty if it can."""
+    """Return why a name cannot be an attribute's, or ``""`` if it can."""
     if not name.isidentifier() or name.startswith("_"):
         return "its name is none that an attribute may have"
     return "PyG's Data has something else of that name" if name in _OWN_NAMES else ""

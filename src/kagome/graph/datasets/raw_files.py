@@ -1,4 +1,4 @@
-"""Raw files: where a PyG data set's files lie, so that it is loaded without asking the network.
+"""Raw files: the places where a PyG data set's files are looked for, to load it without the network.
 
 Where it sits: ``load`` calls :func:`load_pyg` for short names and ``pyg:Class[:name]``.
 """
@@ -20,26 +20,27 @@ from kagome.graph.datasets.catalog import Entry, arguments, class_of, raw_files,
 from kagome.graph.datasets.download import download
 from kagome.graph.partition.cache import cache_folder
 
-#: As long as a rank waits for another one that downloads or processes the same data set.
+#: Seconds that a rank waits for another one that downloads or processes the same data set.
 LOCK_SECONDS: Final = 1800
 
 
 def load_pyg(entry: Entry, root: Path) -> Any:
-    """Load a single-graph data set of PyG.
+    """Load a data set of PyG that holds a single graph.
 
-    Raw files are looked for in ``root``, in ``root/<folder>`` and in the same places of ``$KAGOME_DATA``,
-    which is never written to: files from there, or from any folder that cannot be written, are linked into
-    ``root/<folder>`` or the user's cache. Only what is nowhere is downloaded, in a process of its own.
+    Raw files are looked for in ``root``, in ``root/<folder>`` and in the same places of ``$KAGOME_DATA``.
+    ``$KAGOME_DATA`` is never written to: files from there, or from any read-only folder, are linked into
+    ``root/<folder>`` or the user's cache. Files are downloaded only if they are in none of these places, in a
+    process of its own.
 
     Args:
-        entry: The class, its ``name``, its usual folder.
+        entry: The class, its ``name`` and its usual folder.
         root: The user's data folder.
 
     Returns:
-        What the class holds as its only graph.
+        The only graph of the data set.
 
     Raises:
-        DataError: If there is no such class or name, it holds several graphs, or its files are nowhere.
+        DataError: If there is no such class or name, it holds several graphs, or its files cannot be found.
     """
     kind = class_of(entry)
     wanted = raw_files(kind, entry)
@@ -57,7 +58,7 @@ def load_pyg(entry: Entry, root: Path) -> Any:
 
 
 def pyg_files(entry: Entry, root: Path) -> list[Path]:
-    """The raw files that :func:`load_pyg` would read; none if they are not all there, or it needs none.
+    """Return the raw files that :func:`load_pyg` would read; empty if some are missing or none are needed.
 
     Raises:
         DataError: If there is no such class or name.
@@ -68,15 +69,15 @@ def pyg_files(entry: Entry, root: Path) -> list[Path]:
 
 
 def _place(entry: Entry, root: Path, wanted: list[Path]) -> Path | None:
-    """The first place that holds all raw files."""
+    """Return the first place that holds all raw files, or None."""
     return next(
         (place for place in _places(entry, root) if all((place / file).exists() for file in wanted)), None
     )
 
 
 def _build(kind: type, entry: Entry, root: Path | None, fault: str) -> Any:
-    """Construct the class silently, without its download; again from the raw files if a cache is broken."""
-    # PyG asks the instance's ``log`` before it prints; a property keeps its constructor from setting it.
+    """Construct the class without output or download; if its cache is broken, again from the raw files."""
+    # PyG checks the instance's ``log`` before it prints; a property stops the constructor from setting it.
     still = {"_download": lambda self: None, "log": property(lambda self: False, lambda self, value: None)}
     quiet = type(kind.__name__, (kind,), still)
     given: dict[str, Any] = arguments(entry, root)
@@ -88,7 +89,7 @@ def _build(kind: type, entry: Entry, root: Path | None, fault: str) -> Any:
             except ImportError:
                 raise
             except Exception:
-                # A process that died while it wrote leaves half a file in processed/.
+                # A process that died while writing leaves an incomplete file in processed/.
                 if root is None or not takes(kind, "force_reload"):
                     raise
                 return quiet(**given, force_reload=True)
@@ -121,7 +122,7 @@ def _writable(place: Path) -> bool:
     shared = os.environ.get("KAGOME_DATA")
     if shared and place.resolve().is_relative_to(Path(shared).expanduser().resolve()):
         return False
-    # The superuser may write anywhere; a folder marked read-only is meant to stay as it is all the same.
+    # The superuser may write anywhere, but a folder marked read-only is meant to stay unchanged.
     return os.access(place, os.W_OK) and bool(place.stat().st_mode & stat.S_IWUSR)
 
 
@@ -147,13 +148,13 @@ def _link(place: Path, work: Path, wanted: list[Path]) -> None:
         link = work / file
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.exists():
-            link.unlink(missing_ok=True)  # a link to a file that has gone
+            link.unlink(missing_ok=True)  # a link to a file that no longer exists
             link.symlink_to((place / file).resolve())
 
 
 @contextlib.contextmanager
 def _locked(work: Path) -> Iterator[None]:
-    """One process at a time in this folder; the system frees the lock of a process that dies."""
+    """Hold a lock on this folder for one process at a time; the system frees it if the process dies."""
     with open(work / ".kagome.lock", "w") as file:
         limit = time.monotonic() + LOCK_SECONDS
         while True:

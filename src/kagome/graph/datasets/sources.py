@@ -1,4 +1,4 @@
-"""Sources: graphs from a user's file, from a user's function, and from OGB.
+"""Data sources: graphs from a user's file, from a user's function, and from OGB.
 
 Where it sits: ``load`` calls these for ``npz:``, ``python:`` and ``ogb:``.
 """
@@ -23,17 +23,17 @@ def load_npz(text: str, root: Path) -> tuple[Data, list[str]]:
     """Read a graph from an ``.npz`` file.
 
     Args:
-        text: The file; looked for as it stands, in ``root``, and in ``$KAGOME_DATA``.
+        text: The path of the file; looked up as it is, in ``root``, and in ``$KAGOME_DATA``.
         root: The user's data folder.
 
     Returns:
-        What the file holds: edges from ``edge_index`` (2 x E), or from ``indptr`` and ``indices`` (row v
-        lists the vertices that v has an edge to); and its other arrays of numbers. And sentences on arrays
-        that are not read.
+        The content of the file, and sentences about arrays that are not read. Edges come from ``edge_index``
+        (2 x E), or from ``indptr`` and ``indices`` (row v lists the vertices that v has an edge to). The
+        other arrays of numbers become attributes.
 
     Raises:
-        DataError: If it is missing, truncated, no npz file, has no edges in either form, or an array that has
-            a meaning holds no numbers.
+        DataError: If the file is missing, truncated or not an npz file, has no edges in either form, or an
+            array with a known name does not hold numbers.
     """
     bases = _bases(root)
     path = npz_file(text, root)
@@ -64,7 +64,7 @@ def load_npz(text: str, root: Path) -> tuple[Data, list[str]]:
 
 
 def npz_file(text: str, root: Path) -> Path | None:
-    """Where :func:`load_npz` finds its file; None if nowhere."""
+    """Return where :func:`load_npz` finds its file, or None."""
     return next((base / text for base in _bases(root) if (base / text).is_file()), None)
 
 
@@ -98,10 +98,10 @@ def _from_csr(indptr: torch.Tensor, indices: torch.Tensor, given: dict[str, Any]
 
 
 def load_function(text: str) -> Any:
-    """Call a user's function without arguments; what it raises itself is raised as it is.
+    """Call a user's function without arguments; exceptions of its own pass through unchanged.
 
     Args:
-        text: ``package.module:function``; the current folder is looked in too.
+        text: ``package.module:function``; the current folder is searched too.
 
     Returns:
         What the function returns.
@@ -137,14 +137,14 @@ def load_ogb(name: str, root: Path) -> Data:
     """Load a node property prediction data set of the Open Graph Benchmark.
 
     Args:
-        name: Such as ``ogbn-arxiv``.
-        root: The user's data folder; OGB makes its own folder in it.
+        name: The name of the data set, such as ``ogbn-arxiv``.
+        root: The user's data folder; OGB creates its own folder in it.
 
     Returns:
         The graph, with OGB's split as masks.
 
     Raises:
-        DataError: If the package is missing, or the data set cannot be had.
+        DataError: If the package is missing, or the data set cannot be obtained.
     """
     try:
         from ogb.nodeproppred import PygNodePropPredDataset  # type: ignore[import-not-found, unused-ignore]
@@ -178,7 +178,7 @@ def load_ogb(name: str, root: Path) -> Data:
 
 
 def ogb_files(name: str, root: Path) -> list[Path]:
-    """The raw files of a data set that OGB has downloaded before; none if it has not."""
+    """Return the raw files of a data set that OGB has downloaded before; empty if it has not."""
     folder = _ogb_folder(name, root)
     return sorted(file for kind in ("raw", "split") for file in (folder / kind).rglob("*") if file.is_file())
 

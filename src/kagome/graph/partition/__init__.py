@@ -1,1 +1,1 @@
-"""Parts of a graph, as ranks and files hold them."""
+"""Partitions of a graph: parts as ranks and files hold them, and chunks of a part."""

@@ -1,7 +1,7 @@
-"""Cache: partitions kept in the user's cache folder and used again while nothing that decides them changes.
+"""Partition cache: partitions in the user's cache folder, reused until an input that determines them changes.
 
-Where it sits: ``train.data`` looks here before it cuts, and keeps what it has cut. An entry is a folder that
-appears by one rename and goes by one, so any number of runs may use the cache at a time.
+Where it sits: ``train.data`` looks here before it cuts a graph, and stores the result. An entry is a folder
+that appears by one rename and disappears by one, so any number of runs may use the cache at the same time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kagome.errors import KagomeError
 from kagome.graph.partition import store
 from kagome.storage import temporary
 
-#: Least recently used entries go when all together are larger, or more.
+#: Most bytes of all entries together; the least recently used entries beyond it are removed.
 LIMIT_BYTES: Final = 20 * 2**30
 LIMIT_ENTRIES: Final = 256
-#: Entries of this size are told of when they are made.
+#: Size from which a new entry is reported when it is made.
 LARGE_BYTES: Final = 2**30
 OWNERS: Final = "owner.npy"
 _CODE: Final = Path(__file__).parents[1]
@@ -39,7 +39,7 @@ _MAKERS: Final = ("kagome", "numpy", "torch", "torch-geometric", "pymetis", "sci
 
 
 def cache_folder() -> Path:
-    """``$KAGOME_CACHE``, else ``kagome`` in the user's cache folder."""
+    """Return ``$KAGOME_CACHE``, or else ``kagome`` in the user's cache folder."""
     own = os.environ.get("KAGOME_CACHE")
     if own:
         return Path(own).expanduser()
@@ -49,20 +49,20 @@ def cache_folder() -> Path:
 def parts_key(
     settings: config.Data, files: Sequence[Path] | None, *, method: str, seed: int, parts: int
 ) -> str | None:
-    """A name for the partition that settings lead to, without loading anything.
+    """Return a name for the partition that the settings lead to, without loading anything.
 
     It changes with the data settings, with path, size and time of each raw file, with the partitioner, its
     seed and the number of parts, and with the code that makes parts: Kagome's own and the packages it calls.
 
     Args:
         settings: The data set and its flags.
-        files: Its raw files, from ``data.raw_files``.
-        method: The partitioner asked for.
-        seed: Its seed.
-        parts: Parts.
+        files: The raw files of the data set, from ``datasets.load.raw_files``.
+        method: The partitioner that was asked for.
+        seed: The partitioner's seed.
+        parts: The number of parts.
 
     Returns:
-        A name; None where only loading can tell what the graph is.
+        The name, or None if the graph is known only once it is loaded.
 
     Cost: a look at each raw file.
     """
@@ -77,7 +77,7 @@ def parts_key(
 
 
 def owner_key(fingerprint: str) -> str:
-    """A name for the owners of a graph's vertices; the fingerprint knows graph, method, seed and parts."""
+    """Return a name for a graph's owners; the fingerprint covers graph, method, seed and parts."""
     return f"owner-{_digest([fingerprint, makers(_CODE)])}"
 
 
@@ -92,10 +92,10 @@ def _seen(file: Path) -> tuple[str, int, int]:
 
 
 def makers(folder: Path) -> list[str]:
-    """Versions of the packages that what is kept depends on, and Kagome's own code as it stands.
+    """Return the versions of the packages that cached results depend on, and a digest of Kagome's own code.
 
     Args:
-        folder: Where that code lies.
+        folder: The folder that holds that code.
     """
     versions = []
     for name in _MAKERS:
@@ -109,12 +109,12 @@ def makers(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Cache:
-    """Partitions in a folder.
+    """A cache of partitions in a folder.
 
     Args:
-        folder: The folder; made when something is kept.
-        limit_bytes: Bytes of all entries together; the entry just made stays until it has been read.
-        limit_entries: Number of entries.
+        folder: The folder; it is created when something is stored.
+        limit_bytes: Most bytes of all entries together; a new entry stays until it has been read.
+        limit_entries: Most entries.
     """
 
     folder: Path
@@ -122,7 +122,7 @@ class Cache:
     limit_entries: int = LIMIT_ENTRIES
 
     def parts(self, key: str) -> tuple[Path, store.Meta] | None:
-        """A partition that was kept; None where there is none. A damaged one is thrown away.
+        """Return a cached partition, or None if there is none. A damaged entry is removed.
 
         Cost: a look at each file; a rank that reads its part compares its checksum.
         """
@@ -138,7 +138,7 @@ class Cache:
         return entry, meta
 
     def owner(self, key: str, num_nodes: int, parts: int) -> Tensor | None:
-        """Owners that were kept; None where there are none that fit. Damaged ones are thrown away.
+        """Return cached owners, or None if there are none that fit. Damaged ones are removed.
 
         Shapes:
             ``[N]``, int64.
@@ -158,7 +158,7 @@ class Cache:
         return torch.from_numpy(kept.astype(np.int64))
 
     def keep_owner(self, key: str, owner: Tensor) -> None:
-        """Keep owners; nothing where the folder cannot be written.
+        """Store owners; does nothing if the folder is not writable.
 
         Shapes:
             owner ``[N]``.
@@ -172,7 +172,7 @@ class Cache:
 
     @contextmanager
     def making(self) -> Iterator[Path | None]:
-        """A folder of its own to make an entry in, gone at the end unless it was kept; None without one."""
+        """Yield a temporary folder for a new entry, or None; it is removed at the end unless stored."""
         fresh: Path | None = None
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -187,14 +187,14 @@ class Cache:
                 shutil.rmtree(fresh, ignore_errors=True)
 
     def keep(self, key: str, fresh: Path) -> Path | None:
-        """Give what was made its name; where another run was first, its entry stands.
+        """Give a new entry its name; if another run was first, the other run's entry stays.
 
         Args:
-            key: The entry's name.
+            key: The name of the entry.
             fresh: A folder made in :meth:`making`, or one inside it.
 
         Returns:
-            The entry; None if there is none, because it cannot be renamed.
+            The entry, or None if it could not be renamed and no entry exists.
         """
         entry = self.folder / key
         with suppress(OSError):
@@ -202,13 +202,13 @@ class Cache:
         return entry if entry.is_dir() else None
 
     def drop(self, entry: Path) -> None:
-        """Throw an entry away; a rank that has opened its part keeps it."""
+        """Remove an entry; a rank that has opened its part can still read it."""
         _discard(entry)
 
     def sweep(self) -> None:
-        """Throw away what was used least recently, until the rest is within both limits.
+        """Remove the least recently used entries until the rest is within both limits.
 
-        A rank that has opened a part keeps it: its file goes when the last reader ends.
+        A rank that has opened a part can still read it: the file disappears when its last reader ends.
 
         Cost: a look at each file of each entry.
         """
@@ -227,22 +227,22 @@ class Cache:
 
 
 def opened(reuse: bool) -> Cache | None:
-    """The user's cache of partitions, if it is to be used."""
+    """Return the user's cache of partitions, or None if it is not to be used."""
     return Cache(cache_folder() / "partitions") if reuse else None
 
 
 def size(entry: Path) -> int:
-    """Bytes of an entry's files."""
+    """Return the bytes of an entry's files."""
     return sum(file.stat().st_size for file in entry.iterdir())
 
 
 def reused(entry: Path) -> str:
-    """The sentence that says where a partition came from."""
+    """Return the sentence that says which cache entry a partition came from."""
     return f"The partition is reused from {shown(entry)} (--parallel.no-reuse cuts anew)."
 
 
 def shown(entry: Path) -> str:
-    """An entry's path, shortened: the home folder as ~, the name up to what tells it apart."""
+    """Return an entry's path, shortened: the home folder as ~, the name cut to what identifies it."""
     short = entry.with_name(entry.name[:14])
     with suppress(ValueError, RuntimeError):
         return f"~/{short.relative_to(Path.home())}"
@@ -255,7 +255,7 @@ def _touch(entry: Path) -> None:
 
 
 def _discard(entry: Path) -> None:
-    """Take an entry away by its name first, so that nobody finds half of it."""
+    """Rename an entry before it is deleted, so that no other run finds half of it."""
     gone = entry.with_name(f".gone-{entry.name}-{os.getpid()}")
     with suppress(OSError):
         entry.rename(gone)

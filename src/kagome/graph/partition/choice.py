@@ -1,4 +1,4 @@
-"""Choice: METIS where it fits into memory, the streaming partitioner where it does not.
+"""Choice of partitioner: METIS if it fits into memory, otherwise the streaming partitioner.
 
 Where it sits: ``graph.prepare`` and ``train.data`` turn the name ``auto`` into a partitioner's name here.
 """
@@ -12,51 +12,51 @@ from torch import Tensor
 from kagome.graph.structure.topology import pairs
 
 AUTO: Final = "auto"
-#: Bytes at METIS's peak for each neighbour of each vertex, each edge and each vertex. Measured on made and
-#: real graphs of 1.6 to 40 M neighbours (48 to 125 for a neighbour in METIS itself, most where vertices are
-#: many and communities weak), with its input and a margin of a tenth.
+#: METIS's peak memory in bytes for each neighbour of each vertex, for each edge and for each vertex. Measured
+#: on synthetic and real graphs with 1.6 to 40 M neighbours, input included, plus a margin of a tenth. METIS
+#: itself takes 48 to 125 bytes a neighbour, most with many vertices and weak communities.
 NEIGHBOUR_BYTES: Final = 150
 EDGE_BYTES: Final = 8
 VERTEX_BYTES: Final = 100
-#: What of the available memory a cut may take.
+#: Share of the available memory that a partitioner may use.
 SHARE: Final = 0.9
 
 
 def metis_bytes(num_nodes: int, num_edges: int, neighbours: int) -> int:
-    """What METIS takes at its peak beside the graph itself, from above.
+    """Return an upper bound of METIS's peak memory, without the graph itself.
 
     Args:
-        num_nodes: Vertices.
-        num_edges: Edges.
-        neighbours: Neighbours of all vertices together: different edges with their reverses.
+        num_nodes: The number of vertices.
+        num_edges: The number of edges.
+        neighbours: Neighbours of all vertices together: distinct edges and their reverses.
     """
     return NEIGHBOUR_BYTES * neighbours + EDGE_BYTES * num_edges + VERTEX_BYTES * num_nodes
 
 
 def is_auto(name: str) -> bool:
-    """Whether a partitioner is yet to be chosen, however its parts are shared out."""
+    """Return whether the partitioner is still to be chosen, with or without ``/shares`` behind its name."""
     return name.partition("/")[0] == AUTO
 
 
 def choose(
     name: str, edge_index: Tensor, num_nodes: int, parts: int, available: int | None
 ) -> tuple[str, tuple[str, ...]]:
-    """The partitioner that a name stands for; only ``auto`` stands for another.
+    """Return the partitioner that a name stands for; only ``auto`` stands for another.
 
     Args:
-        name: A partitioner, or ``auto``; ``auto/2`` is that with each part's vertices shared out to two.
-        edge_index: Edges.
-        num_nodes: Vertices.
-        parts: Parts.
-        available: Bytes that may be taken; None if nobody knows.
+        name: A partitioner, or ``auto``; ``auto/2`` also divides each part's vertices between two parts.
+        edge_index: The edges.
+        num_nodes: The number of vertices.
+        parts: The number of parts.
+        available: Bytes that may be used; None if unknown.
 
     Returns:
-        The partitioner's name; and where METIS does not fit, a sentence that says so with both numbers.
+        The partitioner's name; and if METIS does not fit, a sentence that says so with both numbers.
 
     Shapes:
         edge_index ``[2, E]``.
 
-    Cost: none where METIS fits in any case, else two sorts of the edges.
+    Cost: none if METIS fits in any case, otherwise two sorts of the edges.
     """
     if not is_auto(name):
         return name, ()

@@ -1,14 +1,15 @@
-"""Chunks: ordered pieces of a part, who reads whom, and what each step of an epoch finds fresh.
+"""Chunks: ordered pieces of a part, which chunk reads which, and what each step of an epoch finds fresh.
 
-Where it sits: made from a ``Partition`` by each rank of its part; ``historical.provider`` keeps a table of a
-part's rows by it, ``run`` takes the chunks in an epoch's order.
+Where it sits: each rank makes the chunks of its part from a ``Partition``. ``historical.provider`` keeps a
+table of a part's rows in their order; ``pipelining`` runs the chunks in an epoch's order.
 
 ::
 
-    table of a part      [ chunk 0 | chunk 1 | ... | chunk K-1 | halo ]     rows of a chunk lie together
+    table of a part      [ chunk 0 | chunk 1 | ... | chunk K-1 | halo ]     rows of a chunk are contiguous
     a chunk              own rows = its piece of the table; it reads rows of other chunks and of the halo
 
-*Fresh* is static: of the own part what an earlier step wrote, of the halo what came in this step too.
+*Fresh* is static. Rows of the own part are fresh if an earlier step wrote them. Halo rows are fresh if they
+arrived in an earlier step or in this one.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Chunk:
     """One piece of a part.
 
     Args:
-        number: Which one.
-        part: The piece as a part of its own: its halo is all that its edges read elsewhere.
-        first: Place of its first row in the part's table.
-        reads: Places of its halo rows in the table.
+        number: The number of the chunk.
+        part: The piece as a part of its own: its halo is everything that its edges read elsewhere.
+        first: Position of its first row in the part's table.
+        reads: Positions of its halo rows in the table.
 
     Shapes:
         ``reads [h]``.
@@ -44,24 +45,24 @@ class Chunk:
 
     @property
     def own(self) -> int:
-        """Own rows."""
+        """The number of the chunk's own rows."""
         return self.part.own.numel()
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """All pieces of a part.
+    """All chunks of a part.
 
     Args:
         pieces: The chunks, by number.
-        rows: The part's own row at each of the table's first places.
-        own: Own rows of the part.
-        halo: Halo rows of the part.
-        send: Places of the rows that peers read, by peer, then as the part has them.
-        send_counts: How many each peer reads.
-        recv_counts: How many halo rows come from each.
+        rows: The part's own row at each of the table's first positions.
+        own: The number of own rows of the part.
+        halo: The number of halo rows of the part.
+        send: Positions of the rows that peers read, by peer, then in the part's order.
+        send_counts: The number of rows that each peer reads.
+        recv_counts: The number of halo rows from each peer.
         read_by: Which of this part's chunks read each halo row.
-        ids: Original ids of the table's places.
+        ids: Original vertex ids of the table's positions.
 
     Shapes:
         ``rows [own]``, ``send [sum(send_counts)]``, ``read_by [halo, K]``, ``ids [own + halo]``.
@@ -79,12 +80,12 @@ class Chunks:
 
     @property
     def table(self) -> int:
-        """Rows of the part's table."""
+        """The number of rows of the part's table."""
         return self.own + self.halo
 
     @property
     def chunk_of(self) -> Tensor:
-        """The chunk of each own place. Shapes: ``[own]``."""
+        """The chunk of each own position. Shapes: ``[own]``."""
         sizes = torch.tensor([piece.own for piece in self.pieces])
         return torch.repeat_interleave(torch.arange(len(self.pieces)), sizes)
 
@@ -94,9 +95,9 @@ def cut_part(part: Partition, count: int, *, method: str = "metis", seed: int = 
 
     Args:
         part: The part.
-        count: Chunks; more than there are vertices leave some empty.
-        method: A partitioner's name.
-        seed: Its seed.
+        count: The number of chunks; if there are fewer vertices, some chunks are empty.
+        method: The partitioner's name.
+        seed: The partitioner's seed.
 
     Cost:
         The partitioner's, and a copy of the part.
@@ -133,7 +134,7 @@ def cut_part(part: Partition, count: int, *, method: str = "metis", seed: int = 
 
 
 def _piece(part: Partition, number: int, mine: Tensor, first: int, edge_ids: Tensor, place: Tensor) -> Chunk:
-    """The part's rows ``mine``, with the edges ``edge_ids`` that end in them."""
+    """Return the chunk of the part's rows ``mine``, with the edges ``edge_ids`` that end in them."""
     source, target = place[part.edge_index[0, edge_ids]], place[part.edge_index[1, edge_ids]] - first
     inside = (source >= first) & (source < first + mine.numel())
     reads, local = torch.unique(source[~inside], return_inverse=True)
@@ -158,7 +159,7 @@ def _piece(part: Partition, number: int, mine: Tensor, first: int, edge_ids: Ten
 
 
 def alone(chunk: Chunk) -> Partition:
-    """A chunk without the edges that come from elsewhere: a small graph of its own."""
+    """Return a chunk without the edges that start outside it: a small graph of its own."""
     part, own = chunk.part, chunk.own
     inner = part.edge_index[0] < own
     return replace(
@@ -173,28 +174,28 @@ def alone(chunk: Chunk) -> Partition:
 
 
 def order_of(count: int, *, seed: int, epoch: int, part: int, shuffle: bool = True) -> tuple[int, ...]:
-    """In which order a part's chunks are taken in an epoch: every rank knows every part's."""
+    """Return the seeded order of a part's chunks in an epoch, which every rank can compute for every part."""
     if not shuffle:
         return tuple(range(count))
-    # Spread like this, neighbouring epochs and parts share no beginning.
+    # Spread like this, the seeds of neighbouring epochs and parts give unrelated orders.
     generator = torch.Generator().manual_seed(((seed * 1_000_003 + epoch) * 8_191 + part) % 2**63)
     return tuple(torch.randperm(count, generator=generator).tolist())
 
 
 @dataclass(frozen=True)
 class ChunkStep:
-    """What one step of an epoch takes from where.
+    """The rows that one step of an epoch reads, sends and receives.
 
     Args:
-        chunk: Which chunk it is about.
-        source: For each row that the chunk reads, its place in the table, or that plus the table's length
-            where the row is historical.
-        fresh: Which of them are fresh.
-        scale: Factor of each fresh one's gradient.
-        send: Places of the rows that leave in this step, by peer.
-        send_counts: How many go to each peer.
-        recv: Places of the halo rows that come.
-        recv_counts: How many come from each.
+        chunk: The number of the chunk that the step runs.
+        source: For each row that the chunk reads, its position in the table; plus the table's length if the
+            row is historical.
+        fresh: Which of these rows are fresh.
+        scale: The factor of each fresh row's gradient.
+        send: Positions of the rows that are sent in this step, by peer.
+        send_counts: The number of rows sent to each peer.
+        recv: Positions of the halo rows that are received.
+        recv_counts: The number of rows received from each peer.
 
     Shapes:
         ``source [h]``, ``fresh [f]``, ``scale [f]``, ``send [..]``, ``recv [..]``.
@@ -220,19 +221,19 @@ def plan_steps(
     scale: float,
     refresh: bool,
 ) -> tuple[ChunkStep, ...]:
-    """What each step of an epoch takes from where.
+    """Plan which rows each step of an epoch reads, sends and receives.
 
-    A halo row travels in its owner's step if the reader reads it then or later; on epochs that refresh
-    history, always.
+    A halo row is sent in its owner's step if the reader reads it in that step or later. In epochs that
+    refresh history, every halo row is sent.
 
     Args:
-        chunks: Of this part.
-        own_order: This part's order.
-        orders: Every part's.
-        halo_chunk: Each halo row's chunk at its owner.
-        sent_read_by: Which of its reader's chunks read each sent row.
-        scale: Factor of a gradient that passes to an earlier step.
-        refresh: Whether history is taken anew after this epoch.
+        chunks: The chunks of this part.
+        own_order: The order of this part's chunks.
+        orders: The orders of every part's chunks.
+        halo_chunk: The owner's chunk that holds each halo row.
+        sent_read_by: Which chunks of the reader read each sent row.
+        scale: The factor of a gradient that is sent to an earlier step.
+        refresh: Whether history is refreshed after this epoch.
 
     Shapes:
         ``halo_chunk [H]``, ``sent_read_by [sum(send_counts), K]``.
@@ -273,7 +274,7 @@ def plan_steps(
 
 
 def _places(order: Sequence[int]) -> list[int]:
-    """The step of each chunk."""
+    """Return the step at which each chunk runs."""
     found = [0] * len(order)
     for step, chunk in enumerate(order):
         found[chunk] = step

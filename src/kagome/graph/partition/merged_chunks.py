@@ -1,7 +1,8 @@
-"""Together: all chunks of a part as one piece, which reads what each of them would read.
+"""Merged chunks: all chunks of a part as one piece, which reads what each of them would read.
 
-Where it sits: a rank that has all layers takes its chunks so, at the cost of one: nothing waits for the
-first of them. What is fresh and what is historical stays each chunk's own matter.
+Where it sits: ``pipelining.chunking`` merges the chunks on a rank that holds all layers. The rank then runs
+them at the cost of one, because no stage waits for the first of them. Which rows are fresh and which are
+historical is still decided chunk by chunk.
 
 ::
 
@@ -21,10 +22,10 @@ from kagome.graph.partition.chunks import Chunk, Chunks, ChunkStep
 
 
 def together(chunks: Chunks) -> Chunk:
-    """All chunks of a part as one, with every edge and every read of each.
+    """Merge all chunks of a part into one, with every edge and every read of each.
 
     Args:
-        chunks: The chunks.
+        chunks: The chunks of the part.
 
     Cost:
         A copy of the part.
@@ -54,18 +55,19 @@ def together(chunks: Chunks) -> Chunk:
 
 
 def bare(chunks: Chunks) -> Chunks:
-    """The chunks without attributes: all of them together have these."""
+    """Return the chunks without attributes, for use beside the merged chunk, which holds the attributes."""
     pieces = [replace(piece, part=replace(piece.part, nodes={}, edges={})) for piece in chunks.pieces]
     return replace(chunks, pieces=tuple(pieces))
 
 
 def at_once(steps: Sequence[ChunkStep]) -> ChunkStep:
-    """All steps of an epoch as one, of all chunks :func:`together`.
+    """Merge all steps of an epoch into one, for the chunks merged by :func:`together`.
 
-    Rows for a peer leave step by step of their owner, which is the order in which the peer expects them.
+    Rows for a peer are sent in the order of their owner's steps, which is the order in which the peer expects
+    them.
 
     Args:
-        steps: Of each chunk, in the epoch's order.
+        steps: The steps of all chunks, in the epoch's order.
     """
     by_chunk = sorted(steps, key=lambda step: step.chunk)
     fresh, before = [], 0
@@ -87,7 +89,7 @@ def at_once(steps: Sequence[ChunkStep]) -> ChunkStep:
 
 
 def _by_peer(lists: Sequence[tuple[Tensor, tuple[int, ...]]]) -> tuple[Tensor, tuple[int, ...]]:
-    """Lists that are each by peer as one that is by peer."""
+    """Merge lists that are each ordered by peer into one list ordered by peer."""
     peers = list(zip(*(rows.split(counts) for rows, counts in lists), strict=True))
     rows = torch.cat([each for peer in peers for each in peer])
     return rows, tuple(sum(each.numel() for each in peer) for peer in peers)

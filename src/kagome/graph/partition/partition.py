@@ -1,7 +1,7 @@
-"""Partition: one part of a graph as its rank sees it - own rows, halo rows, in-edges, and who is sent what.
+"""Partition: one part of a graph as its rank sees it: own rows, halo rows, in-edges, and rows sent to peers.
 
-Where it sits: made from the whole graph by ``partitioners``' owners, kept on disk by ``store``, read by
-``neighbors`` and ``run``.
+Where it sits: made from the whole graph and the owners that ``partitioners`` assign, kept on disk by
+``store``, and read by the packages that train, such as ``intercept``, ``pipelining`` and ``train``.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ class Partition:
     """One part of a graph as its rank sees it.
 
     Args:
-        part: Number of this part.
-        num_parts: Parts of the graph.
-        num_nodes: Vertices of the whole graph.
-        num_edges: Edges of the whole graph.
-        last_vertex: Largest original id that any edge of the whole graph touches, -1 without edges.
+        part: The number of this part.
+        num_parts: The number of parts of the graph.
+        num_nodes: The number of vertices of the whole graph.
+        num_edges: The number of edges of the whole graph.
+        last_vertex: The largest original id that any edge of the whole graph touches; -1 without edges.
         own: Original ids of own rows, ascending.
         halo: Original ids of rows that are read here and owned by others, by owner, then ascending.
-        edge_index: In-edges of own vertices in local ids: row 0 the source, own below n, halo k is n + k; row
-            1 the target. In the order of the whole graph: on one part this is the given ``edge_index``.
+        edge_index: In-edges of own vertices in local ids. Row 0 is the source: own ids are below n, halo row
+            k is n + k. Row 1 is the target. In the order of the whole graph; with one part this is the given
+            ``edge_index``.
         edge_ids: Position of each edge in the whole graph's ``edge_index``, ascending.
         send: Own local rows that peers read, by peer, then ascending.
-        send_counts: Rows sent to each part.
-        recv_counts: Halo rows from each part.
+        send_counts: The number of rows sent to each part.
+        recv_counts: The number of halo rows from each part.
         nodes: Attributes of own rows (x, y, masks and any other).
-        edges: Attributes of the edges, in ``edge_index``'s order.
+        edges: Attributes of the edges, in the order of ``edge_index``.
         shared: Attributes that are neither: tensors, numbers and texts, the same in all parts.
-        refused: Why the data's other attributes cannot be given to a model, by name.
-        fingerprint: Of the graph, the method, the seed and the number of parts; the same in all parts.
-        unclear: On one part, attributes with a row a vertex or a row an edge, nobody knows which; they are
-            neither saved nor sent.
+        refused: For each other attribute of the data, the reason why it cannot be given to a model.
+        fingerprint: A name for graph, method, seed and number of parts; the same in all parts.
+        unclear: With one part, attributes whose rows may belong to vertices or to edges; they are neither
+            saved nor sent.
 
     Shapes:
         own ``[n]``, halo ``[H]``, edge_index ``[2, E]``, edge_ids ``[E]``, send ``[sum(send_counts)]``; nodes
@@ -75,7 +76,7 @@ class Partition:
 
     @property
     def names(self) -> list[str]:
-        """All that a model may ask for by name."""
+        """The names of everything that a model may ask for."""
         matrix = adjacency_of(self.edges)
         rest = [name for name in self.edges if matrix is None or name != matrix.name]
         more = [] if matrix is None else ["adj_t"]
@@ -83,13 +84,13 @@ class Partition:
 
 
 def fingerprint(data: Data, method: str = "", seed: int = 0, parts: int = 1) -> str:
-    """A name for this graph cut in this way; it changes with any edge, feature, label, mask or attribute.
+    """Return a name for a graph and its cut; it changes with any edge, feature, label, mask or attribute.
 
     Args:
         data: The whole graph, validated.
-        method: Partitioner.
-        seed: Its seed.
-        parts: Parts.
+        method: The partitioner's name.
+        seed: The partitioner's seed.
+        parts: The number of parts.
 
     Returns:
         Hexadecimal digits, the same on every machine of one byte order: 32 of the graph, a dash, 8 of the
@@ -112,12 +113,12 @@ def fingerprint(data: Data, method: str = "", seed: int = 0, parts: int = 1) -> 
 
 
 def graph_of(fingerprint: str) -> str:
-    """The digits of a fingerprint that name the graph, however it is cut."""
+    """Return the digits of a fingerprint that name the graph, however it is cut."""
     return fingerprint.partition("-")[0]
 
 
 def kinds_of(part: Partition) -> Attributes:
-    """The attributes of a part by kind."""
+    """Return the attributes of a part, sorted by kind."""
     return Attributes(part.nodes, part.edges, part.shared, part.refused)
 
 
@@ -130,18 +131,18 @@ def extract(
     fingerprint: str = "",
     readers: NDArray[np.int64] | None = None,
 ) -> Partition:
-    """Take one part out of the whole graph; no other part has to be known.
+    """Extract one part from the whole graph; the other parts need not be known.
 
     Args:
         data: The whole graph, validated.
-        owner: Part of each vertex.
-        part: The part to take.
-        num_parts: Parts.
-        fingerprint: Kept in the result.
-        readers: Which parts read each vertex, from ``edges.read_by``, if it is known already.
+        owner: The part of each vertex.
+        part: The number of the part to extract.
+        num_parts: The number of parts.
+        fingerprint: The fingerprint to keep in the result.
+        readers: Which parts read each vertex, from ``edges.read_by``, if already known.
 
     Returns:
-        The part; without vertices where it owns none.
+        The part; it has no vertices if it owns none.
 
     Raises:
         PartitionError: If there is no such part, or ``owner`` does not fit the graph.
@@ -149,8 +150,8 @@ def extract(
     Shapes:
         owner ``[N]``, int64; readers ``[N, num_parts / 64]``.
 
-    Cost: three passes over the edges; beside the part 20 bytes a vertex of the whole graph, and 8 more for
-    each 64 parts, for the time of the call.
+    Cost: three passes over the edges; during the call, beside the part, 20 bytes a vertex of the whole graph
+    and 8 more for each 64 parts.
     """
     _check_owner(owner, int(data.num_nodes), num_parts, part)
     source, target = data.edge_index.contiguous().numpy()
@@ -185,7 +186,7 @@ def extract(
 
 
 def _numbers(vertices: int, own: NDArray[np.int64], halo: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The number in a part of each vertex that it knows: its own first; no other vertex is asked for."""
+    """Return the local number of each vertex that a part knows, own first; other entries are not set."""
     local = np.empty(vertices, np.int64)
     local[own] = np.arange(own.size)
     local[halo] = np.arange(own.size, own.size + halo.size)
@@ -218,14 +219,14 @@ def each_part(
     fingerprint: str = "",
     readers: NDArray[np.int64] | None = None,
 ) -> Iterator[Partition]:
-    """One part of the whole graph after another, so that no two need be held at a time.
+    """Yield the parts of the whole graph one after another, so that no two need be held at a time.
 
     Args:
         data: The whole graph, validated.
-        owner: Part of each vertex.
-        num_parts: Parts.
-        fingerprint: Kept in each.
-        readers: As in :func:`extract`.
+        owner: The part of each vertex.
+        num_parts: The number of parts.
+        fingerprint: The fingerprint to keep in each part.
+        readers: Which parts read each vertex, as in :func:`extract`.
 
     Yields:
         The parts, in order.
@@ -245,7 +246,7 @@ def each_part(
 
 
 def split_all(data: Data, owner: Tensor, num_parts: int, *, fingerprint: str = "") -> list[Partition]:
-    """Every part of the whole graph, all at once; as :func:`each_part`."""
+    """Return all parts of the whole graph at once; see :func:`each_part`."""
     return list(each_part(data, owner, num_parts, fingerprint=fingerprint))
 
 
@@ -254,15 +255,15 @@ def partition(data: Data, *, parts: int, method: str = "metis", seed: int = 0) -
 
     Args:
         data: The whole graph, validated.
-        parts: Parts; more than there are vertices leave some empty.
-        method: Name of a partitioner.
-        seed: Its seed.
+        parts: The number of parts; if there are fewer vertices, some parts are empty.
+        method: The partitioner's name.
+        seed: The partitioner's seed.
 
     Returns:
         The parts, in order.
 
     Raises:
-        PartitionError: If there is no such partitioner, or no part.
+        PartitionError: If there is no such partitioner, or the number of parts is below one.
     """
     owner = assign(method, data.edge_index, int(data.num_nodes), parts, seed)
     return split_all(data, owner, parts, fingerprint=fingerprint(data, method, seed, parts))

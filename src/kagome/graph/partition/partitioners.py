@@ -1,6 +1,6 @@
-"""Partitioners: edges in, the part of every vertex out.
+"""Partitioners: functions that assign every vertex to a part from the edges.
 
-Where it sits: ``partition`` calls :func:`assign`; the inner loops are ``graph.structure.kernels``.
+Where it sits: ``partition`` calls :func:`assign`; the inner loops are in ``graph.structure.kernels``.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from torch import Tensor
 from kagome.errors import PartitionError
 from kagome.graph.structure import edges, kernels
 
-#: No part should hold more than this times the mean, in vertices or in in-edges.
+#: Limit of a part's vertices and in-edges, as a multiple of the mean.
 BALANCE: Final = 1.25
-#: Up to so many edges METIS is started in several ways and the best cut is kept.
+#: Up to this many edges METIS is started in several ways, and the best cut is kept.
 SEVERAL_STARTS: Final = 5_000_000
-#: Ways to start: a vertex weighs this share and its in-degree over the mean (inf: all weigh the same).
+#: Starts of METIS: a vertex weighs this plus its in-degree over the mean (inf: all weigh the same).
 STARTS: Final = (math.inf, 3.0, 1.0)
 ONE_START: Final = (3.0,)
-#: What each start is mended to, in vertices and in in-edges (None: as METIS left it).
+#: Balances to which each start is repaired, in vertices and in-edges (None: as METIS left it).
 SLACKS: Final = (None, 1.02, 1.05, 1.1, BALANCE)
 
 
 class Partitioner(Protocol):
-    """``(edge_index [2, E], num_nodes, parts, seed) -> owner [N]``, the part of each vertex."""
+    """A function ``(edge_index [2, E], num_nodes, parts, seed) -> owner [N]``, the part of each vertex."""
 
     def __call__(self, edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
-        """Give every vertex to a part."""
+        """Assign every vertex to a part."""
         ...
 
 
 def contiguous(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
-    """Vertices in their given order, cut into pieces of one size.
+    """Cut the vertices, in their given order, into pieces of one size.
 
     Args:
-        edge_index: Edges; not looked at.
-        num_nodes: Vertices.
-        parts: Parts.
+        edge_index: The edges; not used.
+        num_nodes: The number of vertices.
+        parts: The number of parts.
         seed: Not used.
 
     Returns:
@@ -56,13 +56,13 @@ def contiguous(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Ten
 
 
 def random(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
-    """Vertices in a seeded random order, cut into pieces of one size.
+    """Cut the vertices, in a seeded random order, into pieces of one size.
 
     Args:
-        edge_index: Edges; not looked at.
-        num_nodes: Vertices.
-        parts: Parts.
-        seed: Seed of the order.
+        edge_index: The edges; not used.
+        num_nodes: The number of vertices.
+        parts: The number of parts.
+        seed: The seed of the order.
 
     Returns:
         The part of each vertex.
@@ -77,13 +77,13 @@ def random(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
 
 
 def streaming(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
-    """Linear deterministic greedy over the vertices in a seeded order, twice, then mended.
+    """Run linear deterministic greedy twice over the vertices in a seeded order, then repair the balance.
 
     Args:
-        edge_index: Edges.
-        num_nodes: Vertices.
-        parts: Parts.
-        seed: Seed of the order of visit.
+        edge_index: The edges.
+        num_nodes: The number of vertices.
+        parts: The number of parts.
+        seed: The seed of the order of visit.
 
     Returns:
         The part of each vertex.
@@ -105,19 +105,20 @@ def streaming(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tens
 
 
 def metis(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
-    """METIS on the symmetrised graph, then mended so that vertices and in-edges are both balanced.
+    """Run METIS on the symmetrised graph, then repair it so that vertices and in-edges are both balanced.
 
-    METIS (as ``pymetis`` builds it) balances one weight a vertex. Unit weights leave a part of Squirrel with
-    4.8 times the mean in-edges; a weight that adds the in-degree gives parts of many small or few large
-    vertices. So it starts from several weights, mends each to several balances, and of those in balance keeps
-    the one whose halo rows, times the load of its fullest part, are fewest. Load is the greater of vertices
-    and in-edges, each over its mean: whatever a model spends on either, no part has more of the work. By halo
-    rows alone a part of Flickr in 4 had 1.25 times the mean; it has 1.02 now, at 0.1 % more halo rows.
+    METIS (as ``pymetis`` builds it) balances one weight per vertex. Unit weights leave a part of Squirrel
+    with 4.8 times the mean in-edges. A weight that adds the in-degree gives parts of many small or few large
+    vertices. So METIS starts from several weights, and each result is repaired to several balances. Of those
+    in balance, the one with the smallest product of halo rows and load of the fullest part is kept. Load is
+    the greater of vertices and in-edges, each over its mean: whichever of the two a model's time depends on,
+    no part has more of the work. By halo rows alone a part of Flickr in 4 had 1.25 times the mean load; it
+    now has 1.02, at 0.1 % more halo rows.
 
     Args:
-        edge_index: Edges; direction, self-loops and duplicates do not count for the cut.
-        num_nodes: Vertices.
-        parts: Parts.
+        edge_index: The edges; direction, self-loops and duplicates do not count for the cut.
+        num_nodes: The number of vertices.
+        parts: The number of parts.
         seed: METIS's seed.
 
     Returns:
@@ -126,13 +127,13 @@ def metis(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
     Shapes:
         edge_index ``[2, E]``; owner ``[N]``, int64.
 
-    Cost: for 1.6 M edges about 0.15 s a start, and 0.05 s each of the four times that it is mended; one start
-    above 5 M edges, three below.
+    Cost: for 1.6 M edges about 0.15 s a start, and 0.05 s for each of its four repairs; one start above 5 M
+    edges, three below.
     """
     if parts == 1 or parts >= num_nodes or edge_index.size(1) == 0:
         return contiguous(edge_index, num_nodes, parts, seed)
     graph = _Adjacency.of(edge_index, num_nodes)
-    # METIS wants sorted lists, and once each neighbour; the loops here do not mind the order.
+    # METIS needs sorted lists without duplicates; the loops here accept any order.
     edges.sort_rows(graph.indptr, graph.indices)
     simple = edges.simple(graph.indptr, graph.indices)
     mean = float(graph.weight.mean())
@@ -154,7 +155,7 @@ def metis(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
 
 
 class _Adjacency(NamedTuple):
-    """The graph as the compiled loops read it."""
+    """The graph in the form that the compiled loops read."""
 
     indptr: NDArray[np.int64]
     indices: NDArray[np.int32]
@@ -167,7 +168,7 @@ class _Adjacency(NamedTuple):
         return _Adjacency(indptr, indices, np.bincount(target, minlength=num_nodes).astype(np.float64))
 
     def bounds(self, parts: int, slack: float) -> NDArray[np.float64]:
-        """Largest vertices and in-edges of a part; never below what one vertex, one hub, needs."""
+        """Return the most vertices and in-edges of a part, never below what a single vertex (a hub) needs."""
         vertices, edges = self.weight.size / parts, float(self.weight.sum()) / parts
         return np.array(
             [
@@ -178,14 +179,14 @@ class _Adjacency(NamedTuple):
         )
 
     def excess(self, owner: NDArray[np.int64], parts: int) -> float:
-        """By how much the fullest part is over the balance aimed at, rounded so that a hair is none."""
+        """Return how far the fullest part exceeds the intended balance; a tiny excess is rounded to 0."""
         vertices, edges = self.loads(owner, parts)
         most = self.bounds(parts, BALANCE)
         of_most = vertices * self.weight.size / most[0], edges * self.weight.sum() / most[1]
         return round(max(0.0, float(max(of_most)) / parts - 1.0), 2)
 
     def loads(self, owner: NDArray[np.int64], parts: int) -> tuple[float, float]:
-        """Most vertices and most in-edges of a part, over the mean part's."""
+        """Return the most vertices and the most in-edges of a part, each over the mean of all parts."""
         vertices = np.bincount(owner, minlength=parts).max() * parts / self.weight.size
         edges = np.bincount(owner, self.weight, minlength=parts).max() * parts / self.weight.sum()
         return float(vertices), float(edges)
@@ -209,34 +210,34 @@ def _start(
         parts,
         pymetis.CSRAdjacency(*simple),
         vweights=weights,
-        # METIS's seed is a C int, and to srand 0 and 1 are the same.
+        # METIS's seed is a C int, and srand treats 0 and 1 alike.
         options=pymetis.Options(seed=1 + seed % (2**31 - 1)),
     )
     return np.asarray(result.vertex_part, np.int64)
 
 
-#: What ``Parallel(partitioner=...)`` and ``--parallel.partitioner`` take.
+#: The partitioners that ``Parallel(partitioner=...)`` and ``--parallel.partitioner`` accept.
 PARTITIONERS: Final[Mapping[str, Partitioner]] = MappingProxyType(
     {"metis": metis, "streaming": streaming, "contiguous": contiguous, "random": random}
 )
 
 
 def assign(name: str, edge_index: Tensor, num_nodes: int, parts: int, seed: int = 0) -> Tensor:
-    """Give every vertex to a part, by the partitioner of that name.
+    """Assign every vertex to a part with the partitioner of that name.
 
     Args:
-        name: One of :data:`PARTITIONERS`; ``metis/2`` gives the vertices of each of its parts to two that
-            follow each other, as many to each.
-        edge_index: Edges.
-        num_nodes: Vertices.
-        parts: Parts; more parts than vertices leave some empty.
-        seed: Seed of what the partitioner draws.
+        name: One of :data:`PARTITIONERS`. ``metis/2`` divides the vertices of each of its parts evenly
+            between two consecutive parts.
+        edge_index: The edges.
+        num_nodes: The number of vertices.
+        parts: The number of parts; if there are fewer vertices, some parts are empty.
+        seed: The seed of the partitioner's random draws.
 
     Returns:
         The part of each vertex.
 
     Raises:
-        PartitionError: If no partitioner has that name, or there is no part to give vertices to.
+        PartitionError: If no partitioner has that name, or the number of parts is invalid.
 
     Shapes:
         edge_index ``[2, E]``, int64; owner ``[N]``, int64, from 0 to parts - 1.
@@ -254,7 +255,7 @@ def assign(name: str, edge_index: Tensor, num_nodes: int, parts: int, seed: int 
 
 
 def shared_out(owner: Tensor, parts: int, shares: int) -> Tensor:
-    """Each part's vertices, in their order, to so many shares of equal size."""
+    """Divide each part's vertices, in their order, into the given number of shares of equal size."""
     order = torch.argsort(owner, stable=True)
     sizes = torch.bincount(owner, minlength=parts)
     first = torch.cumsum(sizes, 0) - sizes

@@ -1,6 +1,6 @@
-"""Quality: how good a cut is, in numbers and in plain words.
+"""Partition quality: how good a cut is, in numbers and in plain sentences.
 
-Where it sits: ``partition`` measures each cut, ``kagome partition`` and the report print it.
+Where it sits: ``store`` measures each cut; ``kagome partition`` and the report print it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ HEADER = ("part", "vertices", "in-edges", "halo rows", "halo share")
 
 @dataclass(frozen=True)
 class Quality:
-    """What a cut costs.
+    """The costs of a cut into parts.
 
     Args:
-        num_parts: Parts.
-        num_nodes: Vertices of the whole graph.
-        num_edges: Edges of the whole graph.
-        cut_edges: Edges whose ends are owned by different parts.
-        vertices: Own vertices of each part.
-        in_edges: In-edges of each part's own vertices.
-        halo: Rows that each part reads and others own.
-        largest_in_degree: In-edges of the vertex that has most.
+        num_parts: The number of parts.
+        num_nodes: The number of vertices of the whole graph.
+        num_edges: The number of edges of the whole graph.
+        cut_edges: The number of edges whose ends belong to different parts.
+        vertices: The number of own vertices of each part.
+        in_edges: The number of in-edges of each part's own vertices.
+        halo: The number of rows that each part reads and others own.
+        largest_in_degree: The largest in-degree of any vertex.
     """
 
     num_parts: int
@@ -44,30 +44,30 @@ class Quality:
 
     @property
     def cut(self) -> float:
-        """Share of edges that are cut."""
+        """Share of edges whose ends belong to different parts."""
         return self.cut_edges / max(self.num_edges, 1)
 
     @property
     def replication(self) -> float:
-        """Halo rows of all parts over the vertices: rows that cross in each layer, in graphs."""
+        """Halo rows of all parts over the vertices: the rows that a layer exchanges, in graphs."""
         return sum(self.halo) / max(self.num_nodes, 1)
 
     @property
     def vertex_balance(self) -> float:
-        """Vertices of the fullest part over the mean."""
+        """Vertices of the fullest part, over the mean."""
         return max(self.vertices) * self.num_parts / max(self.num_nodes, 1)
 
     @property
     def edge_balance(self) -> float:
-        """In-edges of the fullest part over the mean."""
+        """In-edges of the fullest part, over the mean."""
         return max(self.in_edges) * self.num_parts / self.num_edges if self.num_edges else 1.0
 
     def halo_share(self, part: int) -> float:
-        """Halo rows over all rows that a part holds."""
+        """Return the halo rows over all rows that a part holds."""
         return self.halo[part] / max(self.halo[part] + self.vertices[part], 1)
 
     def table(self) -> list[Row]:
-        """A row a part, in the order of :data:`HEADER`."""
+        """Return one row per part, in the order of :data:`HEADER`."""
         return [
             (part, self.vertices[part], self.in_edges[part], self.halo[part], self.halo_share(part))
             for part in range(self.num_parts)
@@ -75,7 +75,7 @@ class Quality:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to think about, in whole sentences; nothing where the cut is good."""
+        """Advice in whole sentences; empty if the cut is good."""
         said = []
         empty = self.vertices.count(0)
         if empty:
@@ -104,12 +104,12 @@ class Quality:
 
 
 def quality(edge_index: Tensor, owner: Tensor, parts: int) -> Quality:
-    """Measure a cut.
+    """Measure the quality of a cut.
 
     Args:
-        edge_index: Edges of the whole graph.
-        owner: Part of each vertex.
-        parts: Parts.
+        edge_index: The edges of the whole graph.
+        owner: The part of each vertex.
+        parts: The number of parts.
 
     Returns:
         The figures.
@@ -123,7 +123,7 @@ def quality(edge_index: Tensor, owner: Tensor, parts: int) -> Quality:
 
 
 def measured(edge_index: Tensor, owner: Tensor, parts: int) -> tuple[Quality, NDArray[np.int64]]:
-    """Measure a cut, and give what the same pass has found: which parts read each vertex.
+    """Measure a cut, and also return which parts read each vertex, which the same pass finds.
 
     Shapes:
         edge_index ``[2, E]``; owner ``[N]``; readers ``[N, parts / 64]``, see ``edges.read_by``.

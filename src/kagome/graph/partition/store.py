@@ -1,8 +1,9 @@
-"""Store: partitions on disk, a safetensors file a part and one page of facts; a rank needs no more.
+"""Partition store: partitions on disk, one safetensors file per part and one page of metadata.
 
-The page has a checksum of itself and of each part: what was altered is named before it is used.
+A rank reads the page and its own part only. The page holds checksums of itself and of each part, so an
+altered file is reported before it is used.
 
-Where it sits: ``kagome partition`` saves here, each rank of ``kagome train --data.partition`` loads its own.
+Where it sits: ``kagome partition`` saves here; each rank of ``kagome train --data.partition`` loads its part.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ _PLAIN: Final = ("own", "halo", "edge_index", "edge_ids", "send")
 
 @dataclass(frozen=True, kw_only=True)
 class Meta:
-    """What a rank knows of the whole graph without having it.
+    """Metadata of a partition: what a rank knows of the whole graph without holding it.
 
     Args:
-        fingerprint: As in each part.
-        method: Partitioner.
-        seed: Its seed.
-        num_parts: Parts.
-        num_nodes: Vertices of the whole graph.
-        num_edges: Edges of the whole graph.
-        features: Columns of x; 0 without.
-        labels: What y holds; None without.
-        notes: Sentences on the data, said at the start of a run.
-        quality: How good the cut is.
+        fingerprint: The fingerprint that each part also holds.
+        method: The partitioner's name.
+        seed: The partitioner's seed.
+        num_parts: The number of parts.
+        num_nodes: The number of vertices of the whole graph.
+        num_edges: The number of edges of the whole graph.
+        features: The number of columns of x; 0 without x.
+        labels: Facts about y; None without y.
+        notes: Sentences about the data, printed at the start of a run.
+        quality: The quality of the cut.
     """
 
     fingerprint: str
@@ -68,7 +69,7 @@ class Meta:
 
     @property
     def num_classes(self) -> int:
-        """Columns that a model must give where the loss is left open; 0 without labels."""
+        """Number of columns that a model must return if no loss is named; 0 without labels."""
         return 0 if self.labels is None else self.labels.outputs
 
 
@@ -81,18 +82,18 @@ def describe(
     seed: int,
     notes: Sequence[str] = (),
 ) -> Meta:
-    """The facts that go with a cut.
+    """Return the metadata of a cut whose parts have been made.
 
     Args:
         data: The whole graph, validated.
-        owner: Part of each vertex.
+        owner: The part of each vertex.
         partitions: All parts.
-        method: Partitioner.
-        seed: Its seed.
-        notes: Sentences on the data.
+        method: The partitioner's name.
+        seed: The partitioner's seed.
+        notes: Sentences about the data.
 
     Returns:
-        The facts.
+        The metadata.
 
     Shapes:
         owner ``[N]``.
@@ -118,16 +119,16 @@ def measure(
     seed: int,
     notes: Sequence[str] = (),
 ) -> tuple[Meta, NDArray[np.int64]]:
-    """The facts that go with a cut before its parts are made, and which parts read each vertex.
+    """Return the metadata of a cut before its parts are made, and which parts read each vertex.
 
     Args:
         data: The whole graph, validated.
-        owner: Part of each vertex.
-        parts: Parts.
-        fingerprint: As in each part.
-        method: Partitioner.
-        seed: Its seed.
-        notes: Sentences on the data.
+        owner: The part of each vertex.
+        parts: The number of parts.
+        fingerprint: The fingerprint that each part will hold.
+        method: The partitioner's name.
+        seed: The partitioner's seed.
+        notes: Sentences about the data.
 
     Shapes:
         owner ``[N]``; readers ``[N, parts / 64]``, what ``partition.extract`` takes.
@@ -149,12 +150,12 @@ def measure(
 
 
 def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> None:
-    """Write all parts: into a folder beside, then renamed, so that a folder of that name is always whole.
+    """Write all parts into a temporary folder and rename it, so that the folder is complete once it exists.
 
     Args:
         partitions: All parts, in order; each is written before the next is asked for.
-        folder: Where to; a partition that is there already is replaced, anything else is not.
-        meta: The facts, from :func:`describe`.
+        folder: Where to write; an existing partition is replaced, any other content is an error.
+        meta: The metadata, from :func:`describe`.
 
     Raises:
         PartitionError: If the folder holds something else or cannot be written.
@@ -207,7 +208,7 @@ def _write(partitions: Iterable[Partition], fresh: Path, meta: Meta) -> None:
 
 @dataclass(frozen=True)
 class _Page:
-    """What the page of a partition says, beside what a rank keeps of it."""
+    """The page of a partition: the metadata, and what is only needed to read and check the parts."""
 
     meta: Meta
     attributes: dict[str, tuple[str, tuple[int, ...]]]
@@ -217,7 +218,7 @@ class _Page:
 
 
 def load_meta(folder: str | Path) -> Meta:
-    """Read the facts of a saved partition.
+    """Read the metadata of a saved partition.
 
     Raises:
         PartitionError: If there is none, or it cannot be read.
@@ -226,10 +227,10 @@ def load_meta(folder: str | Path) -> Meta:
 
 
 def verify_sizes(folder: str | Path) -> Meta:
-    """Read the facts of a saved partition whose files have the sizes that they were written with.
+    """Read the metadata of a saved partition after checking that its files have their recorded sizes.
 
     Raises:
-        PartitionError: If there is none, or a file is missing or of another size.
+        PartitionError: If there is none, or a file is missing or has another size.
 
     Cost: a look at each file.
     """
@@ -288,7 +289,7 @@ def _page(folder: Path) -> _Page:
 
 
 def _meta_fault(meta: Meta, attributes: Attributes) -> str:
-    """What is wrong with facts that were read; empty if nothing is."""
+    """Return what is wrong with metadata that was read, or ``""`` if nothing is."""
     for name, hint in get_type_hints(Meta).items():
         value = getattr(meta, name)
         if not fits(value, hint) or (type(value) is int and value < 0 and name != "seed"):
@@ -306,14 +307,14 @@ def _meta_fault(meta: Meta, attributes: Attributes) -> str:
 
 
 def _refused_fault(refused: object) -> str:
-    """Whether reasons why attributes cannot be given are something else."""
+    """Return what is wrong with the reasons for refused attributes, or ``""`` if nothing is."""
     if not isinstance(refused, dict) or not all(isinstance(value, str) for value in refused.values()):
         return f"refused is {str(refused)[:40]!r}"
     return ""
 
 
 def _labels_fault(y: Tensor | None, meta: Meta) -> str:
-    """Whether labels go beyond those that the page tells of."""
+    """Return how labels contradict the facts on the page, or ``""`` if they agree."""
     facts = meta.labels
     if facts is None or y is None:
         return "" if facts is None and y is None else "y is in one of the page and the part, not in both"
@@ -335,17 +336,17 @@ def _damaged(folder: Path, fault: str) -> PartitionError:
 
 
 def load_part(folder: str | Path, part: int) -> Partition:
-    """Read one part; no other is touched.
+    """Read one part; no other part is touched.
 
     Args:
-        folder: Where :func:`save` wrote.
-        part: Number of the part.
+        folder: The folder that :func:`save` wrote.
+        part: The number of the part.
 
     Returns:
         The part.
 
     Raises:
-        PartitionError: If it is missing, damaged, or of another cut than the folder's page says.
+        PartitionError: If the part is missing, damaged, or belongs to another cut than the page describes.
     """
     folder = Path(folder)
     page = _page(folder)

@@ -1,7 +1,7 @@
-"""Sound: whether a part that was read hangs together, in itself and with the page of its partition.
+"""Store checks: whether a part that was read is consistent in itself and with the page of its partition.
 
-Where it sits: ``store.load_part`` asks before a part is used. A file may be whole and yet hold what no
-partition has: it was written by another program, or edited.
+Where it sits: ``store.load_part`` calls it before a part is used. A file may be undamaged and still hold what
+no partition has, because another program wrote or edited it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kagome.graph.partition.quality import Quality
 from kagome.graph.structure.attributes import tensors_of
 
 Attributes = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Type of each attribute and its shape, without rows that parts divide: the same in all parts."""
+"""Type of each attribute, and its shape without the rows that parts divide: the same in all parts."""
 COUNTS: Final = ("part", "num_parts", "num_nodes", "num_edges", "last_vertex")
 
 
 def attributes_of(piece: Partition) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and trailing shape of each attribute of a part: ``node.x``, ``edge.edge_attr``."""
+    """Return type and trailing shape of each attribute of a part: ``node.x``, ``edge.edge_attr``."""
     named = [("node", piece.nodes, 1), ("edge", piece.edges, 1), ("shared", tensors_of(piece.shared), 0)]
     return {
         f"{kind}.{name}": (str(value.dtype), tuple(value.shape[first:]))
@@ -32,12 +32,12 @@ def attributes_of(piece: Partition) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def fault_of(piece: Partition, quality: Quality, attributes: Attributes) -> str:
-    """What is wrong with a part; empty if nothing is.
+    """Return what is wrong with a part, or ``""`` if nothing is.
 
     Args:
-        piece: The part, as it was read.
-        quality: The page's counts of all parts.
-        attributes: The page's word on attributes.
+        piece: The part that was read.
+        quality: The counts of all parts, from the page.
+        attributes: Types and shapes of the attributes, from the page.
 
     Cost: some passes over ids and edges, and a sort of the halo.
     """
@@ -49,7 +49,7 @@ def fault_of(piece: Partition, quality: Quality, attributes: Attributes) -> str:
 
 
 def quality_fault(quality: Quality, parts: int, num_nodes: int, num_edges: int) -> str:
-    """What is wrong with a page's counts; empty if nothing is."""
+    """Return what is wrong with the counts on a page, or ``""`` if nothing is."""
     for name in ("vertices", "in_edges", "halo"):
         counts = getattr(quality, name)
         if len(counts) != parts or any(type(count) is not int or count < 0 for count in counts):

@@ -1,1 +1,1 @@
-"""Edges, attributes, labels and splits of one graph."""
+"""Structure of one graph: edges, attributes, labels and splits."""

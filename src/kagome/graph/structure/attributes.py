@@ -1,6 +1,6 @@
-"""Attributes of a graph: a row a vertex, a row an edge, or the same on all ranks; foreign kinds made plain.
+"""Attributes of a graph: one row per vertex, one row per edge, or shared by all ranks.
 
-Where it sits: ``validate`` cleans with these, ``graph.partition.partition`` splits by them.
+Where it sits: ``validate`` cleans attributes with these functions, ``graph.partition.partition`` splits them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch_geometric.data import Data
 from kagome.errors import DataError
 from kagome.graph.structure import nested_values
 
-#: A dense copy of sparse features may be so large; beyond it the user is asked to project.
+#: Largest dense copy of sparse features in bytes; beyond it the user is asked to project the features.
 DENSE_LIMIT_BYTES = 4 * 2**30
 
 Shared = Tensor | int | float | str | list[Any] | tuple[Any, ...] | dict[Any, Any]
-"""What is the same on all ranks: a tensor, a number, a truth value, a text, or lists and dicts of such."""
+"""A value that is the same on all ranks: a tensor, number, bool or text, or lists and dicts of such."""
 
 _STRUCTURE: Final = ("edge_index", "adj_t", "num_nodes", "split_idx")
 _OF_VERTICES: Final = frozenset({"x", "y", "z", "pos", "batch", "n_id", "weight"})
@@ -29,19 +29,19 @@ _OF_EDGES: Final = frozenset({"e_id"})
 
 
 class Notes(tuple[str, ...]):
-    """Sentences that a loader leaves in ``data.notes``; a user's attribute of that name is not one."""
+    """Sentences that a loader leaves in ``data.notes``; a user's attribute of that name has another type."""
 
 
 @dataclass(frozen=True)
 class Attributes:
-    """The attributes of a graph by kind.
+    """The attributes of a graph, sorted by kind.
 
     Args:
-        nodes: A row a vertex.
-        edges: A row an edge.
-        shared: Neither: the same on all ranks.
-        refused: Why the others cannot be given to a model, by name.
-        unclear: Those of them that have a row a vertex or a row an edge, and nothing tells which.
+        nodes: Attributes with a row per vertex.
+        edges: Attributes with a row per edge.
+        shared: Attributes that are neither and are the same on all ranks.
+        refused: For each other attribute, the reason why it cannot be given to a model.
+        unclear: The refused attributes whose rows may belong to vertices or to edges.
     """
 
     nodes: dict[str, Tensor] = field(default_factory=dict)
@@ -55,9 +55,9 @@ class Sorted(Data):  # type: ignore[misc]
     """A graph that remembers the kinds of its attributes: in a sample a size may fit another kind by chance.
 
     Args:
-        edge_index: Its edges.
-        num_nodes: Its vertices.
-        attributes: By kind.
+        edge_index: The edges of the graph.
+        num_nodes: The number of vertices.
+        attributes: The attributes, sorted by kind.
     """
 
     def __init__(self, edge_index: Tensor, num_nodes: int, attributes: Attributes) -> None:
@@ -67,13 +67,15 @@ class Sorted(Data):  # type: ignore[misc]
 
 
 def attributes_of(data: Data) -> Attributes:
-    """The attributes of a graph by kind.
+    """Return the attributes of a graph, sorted by kind.
 
-    The first size decides. Where there are as many edges as vertices, the name does: ``edge...`` and ``e_id``
-    have a row an edge; ``x``, ``y``, ``z``, ``pos``, ``batch``, ``n_id``, ``weight``, ``node...`` and
-    ``..._mask`` a row a vertex; any other is refused, but on one rank, which cuts nothing. Whole numbers
-    whose name says that they are ids of vertices (``...index``), and ``[2, M]`` of them in the range of ids,
-    are a second list of edges, which is refused.
+    The size of the first axis decides. If there are as many edges as vertices, the name decides. ``edge...``
+    and ``e_id`` have a row per edge. ``x``, ``y``, ``z``, ``pos``, ``batch``, ``n_id``, ``weight``,
+    ``node...`` and ``..._mask`` have a row per vertex. Any other name is refused, except on one rank, which
+    cuts nothing.
+
+    Integers are refused as a second list of edges if their name says that they are vertex ids (``...index``),
+    or if they have the shape ``[2, M]`` and the range of vertex ids.
 
     Args:
         data: A graph with ``num_nodes`` and ``edge_index``.
@@ -144,45 +146,45 @@ def _names_vertices(name: str, value: Tensor, num_nodes: int) -> bool:
 
 
 def split_attributes(data: Data) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors with a row a vertex, and those with a row an edge; see :func:`attributes_of`."""
+    """Return the tensors with a row per vertex and those with a row per edge; see :func:`attributes_of`."""
     found = attributes_of(data)
     return found.nodes, found.edges
 
 
 def tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those of some values that are tensors."""
+    """Return the values that are tensors, by name."""
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def unboxed(value: Any) -> Any:
-    """A NumPy array of numbers as a tensor, a NumPy scalar as Python's; anything else as it is."""
+    """Return a NumPy array of numbers as a tensor and a NumPy scalar as a Python number; others unchanged."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return torch.as_tensor(value)
     return nested_values.unboxed(value)
 
 
 def plain(value: Any) -> Tensor:
-    """A plain CPU tensor that knows no gradient, from a tensor, a subclass of it, or an array.
+    """Return a plain CPU tensor without gradient from a tensor, a tensor subclass or an array.
 
     Shapes:
         any; kept.
     """
     if hasattr(value, "as_tensor"):  # torch_geometric.EdgeIndex and Index
         value = value.as_tensor()
-    # A conjugate or negative view has the bytes of what it is a view of.
+    # A conjugate or negative view shares the bytes of the tensor that it views.
     return torch.as_tensor(value).detach().cpu().resolve_conj().resolve_neg()
 
 
 def numbers_of(name: str, value: Any, must: str = "be a tensor of numbers") -> Tensor:
-    """A tensor of what a user gave as one: a tensor, an array, a list of numbers.
+    """Return a tensor from what a user gave as one: a tensor, an array or a list of numbers.
 
     Args:
-        name: The attribute's.
-        value: Its value.
-        must: What it has to do, for the error.
+        name: The name of the attribute.
+        value: The value of the attribute.
+        must: The requirement that the error message states.
 
     Raises:
-        DataError: If it is nothing of the kind.
+        DataError: If the value cannot be read as a tensor of numbers.
     """
     said, hint = without_numbers(value), ""
     if not said and isinstance(value, Tensor) and value.is_quantized:
@@ -198,7 +200,7 @@ def numbers_of(name: str, value: Any, must: str = "be a tensor of numbers") -> T
 
 
 def without_numbers(value: Any) -> str:
-    """What a tensor is that has no array of numbers to be cut into parts; empty for any other value."""
+    """Return the kind of a tensor that has no plain array of numbers to cut into parts; otherwise ``""``."""
     if not isinstance(value, Tensor):
         return ""
     if value.is_nested:
@@ -207,17 +209,17 @@ def without_numbers(value: Any) -> str:
 
 
 def is_sparse(value: Any) -> bool:
-    """Whether this is a sparse tensor of torch, or a SparseTensor of torch_sparse."""
+    """Return whether this is a sparse tensor of torch or a SparseTensor of torch_sparse."""
     if isinstance(value, Tensor):
         return value.layout != torch.strided and not value.is_nested
     return hasattr(value, "to_dense") and hasattr(value, "sizes")
 
 
 def dense(value: Any) -> Tensor:
-    """A sparse matrix as a dense tensor.
+    """Return a sparse matrix as a dense tensor.
 
     Raises:
-        DataError: If that would take more memory than is sensible.
+        DataError: If the dense tensor would be too large.
 
     Shapes:
         value ``[N, F]``, sparse; result ``[N, F]``, dense.
@@ -235,10 +237,10 @@ def dense(value: Any) -> Tensor:
 
 
 def edges_of(adjacency: Any) -> tuple[Tensor, Tensor | None]:
-    """Edges of a sparse adjacency held transposed, as PyG does (``adj_t``): rows are targets.
+    """Return the edges of a sparse adjacency in PyG's transposed form (``adj_t``), whose rows are targets.
 
     Returns:
-        The edges, and their values where these are not all 1.
+        The edges, and their values unless all are 1.
 
     Shapes:
         adjacency ``[N, N]``; edges ``[2, E]``; values ``[E, ...]``.

@@ -1,8 +1,8 @@
-"""Compiled passes over edge lists: who reads whom, one part's edges in order, what two sorted lists share.
+"""Compiled passes over edge lists: which part reads which vertex, one part's edges, and sorted-list helpers.
 
 Where it sits: ``graph.partition.partition``, ``graph.partition.quality``, ``topology`` and
-``graph.datasets.builtin`` call these; numpy arrays in and out. Each is a pass or two over the edges with a
-few numbers a vertex beside, where sorting would copy all edges.
+``graph.datasets.builtin`` call these, with numpy arrays in and out. Each makes one or two passes over the
+edges and keeps a few numbers per vertex, where sorting would copy all edges.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from kagome.kernels.base.jit import compiled
 
 @compiled
 def read_by(source: Longs, target: Longs, owner: Ints, parts: int) -> tuple[Longs, Longs, int]:
-    """Which parts read each vertex without owning it, a bit a part.
+    """Return which parts read each vertex without owning it, as one bit per part.
 
     Args:
-        source: Sources of the edges.
-        target: Their targets.
-        owner: Part of each vertex.
-        parts: Parts.
+        source: The sources of the edges.
+        target: The targets of the edges.
+        owner: The part of each vertex.
+        parts: The number of parts.
 
     Returns:
-        Words of 64 bits, ``[N, words]``; in-edges of each part; edges whose ends have different owners.
+        Words of 64 bits, ``[N, words]``; the in-edges of each part; the number of edges between two parts.
 
     Cost: one pass over the edges; 8 bytes a vertex for each 64 parts.
     """
@@ -43,7 +43,7 @@ def read_by(source: Longs, target: Longs, owner: Ints, parts: int) -> tuple[Long
 
 @compiled
 def halo_counts(readers: Longs, parts: int) -> Longs:
-    """Rows that each part reads and others own.
+    """Return for each part the number of rows that it reads and others own.
 
     Cost: one pass over the table.
     """
@@ -58,7 +58,9 @@ def halo_counts(readers: Longs, parts: int) -> Longs:
 
 @compiled
 def halo_of(readers: Longs, owner: Ints, part: int, parts: int) -> tuple[Longs, Longs]:
-    """Vertices that a part reads and others own, by owner, then ascending; and how many each owner has.
+    """Return the vertices that a part reads and others own, and the number from each owner.
+
+    The vertices are sorted by owner, then ascending.
 
     Cost: two passes over the table.
     """
@@ -79,7 +81,9 @@ def halo_of(readers: Longs, owner: Ints, part: int, parts: int) -> tuple[Longs, 
 
 @compiled
 def sent_by(readers: Longs, own: Longs, parts: int) -> tuple[Longs, Longs]:
-    """Places in ``own`` of the rows that each peer reads, by peer, then ascending; and how many each reads.
+    """Return the positions in ``own`` of the rows that each peer reads, and the number of rows for each peer.
+
+    The positions are sorted by peer, then ascending.
 
     Cost: one pass over the own rows for each peer.
     """
@@ -100,17 +104,17 @@ def sent_by(readers: Longs, own: Longs, parts: int) -> tuple[Longs, Longs]:
 
 @compiled
 def edges_of(source: Longs, target: Longs, owner: Ints, part: int, local: Longs) -> tuple[Longs, Longs]:
-    """In-edges of a part in local ids, in the order of the whole list.
+    """Return the in-edges of a part in local ids, in the order of the whole list.
 
     Args:
-        source: Sources of all edges.
-        target: Their targets.
-        owner: Part of each vertex.
-        part: The part.
-        local: Local id of each vertex that the part owns or reads.
+        source: The sources of all edges.
+        target: The targets of all edges.
+        owner: The part of each vertex.
+        part: The part whose edges are returned.
+        local: The local id of each vertex that the part owns or reads.
 
     Returns:
-        The edges ``[2, E]``, and the place of each in the whole list, ascending.
+        The edges ``[2, E]``, and the position of each in the whole list, ascending.
 
     Cost: two passes over all edges.
     """
@@ -131,7 +135,7 @@ def edges_of(source: Longs, target: Longs, owner: Ints, part: int, local: Longs)
 
 @compiled
 def shared(one: Longs, other: Longs) -> tuple[int, int]:
-    """How many different values a sorted list holds, and how many of them another sorted list holds too."""
+    """Return the number of distinct values of a sorted list, and how many of them are also in the other."""
     count = both = k = 0
     for i in range(one.size):
         if i > 0 and one[i] == one[i - 1]:
@@ -146,7 +150,7 @@ def shared(one: Longs, other: Longs) -> tuple[int, int]:
 
 @compiled
 def squeeze(ordered: Longs) -> int:
-    """Move the different values of a sorted list to its front; how many there are."""
+    """Move the distinct values of a sorted list to its front, and return their number."""
     count = 0
     for i in range(ordered.size):
         if i == 0 or ordered[i] != ordered[i - 1]:
@@ -164,9 +168,9 @@ def sort_rows(indptr: Longs, indices: Ints) -> None:
 
 @compiled
 def simple(indptr: Longs, indices: Ints) -> tuple[Longs, Longs]:
-    """Sorted neighbour lists without their duplicates, in the 64 bits that METIS reads.
+    """Return sorted neighbour lists without duplicates, in the 64-bit integers that METIS reads.
 
-    Cost: two passes over the lists, 8 bytes a neighbour that is left.
+    Cost: two passes over the lists; 8 bytes for each remaining neighbour.
     """
     start = np.zeros_like(indptr)
     for v in range(indptr.size - 1):
@@ -187,11 +191,11 @@ def simple(indptr: Longs, indices: Ints) -> tuple[Longs, Longs]:
 
 @compiled
 def both_ways(keys: Longs, n: int) -> Longs:
-    """Every edge in both directions, sorted by source, then target.
+    """Return every edge in both directions, sorted by source, then target.
 
     Args:
-        keys: ``low * n + high`` of each edge, low < high, ascending, each once.
-        n: Vertices.
+        keys: ``low * n + high`` of each edge with low < high, ascending and without duplicates.
+        n: The number of vertices.
 
     Returns:
         The edges, ``[2, 2 len(keys)]``.
@@ -205,7 +209,7 @@ def both_ways(keys: Longs, n: int) -> Longs:
     for v in range(n):
         start[v + 1] += start[v]
     edges = np.empty((2, 2 * keys.size), np.int64)
-    # In this order a vertex meets its smaller neighbours first, ascending, then its larger ones.
+    # In this order a vertex meets its smaller neighbours first, ascending, and then its larger ones.
     for key in keys:
         low, high = key // n, key % n
         edges[0, start[high]] = high
@@ -219,7 +223,7 @@ def both_ways(keys: Longs, n: int) -> Longs:
 
 @compiled
 def guide(reach: Floats) -> Longs:
-    """For each of as many equal steps as there are intervals, the interval in which it begins."""
+    """Divide the range into as many equal steps as intervals; return the interval where each step begins."""
     size = reach.size - 1
     step = reach[size] / size
     found = np.empty(size, np.int64)
@@ -233,14 +237,16 @@ def guide(reach: Floats) -> Longs:
 
 @compiled
 def interval(reach: Floats, steps: Longs, at: Floats) -> Longs:
-    """The interval of ``reach`` that each number lies in: ``searchsorted(reach, at, "right") - 1``, guided.
+    """Return the interval of ``reach`` that contains each number, with a lookup table instead of a search.
+
+    The result equals ``searchsorted(reach, at, "right") - 1``.
 
     Args:
-        reach: Ends of the intervals, ascending from 0.
-        steps: From :func:`guide`.
-        at: Numbers from 0 to ``reach[-1]``; one on the very end lies in the last interval.
+        reach: The ends of the intervals, ascending from 0.
+        steps: The lookup table from :func:`guide`.
+        at: Numbers from 0 to ``reach[-1]``; a number equal to the end belongs to the last interval.
 
-    Cost: about one comparison a number, where a search would take the logarithm of the intervals.
+    Cost: about one comparison a number; a search would need the logarithm of the number of intervals.
     """
     size = steps.size
     scale = size / reach[size]

@@ -1,4 +1,4 @@
-"""Compiled loops over adjacency lists: making them, one streaming pass, mending a balance.
+"""Compiled loops over adjacency lists: build them, stream vertices into parts, and repair the balance.
 
 Where it sits: the inner loops of ``graph.partition.partitioners``; numpy arrays in, numpy arrays out, no
 torch.
@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 @compiled
 def adjacency(source: Longs, target: Longs, num_nodes: int) -> tuple[Longs, Ints]:
-    """Neighbours in both directions of every vertex, self-loops left out, duplicates kept.
+    """Return the neighbours of every vertex in both directions, without self-loops but with duplicates.
 
     Cost: two passes over the edges, 8 bytes an edge.
     """
@@ -43,19 +43,19 @@ def adjacency(source: Longs, target: Longs, num_nodes: int) -> tuple[Longs, Ints
 
 @compiled
 def stream(indptr: Longs, indices: Ints, order: Longs, weight: Floats, owner: Longs, bounds: Floats) -> None:
-    """Give vertices to parts one after another: most neighbours there, weighed by the room that is left.
+    """Assign vertices one after another to the part with most neighbours, weighted by its free space.
 
-    The rule is linear deterministic greedy (Stanton and Kliot, KDD 2012) with two loads a part, vertices and
-    in-edges; the fuller of the two counts. ``owner`` is written in place; a vertex that has an owner already
-    is taken out of it first, so a second call improves on the first.
+    The rule is linear deterministic greedy (Stanton and Kliot, KDD 2012) with two loads per part, vertices
+    and in-edges; the fuller of the two counts. ``owner`` is written in place. A vertex that already has an
+    owner is removed from it first, so a second call improves on the first.
 
     Args:
         indptr: Start of each vertex's neighbours.
-        indices: The neighbours, both directions.
-        order: Order of visit.
-        weight: In-edges of each vertex.
-        owner: Part of each vertex, -1 where it has none yet.
-        bounds: Largest vertices and largest in-edges of a part, then the number of parts.
+        indices: The neighbours in both directions.
+        order: The order of visit.
+        weight: The in-edges of each vertex.
+        owner: The part of each vertex, -1 where it has none yet.
+        bounds: Most vertices and most in-edges of a part, then the number of parts.
 
     Cost: one pass over the adjacency.
     """
@@ -80,7 +80,7 @@ def stream(indptr: Longs, indices: Ints, order: Longs, weight: Floats, owner: Lo
         for q in range(parts):
             load = max((vertices[q] + 1) / bounds[0], (edges[q] + weight[v]) / bounds[1])
             score = near[q] * max(0.0, 1.0 - max(vertices[q] / bounds[0], edges[q] / bounds[1]))
-            # A full part is no candidate; where all are full the least full one takes the vertex.
+            # A full part is not a candidate; if all are full, the least full one takes the vertex.
             if load > 1:
                 score = -load
             if best < 0 or score > best_score or (score == best_score and load < best_load):
@@ -99,17 +99,17 @@ def _count(near: Floats, indptr: Longs, indices: Ints, owner: Longs, v: int) -> 
 
 @compiled
 def _over(load: Floats, bounds: Floats, q: int, vertices: float, edges: float) -> float:
-    """By how much part q would be over its bounds, in shares of them, with so much more."""
+    """Return how far part q would exceed its bounds, relative to them, with these additions."""
     full = float((load[0, q] + vertices) / bounds[0]), float((load[1, q] + edges) / bounds[1])
     return max(0.0, full[0] - 1) + max(0.0, full[1] - 1)
 
 
 @compiled
 def _target(near: Floats, load: Floats, bounds: Floats, p: int, weight: float, repair: bool) -> int:
-    """The part with most neighbours that can take a vertex of p; -1 where none can.
+    """Return the part with most neighbours that can take a vertex of p, or -1 if none can.
 
-    A repair may overfill the target by half of what it relieves: two parts that are full in different
-    measures can be mended only by such an exchange.
+    A repair may overfill the target by half of what it relieves. Two parts that exceed different bounds can
+    only be repaired by such an exchange.
     """
     relief = _over(load, bounds, p, 0.0, 0.0) - _over(load, bounds, p, -1.0, -weight)
     best, most = -1, -1.0
@@ -163,18 +163,18 @@ def _repair(
 
 @compiled
 def mend(indptr: Longs, indices: Ints, weight: Floats, owner: Longs, bounds: Floats, rounds: int) -> None:
-    """Move vertices until no part is over a bound, then wherever it cuts fewer edges within the bounds.
+    """Move vertices until no part exceeds a bound, then where a move within the bounds cuts fewer edges.
 
-    Greedy in the manner of Fiduccia and Mattheyses: moves out of a part that is too full are taken by edges
-    newly cut for each unit of the load they carry away.
+    The method is greedy in the manner of Fiduccia and Mattheyses. Moves out of an overfull part are ordered
+    by the number of newly cut edges per unit of load that they remove.
 
     Args:
         indptr: Start of each vertex's neighbours.
-        indices: The neighbours, both directions.
-        weight: In-edges of each vertex.
-        owner: Part of each vertex; changed in place.
-        bounds: Largest vertices and largest in-edges of a part, then the number of parts.
-        rounds: How often to repair and improve.
+        indices: The neighbours in both directions.
+        weight: The in-edges of each vertex.
+        owner: The part of each vertex; changed in place.
+        bounds: Most vertices and most in-edges of a part, then the number of parts.
+        rounds: The number of rounds of repair and improvement.
 
     Cost: a few passes over the adjacency a round.
     """

@@ -1,7 +1,7 @@
-"""Labels: what y holds, in a few facts that every rank knows; losses and metrics are chosen by them.
+"""Labels: facts about y that every rank knows, from which losses and metrics are chosen.
 
-Where it sits: ``validate`` makes them of the whole graph, ``graph.partition.store`` keeps them with a
-partition, ``objective.objective`` decides by them.
+Where it sits: ``validate`` computes them from the whole graph, ``graph.partition.store`` keeps them with a
+partition, and ``objective.objective`` chooses by them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _SERVED: Final = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
-"""Types of labels; PyTorch computes nothing with its others."""
+"""Label types that are accepted; PyTorch cannot compute with its other types."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What y holds. Entries that are NaN count for nothing here but ``missing``.
+    """Facts about the labels y. NaN entries are left out of every fact except ``missing``.
 
     Args:
-        dtype: Its type, as ``int64``.
-        shape: Its shape without the rows: empty for ``[N]``.
-        least: Smallest entry; 0 where there is none.
-        most: Largest entry; -1 where there is none.
+        dtype: The type of y, such as ``int64``.
+        shape: The shape of y without its rows; empty for ``[N]``.
+        least: The smallest entry; 0 if there is none.
+        most: The largest entry; -1 if there is none.
         whole: Whether all entries are whole numbers.
-        both: Whether the entries are -1 and 1, both of them and no other.
-        missing: Entries that are NaN.
-        odd: The first row with an entry that is no whole number, or -1.
+        both: Whether the entries are exactly the two values -1 and 1.
+        missing: The number of NaN entries.
+        odd: The first row with an entry that is not a whole number, or -1.
         least_row: The first row with the smallest entry.
         most_row: The first row with the largest entry.
     """
@@ -58,7 +58,7 @@ class Labels:
 
     @property
     def single(self) -> bool:
-        """Whether a row has one entry: ``[N]`` or ``[N, 1]``."""
+        """Whether a row has one entry, as in ``[N]`` or ``[N, 1]``."""
         return self.columns == 1
 
     @property
@@ -68,41 +68,41 @@ class Labels:
 
     @property
     def classes(self) -> int:
-        """Classes, if the entries are class ids."""
+        """The number of classes if the entries are class ids."""
         return max(int(self.most) + 1, 1) if self.whole else 1
 
     @property
     def task(self) -> Task:
-        """What they look like: one class a vertex, several labels of 0 and 1 at once, or numbers."""
+        """Task that the labels suggest: multiclass, multilabel (columns of 0 and 1) or regression."""
         if not self.single:
             return "multilabel" if self.whole and self.least >= 0 and self.most <= 1 else "regression"
         return "multiclass" if self.whole and self.least >= -1 else "regression"
 
     @property
     def outputs(self) -> int:
-        """Columns that a model must give where the loss is left open."""
+        """Number of columns that a model must return if no loss is named."""
         return self.classes if self.task == "multiclass" else self.columns
 
     def outputs_for(self, loss: str) -> int:
-        """Columns that a model must give for a built-in loss by its name."""
+        """Return the number of columns that a model must return for a built-in loss."""
         if loss == "cross_entropy" and self.single:
             return self.classes
         return self.columns if loss in ("cross_entropy", "bce", "mse", "mae", "huber") else self.outputs
 
     def text(self) -> str:
-        """Shape and type, for messages."""
+        """Return shape and type as text for messages."""
         return f"[{', '.join(['N', *map(str, self.shape)])}] {self.dtype}"
 
 
 def labels_of(y: Tensor, ignore: int | None = None) -> Labels:
-    """The facts of y.
+    """Return the facts about the labels y.
 
     Args:
-        y: Labels.
-        ignore: The label that stands for none; such entries count for nothing, as those that are NaN.
+        y: The labels.
+        ignore: The value that marks a missing label; such entries are left out, as NaN entries are.
 
     Raises:
-        DataError: If an entry is infinite, or complex, or of a type that PyTorch only stores.
+        DataError: If an entry is infinite or complex, or y has a type that PyTorch can only store.
 
     Shapes:
         y ``[N, ...]``.
@@ -157,7 +157,7 @@ def labels_of(y: Tensor, ignore: int | None = None) -> Labels:
 
 
 def joined(parts: Sequence[Labels]) -> Labels:
-    """The facts of a whole graph from those of its parts, whose rows are ids of the whole graph."""
+    """Combine the facts of all parts, whose rows are ids of the whole graph, into those of the graph."""
     first = replace(parts[0], missing=sum(each.missing for each in parts))
     some = [each for each in parts if each.least_row >= 0]
     if not some:
@@ -180,9 +180,9 @@ def joined(parts: Sequence[Labels]) -> Labels:
 
 
 def labelled(y: Tensor, facts: Labels) -> Tensor:
-    """Which vertices may have a label, before a loss says what stands for none.
+    """Return which vertices may have a label, before a loss says which value marks a missing one.
 
-    A row that is NaN has none. So has -1 of whole numbers, unless -1 and 1 are the two labels.
+    A row of NaN has no label. A row of -1 in whole numbers has none either, unless the labels are -1 and 1.
 
     Shapes:
         y ``[N, ...]``; result ``[N]``, bool.

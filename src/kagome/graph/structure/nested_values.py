@@ -1,6 +1,6 @@
-"""Nested: lists, tuples and dicts of numbers and texts that a graph carries, and their form in JSON.
+"""Nested values: lists, tuples and dicts of numbers and texts that a graph carries, and their JSON form.
 
-Where it sits: ``attributes`` asks what may be carried, ``graph.partition.store`` keeps it with a partition.
+Where it sits: ``attributes`` asks what may be carried; ``graph.partition.store`` keeps it with a partition.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any, Final
 import numpy as np
 
 DEEPEST: Final = 20
-"""Lists within lists: more are a list that holds itself."""
+"""Deepest nesting of lists that is accepted: deeper ones are taken to contain themselves."""
 LARGEST: Final = 10_000
-"""Entries in all: every rank holds them, and texts of a million vertices are not what a model is given."""
+"""Most entries in all: every rank holds them, and a model has no use for texts of a million vertices."""
 
 _PLAIN: Final = (bool, int, float, str)
 _NUMBERS: Final = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def fault_of(value: Any) -> str:
-    """Why a value is not carried; empty if it is."""
+    """Return why a value cannot be carried, or ``""`` if it can."""
     kind = type(value).__name__
     if type(value) not in (list, tuple, dict):
         return "" if isinstance(value, _PLAIN) else f"a {kind}"
@@ -31,7 +31,7 @@ def fault_of(value: Any) -> str:
 
 
 def _look(value: Any, depth: int) -> tuple[int, str]:
-    """How many entries there are, up to one too many, and the type of the first that is not plain."""
+    """Count the entries, up to one more than allowed, and return the type of the first unsupported one."""
     if value is None or isinstance(value, _PLAIN):
         return 1, ""
     if depth == DEEPEST or type(value) not in (list, tuple, dict):
@@ -46,7 +46,7 @@ def _look(value: Any, depth: int) -> tuple[int, str]:
 
 
 def unboxed(value: Any, depth: int = 0) -> Any:
-    """A value whose numbers of NumPy are Python's; a list that holds itself is left."""
+    """Return the value with NumPy numbers as Python numbers; a list that contains itself stays as it is."""
     if isinstance(value, np.generic):
         return value.item()
     if depth == DEEPEST:
@@ -59,7 +59,7 @@ def unboxed(value: Any, depth: int = 0) -> Any:
 
 
 def to_json(value: Any) -> Any:
-    """A value as JSON has it: what JSON does not know is an object of one key, its kind."""
+    """Return a value as JSON; a type that JSON lacks becomes an object with one key, the name of the type."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
     if isinstance(value, tuple):
@@ -70,10 +70,10 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(tree: Any, depth: int = 0) -> Any:
-    """The value of what :func:`to_json` wrote.
+    """Return the value of what :func:`to_json` wrote.
 
     Raises:
-        ValueError: If it is nothing of the kind.
+        ValueError: If the tree is not in the form that :func:`to_json` writes.
     """
     if tree is None or isinstance(tree, _PLAIN):
         return tree

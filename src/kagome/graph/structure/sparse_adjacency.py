@@ -1,7 +1,8 @@
-"""Adjacency: a graph that is given as a sparse matrix (``adj_t``), kept as edges whose values make it again.
+"""Sparse adjacency: a graph given as a sparse matrix (``adj_t``), kept as edges that can rebuild the matrix.
 
-Where it sits: ``validate`` takes the matrix apart; ``intercept.sparse_adjacency`` gives a model what stands
-for it. The values go along with the edges as an attribute whose name says what the matrix was.
+Where it sits: ``validate`` converts the matrix into edges; ``intercept.sparse_adjacency`` gives a model an
+object that stands for it. The values travel with the edges as an attribute whose name encodes the matrix's
+layout.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _KNOWN: Final = tuple(_LAYOUTS.values())
 
 @dataclass(frozen=True)
 class Adjacency:
-    """What a matrix was.
+    """The layout and values of a sparse adjacency matrix.
 
     Args:
         layout: ``csr``, ``csc`` or ``coo``.
-        kind: ``loops`` with self-loops; without, ``ones`` if all values are 1, or ``simple``.
-        values: One an edge.
+        kind: ``loops`` if it has self-loops; otherwise ``ones`` if all values are 1, or ``simple``.
+        values: One value per edge.
     """
 
     layout: str
@@ -39,11 +40,11 @@ class Adjacency:
 
     @property
     def name(self) -> str:
-        """The attribute that carries it."""
+        """Name of the edge attribute that carries the values."""
         return f"{_PREFIX}{self.layout}_{self.kind}"
 
     def matrix(self, edge_index: Tensor, count: int) -> Tensor:
-        """The matrix, from its edges in any order.
+        """Return the sparse matrix from its edges in any order.
 
         Shapes:
             edge_index ``[2, E]`` -> ``[count, count]``.
@@ -64,7 +65,7 @@ class Adjacency:
 
 
 def adjacency_of(edges: Mapping[str, Tensor]) -> Adjacency | None:
-    """The matrix that attributes of edges speak of; None if there was none."""
+    """Return the matrix that an edge attribute carries, or None if there is no such attribute."""
     name = next((name for name in edges if name.startswith(_PREFIX)), None)
     if name is None:
         return None
@@ -73,31 +74,31 @@ def adjacency_of(edges: Mapping[str, Tensor]) -> Adjacency | None:
 
 
 def inputs_of(edges: Mapping[str, Tensor], edge_index: Tensor, count: int) -> dict[str, Tensor]:
-    """What a model may be given of attributes of edges, where the whole graph is at hand."""
+    """Return the model's inputs from edge attributes of a whole graph, with ``adj_t`` rebuilt."""
     found = adjacency_of(edges)
     rest = {name: value for name, value in edges.items() if not name.startswith(_PREFIX)}
     return rest if found is None else {**rest, "adj_t": found.matrix(edge_index, count)}
 
 
 def with_loops(edges: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Attributes of edges to which self-loops were added."""
+    """Return edge attributes for edges to which self-loops were added: the matrix then has self-loops."""
     told = adjacency_of(edges)
     rest = {name: value for name, value in edges.items() if not name.startswith(_PREFIX)}
     return rest if told is None else {**rest, Adjacency(told.layout, "loops", told.values).name: told.values}
 
 
 def taken_apart(matrix: Any, given: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The edges of a matrix whose rows are targets, and what goes along with them.
+    """Return the edges of a matrix whose rows are targets, and the edge attributes that carry its values.
 
     Args:
-        matrix: Of torch, or of torch_sparse.
-        given: The data's other attributes.
+        matrix: A sparse matrix of torch or of torch_sparse.
+        given: The other attributes of the data.
 
     Returns:
-        The edges, and attributes of them.
+        The edges and their attributes.
 
     Raises:
-        DataError: If its values would be lost, or it is no matrix.
+        DataError: If the values would be lost, or the matrix does not have a usable form.
 
     Shapes:
         matrix ``[N, N]``; edges ``[2, E]``.
@@ -141,10 +142,10 @@ def taken_apart(matrix: Any, given: Mapping[str, Any]) -> tuple[Tensor, dict[str
 
 
 def beside(matrix: Any, edge_index: Tensor) -> None:
-    """Let a matrix go that is given beside the edges and says the same.
+    """Check that a matrix given beside ``edge_index`` is redundant: the same edges and no values.
 
     Raises:
-        DataError: If it says more, or other edges.
+        DataError: If it has values or other edges.
     """
     ends, values = edges_of(matrix)
     same = ends.shape == edge_index.shape and torch.equal(_sorted(ends), _sorted(edge_index))
@@ -159,6 +160,6 @@ def beside(matrix: Any, edge_index: Tensor) -> None:
 
 
 def _sorted(edge_index: Tensor) -> Tensor:
-    """Edges by target, then source."""
+    """Return the edges sorted by target, then source."""
     by_source = edge_index[:, edge_index[0].argsort(stable=True)]
     return by_source[:, by_source[1].argsort(stable=True)]

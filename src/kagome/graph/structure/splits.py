@@ -1,4 +1,4 @@
-"""Masks: which vertices train, validate and test.
+"""Splits: masks of the vertices for training, validation and test.
 
 Where it sits: ``graph.datasets.builtin`` draws its masks here; ``validate`` checks a user's masks here.
 """
@@ -19,12 +19,12 @@ _HOLDS: Final = "hold true and false, or numbers"
 
 
 def draw(num_nodes: int, seed: int, labelled: Tensor | None = None) -> dict[str, Tensor]:
-    """Draw a 60/20/20 split.
+    """Draw a random 60/20/20 split of the vertices.
 
     Args:
-        num_nodes: Vertices.
-        seed: Seed of the draw.
-        labelled: Vertices that have a label; by default all have.
+        num_nodes: The number of vertices.
+        seed: The seed of the draw.
+        labelled: Which vertices have a label; all by default.
 
     Returns:
         The masks, by name.
@@ -45,20 +45,22 @@ def draw(num_nodes: int, seed: int, labelled: Tensor | None = None) -> dict[str,
 def settle(
     given: Mapping[str, object], num_nodes: int, labelled: Tensor, split: int, notes: list[str]
 ) -> dict[str, Tensor]:
-    """Check given masks and choose one split of several; draw what is not given. The loss may leave out more.
+    """Check the given masks, choose one of several splits, and draw the masks if none is given.
+
+    The loss may leave out more vertices.
 
     Args:
-        given: The user's masks by name; those that are None or absent are not given.
-        num_nodes: Vertices.
-        labelled: Vertices that a split is drawn from.
-        split: Which of several splits; the seed of the draw where no mask is given.
-        notes: Sentences for the start of the run; this function adds its own.
+        given: The user's masks by name; None or an absent name means that the mask is not given.
+        num_nodes: The number of vertices.
+        labelled: The vertices that a split is drawn from.
+        split: The index among several splits, or the seed of the draw if no mask is given.
+        notes: Sentences for the start of the run; this function appends its own.
 
     Returns:
         The three masks, by name.
 
     Raises:
-        DataError: If a mask is no mask, two overlap, or the split does not exist.
+        DataError: If a mask is malformed, two masks overlap, or the split does not exist.
 
     Shapes:
         given ``[N]`` or ``[N, splits]``; labelled and each mask ``[N]``, bool.
@@ -76,15 +78,15 @@ def settle(
 
 
 def of_ids(ids: object, given: Mapping[str, object], num_nodes: int) -> dict[str, object]:
-    """Masks of OGB's ``split_idx``: ids (or a mask) by ``train``, ``valid`` (or ``val``) and ``test``.
+    """Return masks of OGB's ``split_idx``: ids (or a mask) by ``train``, ``valid`` (or ``val``), ``test``.
 
     Args:
-        ids: The user's.
-        given: Masks that the data has as well.
-        num_nodes: Vertices.
+        ids: The user's ``split_idx``.
+        given: The masks that the data also has.
+        num_nodes: The number of vertices.
 
     Raises:
-        DataError: If there are masks too, it has no names, or an entry is no list of ids.
+        DataError: If there are masks too, names are missing, or an entry is not a list of ids.
     """
     if not isinstance(ids, Mapping):
         raise DataError(
@@ -135,7 +137,7 @@ def _mask_of(name: str, found: object, num_nodes: int) -> Tensor:
 
 
 def nobody(training: int, unlabelled: int, num_nodes: int) -> DataError:
-    """The error where no vertex trains."""
+    """Return the error for a split without a training vertex."""
     return DataError(
         "at least one vertex must train",
         f"train_mask holds {training} of {num_nodes:,} vertices; {unlabelled:,} have no label",
@@ -169,7 +171,7 @@ def _mask(name: str, value: object, num_nodes: int) -> Tensor:
 
 
 def _choose(masks: dict[str, Tensor], split: int, notes: list[str]) -> dict[str, Tensor]:
-    """One column of masks of several splits; a mask of one dimension serves every split (WikiCS's test)."""
+    """Return one column of each mask; a mask of one dimension serves every split (WikiCS's test)."""
     widths = {name: mask.size(1) for name, mask in masks.items() if mask.dim() == 2}
     count = min(widths.values(), default=1)
     if split >= count:

@@ -1,6 +1,6 @@
-"""Topology: sentences on the edges of a graph.
+"""Topology: sentences about the edges of a graph that may reveal a mistake.
 
-Where it sits: ``validate`` says them at the start of a run.
+Where it sits: ``validate`` adds them to the notes that are printed at the start of a run.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from kagome.graph.structure import edges
 
 
 def distinct(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Different values, ascending; by sorting, which is ten times as fast here as numpy.unique's hashing.
+    """Return the distinct values in ascending order, by sorting: ten times as fast here as ``numpy.unique``.
 
     Args:
-        keys: The values; the same memory is sorted and given back.
+        keys: The values; they are sorted in place, and the result is a view of the same memory.
 
     Shapes:
         keys ``[n]``; result ``[m]``, m up to n.
@@ -26,14 +26,14 @@ def distinct(keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def topology(edge_index: Tensor, num_nodes: int) -> list[str]:
-    """What is allowed but may be a mistake: directions, duplicates, self-loops, isolated vertices.
+    """Return what is allowed but may be a mistake: directions, duplicates, self-loops, isolated vertices.
 
     Args:
-        edge_index: Edges.
-        num_nodes: Vertices.
+        edge_index: The edges.
+        num_nodes: The number of vertices.
 
     Returns:
-        A sentence for each.
+        One sentence for each observation.
 
     Shapes:
         edge_index ``[2, E]``.
@@ -64,7 +64,7 @@ def topology(edge_index: Tensor, num_nodes: int) -> list[str]:
 
 
 def pairs(edge_index: Tensor, num_nodes: int) -> tuple[int, int]:
-    """How many different edges there are, and how many of them have their reverse.
+    """Return the number of distinct edges, and how many of them also have their reverse.
 
     Shapes:
         edge_index ``[2, E]``.
@@ -77,7 +77,7 @@ def pairs(edge_index: Tensor, num_nodes: int) -> tuple[int, int]:
 
 
 def _keys(one: NDArray[np.int64], other: NDArray[np.int64], num_nodes: int) -> NDArray[np.int64]:
-    """A number for each edge, ascending."""
+    """Return a number that identifies each edge, in ascending order."""
     keys = one * num_nodes
     keys += other
     keys.sort()

@@ -1,6 +1,6 @@
-"""Validation: a user's Data in, a clean Data and what is worth saying about it out; each fault its own error.
+"""Validation: check a user's ``Data`` and return a clean one, with notes; each fault has its own error.
 
-Where it sits: ``data.load_data`` and the Python API both pass every graph through :func:`validate`.
+Where it sits: ``graph.datasets.load`` and the Python API both pass every graph through :func:`validate`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def validate(data: object, *, split: int = 0) -> tuple[Data, list[str]]:
     """Check a graph and bring its edges and masks into the one form that training reads.
 
-    The given object is never changed. ``x``, ``y`` and all other attributes stay as they are given: type,
-    shape and values; sparse features are made dense. What stands for "no label" is the loss's business.
+    The given object is never changed. ``x``, ``y`` and all other attributes keep their type, shape and
+    values, except that sparse features become dense. Which value marks a missing label is left to the loss.
 
     Args:
-        data: A PyG ``Data``; ``x`` and ``y`` may be missing. ``split_idx`` (OGB's) serves as masks.
-        split: Which of several given splits; the seed of a 60/20/20 split where there are no masks.
+        data: A PyG ``Data``; ``x`` and ``y`` may be missing. OGB's ``split_idx`` serves as masks.
+        split: The index among several given splits, or the seed of a 60/20/20 split if there are no masks.
 
     Returns:
-        A new Data with ``edge_index`` (int64), three masks, and the given attributes; and sentences to say at
-        the start of the run. Sentences that an earlier call left in ``data.notes`` come first.
+        A new Data with ``edge_index`` (int64), three masks and the given attributes; and notes, sentences to
+        print at the start of the run. Notes that an earlier call left in ``data.notes`` come first.
 
     Raises:
-        DataError: One for each fault.
+        DataError: One for each kind of fault.
 
     Shapes:
         x ``[N, ...]``, edge_index ``[2, E]``, y ``[N, ...]``, masks ``[N]`` or ``[N, splits]`` in, ``[N]``
@@ -88,10 +88,10 @@ def validate_edges(data: object) -> tuple[Data, list[str]]:
         data: A PyG ``Data``.
 
     Returns:
-        A new Data with ``edge_index`` and ``num_nodes``, and sentences to say.
+        A new Data with ``edge_index`` and ``num_nodes``, and notes to print.
 
     Raises:
-        DataError: If it is no graph, or its edges or their attributes have a fault.
+        DataError: If the object is not a graph, or its edges or their attributes have a fault.
 
     Shapes:
         edge_index ``[2, E]``, edge_weight and edge_attr ``[E, ...]``.
@@ -109,15 +109,15 @@ def validate_edges(data: object) -> tuple[Data, list[str]]:
 
 
 def facts_of(data: Data) -> Labels | None:
-    """What the labels of a validated graph hold; None where it has none."""
+    """Return the facts about the labels of a validated graph, or None if it has no labels."""
     return None if data.y is None else labels_of(data.y)
 
 
 def check_ids(edge_index: Tensor, num_nodes: int) -> None:
-    """Every id in the edges must be a vertex.
+    """Check that every id in the edges is a vertex.
 
     Raises:
-        DataError: With the first id that is none, its place, and the number of vertices.
+        DataError: With the first invalid id, its position, and the number of vertices.
 
     Shapes:
         edge_index ``[2, E]``.
@@ -147,7 +147,7 @@ def _fields(data: object) -> dict[str, Any]:
             "a torch_geometric.data.Data was expected", f"this is a {type(data).__name__}", hint=hint
         )
     given = data.to_dict()
-    if "self" in given:  # no Data(...) and no forward can be given it
+    if "self" in given:  # neither Data(...) nor forward(...) could take it as a keyword
         raise DataError(
             "an attribute of the data is called as an argument may be",
             "one is called self",
@@ -193,7 +193,7 @@ def _edge_index(given: dict[str, Any]) -> Tensor:
 
 
 def _num_nodes(given: dict[str, Any], edge_index: Tensor, notes: list[str]) -> int:
-    """What the user set, else the rows of an attribute of vertices; the largest id last."""
+    """Return the number of vertices: the user's, else that of a vertex attribute, else the largest id + 1."""
     count = given.pop("num_nodes", None)
     if count is None:
         for name in ("x", "y", *splits.NAMES, "pos", "n_id"):
@@ -217,14 +217,14 @@ def _rows(name: str, value: Any) -> int:
 
 
 MOST_VERTICES = 2**36
-"""More are a mistake: the ids alone would take half a terabyte."""
+"""Most vertices that are accepted: with more, the ids alone would take half a terabyte."""
 
 
 def check_count(count: Any) -> int:
-    """A number of vertices as an int.
+    """Return the number of vertices as an int.
 
     Raises:
-        DataError: If it is none, or none that a machine could hold.
+        DataError: If it is not a whole number, or larger than a machine could hold.
     """
     value = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -264,9 +264,9 @@ def _features(x: Any, num_nodes: int, notes: list[str]) -> Tensor:
 def _finite(name: str, value: Tensor) -> None:
     if not value.is_floating_point() or value.numel() == 0:
         return
-    if value.element_size() == 1:  # torch compares no numbers of 8 bits
+    if value.element_size() == 1:  # torch cannot compare 8-bit floats
         value = value.float()
-    # One pass without copies: a NaN anywhere makes both NaN.
+    # One pass without copies: a NaN anywhere makes both extremes NaN.
     if bool(torch.stack(value.aminmax()).isfinite().all()):
         return
     bad = (~value.isfinite()).nonzero()

@@ -1,1 +1,1 @@
-"""What all kernels share: the edges in compressed rows, threads, and the same in plain PyTorch."""
+"""What all kernels share: compressed sparse rows, the thread pool and the reference in plain PyTorch."""

@@ -1,6 +1,7 @@
-"""Address: what tells a tensor's numbers from another's.
+"""Tensor address: a number that identifies where a tensor's values are stored.
 
-Where it sits: whatever keeps results by the tensors they were computed from; imports nothing of ours.
+Where it sits: used by every cache whose key is the tensor that a result was computed from; it imports nothing
+from Kagome.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from torch import Tensor
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor's numbers lie; of one without any, which storage it would have them in.
+    """Return the address of a tensor's data, or of its storage object if the tensor is empty.
 
-    What a rank without edges keeps must be what the others keep: two tensors of theirs are two of its own.
+    Empty tensors all have data pointer 0. On a rank without edges two different tensors must still get two
+    keys, so that its caches hold the same entries as the other ranks'.
     """
     return tensor.data_ptr() or int(tensor.untyped_storage()._cdata)

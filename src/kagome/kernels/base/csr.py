@@ -1,7 +1,7 @@
-"""Structure: the edges grouped by the row they write and by the row they read.
+"""Compressed sparse rows (CSR): the edges grouped by the row they write and by the row they read.
 
-Where it sits: ``neighbors`` makes one for each edge list and keeps it as long as the edges live; all of
-``ops`` walks its layouts. It knows numbers of rows, nothing of graphs, parts or layers.
+Where it sits: ``intercept.deferral`` builds a ``Structure`` for each edge list and keeps it while the edges
+live. All kernels in ``ops`` walk its layouts. It knows row numbers only: no graphs, parts or layers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kagome.errors import DataError
 from kagome.kernels.base.edge_sort import grouped, turned
 
 LARGEST = 2**31 - 1
-"""Columns and edges are int32: half the bytes of what every kernel reads."""
+"""Largest number of rows or edges: both are int32, which halves the bytes that every kernel reads."""
 
 
 class Arrays(NamedTuple):
-    """A layout's lists as compiled loops take them."""
+    """The index lists of a layout in the form that compiled loops take."""
 
     pointer: Any
     column: Any
@@ -33,10 +33,10 @@ class CsrLayout:
     """Edges grouped by one end: a compressed sparse row matrix whose entries know their edge.
 
     Args:
-        pointer: Where each row's entries begin; one more for the end of the last row.
-        middle: Where each row's entries that read halo rows begin; the end of the row where none does.
-        column: The other end of each entry's edge.
-        edge: Which edge of the given list each entry is.
+        pointer: Where each row's entries begin, and at last where the last row's entries end.
+        middle: Where each row's entries that read halo rows begin; the row's end if it has none.
+        column: The row at the other end of each entry's edge.
+        edge: The position of each entry's edge in the edge list that was given.
 
     Shapes:
         ``pointer [R + 1]`` and ``middle [R]`` int64, ``column [E]`` and ``edge [E]`` int32.
@@ -49,27 +49,27 @@ class CsrLayout:
 
     @cached_property
     def arrays(self) -> Arrays:
-        """The same as numpy arrays; on a CPU alone."""
+        """The index lists as numpy arrays; available on a CPU only."""
         return Arrays(self.pointer.numpy(), self.column.numpy(), self.edge.numpy())
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows in the layout."""
         return self.middle.numel()
 
     @property
     def edges(self) -> int:
-        """How many entries there are."""
+        """The number of entries in the layout."""
         return self.column.numel()
 
     @cached_property
     def own(self) -> CsrLayout:
-        """The entries that read own rows, alone and without gaps; the layout itself where all do."""
+        """The layout of the entries that read own rows, without gaps; the layout itself if all of them do."""
         return self._taken(self.pointer[:-1], self.middle)
 
     @cached_property
     def halo(self) -> CsrLayout:
-        """The entries that read halo rows, alone and without gaps."""
+        """The layout of the entries that read halo rows, without gaps."""
         return self._taken(self.middle, self.pointer[1:])
 
     def _taken(self, begin: Tensor, end: Tensor) -> CsrLayout:
@@ -85,7 +85,7 @@ class CsrLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the four tensors, and of the spans taken so far."""
+        """Bytes of the four tensors and of the ``own`` and ``halo`` layouts built so far."""
         parts = (self.pointer, self.middle, self.column, self.edge)
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
         spans = {id(part): part for name in ("own", "halo") if (part := self.__dict__.get(name)) is not None}
@@ -94,13 +94,13 @@ class CsrLayout:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """An edge list with what the kernels ask of it, each part built when first asked for and kept.
+    """An edge list with the layouts that kernels need; each is built on first use and kept.
 
     Args:
-        source: Row read by each edge.
-        target: Row written by each edge.
-        own: Rows that may be written; every target is below it.
-        whole: Rows that may be read; every source is below it, and ``own <= whole``.
+        source: The row that each edge reads.
+        target: The row that each edge writes.
+        own: The number of rows that may be written; every target is below it.
+        whole: The number of rows that may be read; every source is below it, and ``own <= whole``.
 
     Shapes:
         ``source [E]``, ``target [E]``, int64.
@@ -116,7 +116,7 @@ class Structure:
 
     @cached_property
     def by_target(self) -> CsrLayout:
-        """In-edges of each own row, sorted by source, equal ones in the order given."""
+        """The in-edges of each own row, sorted by source; edges with equal sources keep the given order."""
         self._fits()
         if self.source.is_cuda:
             return _sorted(self.target, self.source, self.own, self.whole, self.own)
@@ -125,7 +125,7 @@ class Structure:
 
     @cached_property
     def by_source(self) -> CsrLayout:
-        """Out-edges of each row that may be read, sorted by target, equal ones in the order given."""
+        """The out-edges of each row that may be read, sorted by target; equal ones keep the given order."""
         self._fits()
         if self.source.is_cuda:
             return _sorted(self.source, self.target, self.whole, self.own, self.own)
@@ -136,10 +136,10 @@ class Structure:
 
     @cached_property
     def walked(self) -> Structure:
-        """The same edges in the order in which ``by_target`` walks them; itself where most lie so already.
+        """The same edges in the order in which ``by_target`` walks them, or this object if most already are.
 
-        Numbers an edge that kernels alone make and read are read one after the other in this order, and all
-        over memory in a user's, at a third more time for attention.
+        Edge values that only kernels write and read are then accessed one after another. In the user's order
+        the accesses are spread over memory, which makes attention take a third more time.
         """
         layout = self.by_target
         if 2 * int((layout.edge.diff() == 1).sum()) >= layout.edges - 1:
@@ -153,17 +153,17 @@ class Structure:
 
     @cached_property
     def degree(self) -> Tensor:
-        """In-edges of each own row."""
+        """The number of in-edges of each own row."""
         return self.by_target.pointer.diff()
 
     @property
     def edges(self) -> int:
-        """How many edges there are."""
+        """The number of edges in the list."""
         return self.source.numel()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is built so far; the edge list itself is the caller's."""
+        """Bytes of what has been built so far, without the edge list itself, which belongs to the caller."""
         built = [
             part
             for name in ("by_target", "by_source", "degree")
@@ -182,7 +182,7 @@ class Structure:
                 f"this one has {self.whole} rows and {self.edges} edges",
                 hint="more parts: --parallel.graph",
             )
-        # Kernels do not look: past the end of rows lies other memory.
+        # Kernels do not check bounds: an index past the end would read other memory.
         for ids, rows in ((self.source, self.whole), (self.target, self.own)):
             least, most = (int(end) for end in torch.aminmax(ids)) if ids.numel() else (0, -1)
             if least < 0 or most >= rows:
@@ -191,7 +191,7 @@ class Structure:
 
 
 def _sorted(major: Tensor, minor: Tensor, rows: int, columns: int, own: int) -> CsrLayout:
-    """The layout by one stable sort of (major, minor): any device."""
+    """Build the layout by one stable sort of (major, minor); it works on any device."""
     edge = torch.argsort(major * max(columns, 1) + minor, stable=True)
     column, row = minor[edge], major[edge]
     pointer = torch.zeros(rows + 1, dtype=torch.int64, device=major.device)

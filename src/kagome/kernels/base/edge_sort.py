@@ -1,4 +1,4 @@
-"""Sorting: edges into compressed rows by counting, each edge moved once.
+"""Edge sort: group edges into compressed sparse rows by counting, which moves each edge once.
 
 Where it sits: ``csr`` builds its layouts with it on a CPU.
 """
@@ -12,23 +12,23 @@ import numpy as np
 from kagome.kernels.base.thread_pool import compiled, roomy, share
 
 SHORT = 24
-"""Rows of at most so many entries are sorted by insertion."""
+"""Rows of at most this many entries are sorted by insertion."""
 
 
 def grouped(major: Any, minor: Any, rows: int, own: int) -> tuple[Any, Any, Any, Any]:
-    """Edges by ``major``, then ``minor``, then their order.
+    """Sort edges by ``major``, then ``minor``, then their order in the list.
 
     Args:
-        major: The end that names the row.
-        minor: The other end.
-        rows: How many rows.
-        own: Where the minors of the second half of a row begin.
+        major: The end of each edge that names the row.
+        minor: The other end of each edge.
+        rows: The number of rows.
+        own: The first minor that counts as a halo row: ``middle`` is where these begin in each row.
 
     Returns:
-        ``pointer``, ``middle``, ``column`` and ``edge`` of a ``Layout``.
+        ``pointer``, ``middle``, ``column`` and ``edge`` of a ``CsrLayout``.
 
     Cost:
-        O(E) and a short sort a row; only the check where the edges come sorted.
+        O(E) and a short sort a row. A row that is already sorted is only checked.
     """
     pointer = np.zeros(rows + 1, np.int64)
     column, edge = np.empty(major.size, np.int32), np.empty(major.size, np.int32)
@@ -40,13 +40,13 @@ def grouped(major: Any, minor: Any, rows: int, own: int) -> tuple[Any, Any, Any,
 
 
 def turned(pointer: Any, column: Any, edge: Any, rows: int) -> tuple[Any, Any, Any]:
-    """The transpose: entries by column, then row, then order.
+    """Transpose a layout: sort its entries by column, then row, then order.
 
     Args:
-        pointer: Of the layout.
-        column: Of the layout.
-        edge: Of the layout.
-        rows: How many rows the transpose has.
+        pointer: Where each row's entries begin, and at last the end.
+        column: The column of each entry.
+        edge: The edge of each entry.
+        rows: The number of rows of the transpose.
 
     Returns:
         ``pointer``, ``column`` and ``edge`` of the transpose.
@@ -88,7 +88,7 @@ def _ordered(
                     j -= 1
                 column[j], edge[j] = c, e
         elif not straight:
-            # One word a pair, so that equal columns keep the order of their edges.
+            # Column and edge share one word, so that equal columns keep the order of their edges.
             word = np.empty(last - first, np.int64)
             for k in range(first, last):
                 word[k - first] = (np.int64(column[k]) << 32) | np.int64(edge[k])

@@ -1,7 +1,8 @@
-"""The kernels in plain PyTorch: the reference, and the way on devices and types that have no loops.
+"""Reference kernels in plain PyTorch, also used on devices and data types that have no compiled kernel.
 
-Where it sits: ``ops`` comes here where neither the numba loops nor Triton serve; the tests hold the loops to
-it. It makes the tensors of a row an edge that the loops do without. Half types are summed in float32.
+Where it sits: ``ops`` falls back to this module where neither the numba loops nor Triton apply, and tests
+compare them with it. It builds tensors with one row per edge, which the compiled kernels avoid.
+Half-precision values are summed in float32.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from torch import Tensor
 from kagome.kernels.base.csr import CsrLayout, Structure
 
 Span = Literal["all", "own", "halo"]
-"""Which entries of each row are walked: all, those that read own rows, or those that read halo rows."""
+"""Which entries of each row to walk: all, those that read own rows, or those that read halo rows."""
 
 TINY = 1e-16
-"""Added to a softmax's total, as PyG does."""
+"""Constant added to the total of a softmax, as in PyG."""
 
 
 def entries(
     layout: CsrLayout, span: Span = "all", rows: slice | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(row of the result, column, edge) of each entry in the span, as int64."""
+    """Return (row of the result, column, edge) of each entry in the span, as int64."""
     kept = slice(None) if rows is None else rows
     begin = (layout.middle if span == "halo" else layout.pointer[:-1])[kept]
     end = (layout.middle if span == "own" else layout.pointer[1:])[kept]
@@ -35,12 +36,12 @@ def entries(
 
 
 def count_of(layout: CsrLayout, rows: slice | None) -> int:
-    """How many rows a result has."""
+    """Return the number of rows of the result."""
     return layout.rows if rows is None else len(range(*rows.indices(layout.rows)))
 
 
 def _aligned(small: Tensor, big: Tensor) -> Tensor:
-    """With trailing axes of size 1 until it has as many as the other."""
+    """Append axes of size 1 to ``small`` until it has as many axes as ``big``."""
     return small.reshape(*small.shape, *[1] * (big.dim() - small.dim()))
 
 
@@ -51,7 +52,7 @@ def _summed(index: Tensor, values: Tensor, rows: int) -> Tensor:
 
 
 def _greatest(index: Tensor, values: Tensor, rows: int) -> Tensor:
-    """The largest of each row, minus infinity where there is none."""
+    """Return the largest value of each row, or minus infinity for a row without entries."""
     out = values.new_full((rows, *values.shape[1:]), -torch.inf)
     return out.scatter_reduce_(0, _aligned(index, values).expand_as(values), values, "amax")
 
@@ -67,7 +68,7 @@ def sum_rows(
     rows: slice | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """See ``ops.sum_rows``."""
+    """Compute ``ops.sum_rows`` in plain PyTorch."""
     row, column, edge = entries(layout, span, rows)
     messages = x.index_select(0, column - offset)
     if weight is not None:
@@ -87,7 +88,7 @@ def dot_edges(
     offset: int = 0,
     into: Tensor | None = None,
 ) -> Tensor:
-    """See ``ops.dot_edges``."""
+    """Compute ``ops.dot_edges`` in plain PyTorch."""
     row, column, edge = entries(layout, span)
     out = a.new_zeros(layout.edges, a.size(1)) if into is None else into
     out[edge] = (a.index_select(0, row) * b.index_select(0, column - offset)).sum(-1)
@@ -95,13 +96,13 @@ def dot_edges(
 
 
 def extreme_rows(layout: CsrLayout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
-    """See ``ops.extreme_rows``."""
+    """Compute ``ops.extreme_rows`` in plain PyTorch."""
     row, column, _ = entries(layout)
     return _extreme(layout, row, x.index_select(0, column), sign)
 
 
 def extreme_edges(layout: CsrLayout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
-    """See ``ops.extreme_edges``."""
+    """Compute ``ops.extreme_edges`` in plain PyTorch."""
     row, _, edge = entries(layout)
     return _extreme(layout, row, values.index_select(0, edge), sign)
 
@@ -113,7 +114,7 @@ def _extreme(layout: CsrLayout, row: Tensor, values: Tensor, sign: float) -> tup
 
 
 def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
-    """See ``ops.extreme_back``."""
+    """Compute ``ops.extreme_back`` in plain PyTorch."""
     row, column, _ = entries(layout)
     share = (g / ties.clamp(min=1)).index_select(0, column)
     same = x.index_select(0, row) == best.index_select(0, column)
@@ -121,7 +122,7 @@ def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Te
 
 
 def extreme_edges_back(layout: CsrLayout, values: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
-    """See ``ops.extreme_edges_back``."""
+    """Compute ``ops.extreme_edges_back`` in plain PyTorch."""
     row, _, edge = entries(layout)
     same = values.index_select(0, edge) == best.index_select(0, row)
     out = torch.empty_like(values)
@@ -130,7 +131,7 @@ def extreme_edges_back(layout: CsrLayout, values: Tensor, best: Tensor, ties: Te
 
 
 def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
-    """See ``ops.softmax_edges``."""
+    """Compute ``ops.softmax_edges`` in plain PyTorch."""
     row, _, edge = entries(layout)
     z = logits.index_select(0, edge)
     p = (z - _greatest(row, z, layout.rows).index_select(0, row)).exp()
@@ -140,7 +141,7 @@ def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
 
 
 def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
-    """See ``ops.softmax_edges_back``."""
+    """Compute ``ops.softmax_edges_back`` in plain PyTorch."""
     row, _, edge = entries(layout)
     total = _summed(row, (alpha * g).index_select(0, edge), layout.rows)
     spread = torch.empty_like(alpha)
@@ -149,7 +150,7 @@ def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
 
 
 def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor:
-    """See ``ops.softmax_sum``."""
+    """Compute ``ops.softmax_sum`` in plain PyTorch."""
     row, column, edge = entries(layout)
     logits = a.new_empty(layout.edges, a.size(1))
     logits[edge] = _leaky(a.index_select(0, row) + b.index_select(0, column), slope)
@@ -159,13 +160,13 @@ def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor
 def softmax_sum_back(
     structure: Structure, a: Tensor, b: Tensor, slope: float, alpha: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See ``ops.softmax_sum_back``."""
+    """Compute ``ops.softmax_sum_back`` in plain PyTorch."""
     gz = softmax_edges_back(structure.by_target, alpha, g)
     return join_edges_back(structure, a, b, slope, gz)
 
 
 def leaky_dots(layout: CsrLayout, a: Tensor, b: Tensor, att: Tensor, slope: float) -> Tensor:
-    """See ``ops.leaky_dots``."""
+    """Compute ``ops.leaky_dots`` in plain PyTorch."""
     row, column, edge = entries(layout)
     out = a.new_empty(layout.edges, a.size(1))
     out[edge] = (_leaky(a.index_select(0, row) + b.index_select(0, column), slope) * att).sum(-1)
@@ -175,30 +176,30 @@ def leaky_dots(layout: CsrLayout, a: Tensor, b: Tensor, att: Tensor, slope: floa
 def leaky_dots_back(
     structure: Structure, a: Tensor, b: Tensor, att: Tensor, slope: float, g: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``ops.leaky_dots_back``."""
+    """Compute ``ops.leaky_dots_back`` in plain PyTorch."""
     gatt = (join_edges(structure, a, b, slope) * g.unsqueeze(-1)).sum(0)
     ga, gb = join_edges_back(structure, a, b, slope, g.unsqueeze(-1) * att)
     return ga, gb, gatt
 
 
 def gather(index: Tensor, x: Tensor) -> Tensor:
-    """See ``ops.gather``."""
+    """Compute ``ops.gather`` in plain PyTorch."""
     return x.index_select(0, index)
 
 
 def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: Tensor) -> None:
-    """See ``ops.add_rows``."""
+    """Compute ``ops.add_rows`` in plain PyTorch."""
     table.index_add_(0, place, rows.index_select(0, which) * scale.view(-1, *[1] * (rows.dim() - 1)))
 
 
 def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> Tensor:
-    """See ``ops.sum_edges``."""
+    """Compute ``ops.sum_edges`` in plain PyTorch."""
     row, _, edge = entries(layout, "all", rows)
     return _summed(row, values.index_select(0, edge), count_of(layout, rows))
 
 
 def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``ops.column_softmax``."""
+    """Compute ``ops.column_softmax`` in plain PyTorch."""
     row, column, _ = entries(layout)
     zs = z.index_select(0, column)
     top = _greatest(row, zs, layout.rows)
@@ -212,7 +213,7 @@ def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Ten
 def column_softmax_back(
     layout: CsrLayout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See ``ops.column_softmax_back``."""
+    """Compute ``ops.column_softmax_back`` in plain PyTorch."""
     row, column, _ = entries(layout)
     p = (z.index_select(0, row) - top.index_select(0, column)).exp()
     pg = p / (total + TINY).index_select(0, column) * g.index_select(0, column)
@@ -222,7 +223,7 @@ def column_softmax_back(
 
 
 def join_edges(structure: Structure, a: Tensor, b: Tensor, slope: float | None) -> Tensor:
-    """See ``ops.join_edges``."""
+    """Compute ``ops.join_edges`` in plain PyTorch."""
     z = a.index_select(0, structure.target) + b.index_select(0, structure.source)
     return z if slope is None else _leaky(z, slope)
 
@@ -230,7 +231,7 @@ def join_edges(structure: Structure, a: Tensor, b: Tensor, slope: float | None) 
 def join_edges_back(
     structure: Structure, a: Tensor, b: Tensor, slope: float | None, g: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See ``ops.join_edges_back``."""
+    """Compute ``ops.join_edges_back`` in plain PyTorch."""
     if slope is not None:
         z = a.index_select(0, structure.target) + b.index_select(0, structure.source)
         g = torch.where(z > 0, g, g * slope)

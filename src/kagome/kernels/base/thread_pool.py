@@ -1,11 +1,11 @@
-"""Crew: threads that share one kernel's rows, and what every loop is compiled with.
+"""Thread pool: threads that share the rows of one kernel, and the settings that every loop is compiled with.
 
-Where it sits: under the loops. A loop is a plain serial function over rows [low, high) that lets go of the
-interpreter's lock; ``share`` cuts the rows into pieces of about equal work and threads take them in order.
-So there is no parallel runtime beside torch's: a second OpenMP pool would spin against torch's after every
-call, numba's own work queue may not be entered by two Python threads at once, and here the number of threads
-is ``torch.get_num_threads()`` at each call, without a setting. A row is done by one thread, in one order:
-results do not depend on their number.
+Where it sits: below the numba loops. A loop is a plain serial function over rows [low, high) that releases
+the interpreter's lock. ``share`` cuts the rows into pieces of about equal work, and threads take the pieces
+in order. No parallel runtime runs beside torch's: a second OpenMP pool would spin against torch's after every
+call, and numba's own work queue may not be entered by two Python threads at once. The number of threads is
+``torch.get_num_threads()`` at each call, so it needs no setting. Each row is computed by one thread in one
+order, so results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ from torch import Tensor
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 
 PIECE = 1 << 15
-"""Numbers read by the least piece of work that is worth handing over."""
+"""Numbers read by the smallest piece of work that is worth another thread."""
 PIECES = 4
-"""Pieces a thread, so that a slow one holds up the others for a quarter of its share at most."""
+"""Pieces per thread: a slow thread delays the others by a quarter of its share at most."""
 FIXED = 64
-"""The most pieces where sums over pieces are added up: their number must not follow the threads."""
+"""Most pieces where sums over pieces are added up: their number must not depend on the number of threads."""
 
 
 def compiled(loop: Loop) -> Loop:
-    """Compile a loop when first called and keep the machine code on disk.
+    """Compile a loop on its first call and keep the machine code on disk.
 
-    Products and sums may be fused, no more: the same bits on every call. The loop may not make arrays, so
-    that numba need not count who holds a view of a row, which costs more than summing a narrow one.
+    Products and sums may be fused and nothing else is reordered, so every call gives the same bits. The loop
+    may not create arrays: numba then need not count references to views of a row, which would cost more than
+    summing a narrow row.
     """
     return _compiled(loop, False)
 
 
 def roomy(loop: Loop) -> Loop:
-    """As ``compiled``; the loop may make arrays."""
+    """Compile as ``compiled`` does, for loops that create arrays."""
     return _compiled(loop, True)
 
 
 def strict(loop: Loop) -> Loop:
-    """As ``compiled``, and every product and sum is rounded: the bits of the same sums in plain PyTorch."""
+    """Compile as ``compiled`` does, but round every product and sum: same bits as plain PyTorch."""
     return _compiled(loop, False, fused=False)
 
 
@@ -65,43 +66,44 @@ def _compiled(loop: Loop, arrays: bool, *, fused: bool = True) -> Loop:
 
 
 def _alone(made: Any, compile_it: Callable[..., Any], types: Any) -> Any:
-    """Compile while no other process does: ranks that start together find the first one's machine code."""
+    """Compile while no other process does: ranks that start together load the first one's machine code."""
     place = Path(made.stats.cache_path) / f"{made.py_func.__module__}.{made.py_func.__qualname__}.lock"
-    # numba's own lock comes first, so that no thread holds a file that one who compiles is waiting for.
+    # Take numba's own lock first, so that no thread holds the file lock while it waits for a compiling
+    # thread.
     with global_compiler_lock, ExitStack() as held:
-        with suppress(OSError):  # a folder that cannot be written to has nothing to wait for
+        with suppress(OSError):  # a folder that is not writable has no other process to wait for
             place.parent.mkdir(parents=True, exist_ok=True)
             fcntl.flock(held.enter_context(place.open("w")), fcntl.LOCK_EX)
         return compile_it(types)
 
 
 def inlined(loop: Loop) -> Loop:
-    """A function for loops to call; compiled with them."""
+    """Mark a function that compiled loops call; it is compiled with them."""
     return cast(Loop, register_jitable(loop))
 
 
 def array(t: Tensor) -> Any:
-    """The tensor's numbers as a contiguous numpy array, without a copy where it is contiguous."""
+    """Return the tensor's values as a contiguous numpy array; only a non-contiguous tensor is copied."""
     t = t.detach() if t.requires_grad else t
     return (t if t.is_contiguous() else t.contiguous()).numpy()
 
 
 def flat(t: Tensor) -> Any:
-    """As ``array``, with all axes but the first made one."""
+    """Return the tensor as a contiguous numpy array of two axes: the first, and all others joined."""
     return array(t).reshape(t.size(0), prod(t.shape[1:]))
 
 
 def share(work: Callable[[int, int], None], begin: Any, end: Any, width: int) -> None:
-    """Call ``work(low, high)`` on row ranges that cover all rows, by as many threads as torch uses.
+    """Call ``work(low, high)`` on row ranges that cover all rows, with as many threads as torch uses.
 
     Args:
-        work: Does rows [low, high); calls a compiled loop.
+        work: Computes rows [low, high) by calling a compiled loop.
         begin: Where each row's entries begin.
-        end: Where they end.
-        width: Numbers an entry.
+        end: Where each row's entries end.
+        width: Numbers read per entry.
 
     Cost:
-        Some 20 microseconds where more than one thread is worth it, else one.
+        About 20 microseconds if several threads are worth it, otherwise 1 microsecond.
     """
     threads, rows = torch.get_num_threads(), begin.size
     edges = int(end[-1] - begin[0]) if rows and threads > 1 else 0
@@ -115,12 +117,12 @@ def share(work: Callable[[int, int], None], begin: Any, end: Any, width: int) ->
 
 
 def spread(work: Callable[[int, int], None], rows: int, width: int) -> None:
-    """As ``share``, for rows of equal work.
+    """Call ``work(low, high)`` on row ranges as ``share`` does, for rows of equal work.
 
     Args:
-        work: Does rows [low, high).
-        rows: How many rows.
-        width: Numbers a row.
+        work: Computes rows [low, high).
+        rows: The number of rows.
+        width: Numbers read per row.
     """
     threads = torch.get_num_threads()
     pieces = min(threads * PIECES, rows * width // PIECE, rows)
@@ -132,22 +134,24 @@ def spread(work: Callable[[int, int], None], rows: int, width: int) -> None:
 
 
 def cuts_of(begin: Any, end: Any, width: int) -> Any:
-    """Row numbers that cut the rows into at most ``FIXED`` ranges of about equal work, whatever the threads.
+    """Return row numbers that cut the rows into at most ``FIXED`` ranges of about equal work.
+
+    The ranges do not depend on the number of threads.
 
     Args:
         begin: Where each row's entries begin.
-        end: Where they end.
-        width: Numbers an entry.
+        end: Where each row's entries end.
+        width: Numbers read per entry.
 
     Returns:
-        One row number more than there are ranges.
+        The bounds of the ranges: one row number more than there are ranges.
     """
     edges = int(end[-1] - begin[0]) if begin.size else 0
     return _cuts(begin, edges, min(max((edges + begin.size) * width // PIECE, 1), FIXED))
 
 
 def each(work: Callable[[int], None], pieces: int) -> None:
-    """Call ``work(k)`` for every piece, by as many threads as torch uses, in order as threads come free."""
+    """Call ``work(k)`` for every piece, on as many threads as torch uses, in order."""
     number = count()
 
     def take() -> None:
@@ -158,13 +162,14 @@ def each(work: Callable[[int], None], pieces: int) -> None:
     try:
         take()
     finally:
-        # A helper that never began has nothing left to do: do not wait behind another rank's work.
+        # A helper that has not begun has nothing left to do; waiting for it would wait for another rank's
+        # work.
         begun = [helper for helper in helpers if not helper.cancel()]
         for helper in begun:
             helper.result()
 
 
-@cache  # threads do not survive a fork: a pool a process
+@cache  # threads do not survive a fork, so each process has its own pool
 def _pool(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(os.cpu_count() or 1, 2), thread_name_prefix=f"kernels-{process}")
 
@@ -177,7 +182,7 @@ def _cuts(begin: Any, edges: int, pieces: int) -> Any:
 
 @compiled
 def _cut(begin: Any, edges: int, cuts: Any) -> None:
-    # A row costs about as much as an entry beside its entries: it is written.
+    # Writing a row costs about as much as reading one entry, so a row counts as one more entry.
     rows, pieces = begin.size, cuts.size - 1
     cuts[0], cuts[pieces] = 0, rows
     for k in range(1, pieces):

@@ -1,1 +1,1 @@
-"""The kernels as loops that numba compiles."""
+"""CPU kernels: loops that numba compiles."""

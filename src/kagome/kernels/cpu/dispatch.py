@@ -1,7 +1,7 @@
-"""Loops: the kernels for float32 and float64 on a CPU, compiled by numba when first called.
+"""CPU dispatch: the kernels for float32 and float64 on a CPU, compiled by numba on their first call.
 
-Where it sits: ``kernels.ops`` imports it when the first such tensor comes. The machine code is kept on disk,
-so that only the first process of an installation compiles.
+Where it sits: ``kernels.ops`` imports it for the first such tensor. The machine code is kept on disk, so that
+only the first process of an installation compiles.
 """
 
 from __future__ import annotations

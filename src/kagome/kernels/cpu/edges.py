@@ -1,6 +1,6 @@
-"""Loops between rows and edges: gather, its transpose, and the sum of an edge's two ends.
+"""Loops between rows and edges: gather, its transpose, and the sum of the rows at an edge's two ends.
 
-Where it sits: ``dispatch`` gathers these for ``kernels.ops``; ``kernels.thread_pool`` shares their rows among
+Where it sits: ``dispatch`` collects these for ``kernels.ops``; ``base.thread_pool`` divides their rows among
 threads.
 """
 
@@ -28,7 +28,7 @@ def _gather(low: int, high: int, index: Any, ahead: int, x: Any, out: Any) -> No
 
 
 LINE = 16
-"""Columns that a thread has at least: a cache line of floats."""
+"""Fewest columns for one thread: a cache line of float32 values."""
 
 
 @compiled
@@ -93,7 +93,7 @@ def _join_back(
 
 
 def gather(index: Tensor, x: Tensor) -> Tensor:
-    """See ``ops.gather``."""
+    """Compute ``ops.gather`` with numba loops."""
     out = x.new_empty(index.numel(), *x.shape[1:])
     ids, values, result = array(index), flat(x), flat(out)
     ahead = ahead_of(values)
@@ -102,10 +102,10 @@ def gather(index: Tensor, x: Tensor) -> Tensor:
 
 
 def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: Tensor) -> None:
-    """See ``ops.add_rows``."""
+    """Compute ``ops.add_rows`` with numba loops."""
     ids, taken, factor, given, held = array(place), array(which), array(scale), flat(rows), flat(table)
     ahead, width = ahead_of(held), held.shape[1]
-    # Threads share the columns: a place may come twice.
+    # Threads divide the columns and not the rows: a place may occur twice.
     spread(
         lambda low, high: _added(LINE * low, min(LINE * high, width), ids, taken, factor, ahead, given, held),
         -(-width // LINE),
@@ -114,7 +114,7 @@ def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: T
 
 
 def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> Tensor:
-    """See ``ops.sum_edges``."""
+    """Compute ``ops.sum_edges`` with numba loops."""
     begin, end = bounds(layout, rows)
     out = values.new_empty(count_of(layout, rows), *values.shape[1:])
     edge, given, result = layout.arrays.edge, flat(values), flat(out)
@@ -129,7 +129,7 @@ def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> T
 
 
 def join_edges(structure: Structure, a: Tensor, b: Tensor, slope: float | None) -> Tensor:
-    """See ``ops.join_edges``."""
+    """Compute ``ops.join_edges`` with numba loops."""
     out = a.new_empty(structure.edges, *a.shape[1:])
     target, source, one, two, result = (
         array(structure.target),
@@ -150,7 +150,7 @@ def join_edges(structure: Structure, a: Tensor, b: Tensor, slope: float | None) 
 def join_edges_back(
     structure: Structure, a: Tensor, b: Tensor, slope: float | None, g: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See ``ops.join_edges_back``."""
+    """Compute ``ops.join_edges_back`` with numba loops."""
     if slope is None:
         return sum_edges(structure.by_target, g), sum_edges(structure.by_source, g)
     ga = _bent(structure.by_target, a, b, slope, g)

@@ -1,6 +1,7 @@
-"""Exponent: the exponential as plain arithmetic, so that the compiler makes vectors of it.
+"""Exponential function in plain arithmetic, which the compiler can vectorize.
 
-Where it sits: in the loops' softmaxes; the C library's takes one number a call, ten times slower.
+Where it sits: used by the softmax loops. The C library's function takes one number per call, which is ten
+times slower.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from numba.extending import overload
 
 
 def exponential(x: Any) -> Any:
-    """``exp(x)`` for x <= 0, within 2 units in the last place; 0 where it would be subnormal; NaN stays."""
+    """Return ``exp(x)`` for x <= 0, within 2 ulp; 0 where the result would be subnormal; NaN stays NaN."""
     return np.exp(x)
 
 

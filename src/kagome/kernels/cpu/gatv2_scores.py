@@ -1,6 +1,6 @@
-"""Loops for GATv2's logits: a dot product with the bent sum of an edge's two ends, and its gradients.
+"""Loops for GATv2's attention scores, ``<att, leaky_relu(a + b)>`` of each edge, and their gradients.
 
-Where it sits: ``dispatch`` gathers these for ``kernels.ops``; ``kernels.thread_pool`` shares their rows among
+Where it sits: ``dispatch`` collects these for ``kernels.ops``; ``base.thread_pool`` divides their rows among
 threads.
 """
 
@@ -23,7 +23,7 @@ from kagome.kernels.cpu.spmm import bounds, known
 
 @cache
 def _dots(width: int) -> Callable[..., None]:
-    """The logits for that many columns a head; 0: for any number."""
+    """Return the loop for the logits with ``width`` columns per head; 0 stands for any number."""
 
     @compiled
     def loop(
@@ -65,7 +65,7 @@ def _dots(width: int) -> Callable[..., None]:
 
 @cache
 def _back(width: int) -> Callable[..., None]:
-    """The gradient of one end, and of att where ``tally`` has room for it."""
+    """Return the loop for the gradient of one end, and of att if ``tally`` is not empty."""
 
     @compiled
     def loop(
@@ -114,7 +114,7 @@ def _back(width: int) -> Callable[..., None]:
 
 
 def leaky_dots(layout: CsrLayout, a: Tensor, b: Tensor, att: Tensor, slope: float) -> Tensor:
-    """See ``ops.leaky_dots``."""
+    """Compute ``ops.leaky_dots`` with numba loops."""
     begin, end = bounds(layout)
     heads, width = a.shape[1:]
     out = a.new_empty(layout.edges, heads)
@@ -133,7 +133,7 @@ def leaky_dots(layout: CsrLayout, a: Tensor, b: Tensor, att: Tensor, slope: floa
 def leaky_dots_back(
     structure: Structure, a: Tensor, b: Tensor, att: Tensor, slope: float, g: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``ops.leaky_dots_back``."""
+    """Compute ``ops.leaky_dots_back`` with numba loops."""
     ga, gb = a.new_empty(a.shape), b.new_empty(b.shape)
     one, two, factor, given = flat(a), flat(b), array(att).reshape(-1), array(g)
     loop, bend = _back(known(a.size(2))), given.dtype.type(slope)

@@ -1,6 +1,6 @@
-"""Loops that treat every column by itself: largest and smallest neighbours, and softmax by column.
+"""Loops that treat each column separately: minimum and maximum over neighbours, and softmax by column.
 
-Where it sits: ``dispatch`` gathers these for ``kernels.ops``; ``kernels.thread_pool`` shares their rows among
+Where it sits: ``dispatch`` collects these for ``kernels.ops``; ``base.thread_pool`` divides their rows among
 threads.
 """
 
@@ -33,7 +33,7 @@ def _extreme(
             other = x[index[k]]
             for f in range(top.size):
                 v = sign * other[f]
-                # Not a number beats all and stays: a run that diverges must show it.
+                # NaN wins over every number and stays: a run that diverges must show it.
                 beats = (v > top[f]) | (v != v)
                 tied = same[f] + 1 if v == top[f] else same[f]
                 same[f] = 1 if beats else tied
@@ -139,12 +139,12 @@ def _softmax_back(
 
 
 def extreme_rows(layout: CsrLayout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
-    """See ``ops.extreme_rows``."""
+    """Compute ``ops.extreme_rows`` with numba loops."""
     return _extremes(layout, layout.arrays.column, x, sign)
 
 
 def extreme_edges(layout: CsrLayout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
-    """See ``ops.extreme_edges``."""
+    """Compute ``ops.extreme_edges`` with numba loops."""
     return _extremes(layout, layout.arrays.edge, values, sign)
 
 
@@ -163,7 +163,7 @@ def _extremes(layout: CsrLayout, index: Any, x: Tensor, sign: float) -> tuple[Te
 
 
 def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
-    """See ``ops.extreme_back``."""
+    """Compute ``ops.extreme_back`` with numba loops."""
     begin, end = bounds(layout)
     out = x.new_empty(x.shape)
     column, values, top, result = layout.arrays.column, flat(x), flat(best), flat(out)
@@ -178,7 +178,7 @@ def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Te
 
 
 def extreme_edges_back(layout: CsrLayout, values: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
-    """See ``ops.extreme_edges_back``."""
+    """Compute ``ops.extreme_edges_back`` with numba loops."""
     begin, end = bounds(layout)
     out = values.new_empty(values.shape)
     edge, given, top, result = layout.arrays.edge, flat(values), flat(best), flat(out)
@@ -193,7 +193,7 @@ def extreme_edges_back(layout: CsrLayout, values: Tensor, best: Tensor, ties: Te
 
 
 def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``ops.column_softmax``."""
+    """Compute ``ops.column_softmax`` with numba loops."""
     begin, end = bounds(layout)
     made = [torch.empty(layout.rows, *z.shape[1:], dtype=z.dtype) for _ in range(3)]
     column, logits, values = layout.arrays.column, flat(z), flat(m)
@@ -211,7 +211,7 @@ def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Ten
 def column_softmax_back(
     layout: CsrLayout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See ``ops.column_softmax_back``."""
+    """Compute ``ops.column_softmax_back`` with numba loops."""
     begin, end = bounds(layout)
     gz, gm = torch.empty(z.shape, dtype=z.dtype), torch.empty(z.shape, dtype=z.dtype)
     column, part = layout.arrays.column, flat(g / (total + TINY))

@@ -1,7 +1,8 @@
-"""Prefetch: asking for a row some entries before it is read.
+"""Prefetch: request a row from memory some entries before it is read.
 
-Where it sits: in the loops. Neighbours lie anywhere, so no hardware sees the next one coming, and a core that
-waits for each uses a fraction of the memory's speed: asking ahead halves a sum's time and more.
+Where it sits: used in the numba loops. Neighbours may be anywhere in memory, so the hardware cannot predict
+the next one, and a core that waits for each uses a fraction of the memory bandwidth. Prefetching at least
+halves the time of a sum.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from numba.extending import intrinsic
 from kagome.kernels.base.thread_pool import inlined
 
 LINE = 64
-"""Bytes of a cache line."""
+"""Bytes in one cache line."""
 FLIGHT = 8192
-"""Bytes that are asked for ahead; measured, flat from 4 to 16 KiB."""
+"""Bytes to request ahead. Measured: the time is the same from 4 to 16 KiB."""
 SMALL = 1 << 20
-"""Bytes that a core's own cache holds: nothing to ask for."""
+"""Bytes that fit a core's own cache; arrays up to this size need no prefetch."""
 
 
 def ahead_of(x: Any) -> int:
-    """How many entries ahead to ask for a row of this array; 0: not at all.
+    """Return how many entries ahead to prefetch rows of this array; 0 means no prefetch.
 
     Args:
-        x: A numpy array with a row each.
+        x: A numpy array of two axes, whose rows the entries read.
     """
     if x.nbytes <= SMALL or not x.shape[1]:
         return 0
@@ -36,14 +37,14 @@ def ahead_of(x: Any) -> int:
 
 @inlined
 def fetch(x: Any, index: Any, k: int, ahead: int, offset: int) -> None:
-    """Ask for the row of x that entry ``k + ahead`` will read.
+    """Prefetch the row of x that entry ``k + ahead`` will read.
 
     Args:
-        x: Rows.
-        index: Row of each entry, plus the offset.
-        k: The entry at hand.
-        ahead: From ``ahead_of``.
-        offset: Taken from the index.
+        x: The array whose rows are read.
+        index: The row of each entry, plus the offset.
+        k: The current entry.
+        ahead: The distance in entries, from ``ahead_of``.
+        offset: Subtracted from the index.
     """
     if ahead > 0:
         row = index[min(k + ahead, index.size - 1)] - offset
@@ -53,7 +54,7 @@ def fetch(x: Any, index: Any, k: int, ahead: int, offset: int) -> None:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _ask(typing: Any, array: Any, row: Any, byte: Any) -> Any:
-    """One line of one row; an address that does not exist does no harm."""
+    """Prefetch one cache line of one row; an invalid address does no harm."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         held = context.make_array(signature.args[0])(context, builder, args[0])
@@ -64,7 +65,7 @@ def _ask(typing: Any, array: Any, row: Any, byte: Any) -> Any:
         address = builder.gep(builder.bitcast(held.data, pointer), [place])
         kind = ir.FunctionType(ir.VoidType(), [pointer, whole, whole, whole])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [address, whole(0), whole(3), whole(1)])  # to read, keep, data
+        builder.call(function, [address, whole(0), whole(3), whole(1)])  # read access, keep in cache, data
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.int64), code

@@ -1,8 +1,8 @@
-"""Vectors: steps on a head's columns at once, for numbers of columns that the compiler knows.
+"""SIMD steps: LLVM vector operations on the columns of a head, for widths that the compiler knows.
 
-Where it sits: in the loops that have heads. A loop of 16 columns is too short for the compiler to ask each
-time whether arrays overlap, so it makes single numbers of it, ten times slower; these are whole vectors by
-themselves, of whatever length the machine has.
+Where it sits: used by the loops of ``spmm`` and ``gatv2_scores``. A loop of 16 columns is too short for the
+compiler to test for overlapping arrays each time, so it would compile it to scalar code, which is ten times
+slower. These steps are whole vectors from the start, whatever vector length the machine has.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def add_products(
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def dot(typing: Any, width: Any, a: Any, at: Any, b: Any) -> Any:
-    """``sum(a[at:] * b[at:])`` over ``width`` columns, in the vector's order."""
+    """``sum(a[at:] * b[at:])`` over ``width`` columns, in the machine's order."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = _Lanes(context, builder, signature, args)
@@ -91,7 +91,7 @@ def dot(typing: Any, width: Any, a: Any, at: Any, b: Any) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def bent_dot(typing: Any, width: Any, a: Any, at: Any, b: Any, factor: Any, slope: Any) -> Any:
-    """``sum(factor[at:] * leaky_relu(a[at:] + b[at:]))`` over ``width`` columns, in the vector's order."""
+    """``sum(factor[at:] * leaky_relu(a[at:] + b[at:]))`` over ``width`` columns, in the machine's order."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = _Lanes(context, builder, signature, args)
@@ -107,9 +107,9 @@ def bent_dot(typing: Any, width: Any, a: Any, at: Any, b: Any, factor: Any, slop
 def add_bent(
     typing: Any, width: Any, out: Any, at: Any, a: Any, b: Any, steep: Any, gentle: Any, tally: Any, kept: Any
 ) -> Any:
-    """With ``z = a[at:] + b[at:]`` and ``d = steep where z > 0 else gentle`` over ``width`` columns.
+    """Add leaky_relu gradients: ``z = a[at:] + b[at:]``, ``d = steep where z > 0 else gentle``.
 
-    ``out[at:] += d``, and where ``kept`` is true ``tally[at:] += z * d``.
+    Over ``width`` columns, ``out[at:] += d``; if ``kept`` is true, also ``tally[at:] += z * d``.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -128,13 +128,13 @@ def add_bent(
 
 
 class _Lanes:
-    """Loads and stores of one call's arguments as vectors; the first argument is their length.
+    """Vector loads and stores of one call's arguments; the first argument is the vector length.
 
     Args:
-        context: Numba's.
-        builder: Where instructions go.
-        signature: The call's types.
-        args: The call's values.
+        context: Numba's compilation context.
+        builder: The LLVM builder that instructions are appended to.
+        signature: The types of the call.
+        args: The LLVM values of the call's arguments.
     """
 
     def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
@@ -167,7 +167,7 @@ class _Lanes:
         return ir.Constant(self.kind, [0.0] * self.width)
 
     def total(self, vector: Any) -> Any:
-        """The sum of a vector's numbers, in the order that suits the machine."""
+        """Return the sum of a vector's numbers, in the order that suits the machine."""
         form = ir.FunctionType(self.number, [self.number, self.kind])
         name = f"llvm.vector.reduce.fadd.v{self.width}f{8 * self._bytes}"
         module = self._builder.module

@@ -1,8 +1,8 @@
-"""Loops for softmax over each row's edges, a head at a time: of logits, and of GAT's sums of two ends.
+"""Loops for softmax over each row's edges by head, of given logits or of GAT's sums of two ends.
 
-Where it sits: ``dispatch`` gathers these for ``kernels.ops``; ``kernels.thread_pool`` shares their rows among
-threads. One row's numbers lie in a small buffer while they are worked on; nothing else is stored a row an
-edge.
+Where it sits: ``dispatch`` collects these for ``kernels.ops``; ``base.thread_pool`` divides their rows among
+threads. The values of one row are kept in a small buffer while they are worked on; no other tensor with one
+row per edge is stored.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kagome.kernels.cpu.prefetch import ahead_of, fetch
 from kagome.kernels.cpu.spmm import bounds
 
 HEADS = (1, 2, 4, 8, 16)
-"""Numbers of heads that have a loop of their own: a length the compiler knows becomes whole vectors."""
+"""Head counts with a loop of their own: the compiler turns a known length into whole vectors."""
 COST = 8
-"""An entry's exponential, in numbers read."""
+"""Cost of one entry's exponential, in numbers read."""
 
 
 def known(heads: int) -> int:
-    """The number of heads, if there is a loop for it; else 0."""
+    """Return the number of heads if there is a loop for it, otherwise 0."""
     return heads if heads in HEADS else 0
 
 
 def _room(begin: Any, end: Any, low: int, high: int, like: Any) -> tuple[Any, Any]:
-    """Buffers for the longest of these rows, and for two numbers a head."""
+    """Return buffers for the longest of these rows and for two numbers per head."""
     heads = like.shape[1]
     longest = int((end[low:high] - begin[low:high]).max(initial=0))
     return np.empty(longest * heads, like.dtype), np.empty((2, heads), like.dtype)
@@ -42,7 +42,7 @@ def _room(begin: Any, end: Any, low: int, high: int, like: Any) -> tuple[Any, An
 
 @inlined
 def _normalised(z: Any, entries: int, heads: int, top: Any, total: Any) -> None:
-    """Turn ``entries`` times ``heads`` logits into shares, given each head's largest."""
+    """Normalise ``entries`` times ``heads`` logits to a softmax in place, given each head's largest."""
     for k in range(entries):
         for h in range(heads):
             z[k * heads + h] -= top[h]
@@ -208,7 +208,7 @@ def _sums_back(width: int) -> Callable[..., None]:
 
 
 def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
-    """See ``ops.softmax_edges``."""
+    """Compute ``ops.softmax_edges`` with numba loops."""
     begin, end = bounds(layout)
     out = logits.new_empty(logits.shape)
     heads = logits.size(1)
@@ -223,7 +223,7 @@ def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
 
 
 def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
-    """See ``ops.softmax_edges_back``."""
+    """Compute ``ops.softmax_edges_back`` with numba loops."""
     begin, end = bounds(layout)
     out = alpha.new_empty(alpha.shape)
     heads = alpha.size(1)
@@ -239,7 +239,7 @@ def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
 
 
 def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor:
-    """See ``ops.softmax_sum``."""
+    """Compute ``ops.softmax_sum`` with numba loops."""
     begin, end = bounds(layout)
     heads = a.size(1)
     out = a.new_empty(layout.edges, heads)
@@ -258,7 +258,7 @@ def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor
 def softmax_sum_back(
     structure: Structure, a: Tensor, b: Tensor, slope: float, alpha: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See ``ops.softmax_sum_back``."""
+    """Compute ``ops.softmax_sum_back`` with numba loops."""
     layout = structure.by_target
     begin, end = bounds(layout)
     heads = a.size(1)

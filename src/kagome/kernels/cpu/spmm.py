@@ -1,6 +1,6 @@
-"""Loops for sums over neighbours and dot products along edges.
+"""Sparse matrix multiplication (SpMM) loops: sums over neighbours, and dot products along edges.
 
-Where it sits: ``dispatch`` gathers these for ``kernels.ops``; ``kernels.thread_pool`` shares their rows among
+Where it sits: ``dispatch`` collects these for ``kernels.ops``; ``base.thread_pool`` divides their rows among
 threads.
 """
 
@@ -21,38 +21,38 @@ from kagome.kernels.cpu.prefetch import ahead_of, fetch
 from kagome.kernels.cpu.simd import add_four, add_one, add_products, add_two, dot
 
 BLOCK = 16
-"""Columns of a plain sum that are one vector: more would not stay in a small core's registers."""
+"""Columns per vector in an unweighted sum; more would not fit the registers of a small core."""
 WIDEST = 256
-"""Up to so many columns, if they go by fours, a plain sum has a loop of its own."""
+"""Largest width for which an unweighted sum has a loop of its own; the width must be a multiple of four."""
 WIDEST_WEIGHTED = 64
-"""The same with weights: of wider rows the compiler makes a better loop by itself."""
+"""Largest such width for a weighted sum; for wider rows the compiler's own loop is faster."""
 WIDTHS = (8, 16, 32, 64, 128)
-"""Columns a head that have a loop of their own; other numbers go by fours."""
+"""Columns per head that have a loop of their own; other widths are computed four columns at a time."""
 
 
 def part_of(layout: CsrLayout, span: Span) -> CsrLayout:
-    """The layout of a span's entries alone."""
+    """Return the layout of a span's entries alone."""
     return {"all": lambda: layout, "own": lambda: layout.own, "halo": lambda: layout.halo}[span]()
 
 
 def bounds(layout: CsrLayout, rows: slice | None = None) -> tuple[Any, Any]:
-    """Where each row's entries begin and end, as numpy arrays."""
+    """Return where each row's entries begin and end, as numpy arrays."""
     pointer = layout.arrays.pointer
     begin, end = pointer[:-1], pointer[1:]
     return (begin, end) if rows is None else (begin[rows], end[rows])
 
 
 def known(width: int) -> int:
-    """The width, if there is a loop for it; else 0."""
+    """Return the width if there is a loop for it, otherwise 0."""
     return width if width in WIDTHS else 0
 
 
 @cache
 def _sum(width: int) -> Callable[..., None]:
-    """The plain sum for rows of that many columns; 0: for any number.
+    """Return the loop for an unweighted sum over rows of ``width`` columns; 0 stands for any number.
 
-    Where the compiler knows the number it makes no loop of the columns, and need not ask whether rows
-    overlap: rows of up to 100 columns take two thirds of the time.
+    With a known width the compiler makes no loop over columns and need not test whether rows overlap. Rows of
+    up to 100 columns then take two thirds of the time.
     """
     whole = width - width % BLOCK
 
@@ -104,7 +104,7 @@ def _sum(width: int) -> Callable[..., None]:
 
 @cache
 def _weighted(width: int) -> Callable[..., None]:
-    """The sum with a weight an edge for rows of that many columns; 0: for any number."""
+    """Return the loop for a sum with one weight per edge, for ``width`` columns; 0 stands for any number."""
     whole = width - width % BLOCK
 
     @compiled
@@ -162,7 +162,7 @@ def _weighted(width: int) -> Callable[..., None]:
 
 @cache
 def _headed(width: int) -> Callable[..., None]:
-    """The sum with a weight an edge and head, for that many columns a head; 0: for any number."""
+    """Return the loop for a sum weighted by edge and head, for ``width`` columns per head; 0: any number."""
 
     @compiled
     def loop(
@@ -186,7 +186,7 @@ def _headed(width: int) -> Callable[..., None]:
             row, factor = out[i], scale[min(i, scale.size - 1)]
             k, last = begin[i], end[i]
             while k < last:
-                # Two at once; an odd last one is taken as two halves of itself.
+                # Two entries at once; an odd last entry is added as two halves of itself.
                 pair = min(k + 1, last - 1)
                 part = factor if pair > k else factor / 2
                 for j in range(k, pair + 1):
@@ -212,7 +212,7 @@ def _headed(width: int) -> Callable[..., None]:
 
 @cache
 def _dots(width: int) -> Callable[..., None]:
-    """Dot products for that many columns a head; 0: for any number."""
+    """Return the loop for dot products with ``width`` columns per head; 0 stands for any number."""
 
     @compiled
     def loop(
@@ -253,12 +253,12 @@ def _dots(width: int) -> Callable[..., None]:
 
 @cache
 def _ones(dtype: Any) -> Any:
-    """No factor: the loops read one number a row, or one for all."""
+    """Return the factor 1: loops read one factor per row, or a single one for all."""
     return np.ones(1, dtype)
 
 
 def _numbers(scale: Tensor, like: Tensor) -> Any:
-    """A factor a row, of the type of what it scales."""
+    """Return one factor per row, in the data type of the tensor it scales."""
     scale = scale if scale.dtype == like.dtype else scale.to(like.dtype)
     return array(scale if scale.dim() == 1 else scale.reshape(-1))
 
@@ -274,7 +274,7 @@ def sum_rows(
     rows: slice | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """See ``ops.sum_rows``."""
+    """Compute ``ops.sum_rows`` with numba loops."""
     layout = part_of(layout, span)
     begin, end = bounds(layout, rows)
     shape = (count_of(layout, rows), *x.shape[1:])
@@ -316,7 +316,7 @@ def dot_edges(
     offset: int = 0,
     into: Tensor | None = None,
 ) -> Tensor:
-    """See ``ops.dot_edges``."""
+    """Compute ``ops.dot_edges`` with numba loops."""
     heads, width = a.shape[1:]
     make = torch.zeros if span != "all" else torch.empty
     out = into if into is not None else make(layout.edges, heads, dtype=a.dtype)

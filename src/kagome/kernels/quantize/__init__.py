@@ -1,1 +1,1 @@
-"""Rows of floats to a few bits a number and back."""
+"""Quantization: rows of floats coded to a few bits per number and back."""

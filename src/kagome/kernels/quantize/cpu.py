@@ -1,8 +1,8 @@
-"""Loops that code rows to a few bits and restore them: see ``ops`` for what they compute.
+"""CPU quantization: numba loops that code rows to a few bits and restore them, as ``ops`` defines.
 
-Where it sits: ``ops`` imports it when the first tensor on a CPU comes; ``kernels.thread_pool`` shares rows
-among threads, ``simd`` does the columns. Rows go by blocks that stay in a core's own cache: what must be
-known of a row before it is coded does not read it from memory a second time.
+Where it sits: ``ops`` imports it for the first CPU tensor. ``base.thread_pool`` divides rows among threads;
+``simd`` does the columns. Rows are processed in blocks that stay in a core's own cache, so that the pass that
+finds a row's range and the pass that codes it read the row from memory once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kagome.kernels.quantize.ops import FIRST, LEAST_SPAN, SECOND, columns
 from kagome.kernels.quantize.simd import encode_columns, extremes
 
 BLOCK: Final = 16
-"""Rows of a block: a multiple of the eight that can share a byte."""
+"""Rows per block: a multiple of eight, the most rows that share a byte."""
 LANES: Final = (16, 4, 1)
-"""Columns at once: as many of these as there are columns."""
+"""Vector lengths: the widest that is no larger than the number of columns is used."""
 U1: Final = np.uint32(FIRST)
 U2: Final = np.uint32(SECOND)
 LEAST: Final = np.float32(LEAST_SPAN)
@@ -32,7 +32,7 @@ ZERO: Final = np.float32(0)
 
 @inlined
 def mixed(h: Any) -> Any:
-    """32 bits, each of which depends on all of the 32 given."""
+    """Return 32 bits, each of which depends on all of the 32 given."""
     h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(16))) * U1)
     h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(15))) * U2)
     return np.uint32(h ^ np.uint32(h >> np.uint32(16)))
@@ -40,13 +40,13 @@ def mixed(h: Any) -> Any:
 
 @inlined
 def word_of(number: Any) -> Any:
-    """A float's bits."""
+    """Return the bits of a float32."""
     return np.float32(number).view(np.int32)
 
 
 @inlined
 def number_of(word: Any) -> Any:
-    """The float that has these bits."""
+    """Return the float32 that has these bits."""
     return np.int32(word).view(np.float32)
 
 
@@ -81,7 +81,7 @@ def _encode(bits: int, lanes: int) -> Callable[..., int]:
                 place[k] = pick[i] if pick.size else i
             for k in range(real):
                 least[k], most[k], peak[k] = extremes(lanes, x, place[k])
-            for k in range(real):  # a loop of its own is made of vectors
+            for k in range(real):  # a separate loop, so that the compiler vectorizes it
                 stamp = stamps[first + k]
                 word = np.uint32(mixed(np.uint32(stamp)) ^ keys[0])
                 word = np.uint32(word + np.uint32(stamp >> 32))
@@ -96,18 +96,19 @@ def _encode(bits: int, lanes: int) -> Callable[..., int]:
                 factor[k] = np.float32(levels / wide) if raw > ZERO else ZERO
                 least[k] = low[first + k] = bottom
                 span[first + k] = np.int16(word_of(wide) >> 16)
-            for k in range(real, size):  # beyond the last row a byte holds zeros
+            for k in range(real, size):  # rows past the last one leave zeros in the byte
                 least[k] = factor[k] = ZERO
             for k in range(0, size, share):
                 g = (first + k) // share
-                # What the next block reads is asked for bit by bit: only so many requests may wait at once.
+                # Prefetch the next block in small steps: only a limited number of requests can be pending at
+                # once.
                 fetch(x, place, k, ahead, 0)
                 asked = k + 1
                 for c in range(0, width, lanes):
                     if share > 1 and asked < k + share:
                         fetch(x, place, asked, ahead, 0)
                         asked += 1
-                    at = min(c, width - lanes)  # the last columns may be coded twice, to the same end
+                    at = min(c, width - lanes)  # the last columns may be coded twice, with the same result
                     encode_columns(lanes, bits, x, place, k, least, factor, state, column, body, g, at)
                 for j in range(asked, k + share):
                     fetch(x, place, j, ahead, 0)
@@ -128,7 +129,7 @@ def _decode(bits: int) -> Callable[..., None]:
                 i = g * share + j
                 wide = number_of(np.int32(span[i]) << 16)
                 bottom, step, shift = low[i], np.float32(wide / levels), np.uint8(j * bits)
-                # A row after another: the machine writes memory faster so than eight rows at once.
+                # One row after another: memory is written faster than with eight rows at once.
                 for c in range(width):
                     q = np.float32(np.int32(np.uint8(body[g, c] >> shift) & mask))
                     out[i, c] = np.float32(np.float32(q * step) + bottom)
@@ -139,7 +140,7 @@ def _decode(bits: int) -> Callable[..., None]:
 def encode(
     x: Tensor, pick: Tensor | None, stamps: Tensor, key: int, bits: int, body: Tensor
 ) -> tuple[Tensor, Tensor, int]:
-    """See ``bits.encode``."""
+    """Encode rows with numba loops; see ``ops.encode``."""
     assert body.is_contiguous()
     rows = array(x)
     count, width = stamps.numel(), x.size(1)
@@ -161,12 +162,12 @@ def encode(
 
 
 def decode(body: Tensor, low: Tensor, span: Tensor, bits: int, out: Tensor) -> None:
-    """See ``bits.decode``."""
+    """Decode rows with numba loops; see ``ops.decode``."""
     given, loop = (array(body), array(low), array(span), out.numpy()), _decode(bits)
     spread(lambda a, b: loop(a, b, *given), body.size(0), out.size(1) * 8 // bits)
 
 
-@cache  # a model has few widths
+@cache  # a model has only a few widths
 def _words(width: int) -> Any:
     return columns(width, torch.device("cpu")).numpy().astype(np.uint32)
 

@@ -1,6 +1,6 @@
-"""Bits: rows of floats to a few bits a number and back, with stochastic rounding that repeats.
+"""Quantization: rows of floats to a few bits per number and back, with repeatable stochastic rounding.
 
-Where it sits: ``comm.codec`` codes messages with it. What is here is plain PyTorch; numba's loops on a CPU
+Where it sits: ``comm.codec`` codes messages with it. This module is plain PyTorch; the numba loops on a CPU
 and Triton on a GPU give the same bits.
 
 ::
@@ -10,8 +10,8 @@ and Triton on a GPU give the same bits.
     packed     8 / bits rows share a byte a column: byte g holds row 8 / bits * g + j from bit j * bits on
     restored   low + q * (span / L)
 
-Source: Sylvie's low-bit module, with its edge cases mended: a constant row has span 0 and comes back exactly,
-spans are stored with a float32's exponent and never rounded down, and codes never carry into a neighbour's.
+Source: Sylvie's low-bit module, with its edge cases fixed. A constant row has span 0 and is restored exactly.
+Spans are stored with a float32's exponent and never rounded down. Codes never carry into a neighbour's bits.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 WIDTHS: Final = (1, 2, 4, 8)
-"""Bits that a number may have: those that fill a byte."""
+"""Bits per number that are allowed: those that divide a byte evenly."""
 LEAST_SPAN: Final = 2.0**-118
-"""Smaller spans count as this, so that ``L / span`` is a float32."""
+"""Smallest span in use: smaller ones are raised to it, so that ``L / span`` is a finite float32."""
 GOLDEN: Final = 0x9E3779B9
 FIRST: Final = 0x7FEB352D
 SECOND: Final = 0x846CA68B
@@ -35,40 +35,41 @@ _WORD: Final = 0xFFFFFFFF
 
 
 def groups(rows: int, bits: int) -> int:
-    """Bytes a column takes: ``ceil(rows * bits / 8)``."""
+    """Return the bytes that a column takes: ``ceil(rows * bits / 8)``."""
     return -(-rows * bits // 8)
 
 
 def encode(
     x: Tensor, pick: Tensor | None, stamps: Tensor, key: int, bits: int, body: Tensor
 ) -> tuple[Tensor, Tensor, int]:
-    """Code rows.
+    """Encode rows with a few bits per number.
 
     Args:
         x: The rows.
-        pick: Code these of them, in this order; all if None.
-        stamps: A number a coded row, such as its vertex: rows draw by it.
-        key: What else the draws depend on: seed, epoch, site, direction.
-        bits: Of a number: 1, 2, 4 or 8.
-        body: Where the codes go.
+        pick: Indices of the rows to encode, in this order; all rows if None.
+        stamps: A number for each encoded row, such as its vertex id, that seeds the row's random draws.
+        key: A number for everything else that the draws depend on: seed, epoch, site and direction.
+        bits: Bits per number: 1, 2, 4 or 8.
+        body: The tensor that the codes are written to.
 
     Returns:
-        Each row's low and span (the upper half of a float32's bits), and how many rows had a number that is
-        not finite, or a span beyond float32: their codes mean nothing.
+        Each row's low and span (the upper half of a float32's bits), and the number of rows that cannot be
+        coded because a value is not finite or the span exceeds float32; the codes of these rows are
+        undefined.
 
     Shapes:
         ``x [*, W]`` float32; ``pick [R]`` and ``stamps [R]`` int64; ``body [ceil(R * bits / 8), W]`` uint8;
         ``low [R]`` float32, ``span [R]`` int16.
 
     Cost:
-        One pass over the rows in the loops; in plain PyTorch a dozen, and as many tensors of their size.
+        One pass over the rows in the loops; in plain PyTorch a dozen passes and as many tensors of that size.
     """
     found: tuple[Tensor, Tensor, int] = _way(x).encode(x, pick, stamps, key, bits, body)
     return found
 
 
 def decode(body: Tensor, low: Tensor, span: Tensor, bits: int, out: Tensor) -> None:
-    """Restore rows; see :func:`encode`.
+    """Decode the rows that :func:`encode` coded.
 
     Shapes:
         ``body [ceil(R * bits / 8), W]``, ``low [R]``, ``span [R]``; ``out [R, W]`` float32, contiguous.
@@ -80,7 +81,7 @@ def _way(x: Tensor) -> Any:
     return _module(x.device.type)
 
 
-@cache  # what there is to import does not change in a process
+@cache  # importable modules do not change within a process
 def _module(device: str) -> Any:
     if device == "cpu":
         return import_module("kagome.kernels.quantize.cpu")
@@ -90,21 +91,21 @@ def _module(device: str) -> Any:
 
 
 def drawn(stamps: Tensor, key: int, width: int) -> Tensor:
-    """The draws of rows: uniform in [0, 1), the same wherever and whenever they are made.
+    """Return the random draws of rows, uniform in [0, 1) and the same on every rank and in every call.
 
     Shapes:
         ``stamps [R]`` -> ``[R, width]`` float32 with 24 bits.
     """
     row = _mixed((_mixed(stamps & _WORD) ^ (key & _WORD)) + (stamps >> 32) & _WORD)
     row = _mixed(row ^ (key >> 32 & _WORD))
-    # Both words are mixed already: two products are as good as three, and a loop's time is these.
+    # Both words are mixed already, so two products suffice; the products take most of a loop's time.
     h = (row.unsqueeze(1) ^ columns(width, stamps.device)) * FIRST & _WORD
     h = (h ^ h >> 15) * SECOND & _WORD
     return (h >> 8).float() * 2.0**-24
 
 
 def columns(width: int, device: torch.device) -> Tensor:
-    """A word for each column.
+    """Return one pseudo-random word for each column.
 
     Shapes:
         ``[width]`` int64.
@@ -113,32 +114,32 @@ def columns(width: int, device: torch.device) -> Tensor:
 
 
 def _mixed(h: Tensor) -> Tensor:
-    """32 bits, each of which depends on all of the 32 given."""
+    """Return 32 bits, each of which depends on all of the 32 given."""
     h = (h ^ h >> 16) * FIRST & _WORD
     h = (h ^ h >> 15) * SECOND & _WORD
     return h ^ h >> 16
 
 
 class ReferenceCodec:
-    """The same in plain PyTorch."""
+    """The reference codec in plain PyTorch."""
 
     @staticmethod
     def encode(
         x: Tensor, pick: Tensor | None, stamps: Tensor, key: int, bits: int, body: Tensor
     ) -> tuple[Tensor, Tensor, int]:
-        """See the function."""
+        """Encode rows in plain PyTorch; see the module's :func:`encode`."""
         rows = x if pick is None else x.index_select(0, pick)
         count, width = rows.shape
         levels = 2**bits - 1
         if count == 0 or width == 0:
             return rows.new_zeros(count), rows.new_zeros(count, dtype=torch.int16), 0
         low, high = rows.aminmax(dim=1)
-        low = low + 0.0  # zero has one sign here, whichever of a row's was met first
+        low = low + 0.0  # gives zero one sign, whichever of a row's signed zeros was met first
         raw = high - low
         word = (raw.view(torch.int32) + 0xFFFF) >> 16 << 16
         span = torch.where(raw > 0, word.view(torch.float32).clamp(min=LEAST_SPAN), torch.zeros_like(raw))
         bad = int((~(low.isfinite() & high.isfinite() & (low + span < torch.inf))).sum())
-        # Of a number and a tensor torch makes a product with a reciprocal, which is rounded twice.
+        # torch would compute number / tensor as a product with a reciprocal, which is rounded twice.
         factor = torch.where(raw > 0, torch.full_like(span, levels) / span, torch.zeros_like(raw))
         scaled = (rows - low.unsqueeze(1)) * factor.unsqueeze(1) + drawn(stamps, key, width)
         codes = scaled.clamp(max=float(levels)).to(torch.uint8)
@@ -152,7 +153,7 @@ class ReferenceCodec:
 
     @staticmethod
     def decode(body: Tensor, low: Tensor, span: Tensor, bits: int, out: Tensor) -> None:
-        """See the function."""
+        """Decode rows in plain PyTorch; see the module's :func:`decode`."""
         count, levels, share = out.size(0), 2**bits - 1, 8 // bits
         codes = torch.stack([body >> bits * place & levels for place in range(share)], dim=1)
         wide = (span.to(torch.int32) << 16).view(torch.float32)

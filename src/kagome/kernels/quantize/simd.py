@@ -1,7 +1,7 @@
-"""Vectors that the few-bit codec's loops are made of: extremes of a row, and its codes.
+"""SIMD steps of the CPU quantization loops: the range of a row, and its codes.
 
-Where it sits: in ``cpu``, which says how many columns at once; ``kernels.cpu.simd`` says why these are
-vectors by themselves. All rows that share a byte are coded in one pass, so that it is written once.
+Where it sits: used by ``cpu``, which chooses the vector length; ``kernels.cpu.simd`` explains why these are
+written as vectors. All rows that share a byte are coded in one pass, so that the byte is written once.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ FLOAT: Final = ir.FloatType()
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def extremes(typing: Any, lanes: Any, x: Any, row: Any) -> Any:
-    """The least and greatest number of a row of at least ``lanes`` columns, and the greatest magnitude.
+    """Return least and greatest number and greatest magnitude of a row of at least ``lanes`` columns.
 
-    Of numbers that are none only the magnitude knows: it is none either, or infinite.
+    NaN shows only in the magnitude, which is then NaN or infinite.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -59,9 +59,10 @@ def encode_columns(
     out: Any,
     at: Any,
 ) -> Any:
-    """Code ``lanes`` columns from ``at`` on of those rows of x that share the bytes ``body[out]``.
+    """Encode ``lanes`` columns, from column ``at`` on, of the rows of x that share the bytes ``body[out]``.
 
-    They are the rows ``place[k]`` and on; of row ``place[j]`` low, factor and state are the j-th.
+    These rows are ``place[k]`` and the following ones. Entry j of ``low``, ``factor`` and ``state`` belongs
+    to row ``place[j]``.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -79,7 +80,7 @@ def encode_columns(
             drawn = builder.fmul(drawn, v.real(2.0**-24))
             exact = builder.fmul(builder.fsub(number, low), factor)
             value = builder.fadd(exact, drawn)
-            if bits == 1:  # below two all the same
+            if bits == 1:  # the value is below two in every case
                 over = builder.fcmp_ordered(">=", value, v.real(1.0))
                 q = builder.select(over, v.whole(1 << j), v.whole(0))
             else:
@@ -94,13 +95,13 @@ def encode_columns(
 
 
 class _Vectors:
-    """Values and places of one call; its first argument is how many columns are one vector.
+    """Vector values and addresses of one call; its first argument is the vector length in columns.
 
     Args:
-        context: Numba's.
-        builder: Where instructions go.
-        signature: The call's types.
-        args: The call's values.
+        context: Numba's compilation context.
+        builder: The LLVM builder that instructions are appended to.
+        signature: The types of the call.
+        args: The LLVM values of the call's arguments.
     """
 
     def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
@@ -120,11 +121,11 @@ class _Vectors:
         return self._context.make_array(self._types[which])(self._context, self._builder, self._args[which])
 
     def size(self, which: int, axis: int) -> Any:
-        """So many rows or columns the array has."""
+        """Return the size of an array argument along an axis."""
         return self._builder.extract_value(self._array(which).shape, axis)
 
     def place(self, which: int, *at: Any) -> Any:
-        """Where an array's number lies."""
+        """Return the address of an element of an array argument."""
         held = self._array(which)
         index = (
             at[0] if len(at) == 1 else self._builder.add(self._builder.mul(at[0], self.size(which, 1)), at[1])
@@ -132,7 +133,7 @@ class _Vectors:
         return self._builder.gep(held.data, [index])
 
     def fit(self, at: Any, width: Any) -> Any:
-        """``at``, or what leaves room for a vector: the last columns may be met twice."""
+        """Return ``at``, or the last column with room for a vector: the last columns may be met twice."""
         last = self._builder.sub(width, LONG(self.lanes))
         return self._builder.select(self._builder.icmp_signed("<", at, last), at, last)
 
@@ -144,23 +145,23 @@ class _Vectors:
         self._builder.store(value, self._builder.bitcast(place, value.type.as_pointer()), align=1)
 
     def spread(self, value: Any) -> Any:
-        """One number in all columns."""
+        """Return a vector with one number in all columns."""
         empty = ir.Constant(self.of(value.type), ir.Undefined)
         one = self._builder.insert_element(empty, value, INT(0))
         return self._builder.shuffle_vector(one, empty, self.whole(0))
 
     def magnitude(self, number: Any) -> Any:
-        """A float's bits without its sign: ordered as numbers are, those that are none above infinity."""
+        """Return a float's bits without its sign: they order as magnitudes do, with NaN above infinity."""
         return self._builder.and_(self._builder.bitcast(number, self.of(INT)), self.whole(0x7FFFFFFF))
 
     def better(self, sign: str, one: Any, other: Any) -> Any:
-        """The less or the greater, column by column."""
+        """Return the lesser or the greater of two vectors, column by column."""
         floats = one.type.element == FLOAT
         compare = self._builder.fcmp_ordered if floats else self._builder.icmp_signed
         return self._builder.select(compare(sign, one, other), one, other)
 
     def best(self, sign: str, vector: Any) -> Any:
-        """The least or greatest of all columns."""
+        """Return the least or greatest number of a vector."""
         lanes = self.lanes
         while lanes > 1:
             lanes //= 2

@@ -1,16 +1,15 @@
-"""GPU bits: rows coded to a few bits and restored, in Triton: see ``ops`` for what they compute.
+"""GPU quantization: Triton kernels that code rows to a few bits and restore them, as ``ops`` defines.
 
-Where it sits: ``ops`` imports it when the first CUDA tensor comes and Triton is there. A program has the
-rows that share a byte, and writes each of their bytes once. No product is fused with a sum and quotients are
-rounded, so that the bits are those of the loops and of plain PyTorch.
+Where it sits: ``ops`` imports it for the first CUDA tensor if Triton is installed. A program handles the rows
+that share a byte and writes each of their bytes once. No product is fused with a sum, and quotients are
+rounded, so that the bits equal those of the loops and of plain PyTorch.
 
-What has been run: both kernels in Triton's interpreter on a CPU, to the bit against plain PyTorch; and both
-compile for compute capability 9.0, without a fused product. What has not: nothing here has been run or timed
-on a GPU.
+Checked so far: both kernels run in Triton's interpreter on a CPU and equal plain PyTorch to the bit; both
+compile for compute capability 9.0 without a fused product. Neither has been run or timed on a GPU.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# Triton reads annotations: its kernels' arguments have none but for what is known when it compiles.
+# Triton reads annotations, so kernel arguments have none except for compile-time constants.
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from kagome.kernels.quantize import ops as plain
 
 COLUMNS = 128
-"""Columns that a program takes at once, at most."""
+"""Most columns that a program takes at once."""
 FIRST = tl.constexpr(plain.FIRST)
 SECOND = tl.constexpr(plain.SECOND)
 LEAST_SPAN = tl.constexpr(plain.LEAST_SPAN)
@@ -30,7 +29,7 @@ LEAST_SPAN = tl.constexpr(plain.LEAST_SPAN)
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _mixed(h):
-    """32 bits, each of which depends on all of the 32 given."""
+    """Return 32 bits, each of which depends on all of the 32 given."""
     h = (h ^ (h >> 16)) * tl.full((1,), FIRST, tl.uint32)
     h = (h ^ (h >> 15)) * tl.full((1,), SECOND, tl.uint32)
     return h ^ (h >> 16)
@@ -54,7 +53,7 @@ def encode_kernel(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One byte of each column: the rows that share it, and what is known of them."""
+    """Write the bytes that a group of rows shares, and each row's low, span and validity."""
     SHARE: tl.constexpr = 8 // BITS
     LEVELS: tl.constexpr = 2**BITS - 1
     g = tl.program_id(0).to(tl.int64)
@@ -71,7 +70,7 @@ def encode_kernel(
         c = begin + tl.arange(0, BLOCK)
         inside = real[:, None] & (c < width)[None, :]
         v = tl.load(x + place[:, None] * width + c[None, :], mask=inside, other=0.0)
-        # Of numbers that are none the magnitude's bits know; the extremes need not.
+        # NaN shows in the bits of the magnitude; the extremes may ignore it.
         magnitude = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         peak = tl.maximum(peak, tl.max(magnitude, axis=1))
         least = tl.minimum(least, tl.min(tl.where(inside, v, float("inf")), axis=1))
@@ -108,7 +107,7 @@ def encode_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def decode_kernel(body, low, span, out, rows, width, BITS: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """The rows that share a byte a column."""
+    """Restore the rows that share one byte per column."""
     SHARE: tl.constexpr = 8 // BITS
     LEVELS: tl.constexpr = 2**BITS - 1
     g = tl.program_id(0).to(tl.int64)
@@ -130,7 +129,7 @@ def decode_kernel(body, low, span, out, rows, width, BITS: tl.constexpr, BLOCK: 
 def encode(
     x: Tensor, pick: Tensor | None, stamps: Tensor, key: int, bits: int, body: Tensor
 ) -> tuple[Tensor, Tensor, int]:
-    """See ``bits.encode``."""
+    """Encode rows with the Triton kernel; see ``ops.encode``."""
     count, width = stamps.numel(), x.size(1)
     low, span = x.new_zeros(count), x.new_zeros(count, dtype=torch.int16)
     if count == 0 or width == 0:
@@ -161,7 +160,7 @@ def encode(
 
 
 def decode(body: Tensor, low: Tensor, span: Tensor, bits: int, out: Tensor) -> None:
-    """See ``bits.decode``."""
+    """Decode rows with the Triton kernel; see ``ops.decode``."""
     count, width = out.shape
     if count and width:
         given = body.contiguous(), low.contiguous(), span.contiguous(), out, count, width
@@ -173,5 +172,5 @@ def _block(width: int) -> int:
 
 
 def _signed(key: int) -> int:
-    """The lower 32 bits as a number of one type, whatever it is: else a kernel for each."""
+    """Return the lower 32 bits as a signed number, so that all keys have one type and share one kernel."""
     return ((key & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

@@ -1,1 +1,1 @@
-"""The kernels for CUDA tensors."""
+"""Triton kernels for CUDA tensors, and their launch functions."""

@@ -1,11 +1,12 @@
-"""Triton kernels by row with all its heads: dot products along edges, softmax over edges, GATv2's logits.
+"""Triton kernels for one row with all its heads: edge dot products, edge softmax and GATv2's logits.
 
-Where it sits: ``ops`` launches them. A program has one row of the layout, or a few in turn where it adds up
-over rows; tiles are heads by columns, filled up to powers of two. No atomics: the same on every run.
+Where it sits: ``ops`` launches them. A program handles one row of the layout, or several in succession where
+it adds up over rows. Tiles are heads by columns, padded to powers of two. No atomics are used, so results are
+the same on every run.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# Triton reads annotations: its arguments have none but for what is known when it compiles.
+# Triton reads annotations, so kernel arguments have none except for compile-time constants.
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def leaky_back_kernel(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """The gradient of one end of ``share`` rows; TALLIED: these rows' part of att's as well."""
+    """Compute the gradient of one end of ``share`` rows; with TALLIED also these rows' part of att's."""
     program = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HEADS)
     c = tl.arange(0, WIDTH)
@@ -126,7 +127,7 @@ def edge_softmax_kernel(
     total = tl.zeros((HEADS,), WIDE)
     if SUMS:
         mine = tl.load(a + i * heads + h, mask=inside, other=0).to(WIDE)
-    for sweep in tl.static_range(3):  # largest, total, result
+    for sweep in tl.static_range(3):  # sweeps: largest, total, result
         for k in range(first, last):
             e = tl.load(edge + k).to(tl.int64)
             if SUMS:

@@ -1,11 +1,11 @@
-"""GPU: the kernels for CUDA tensors, in Triton.
+"""GPU kernels: the launch functions of the Triton kernels for CUDA tensors.
 
-Where it sits: ``kernels.ops`` imports it when the first CUDA tensor comes and Triton is there; torch's CUDA
-builds bring it. Numbers are added in float32, in float64 for float64.
+Where it sits: ``kernels.ops`` imports it for the first CUDA tensor if Triton is installed, which torch's CUDA
+builds bring along. Values are summed in float32, and in float64 if they are float64.
 
-What has been run: every kernel here in Triton's interpreter on a CPU (``TRITON_INTERPRET=1``), against the
-same checks as the loops; and all compile for compute capability 9.0. What has not: nothing here has been run
-or timed on a GPU. A row is walked by one program, which will show on graphs with very large hubs.
+Checked so far: every kernel passes the tests of the numba loops in Triton's interpreter on a CPU
+(``TRITON_INTERPRET=1``), and all compile for compute capability 9.0. None has been run or timed on a GPU. One
+program walks a whole row, which will be slow on graphs with very large hubs.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ __all__ = [
 ]
 
 BLOCK = 128
-"""Columns a program, at most."""
+"""Most columns that a program takes."""
 PROGRAMS = 1024
-"""Programs that add up over rows: each keeps a sum of its own, and these are added in one order."""
+"""Programs that add up over rows. Each keeps a sum of its own, and the sums are added in a fixed order."""
 
 
 def _wide(x: Tensor) -> Any:
@@ -63,7 +63,7 @@ def _wide(x: Tensor) -> Any:
 
 
 def _tile(x: Tensor) -> tuple[int, int]:
-    """Columns of a row, and how many a program takes."""
+    """Return the number of columns of a row, and how many a program takes."""
     columns = prod(x.shape[1:])
     return columns, min(BLOCK, triton.next_power_of_2(max(columns, 1)))
 
@@ -76,7 +76,7 @@ def _bounds(layout: CsrLayout, span: Span = "all", rows: slice | None = None) ->
 
 
 def _by_row(kernel: Any, x: Tensor, rows: int, *arguments: Any, **constants: Any) -> None:
-    """One program a row and block of x's columns."""
+    """Launch one program per row and block of x's columns."""
     columns, block = _tile(x)
     if rows and columns:
         grid = (rows, triton.cdiv(columns, block))
@@ -84,7 +84,7 @@ def _by_row(kernel: Any, x: Tensor, rows: int, *arguments: Any, **constants: Any
 
 
 def _by_heads(kernel: Any, x: Tensor, programs: int, heads: int, *arguments: Any, **constants: Any) -> None:
-    """One program a row, with all its heads."""
+    """Launch one program per row, with all its heads."""
     if programs and heads:
         kernel[(programs,)](*arguments, **constants, WIDE=_wide(x), HEADS=triton.next_power_of_2(heads))
 
@@ -100,7 +100,7 @@ def sum_rows(
     rows: slice | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """See ``ops.sum_rows``."""
+    """Compute ``ops.sum_rows`` with Triton kernels."""
     begin, end = _bounds(layout, span, rows)
     direct = into is not None and into.is_contiguous()
     count = count_of(layout, rows)
@@ -128,7 +128,7 @@ def sum_rows(
 
 
 def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> Tensor:
-    """See ``ops.sum_edges``."""
+    """Compute ``ops.sum_edges`` with Triton kernels."""
     by_edge = CsrLayout(layout.pointer, layout.middle, layout.edge, layout.edge)
     return sum_rows(by_edge, values, rows=rows)
 
@@ -142,7 +142,7 @@ def dot_edges(
     offset: int = 0,
     into: Tensor | None = None,
 ) -> Tensor:
-    """See ``ops.dot_edges``."""
+    """Compute ``ops.dot_edges`` with Triton kernels."""
     out = a.new_zeros(layout.edges, a.size(1)) if into is None else into
     kept = out.contiguous()
     _dots(layout, a, b, None, 0.0, kept, span, offset)
@@ -150,7 +150,7 @@ def dot_edges(
 
 
 def leaky_dots(layout: CsrLayout, a: Tensor, b: Tensor, att: Tensor, slope: float) -> Tensor:
-    """See ``ops.leaky_dots``."""
+    """Compute ``ops.leaky_dots`` with Triton kernels."""
     out = a.new_empty(layout.edges, a.size(1))
     _dots(layout, a, b, att, slope, out, "all", 0)
     return out
@@ -179,7 +179,7 @@ def _dots(
 def leaky_dots_back(
     structure: Structure, a: Tensor, b: Tensor, att: Tensor, slope: float, g: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``ops.leaky_dots_back``."""
+    """Compute ``ops.leaky_dots_back`` with Triton kernels."""
     heads, width = a.shape[1:]
     a, b, att, g = a.contiguous(), b.contiguous(), att.contiguous(), g.contiguous()
     ga, gb = torch.empty_like(a), torch.empty_like(b)
@@ -215,13 +215,13 @@ def leaky_dots_back(
 
 
 def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
-    """See ``ops.softmax_edges``."""
+    """Compute ``ops.softmax_edges`` with Triton kernels."""
     logits = logits.contiguous()
     return _edge_softmax(layout, logits, logits, logits, logits, None)
 
 
 def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor:
-    """See ``ops.softmax_sum``."""
+    """Compute ``ops.softmax_sum`` with Triton kernels."""
     a, b = a.contiguous(), b.contiguous()
     return _edge_softmax(layout, a, a, a, b, slope)
 
@@ -240,7 +240,7 @@ def _edge_softmax(
 
 
 def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
-    """See ``ops.softmax_edges_back``."""
+    """Compute ``ops.softmax_edges_back`` with Triton kernels."""
     alpha = alpha.contiguous()
     return _edge_softmax_back(layout, alpha, alpha, None, alpha, g.contiguous())[1]
 
@@ -248,7 +248,7 @@ def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
 def softmax_sum_back(
     structure: Structure, a: Tensor, b: Tensor, slope: float, alpha: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See ``ops.softmax_sum_back``."""
+    """Compute ``ops.softmax_sum_back`` with Triton kernels."""
     a, b, alpha, g = a.contiguous(), b.contiguous(), alpha.contiguous(), g.contiguous()
     ga, gz = _edge_softmax_back(structure.by_target, a, b, slope, alpha, g)
     return ga, sum_edges(structure.by_source, gz)
@@ -267,12 +267,12 @@ def _edge_softmax_back(
 
 
 def extreme_rows(layout: CsrLayout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
-    """See ``ops.extreme_rows``."""
+    """Compute ``ops.extreme_rows`` with Triton kernels."""
     return _extremes(layout, layout.column, x, sign)
 
 
 def extreme_edges(layout: CsrLayout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
-    """See ``ops.extreme_edges``."""
+    """Compute ``ops.extreme_edges`` with Triton kernels."""
     return _extremes(layout, layout.edge, values, sign)
 
 
@@ -285,7 +285,7 @@ def _extremes(layout: CsrLayout, index: Tensor, x: Tensor, sign: float) -> tuple
 
 
 def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
-    """See ``ops.extreme_back``."""
+    """Compute ``ops.extreme_back`` with Triton kernels."""
     x, part = x.contiguous(), (g / ties.clamp(min=1)).contiguous()
     out = torch.empty_like(x)
     arguments = (*_bounds(layout), layout.column, x, best.contiguous(), part, out, _tile(x)[0])
@@ -294,7 +294,7 @@ def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Te
 
 
 def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``ops.column_softmax``."""
+    """Compute ``ops.column_softmax`` with Triton kernels."""
     z, m = z.contiguous(), m.contiguous()
     out, top, total = (z.new_empty(layout.rows, *z.shape[1:]) for _ in range(3))
     arguments = (*_bounds(layout), layout.column, z, m, out, top, total, _tile(z)[0])
@@ -305,7 +305,7 @@ def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Ten
 def column_softmax_back(
     layout: CsrLayout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See ``ops.column_softmax_back``."""
+    """Compute ``ops.column_softmax_back`` with Triton kernels."""
     z, m, out, top = (t.contiguous() for t in (z, m, out, top))
     gz, gm, part = torch.empty_like(z), torch.empty_like(m), (g / (total + TINY)).contiguous()
     arguments = (*_bounds(layout), layout.column, z, m, out, top, part, gz, gm, _tile(z)[0])
@@ -316,7 +316,7 @@ def column_softmax_back(
 def join_edges_back(
     structure: Structure, a: Tensor, b: Tensor, slope: float | None, g: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See ``ops.join_edges_back``."""
+    """Compute ``ops.join_edges_back`` with Triton kernels."""
     if slope is None:
         return sum_edges(structure.by_target, g), sum_edges(structure.by_source, g)
     a, b, g = a.contiguous(), b.contiguous(), g.contiguous()

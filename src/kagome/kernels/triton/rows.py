@@ -1,11 +1,11 @@
-"""Triton kernels by row and block of columns: sums, extremes and softmax by column.
+"""Triton kernels by row and block of columns: sums, minimum and maximum, and softmax by column.
 
-Where it sits: ``ops`` launches them. A program has one row of the layout and a block of columns; it walks the
-row's entries one after another, so nothing is added by atomics and results are the same on every run.
+Where it sits: ``ops`` launches them. A program handles one row of the layout and a block of columns. It walks
+the row's entries one after another and uses no atomics, so results are the same on every run.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# Triton reads annotations: its arguments have none but for what is known when it compiles.
+# Triton reads annotations, so kernel arguments have none except for compile-time constants.
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def extreme_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The largest (or smallest) of each column, and how many equal it; not a number beats all."""
+    """Compute the largest (or smallest) of each column, and how many equal it; NaN wins over every number."""
     i = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < columns
@@ -126,7 +126,7 @@ def softmax_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Sums of m weighted by a softmax of z, a column at a time."""
+    """Compute sums of m weighted by a softmax of z, column by column."""
     i = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < columns
@@ -166,7 +166,7 @@ def softmax_back_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The gradients of those sums by z and m; ``part`` is the gradient over the total."""
+    """Compute the gradients of those sums by z and m; ``part`` is the gradient divided by the total."""
     u = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < columns

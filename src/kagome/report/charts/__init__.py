@@ -1,1 +1,1 @@
-"""Figures as HTML with inline SVG, and how they look."""
+"""Charts as HTML with inline SVG, and their style."""

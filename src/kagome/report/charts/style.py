@@ -1,17 +1,17 @@
-"""How the report page looks: its style sheet, its mark, and which colour stands for what.
+"""Style of the report page: its style sheet, its logo, and the colour of each phase and kind.
 
-Where it sits: constants for ``report.page.page``, ``svg`` and ``report.chrome_trace``; imports nothing.
+Where it sits: constants for ``report.page`` and ``report.chrome_trace``; imports nothing.
 """
 
 from __future__ import annotations
 
 _INKS = {
-    # Cool colours compute, warm colours move data, grey is neither.
+    # Cool colours compute, warm colours move data, grey does neither.
     "forward": "blue", "backward": "teal", "optimizer": "violet",
     "exchange": "orange", "weights": "amber", "sending": "orange",
     "evaluate": "grey", "checkpoint": "dim",
     "partition": "dim", "load": "grey", "check": "violet",
-    # Kinds of bytes: the same thing has the same colour.
+    # Kinds of bytes: a kind has the same colour everywhere.
     "halo": "orange", "stage": "rose", "transpose": "blue", "statistics": "teal", "other": "grey",
     # Shares of the diagnosis.
     "compute": "blue", "waiting": "rose", "memory": "violet",
@@ -19,11 +19,11 @@ _INKS = {
 
 
 def ink(name: str) -> str:
-    """The colour class of a phase, a kind of bytes or a share; grey for those without one."""
+    """Return the colour class of a phase, a kind of bytes or a share; grey for those without one."""
     return f"ink-{_INKS.get(name, 'grey')}"
 
 
-# Three directions of one weave.
+# The logo: three directions of one weave.
 MARK = (
     '<svg class="logo" viewBox="0 0 32 32" aria-hidden="true">'
     '<path class="ink-blue" d="M2 12H30M2 20H30"/>'

@@ -1,7 +1,7 @@
-"""Small charts as HTML with inline SVG: curves, stacked bars, legends.
+"""Small charts as HTML with inline SVG: curves, stacked bars and legends.
 
-Where it sits: drawn by ``report.page.page`` and ``report.chrome_trace`` from plain numbers; colours and type
-come from ``style``.
+Where it sits: ``report.page`` and ``report.chrome_trace`` draw with it from plain numbers; colours and
+type come from ``style``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MOST_POINTS = 400
 
 @dataclass(frozen=True)
 class Series:
-    """A curve."""
+    """One curve of a line chart."""
 
     name: str
-    """What the legend calls it."""
+    """The name in the legend."""
     ink: str
-    """The colour's class (``style``)."""
+    """The colour class (``style``)."""
     points: Sequence[tuple[float, float]]
-    """Pairs of x and y, by rising x, all finite."""
+    """Pairs of x and y, sorted by x, all finite."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Bar:
     """A row of stacked segments."""
 
     label: str
-    """What stands left of it."""
+    """The text left of the bar."""
     segments: Sequence[tuple[str, str, float]]
-    """Colour class, name, value."""
+    """Colour class, name and value of each segment."""
     text: str
-    """What stands right of it."""
+    """The text right of the bar."""
 
 
 def legend(items: Sequence[tuple[str, str]]) -> str:
-    """A legend that wraps.
+    """Return a legend that wraps to its column.
 
     Args:
-        items: Colour class and text.
+        items: Colour class and text of each entry.
 
     Returns:
         HTML.
@@ -54,11 +54,11 @@ def legend(items: Sequence[tuple[str, str]]) -> str:
 
 
 def bars(rows: Sequence[Bar], value_text: Text) -> str:
-    """Horizontal bars, one a row, stacked, to one scale; each segment names itself on hovering.
+    """Return stacked horizontal bars to one scale, one per row; each segment shows its name on hovering.
 
     Args:
         rows: The rows.
-        value_text: How a segment's value is written.
+        value_text: Formats a segment's value.
 
     Returns:
         HTML.
@@ -94,19 +94,19 @@ def curves(
     mark: tuple[float, str] | None = None,
     from_zero: bool = False,
 ) -> str:
-    """A line chart that stretches to its column; the type keeps its size.
+    """Return a line chart that stretches to its column, with text of fixed size.
 
-    Where all values are above 0 and span more than a factor of 50, the axis is logarithmic and says so.
+    If all values are above 0 and span more than a factor of 50, the axis is logarithmic and labelled so.
 
     Args:
-        title: What is drawn.
+        title: The title of the chart.
         series: The curves; those without points are left out.
-        value_text: How a value on the axis is written.
+        value_text: Formats a value on the axis.
         mark: An x to mark, and its text.
-        from_zero: Start the axis at 0.
+        from_zero: Whether the axis starts at 0.
 
     Returns:
-        HTML, or nothing where there is no point.
+        HTML, or ``""`` if there is no point.
     """
     series = [line for line in series if line.points]
     if not series:
@@ -133,7 +133,7 @@ def curves(
     for line in series:
         points = [(x_at(x), y_at(y)) for x, y in thinned(line.points)]
         if len(points) == 1:
-            # One point draws no line: a dash in its place can be seen.
+            # A single point draws no line: a dash in its place is visible.
             points = [(points[0][0] - 1, points[0][1]), (points[0][0] + 1, points[0][1])]
         path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
         lines.append(f'<polyline class="{escape(line.ink)}" points="{path}"/>')
@@ -157,7 +157,7 @@ def curves(
 
 
 def short(text: str) -> str:
-    """A tick's text without zeros that say nothing: ``50.0 ms`` becomes ``50 ms``."""
+    """Return a tick's text without superfluous zeros: ``50.0 ms`` becomes ``50 ms``."""
     number, _, unit = text.partition(" ")
     if "." in number and number[-1].isdigit() and "e" not in number:
         number = number.rstrip("0").rstrip(".")
@@ -165,7 +165,7 @@ def short(text: str) -> str:
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most :data:`MOST_POINTS` points that keep every peak: lowest and highest of each stretch."""
+    """Return at most :data:`MOST_POINTS` points that keep every peak: lowest and highest of each stretch."""
     if len(points) <= MOST_POINTS:
         return list(points)
     edges = [round(i * len(points) / (MOST_POINTS // 2)) for i in range(MOST_POINTS // 2 + 1)]
@@ -177,12 +177,12 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from at or below ``low`` to at or above ``high``.
+    """Return round numbers from at or below ``low`` to at or above ``high``.
 
     Args:
-        low: Least value.
-        high: Largest value.
-        most: About how many steps.
+        low: The least value.
+        high: The largest value.
+        most: The approximate number of steps.
 
     Returns:
         At least two numbers.
@@ -198,7 +198,7 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten around the values; at most about six."""
+    """Return powers of ten around the values, at most about six."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     step = max(1, math.ceil((last - first) / 6))
     return [10.0**power for power in range(first, last + step, step)]

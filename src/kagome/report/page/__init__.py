@@ -1,1 +1,1 @@
-"""Pages that open offline."""
+"""Report pages: HTML files that open offline."""

@@ -1,4 +1,4 @@
-"""Html: the frame of a page that opens offline, without scripts; its sections and tables.
+"""HTML frame of a page that opens offline without scripts, with its sections and tables.
 
 Where it sits: ``page`` and ``plan_page`` fill it; colours and type come from ``report.charts.style``.
 """
@@ -12,12 +12,12 @@ from kagome.report.charts.style import MARK, STYLE
 
 
 def document(title: str, facts: str, parts: Sequence[str], footer: str) -> str:
-    """A whole page.
+    """Return a whole page as HTML.
 
     Args:
-        title: What it is about.
+        title: The title of the page.
         facts: The line below the title.
-        parts: Its sections as HTML; empty ones are left out.
+        parts: The sections as HTML; empty ones are left out.
         footer: The last line.
 
     Returns:
@@ -35,13 +35,13 @@ def document(title: str, facts: str, parts: Sequence[str], footer: str) -> str:
 
 
 def section(title: str, body: str, lead: str = "", css: str = "") -> str:
-    """A card with a title and a sentence under it."""
+    """Return a card with a title and a sentence under it."""
     kind = f' class="{css}"' if css else ""
     return f"<section{kind}><h2>{escape(title)}</h2>{lead and f'<p>{escape(lead)}</p>'}{body}</section>"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table that scrolls sideways where the window is narrow; nothing without rows."""
+    """Return a table that scrolls sideways in a narrow window, or ``""`` without rows."""
     if not rows:
         return ""
     top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)

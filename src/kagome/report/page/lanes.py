@@ -1,6 +1,6 @@
-"""Lanes: one epoch of a pipeline as a chart, a row a rank, and below it the same programs as predicted.
+"""Lane chart: one epoch of a pipeline with one row per rank, and below it the predicted programs.
 
-Where it sits: ``sections`` shows it; it draws what ``records.pipeline`` found.
+Where it sits: ``over_time`` and ``plan_page`` show it; it draws what ``records.pipeline`` found.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from kagome.schedule.simulator import SimulatedSpan as Slice, Simulation
 MOST_ROWS = 32
 MOST_SLICES = 4000
 PIXELS = 896
-"""Width of the rows where the chart is narrowest (``.lanes`` in ``style``, less the labels)."""
+"""Width of the rows where the chart is narrowest (``.lanes`` in ``style``, without the labels)."""
 DIGIT = 6.5
-"""Width of a digit of a chunk's number, in pixels."""
+"""Width in pixels of a digit of a chunk's number."""
 LEAST = 0.2
-"""What is narrower, in pixels, is not drawn unless it computes."""
+"""Slices narrower than this, in pixels, are not drawn unless they compute."""
 
 
 def lanes_svg(measured: MeasuredPipeline, predicted: Simulation | None = None) -> str:
-    """A pipeline's epoch over time: measured above, predicted below, to one scale.
+    """Draw a pipeline's epoch over time: measured above, predicted below, to one scale.
 
-    Of more than :data:`MOST_ROWS` ranks or stages the first are drawn.
+    If there are more than :data:`MOST_ROWS` ranks or stages, the first are drawn.
 
     Args:
-        measured: The epoch.
-        predicted: The same programs in ``simulate``.
+        measured: The measured epoch.
+        predicted: The simulation of the same programs.
 
     Returns:
-        A legend and an inline SVG in a box that scrolls sideways where the window is narrow.
+        A legend and an inline SVG in a box that scrolls sideways in a narrow window.
     """
     groups = [("measured", "rank", measured.slices[:MOST_ROWS])]
     if predicted is not None:
@@ -46,22 +46,22 @@ def lanes_svg(measured: MeasuredPipeline, predicted: Simulation | None = None) -
 
 
 def predicted_svg(predicted: Simulation) -> str:
-    """An epoch of a pipeline that nobody ran yet.
+    """Draw an epoch of a pipeline that has not been run yet.
 
-    Of more than :data:`MOST_ROWS` stages the first are drawn.
+    If there are more than :data:`MOST_ROWS` stages, the first are drawn.
 
     Args:
-        predicted: Its programs in ``simulate``.
+        predicted: The simulation of its programs.
 
     Returns:
-        As :func:`lanes_svg`.
+        A legend and an inline SVG, as :func:`lanes_svg` returns.
     """
     groups = [("predicted", "stage", predicted.spans[:MOST_ROWS])]
     return _chart(groups, predicted.seconds, "Actions of each stage over time, as predicted")
 
 
 def _chart(groups: Sequence[tuple[str, str, Sequence[Sequence[Slice]]]], seconds: float, what: str) -> str:
-    """Groups of rows, each with a title and what a row is called, to one scale."""
+    """Draw groups of rows to one scale; each group has a title and a name for its rows."""
     length = seconds or 1e-9
     count = sum(len(rows) for _, _, rows in groups)
     height, step = (18, 22) if count <= 32 else (9, 11)
@@ -90,7 +90,7 @@ def _chart(groups: Sequence[tuple[str, str, Sequence[Sequence[Slice]]]], seconds
 def _row(
     runs: Iterable[Sequence[Slice]], who: str, top: float, height: float, length: float
 ) -> Iterator[str]:
-    """The rectangles of one rank; with their chunks' numbers where there is room."""
+    """Yield the rectangles of one rank, with their chunks' numbers if there is space."""
     for run in runs:
         first, last = run[0], run[-1]
         kind = first.action.kind
@@ -119,7 +119,7 @@ def _phase(one: Slice) -> str:
 
 
 def _joined(slices: Sequence[Slice], most: int) -> list[list[Slice]]:
-    """Runs of slices, each drawn as one: single ones, or where those are too many, neighbours of one kind."""
+    """Group slices that are drawn as one: single slices, or if there are too many, neighbours of one kind."""
     runs = [[one] for one in slices]
     if len(runs) <= most:
         return runs

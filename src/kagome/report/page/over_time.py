@@ -1,6 +1,6 @@
-"""Over time: the section that shows what the ranks of a pipeline did in one epoch, and what was predicted.
+"""Pipeline section: what the ranks of a pipeline did in one epoch over time, and what was predicted.
 
-Where it sits: on the page of a run (``sections``) and on that of a DAG's stages (``stages_page``).
+Where it sits: shown on the page of a run (``sections``) and on that of a DAG's stages (``stages_page``).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def over_time(
     epoch: str = "epoch",
     chunks: str = "chunks",
 ) -> str:
-    """A chart of actions, what the ranks did with the time, and what was predicted.
+    """Return a section with a chart of actions, how the ranks spent the time, and the prediction.
 
     Args:
-        spans: One list a rank, with one common zero.
-        programs: One a stage; by default what the ranks did in the epoch.
-        epoch: What is shown.
-        chunks: What the numbers in the chart count.
+        spans: One list per rank, with one common zero.
+        programs: One program per stage; by default what the ranks did in the epoch.
+        epoch: The word for what is shown.
+        chunks: The word for what the numbers in the chart count.
 
     Returns:
-        A section; nothing where no action was recorded.
+        A section, or ``""`` if no action was recorded.
     """
     found = measure(spans)
     if found is None:
@@ -40,7 +40,7 @@ def over_time(
     try:
         expected = predict(programs, spans, epoch=found.epoch)
     except ScheduleError:
-        expected = None  # the trace keeps so many spans an epoch, and no more
+        expected = None  # the trace keeps a limited number of spans per epoch
     lead = (
         f"{epoch.capitalize()} {found.epoch}, of median length, from the first action's begin to the last "
         f"one's end; the numbers are {chunks}. "

@@ -1,4 +1,4 @@
-"""The report page of a run: one HTML file that opens offline, without scripts.
+"""Report page of a run: one HTML file that opens offline, without scripts.
 
 Where it sits: the end of the flow; ``kagome train`` and ``kagome report`` call :func:`write_page` on a run
 directory.
@@ -21,11 +21,11 @@ BROKEN: Final = (
     *(TypeError, ValueError, KeyError, IndexError, AttributeError),
     *(ArithmeticError, AssertionError, RecursionError, StopIteration),
 )
-"""What a section raises that finds other values in a run's files than a run writes."""
+"""Exceptions that a section raises if a run's files hold values that no run writes."""
 
 
 def write_page(folder: str | Path) -> Path:
-    """Write ``report.html`` into a run directory, and give its path; see :func:`report`."""
+    """Write ``report.html`` into a run directory and return its path; see :func:`report`."""
     return report(folder)[1]
 
 
@@ -33,14 +33,14 @@ def report(folder: str | Path) -> tuple[RunFolder, Path]:
     """Write ``report.html`` into a run directory.
 
     Args:
-        folder: The run directory: ``metrics.jsonl`` or ``summary.json``, and where they are there
-            ``config.toml`` and ``trace.json``.
+        folder: The run directory, with ``metrics.jsonl`` or ``summary.json``, and optionally ``config.toml``
+            and ``trace.json``.
 
     Returns:
         The run as it was read, with a sentence for each fault of its files; the page's path.
 
     Raises:
-        ConfigError: If there is no such folder or nothing of a run in it.
+        ConfigError: If there is no such folder, or it holds no files of a run.
     """
     run = read_folder(folder)
     text = page_html(run)
@@ -48,9 +48,9 @@ def report(folder: str | Path) -> tuple[RunFolder, Path]:
 
 
 def page_html(run: RunFolder) -> str:
-    """The page of a run as HTML; sections without anything to say are left out.
+    """Return the page of a run as HTML; empty sections are left out.
 
-    A section whose values are not those of a run is left out too, and ``run.faults`` says so.
+    A section is also left out if its values are not those of a run; ``run.faults`` then says so.
     """
     title, facts = _drawn(run, title_of, ("A run", ""))
     parts = [
@@ -70,7 +70,7 @@ def _costs(run: RunFolder) -> str:
 
 
 def _drawn(run: RunFolder, draw: Callable[[RunFolder], Drawn], without: Drawn) -> Drawn:
-    """A section; or what stands for it, where the run's files hold what it cannot show."""
+    """Return a section, or ``without`` if the run's files hold values that the section cannot show."""
     try:
         return draw(run)
     except BROKEN as error:
@@ -82,7 +82,7 @@ def _drawn(run: RunFolder, draw: Callable[[RunFolder], Drawn], without: Drawn) -
 
 
 def title_of(run: RunFolder) -> tuple[str, str]:
-    """What was trained, and on what: the title and the line below it, not yet escaped."""
+    """Return the title and the line below it, which say what was trained and on what; not yet escaped."""
     model, data = run.setting("model", "name"), run.setting("data", "name")
     layers = run.setting("model", "layers")
     depth = f" with {layers} layer{'s' if layers != 1 else ''}" if layers and model else ""
@@ -102,7 +102,7 @@ def title_of(run: RunFolder) -> tuple[str, str]:
 
 
 def _mesh(parallel: dict[str, Any]) -> list[str]:
-    """The cut in words: mesh axes above one, the partitioner and the codec where they say something."""
+    """Describe the mesh axes above one, and the partitioner and the codec if they matter."""
     axes = [f"{axis} {parallel[axis]}" for axis in ("pipe", "graph", "tensor") if _above_one(parallel, axis)]
     if axes and parallel.get("partitioner") and _above_one(parallel, "graph"):
         axes.append(f"{parallel['partitioner']} partition")

@@ -1,4 +1,4 @@
-"""Plan page: plans beside each other, and what the ranks of the best ones would do in an epoch.
+"""Plan page: plans side by side, and what the ranks would do in an epoch under the best ones.
 
 Where it sits: ``kagome plan`` and ``plan="auto"`` write it; it draws what ``planner.candidates`` ranked.
 """
@@ -17,17 +17,17 @@ from kagome.report.page.lanes import MOST_ROWS, predicted_svg
 from kagome.storage.atomic import write_text
 
 DRAWN = 3
-"""Plans of which an epoch is drawn."""
+"""Number of plans of which an epoch is drawn."""
 MOST_BARS = 16
-"""Plans that are set beside each other as bars."""
+"""Number of plans that are shown side by side as bars."""
 
 
 def write_plans(path: str | Path, plans: Ranked) -> Path:
-    """Write the page.
+    """Write the page of ranked plans.
 
     Args:
-        path: Of the file; its folder is made where it is missing.
-        plans: The best first.
+        path: The path of the file; missing folders are created.
+        plans: The ranked plans, the best first.
 
     Returns:
         The path.
@@ -36,7 +36,7 @@ def write_plans(path: str | Path, plans: Ranked) -> Path:
 
 
 def plans_html(plans: Ranked) -> str:
-    """The page as HTML."""
+    """Return the page of ranked plans as HTML."""
     numbered = list(enumerate(plans.fitting, start=1))
     return document(
         f"Plans for {plans.facts['ranks']} ranks",

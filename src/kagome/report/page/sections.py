@@ -1,4 +1,4 @@
-"""The sections of the report page, one function a section, each HTML or nothing.
+"""Sections of the report page, one function each, which returns HTML or an empty text.
 
 Where it sits: ``page`` puts them in order; they read a :class:`RunFolder` and draw with
 ``report.charts.svg``.
@@ -31,7 +31,7 @@ _HELD = (
 
 
 def warnings(run: RunFolder) -> str:
-    """What must be known before any number: an unfinished run, a lost loss, files that cannot be read."""
+    """Return what must be known before any number: an unfinished run, a lost loss, unreadable files."""
     lines = list(run.faults)
     if not run.finished:
         wanted = run.setting("train", "epochs")
@@ -50,7 +50,7 @@ def warnings(run: RunFolder) -> str:
 
 
 def figures(run: RunFolder) -> str:
-    """The headline figures."""
+    """Return the headline figures of the run."""
     values = run.summary
     metric = values.get("metric_name") or "metric"
     tiles: list[tuple[str, str, str]] = []
@@ -99,7 +99,7 @@ def figures(run: RunFolder) -> str:
 
 
 def bottleneck(run: RunFolder) -> str:
-    """What bounds the speed, in a sentence, with its shares."""
+    """Return what bounds the speed, as a sentence with its shares."""
     finding = diagnose(run.summary)
     if finding.kind == "unknown" and not run.finished:
         return ""
@@ -114,7 +114,7 @@ def bottleneck(run: RunFolder) -> str:
 
 
 def learning(run: RunFolder) -> str:
-    """Loss and metrics over the epochs."""
+    """Return charts of loss and metrics over the epochs."""
     metric = run.summary.get("metric_name") or "metric"
     best = run.summary.get("best_epoch")
     mark = (float(best), f"best, epoch {best}") if best is not None else None
@@ -128,7 +128,7 @@ def learning(run: RunFolder) -> str:
 
 
 def time(run: RunFolder) -> str:
-    """Seconds by phase and rank, and the epochs' lengths."""
+    """Return seconds by phase and rank, and the lengths of the epochs."""
     phases: Sequence[Mapping[str, float]] = run.summary.get("phases") or []
     names = _names(phases, PHASES)
     training = [name for name in names if name not in SET_UP]
@@ -159,7 +159,7 @@ def time(run: RunFolder) -> str:
 
 
 def timeline(run: RunFolder) -> str:
-    """One epoch as a Gantt chart."""
+    """Return one epoch as a Gantt chart."""
     epoch = representative_epoch(run.spans)
     chart = gantt_svg(run.spans, epoch)
     lead = (
@@ -172,12 +172,12 @@ def timeline(run: RunFolder) -> str:
 
 
 def pipeline(run: RunFolder) -> str:
-    """One epoch of a pipeline: a chart of its actions, what the ranks did with it, and what was predicted."""
+    """Return one epoch of a pipeline: its actions, how the ranks spent the time, and the prediction."""
     return over_time(run.spans)
 
 
 def traffic(run: RunFolder) -> str:
-    """Bytes by kind, and how long they were waited for."""
+    """Return bytes by kind, and how long they were waited for."""
     counts = run.summary.get("bytes_per_epoch") or {}
     total = counts.get("total", 0)
     kinds = [kind for kind in KINDS if counts.get(kind)]
@@ -209,7 +209,7 @@ def traffic(run: RunFolder) -> str:
 
 
 def crossing(run: RunFolder) -> str:
-    """Codecs and late rows: what they save, what they lose, what probes found."""
+    """Return the savings and errors of codecs and stale rows, and the results of probes."""
     found = run.summary.get("crossing")
     if not found:
         return ""
@@ -220,7 +220,7 @@ def crossing(run: RunFolder) -> str:
 
 
 def memory(run: RunFolder) -> str:
-    """Peak memory by rank, and what is held, by kind."""
+    """Return peak memory by rank, and memory held by kind."""
     sizes = run.summary.get("peak_memory_bytes") or []
     held = table(*holdings.table((run.summary.get("memory") or [])[:MOST_RANKS]))
     if not sizes or not max(sizes):
@@ -234,7 +234,7 @@ def memory(run: RunFolder) -> str:
 
 
 def partition(run: RunFolder) -> str:
-    """The parts, their balance, and the advice of the partitioner."""
+    """Return the parts, their balance, and the advice about the cut."""
     found = run.summary.get("partition") or {}
     found = {"rows": found} if isinstance(found, list) else found
     rows: list[Mapping[str, Any]] = found.get("rows") or []
@@ -266,13 +266,13 @@ def partition(run: RunFolder) -> str:
 
 
 def notes(run: RunFolder) -> str:
-    """What the run itself had to say."""
+    """Return the notes of the run itself."""
     items = "".join(f"<li>{escape(str(note))}</li>" for note in run.summary.get("notes") or [])
     return section("Notes", f"<ul>{items}</ul>") if items else ""
 
 
 def settings(run: RunFolder) -> str:
-    """All settings."""
+    """Return a table of all settings."""
     groups = []
     for name, values in run.config.items():
         values = values if isinstance(values, dict) else {"value": values}
@@ -282,7 +282,7 @@ def settings(run: RunFolder) -> str:
 
 
 def beside(*parts: str) -> str:
-    """Sections side by side where the window is wide enough; empty ones leave their place to the others."""
+    """Return sections side by side where the window is wide enough; empty ones take no space."""
     there = [part for part in parts if part]
     return f'<div class="beside">{"".join(there)}</div>' if there else ""
 
@@ -293,7 +293,7 @@ def _series(run: RunFolder, field: str, name: str, colour: str) -> Series:
 
 
 def _names(rows: Sequence[Mapping[str, Any]], known: Sequence[str]) -> list[str]:
-    """The keys that occur: the known ones in their order, then the others in theirs."""
+    """Return the keys that occur: the known ones in their order, then the others in theirs."""
     seen = dict.fromkeys(key for row in rows for key in row)
     return [name for name in known if name in seen] + [name for name in seen if name not in known]
 

@@ -1,7 +1,7 @@
-"""Stages page: a pipeline of any module, its stages beside each other and an update of them over time.
+"""Stages page: a pipeline of any module, with its stages side by side and one update over time.
 
-Where it sits: ``run.dag`` writes it at the end; it draws what ``records.pipeline`` measures of the ranks'
-spans.
+Where it sits: ``pipelining.dag`` writes it at the end; it draws what ``records.pipeline`` measures from the
+ranks' spans.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from kagome.schedule.actions import Program
 from kagome.storage.atomic import write_json, write_text
 
 NAMED = 6
-"""Operators of a stage that are named in its row; of more, the first and the last."""
+"""Most operators of a stage that its row names; of more, it names the first and the last."""
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage.
+    """One stage of the pipeline.
 
     Args:
-        operators: Their names.
-        devices: Replicas.
+        operators: The names of its operators.
+        devices: The number of replicas.
         micro_batch: Samples of a micro-batch, over all replicas.
         k: Micro-batches that go forward in one turn.
-        reads: Stages that it reads.
-        weights: Bytes.
+        reads: The stages whose output it reads.
+        weights: Bytes of its weights.
     """
 
     operators: Sequence[str]
@@ -56,10 +56,10 @@ def write_stages(
     """Write ``report.html``, ``summary.json`` and ``trace.json``.
 
     Args:
-        folder: Where; it is made where it is missing.
-        stages: In their order.
-        programs: One a stage.
-        spans: One list a rank, with one common zero.
+        folder: The folder to write into; it is created if missing.
+        stages: The stages, in order.
+        programs: One program per stage.
+        spans: One list per rank, with one common zero.
         facts: ``title``, ``batch`` (samples), ``updates``, ``last_loss`` (or None), and ``bytes`` of all
             ranks by kind.
 
@@ -84,7 +84,7 @@ def stages_html(
     spans: Sequence[Sequence[Span]],
     facts: Mapping[str, Any],
 ) -> str:
-    """The page as HTML; arguments as of :func:`write_stages`."""
+    """Return the page as HTML; the arguments are those of :func:`write_stages`."""
     ranks = sum(one.devices for one in stages)
     told = f"{len(stages)} stages on {ranks} ranks; {count_text(facts['batch'])} samples an update"
     chart = over_time(spans, programs, epoch="update", chunks="micro-batches")
@@ -93,7 +93,7 @@ def stages_html(
 
 
 def update_seconds(spans: Sequence[Sequence[Span]]) -> float | None:
-    """Median seconds of the recorded updates but the first, from the first rank's begin to the last's end."""
+    """Return the median seconds of the recorded updates without the first, from first begin to last end."""
     found = []
     for update in common_epochs(spans):
         mine = [span for each in spans for span in each if span.epoch == update]
