@@ -107,7 +107,7 @@ class ForwardReuse:
 
     @contextmanager
     def watching(self, on: bool) -> Iterator[list[bool]]:
-        """Watch a forward pass in a block; afterwards the list holds True if it changed no state."""
+        """Watch a forward pass in a block; afterwards the list holds True if it surely changed no state."""
         found: list[bool] = []
         before = self._all() if on else None
         yield found

@@ -273,7 +273,7 @@ def _too_much(held: Sequence[MemoryByKind], offers: Sequence[RankAccount]) -> li
     for place in dict.fromkeys(offer.place for offer in offers):
         ranks = [rank for rank, offer in enumerate(offers) if offer.place == place]
         left = [offer.free for offer in offers if offer.place == place and offer.free is not None]
-        # Memory that a rank holds already is not counted as free.
+        # Free memory excludes what ranks hold already: they need only what is missing.
         needs = {rank: max(held[rank].total - offers[rank].now, 0) for rank in ranks}
         if left and sum(needs.values()) > min(left):
             full = max(ranks, key=lambda rank: needs[rank])

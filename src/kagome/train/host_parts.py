@@ -33,7 +33,7 @@ from kagome.storage import temporary
 
 
 class Look(NamedTuple):
-    """Free memory of a host before anything is made, and the partitioner of its cached parts."""
+    """Free memory of a host before parts are made, and the partitioner of its cached parts."""
 
     available: int | None
     method: str | None

@@ -343,7 +343,7 @@ def biased(model: nn.Module, part: Partition, share: float, seed: int) -> ModelE
     sample = take_sample(part, VERTICES, seed)
     whole = split_all(sample, torch.zeros(int(sample.num_nodes or 0), dtype=torch.int64), 1)[0]
     with Bias(twin_of(model), share) as bias, suppress(WholeFailedError):
-        whole_of(bias.model, whole, seed)  # a model that fails in float32 was run by the check
+        whole_of(bias.model, whole, seed)  # the check ran it, in float64 if float32 fails
     return bias.refusal()
 
 

@@ -107,7 +107,7 @@ def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         bounds = (argument(args, kwargs, 1, "lower", 1 / 8), argument(args, kwargs, 2, "upper", 1 / 3))
         out = func(args[0] if args else kwargs["input"], *bounds, training=False)
         return out if scope is None else scope.like(out, args[0] if args else kwargs["input"])
-    if name in LAWS and scope is not None:  # by a generator of the user's
+    if name in LAWS and scope is not None:  # drawn from a generator of the user's
         return HANDLERS[name](scope, name, func, args, kwargs)
     if scope is not None:
         args = counted(scope, name, args, kwargs)
