@@ -1,1 +1,1 @@
-"""How exactly each epoch runs: compression, history, rollback, and what decides them."""
+"""How exactly each epoch runs: compression, history, rollback, and the controllers that decide on them."""

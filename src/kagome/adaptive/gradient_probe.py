@@ -1,7 +1,7 @@
-"""Agreement: of two gradients - the angle between them, and how long one is beside the other.
+"""Gradient probe: compare two gradients by the angle between them and the ratio of their lengths.
 
-Where it sits: probes of ``train.graph_engine`` and ``pipeline.chunk_engine`` ask it; ``pipeline.ownership``
-sums it over stages.
+Where it sits: probes of ``train.graph_engine`` and ``pipelining.chunk_engine`` ask it;
+``pipelining.ownership`` sums it over stages.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 
 def products(pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
-    """Squares of parameters' gradients, of others, and their products, all in all.
+    """Return three sums over all parameters: squares of gradients, squares of others, and their products.
 
     Args:
-        pairs: Parameters and other gradients of them; none counts as zeros. Parameters without a gradient
+        pairs: Parameters and other gradients of them; None counts as zeros. Parameters without a gradient
             do not count.
 
     Shapes:
@@ -33,12 +33,12 @@ def products(pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
 
 
 def agreement(exact: float, other: float, both: float) -> tuple[float, float]:
-    """The cosine of a gradient and the exact one, and its length over that one's.
+    """Return the cosine between a gradient and the exact one, and the ratio of their lengths.
 
     Args:
-        exact: Square of the exact one.
-        other: Square of the other.
-        both: Their product.
+        exact: The square of the exact gradient.
+        other: The square of the other gradient.
+        both: The product of the two.
     """
     if exact == other == 0:  # two gradients of no length agree
         return 1.0, 1.0

@@ -1,26 +1,27 @@
-"""Guard: which epochs may use history, by what history is measured to cost.
+"""History controller: decides which epochs may use history, by measuring how far it changes the gradient.
 
-Where it sits: ``pipeline.chunk_engine`` asks it before each epoch. Deep models lose their accuracy where rows
-of other chunks are old while weights move fast; what tells it early is the gradient. So now and then an epoch
+Where it sits: ``pipelining.chunk_engine`` asks it before each epoch. Deep models lose their accuracy where
+rows of other chunks are old while weights move fast. The gradient shows this early. So now and then an epoch
 computes its gradient twice, with history and exactly, at the same weights and with the same draws.
 
 ::
 
     exact | h | probe | h h | probe | h h h h | probe | ...      while gradients agree, the span doubles
-    probe: they do not quite | careful: c | probe | c c | ...    rows and gradients of the epoch before,
+    probe: they differ a bit | careful: c | probe | c c | ...    rows and gradients of the epoch before,
                                                                  a probe after four epochs at the latest
-    probe: nor so | exact x 2 | probe | exact x 4 | ...          exact epochs, ever more of them, and from
+    probe: still | exact x 2 | probe | exact x 4 | ...           exact epochs, ever more of them, and from
                                                                  then on a probe after half as many
 
-Careful epochs differ from others in two ways. No row is older than one epoch: frozen ones have one draw of
-dropout for all that time, and on the mean over draws alone are they right. And what later chunks will add to
-an earlier one's gradient, too late in this epoch's backward, is what they added in the epoch before, in place
-of counting twice what comes in time. Rows that came of old rows are older than they look: in a deep model the
-error grows from one careful epoch to the next, and a probe, which is exact, ends that.
+Careful epochs differ from others in two ways. First, no row is older than one epoch: frozen rows have one
+draw of dropout for all that time, and are right only on the mean over draws. Second, what later chunks add to
+an earlier chunk's gradient comes too late in this epoch's backward. Careful epochs use what the later chunks
+added in the epoch before; other epochs count twice what comes in time. Rows computed from old rows are older
+than they look. In a deep model this error grows from one careful epoch to the next, and a probe, which is
+exact, ends that.
 
-A model that has learned nothing yet has exact epochs too, whatever probes say: see ``plateau``.
+A model that has learned nothing yet has exact epochs too, whatever probes find: see ``plateau``.
 
-Source: none; GNNPipe has no such guard, and plain deep models fail there (papers.md, section 1.5).
+Source: none; GNNPipe has no such controller, and plain deep models fail there (papers.md, section 1.5).
 """
 
 from __future__ import annotations
@@ -35,29 +36,31 @@ from kagome.config import Parallel
 Epoch = Literal["history", "refresh", "exact", "probe"]
 
 GOOD: Final = 0.95
-"""Cosine of the two gradients from which on the next probe may come later; below it epochs are careful."""
+"""Cosine of the two gradients at which the next probe may come later; below it epochs are careful."""
 FAIR: Final = 0.85
-"""Below it careful epochs are not trusted."""
+"""Cosine below which careful epochs are not trusted."""
 OFTEN: Final = 4
-"""A probe comes after so many careful epochs at the latest, and where one is bad after half as many from then
-on; while history is good, after one period of it, but no earlier."""
+"""The most careful epochs before a probe; after a bad probe half as many from then on.
+
+While history is good, a probe comes after one period of history, but not before this many epochs.
+"""
 
 STATE: Final = (
     *("careful_from", "exact_epochs", "oldest", "epochs"),
     *("_span", "_rest", "_most", "_exact_left", "_since_probe", "_age"),
 )
-"""What a guard goes by, besides what probes found."""
+"""The controller's state besides the results of probes."""
 
 
 @dataclass(frozen=True)
 class HistoryProbe:
-    """What one probe found.
+    """The result of one probe.
 
     Args:
-        epoch: When.
-        cosine: Between the gradient with history and the exact one.
-        ratio: Length of the one over the other's.
-        drift: How far rows had moved from those last known, over their length: the mean over sites.
+        epoch: The epoch of the probe.
+        cosine: The cosine between the gradient with history and the exact one.
+        ratio: The length of the gradient with history over that of the exact one.
+        drift: How far rows had moved since they were last known, over their length: the mean over sites.
         age: Epochs since the last known rows were taken.
     """
 
@@ -68,7 +71,7 @@ class HistoryProbe:
     age: int
 
     def text(self) -> str:
-        """One phrase."""
+        """Describe the result in one phrase."""
         return (
             f"gradient with history {self.ratio:.2f} times as long, cosine {self.cosine:.2f}; rows "
             f"{self.age} epochs old are {self.drift:.0%} away"
@@ -76,24 +79,24 @@ class HistoryProbe:
 
 
 class HistoryController:
-    """Says of each epoch how it is to run.
+    """Decide for each epoch whether it uses history, refreshes it, runs exactly or is a probe.
 
     Args:
         period: Epochs for which history may be frozen.
-        watch: Whether to measure; else rows are taken anew each period, and never computed exactly.
-        state: Of an earlier one: what it measured, and what followed from it.
+        watch: Whether to measure; else rows are refreshed each period, and epochs are never exact again.
+        state: The state of an earlier controller: its measurements and decisions.
     """
 
     def __init__(self, period: int, *, watch: bool = True, state: Mapping[str, Any] | None = None) -> None:
         self.period, self.watch = period, watch
         self.found: list[HistoryProbe] = []
         self.careful_from: int | None = None
-        """The epoch since which no row is older than one, and gradients of the epoch before pass on."""
+        """The epoch since which no row is older than one epoch, and gradients of the epoch before pass on."""
         self.exact_epochs = 0
         """How many epochs were exact because history was not trusted."""
         self.plateau = ProgressMonitor()
         self.oldest = self.epochs = 0
-        """Age of the oldest rows that an epoch has read; epochs that have run."""
+        """Age of the oldest rows that an epoch has read; the number of epochs that have run."""
         self._span, self._rest, self._most = 1, 1, OFTEN
         self._exact_left = 1  # the first epoch fills the tables
         self._since_probe = self._age = 0
@@ -101,18 +104,18 @@ class HistoryController:
             self._go_on(state)
 
     def go_on(self, *, rows: bool, kept: bool) -> None:
-        """A run goes on, maybe where other chunks' rows were others.
+        """Continue a run, whose rows of other chunks may be lost.
 
         Args:
-            rows: Whether they are known.
-            kept: Whether weights are, that may be put back.
+            rows: Whether these rows are known.
+            kept: Whether there are saved weights for a rollback.
         """
         if not rows:
             self._exact_left = max(self._exact_left, 1)
         self.plateau.go_on(kept=kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured, and what followed from it."""
+        """Return the measurements and the decisions that followed."""
         plain = {name: getattr(self, name) for name in STATE}
         found = [asdict(found) for found in self.found]
         return {**plain, "plateau": self.plateau.state_dict(), "found": found}
@@ -127,11 +130,11 @@ class HistoryController:
 
     @property
     def careful(self) -> bool:
-        """Whether no row is older than an epoch, and gradients of the epoch before pass on."""
+        """Whether no row is older than an epoch, and gradients of the epoch before are passed on."""
         return self.careful_from is not None
 
     def next(self) -> Epoch:
-        """How the coming epoch is to run."""
+        """Return how the coming epoch is to run."""
         if self._exact_left or self.plateau.held:
             return "exact"
         if self.watch and self._since_probe >= self._span:
@@ -144,14 +147,14 @@ class HistoryController:
         return self._age + 1
 
     def done(self, kind: Epoch, loss: float) -> Verdict:
-        """An epoch has run so, and its step is still to come.
+        """Note an epoch that has run; its weight step is still to come.
 
         Args:
-            kind: How.
-            loss: Of all ranks.
+            kind: How the epoch ran.
+            loss: The mean loss over all ranks.
 
         Returns:
-            What to say, and what becomes of the weights.
+            A note, and what happens to the weights.
         """
         self.epochs += 1
         if kind != "exact":
@@ -160,22 +163,22 @@ class HistoryController:
             self._exact_left -= 1
         self._age = self._age + 1 if kind == "history" else 0
         held, turn = self.plateau.held, self.plateau.heed(self.epochs, loss) if self.watch else Verdict()
-        if self.plateau.held and not held:  # what was to be exact for want of trust is so for this now
+        if self.plateau.held and not held:  # the exact epochs left now count to the plateau
             self.exact_epochs -= self._exact_left
             self._exact_left = 0
         if kind == "probe":
             self._since_probe = 0
         elif turn.released or (kind == "exact" and not self._exact_left):
-            self._since_probe = self._span  # what is there now is to be tried first
+            self._since_probe = self._span  # probe first: the history is untried
         else:
             self._since_probe += 1
         return turn
 
     def see(self, found: HistoryProbe) -> str:
-        """Take what a probe measured.
+        """Take the result of a probe.
 
         Returns:
-            What to say, or nothing.
+            A note, or nothing.
         """
         before = self._trusted
         self.found.append(found)
@@ -197,13 +200,17 @@ class HistoryController:
         return f"epoch {found.epoch}: {self._rest} exact epochs come next ({found.text()})"
 
     def facts(self) -> dict[str, Any]:
-        """What the summary is told: every probe, since when epochs are careful, and how many were exact."""
+        """Return what the summary reports: probes, since when epochs are careful, how many were exact."""
         known = {"probes": [asdict(found) for found in self.found], "careful_from": self.careful_from}
         plateau = {"plateau_epochs": self.plateau.held_epochs, "undone": self.plateau.undone}
         return {"history": {**known, "exact_epochs": self.exact_epochs, **plateau}} if self.found else {}
 
     def sum_up(self, *, stages: bool) -> tuple[str, ...]:
-        """What there is to say at the end; ``stages``: whether there are some, which exact epochs hold up."""
+        """Return the note for the end of a run.
+
+        Args:
+            stages: Whether there are several stages, which wait for each other in exact epochs.
+        """
         if not self.found:
             return ()
         least = min(self.found, key=lambda found: found.cosine)
@@ -228,7 +235,7 @@ class HistoryController:
         return not self.found or self.found[-1].cosine >= FAIR
 
     def _spanned(self, cosine: float) -> int:
-        """After how many epochs the next probe comes."""
+        """Return after how many epochs the next probe comes."""
         if cosine < FAIR:
             self._most = max(self._span // 2, 1)
             return self._most
@@ -238,11 +245,11 @@ class HistoryController:
 
 
 def guard_of(parallel: Parallel, state: Mapping[str, Any] | None = None) -> HistoryController | None:
-    """What watches history, where chunks have any.
+    """Return the controller of history, where chunks have any.
 
     Args:
         parallel: The settings.
-        state: What an earlier run's guard knew.
+        state: The state of an earlier run's controller.
     """
     if parallel.cross_chunk != "history":
         return None

@@ -1,9 +1,10 @@
-"""Plateau: whether a model has learned anything yet, and kept it, by its loss.
+"""Progress monitor: judges by the loss whether a model has begun to learn, and kept what it learned.
 
 Where it sits: ``history`` asks it after each epoch. What a model has to learn first may be too faint for
-history: on the plateau where a deep one begins, gradients are those of a constant, and agree whatever rows
-are read. GCN of 32 layers on Cora left it in epoch 28 on one device, and in two parts with history not at
-all, at cosines of 0.97 to 1.00; other runs fell back in 15 epochs of history, and stayed there.
+history. On the plateau where a deep model begins, gradients are those of a constant, and agree whatever rows
+are read. GCN of 32 layers on Cora left the plateau in epoch 28 on one device. In two parts with history it
+did not leave it at all, at cosines of 0.97 to 1.00; other runs fell back within 15 epochs of history, and did
+not recover.
 
 ::
 
@@ -25,19 +26,18 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 Weights = Literal["step", "keep", "undo"]
-"""What is to become of the weights: a step, as always; the same after a copy; or what was kept, in place of a
-step."""
+"""What happens to the weights: a step; a step after a copy is saved; or the saved copy instead."""
 
 BEGUN: Final = 0.98
 """Share of the first epoch's loss below which a model has begun to learn."""
 BEGINS: Final = 20
-"""Epochs that it has for that; then they are exact."""
+"""Epochs in which a model must begin to learn; after them epochs are exact."""
 LEARNS: Final = 0.9
-"""Share of the first epoch's loss below which history is tried again; a share of that if it fell back."""
+"""Share of the first loss below which history is tried again; a factor more after each fall back."""
 BACK: Final = 5
-"""Epochs in which the loss is half the way back, after which a model has fallen back."""
+"""A model has fallen back when its loss is half the way back for this many epochs."""
 PATIENT: Final = 100
-"""Exact epochs at most; then as many have history."""
+"""The most exact epochs in a row; then as many have history."""
 
 STATE: Final = (
     *("held_epochs", "undone", "first", "share", "learned", "above", "below", "back"),
@@ -47,11 +47,11 @@ STATE: Final = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows from an epoch's loss.
+    """The consequence of an epoch's loss.
 
     Args:
-        text: What to say, or nothing.
-        weights: What becomes of the weights.
+        text: A note, or nothing.
+        weights: What happens to the weights.
         released: Whether history is tried again.
     """
 
@@ -61,26 +61,26 @@ class Verdict:
 
 
 class ProgressMonitor:
-    """Says whether the coming epochs are exact because the loss has not fallen.
+    """Decide whether the coming epochs are exact because the loss has not fallen.
 
     Args:
-        state: Of an earlier one.
+        state: The state of an earlier monitor.
     """
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         self.held_epochs = 0
-        """How many epochs were exact for that."""
+        """How many epochs were exact because the loss had not fallen."""
         self.undone = 0
-        """How often weights were put back."""
+        """How often weights were rolled back."""
         self.first: float | None = None
-        """Loss of the first epoch; infinite where nobody saw it."""
+        """Loss of the first epoch; infinite if it is unknown."""
         self.share, self.learned = LEARNS, False
         self.above = self.below = self.back = 0
         """Epochs in a row that had not begun, or got no further; below the goal; half the way back."""
         self.left = self.until = 0
-        """Exact epochs that are still to come at most; the epoch before which there are no more."""
+        """The most exact epochs still to come; the epoch before which there are no more."""
         self.kept: float | None = None
-        """Loss of the weights that were kept."""
+        """Loss of the weights that were saved for a rollback."""
         self.last: list[float] = []
         for name in STATE:
             setattr(self, name, (state or {}).get(name, getattr(self, name)))
@@ -91,34 +91,34 @@ class ProgressMonitor:
         return self.left > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the state as plain values."""
         return {name: getattr(self, name) for name in STATE}
 
     def go_on(self, *, kept: bool) -> None:
-        """A run goes on: where its first loss is not known, its model is past the beginning.
+        """Continue a run; if its first loss is unknown, its model is taken to be past the beginning.
 
         Args:
-            kept: Whether weights are known that may be put back.
+            kept: Whether there are saved weights for a rollback.
         """
         self.first = math.inf if self.first is None else self.first
         if not kept:
             self.kept = None
 
     def heed(self, epoch: int, loss: float) -> Verdict:
-        """Take an epoch's loss.
+        """Judge an epoch by its loss.
 
         Args:
-            epoch: Counted from 1.
-            loss: Of all ranks.
+            epoch: The epoch's number, counted from 1.
+            loss: The mean loss over all ranks.
         """
         first = self.first = loss if self.first is None else self.first
-        if first <= 0:  # no share says anything of such a loss
+        if first <= 0:  # shares of such a loss mean nothing
             return Verdict()
         goal = self.share * first
         learns, half = loss < goal, goal * (1 + 1 / LEARNS) / 2
         self.below = self.below + 1 if learns else 0
         self.learned |= self.below >= (1 if self.held else BACK)  # one epoch may be chance
-        # History that was tried again has to get on; before, a slow beginning is one too.
+        # After history was tried again the loss must fall further; before, a slow beginning counts.
         bar = goal if self.learned and self.kept is not None else BEGUN * first
         self.above = self.above + 1 if loss >= bar else 0
         self.back = self.back + 1 if self.learned and loss >= half else 0

@@ -1,7 +1,8 @@
-"""Ways: how rows cross in each epoch of a pipeline, to other parts and to other stages.
+"""Exchange policy: how a pipeline exchanges rows in each epoch, with other parts and with other stages.
 
-Where it sits: ``pipeline.chunk_engine`` has one. The guard of history watches codecs too, where there is
-history: all that makes its epochs differ from exact ones. Elsewhere a ladder does.
+Where it sits: ``pipelining.chunk_engine`` has one. Where there is history, the history controller watches
+codecs too: it measures all that makes its epochs differ from exact ones. Elsewhere a precision controller
+does.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from kagome.halo.compressed_exchange import CompressedExchange
 
 
 class ExchangePolicy:
-    """One rank's.
+    """The exchange policy of one rank.
 
     Args:
-        crossing: The way to the other parts.
+        crossing: The exchange with the other parts.
         mesh: All ranks.
         parallel: The settings.
-        gradients: Whose sums it tells of.
-        seed: Of the draws.
-        guarded: Whether history is watched.
+        gradients: The gradients whose sums it reports on.
+        seed: The seed of the random draws.
+        guarded: Whether a history controller watches.
     """
 
     def __init__(
@@ -52,21 +53,21 @@ class ExchangePolicy:
         self.guarded = guarded
         self._drifts: tuple[float, ...] = ()
         self._stage, self._halo = self.stages.codec.name, not crossing.exact
-        """Whether rungs are about the halo; else they are about what goes from stage to stage."""
+        """Whether levels are about the halo; else they are about what goes from stage to stage."""
         watched = parallel if self._halo else Parallel(codec=self._stage, guard=parallel.guard)
         self._watched = replace(watched, guard=watched.guard and not guarded)
         self.ladder = PrecisionController(self._watched)
 
     def go_on(self, state: Mapping[str, Any] | None) -> None:
-        """Know what an earlier run's ladder knew."""
+        """Restore the state of an earlier run's precision controller."""
         self.ladder = PrecisionController(self._watched, state)
 
     def look(self) -> None:
-        """At the end of an epoch's first forward, before gradients come: how far rows have moved."""
+        """Note how far rows have moved, after an epoch's first forward pass and before gradients come."""
         self._drifts = self._drifts or self.crossing.drifts
 
     def moved(self, epoch: int) -> list[float]:
-        """How far rows of this part moved, where all want to know it: the most of all its stages."""
+        """Return how far rows of this part moved, if needed: the largest drift over the part's stages."""
         if not self._drifts:
             return []
         mine, self._drifts = torch.tensor(self._drifts, device=self.mesh.device), ()
@@ -74,14 +75,16 @@ class ExchangePolicy:
         return found
 
     def rung(self, *, exact: bool) -> PrecisionLevel:
-        """Of the coming epoch; one that is exact for want of trust in history is exact in all."""
+        """Return the coming epoch's precision level: exact in everything if history is not trusted."""
         return EXACT if exact and self.guarded else self.ladder.rung
 
     @contextmanager
     def using(self, rung: PrecisionLevel, *, asks: bool = False) -> Iterator[None]:
-        """Let rows cross by a rung for a block, ``asks``: late also where they would be waited for.
+        """Exchange rows by a precision level for a block. All ranks do.
 
-        All ranks do.
+        Args:
+            rung: The precision level.
+            asks: Whether rows are late also where they would be waited for.
         """
         if not self._halo:
             with self.stages.using(rung.codec):

@@ -1,34 +1,37 @@
-"""Ladder: how carefully rows cross, from what the user asked for up to exact, by what it is measured to cost.
+"""Precision controller: how exactly rows are exchanged in each epoch, from the user's settings up to exact.
 
-Where it sits: ``train.graph_engine`` asks it before each epoch. Coded and late rows change the gradient;
-where it no longer points where the exact one does, accuracy goes. So now and then an epoch computes both, at
-the same weights and with the same draws, and what is too far off goes one rung up.
+Where it sits: ``train.graph_engine`` asks it before each epoch. Encoded and late rows change the gradient;
+where it no longer points in the direction of the exact one, accuracy falls. So now and then an epoch computes
+both gradients, at the same weights and with the same draws. If they are too far apart, precision rises by one
+level.
 
 ::
 
     as set  ->  waiting for rows  ->  finer codecs, one after the other  ->  exact
-            a probe below FAIR goes one rung up, and probes again at once
+            a probe below FAIR goes one level up, and probes again at once
             so do late rows that were off by more than CLOSE in most of the last probes
             probes at GOOD come ever later, after late rows off by more than CLOSE sooner again
-            what codes or chooses is probed before it is trusted: in the first epoch, and when tried again
-            after the longest wait, twice, one rung down is tried; after twice as many when that fails
+            what encodes or selects is probed before it is trusted: in the first epoch, and when tried again
+            after the longest wait, twice, one level down is tried; after twice as many when that fails
 
-What a codec loses is drawn anew each epoch: a gradient that is off by half is noise, right on the mean. What
-late rows lose lies along the last step: where the loss is steep, steps overshoot, and the loss stays where it
-is although each gradient points well. So late rows are judged by how far off they are, too. One device that
-takes each step with the gradient of the step before loses as much (benchmarks/wire/delay.py).
+The error of a codec is drawn anew each epoch: a gradient that is off by half is noise, and right on the mean.
+The error of late rows lies along the last step: where the loss is steep, steps overshoot, and the loss stays
+where it is although each gradient points in a good direction. So late rows are also judged by how far off
+they are. One device that takes each step with the gradient of the step before loses as much
+(benchmarks/wire/delay.py).
 
-One gradient of noise costs more than its step: where it is long, Adam divides by it for hundreds of epochs.
-A GAT of two layers on Flickr took its first step by one bit, at a cosine of 0.03 and a loss of 26 in place of
-5: with a guard that looked from the second epoch on it had 26 % after 200 epochs, exact rows 40. One of four
-layers on Squirrel, content with two bits, would have gone back to one at a gradient 539 times too long.
+One noisy gradient costs more than its step: if it is long, Adam divides by it for hundreds of epochs. A GAT
+of two layers on Flickr took its first step with one bit, at a cosine of 0.03 and a loss of 26 instead of 5.
+With a controller that probed from the second epoch on it had 26 % after 200 epochs, and 40 % with exact rows.
+One of four layers on Squirrel, which did well with two bits, would have gone back to one at a gradient 539
+times too long.
 
-Source: none. Sylvie's own logs show where it is wanted: a 4-layer GAT fell to 5.8 % (papers.md, section 3).
-CLOSE is between what we measured with late rows and no guard in 120 epochs: medians of 0.4 to 0.6 for a GCN
-of 3 layers on Squirrel and Flickr, which lost 3 and 10 points, and of 0.3 for GCNII on Squirrel, whose loss
-lagged behind; 0.2 and less on Cora, which lost nothing. They are judged from the first probes on, although
-late rows are far off in the first epochs of many runs that they do not harm: with 16 epochs of grace Flickr's
-GCN lost 2 to 12 points, as it stays where it was thrown, and there the two gradients agree.
+Source: none. Sylvie's own logs show where it is needed: a 4-layer GAT fell to 5.8 % (papers.md, section 3).
+CLOSE lies between what we measured with late rows and no controller in 120 epochs: medians of 0.4 to 0.6 for
+a GCN of 3 layers on Squirrel and Flickr, which lost 3 and 10 points, and of 0.3 for GCNII on Squirrel, whose
+loss lagged behind; 0.2 and less on Cora, which lost nothing. Late rows are judged from the first probes on,
+although they are far off in the first epochs of many runs that they do not harm. With 16 epochs of grace
+Flickr's GCN lost 2 to 12 points, because it does not recover, and there the two gradients agree.
 """
 
 from __future__ import annotations
@@ -43,29 +46,32 @@ from kagome.comm.codec import FINER
 from kagome.config import CodecName, Parallel
 
 GOOD: Final = 0.9
-"""Cosine of the two gradients from which on the next probe may come later."""
+"""Cosine of the two gradients at which the next probe may come later."""
 FAIR: Final = 0.5
-"""Below it rows cross more carefully."""
+"""Cosine below which rows are exchanged more exactly."""
 FAIR_CODED: Final = 0.8
-"""The same where a codec is used. With 0.5 the GAT on Flickr lost 3.7 points on the mean of three seeds, with
-0.7 2.4 (two bits at 0.73, then a gradient three times too long), with 0.8 half a point."""
+"""The same cosine where a codec is used.
+
+With 0.5 the GAT on Flickr lost 3.7 points on the mean of three seeds, with 0.7 2.4 (two bits at 0.73, then a
+gradient three times too long), with 0.8 half a point.
+"""
 CLOSE: Final = 0.25
-"""Length of what is wrong in a gradient, over the exact one's: above it, on the median, rows are not late."""
+"""Length of the gradient's error over the exact gradient's: above it, on the median, rows may not be late."""
 RECENT: Final = 3
-"""Probes of which the median is taken."""
+"""The number of probes whose median is taken."""
 LONGEST: Final = 64
-"""Epochs from one probe to the next at most."""
+"""The most epochs from one probe to the next."""
 
 
 @dataclass(frozen=True)
 class PrecisionLevel:
-    """One way of crossing.
+    """A precision level: how rows are exchanged.
 
     Args:
-        codec: Of rows.
-        codec_backward: Of gradients.
+        codec: The codec of rows.
+        codec_backward: The codec of gradients.
         waits: Whether no row is late.
-        chooses: Whether only some rows cross, or not all alike.
+        chooses: Whether only some rows are sent, or not all with the same number of bits.
     """
 
     codec: CodecName
@@ -80,11 +86,11 @@ class PrecisionLevel:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is lost."""
+        """Whether no information is lost."""
         return self.waits and not self.chooses and not self.codes
 
     def text(self) -> str:
-        """In a few words."""
+        """Describe the level in a few words."""
         both = self.codec if self.codec == self.codec_backward else f"{self.codec} and {self.codec_backward}"
         return (
             f"codec {both}, {'some of them, ' if self.chooses else ''}{'none late' if self.waits else 'late'}"
@@ -96,13 +102,13 @@ EXACT: Final = PrecisionLevel("none", "none", True)
 
 @dataclass(frozen=True)
 class StalenessProbe:
-    """What one probe found.
+    """The result of one probe.
 
     Args:
-        epoch: When.
-        rung: What was compared with exact.
-        cosine: Of the two gradients.
-        ratio: Length of the one over the exact one's.
+        epoch: The epoch of the probe.
+        rung: The precision level that was compared with exact.
+        cosine: The cosine between the two gradients.
+        ratio: The length of the level's gradient over the exact one's.
     """
 
     epoch: int
@@ -116,12 +122,12 @@ class StalenessProbe:
         return math.sqrt(max(1 + self.ratio**2 - 2 * self.ratio * self.cosine, 0.0))
 
     def text(self) -> str:
-        """One phrase."""
+        """Describe the result in one phrase."""
         return f"{self.rung.text()}: gradient {self.ratio:.2f} times as long, cosine {self.cosine:.2f}"
 
 
 def rungs_of(parallel: Parallel) -> tuple[PrecisionLevel, ...]:
-    """From what the settings say up to exact."""
+    """Return the precision levels from what the settings say up to exact."""
     forward, backward = parallel.codec, parallel.codec_backward or parallel.codec
     chooses = parallel.halo_sample < 1 or parallel.skip_drift > 0 or parallel.adaptive_bits
     rungs = [PrecisionLevel(forward, backward, parallel.max_age == 0, chooses)]
@@ -140,11 +146,11 @@ def _finer(codec: CodecName, steps: int) -> CodecName:
 
 
 class PrecisionController:
-    """Says of each epoch how its rows cross.
+    """Decide for each epoch how its rows are exchanged.
 
     Args:
         parallel: The settings.
-        state: Of an earlier one: what it measured, and what followed from it.
+        state: The state of an earlier controller: its measurements and decisions.
     """
 
     def __init__(self, parallel: Parallel, state: Mapping[str, Any] | None = None) -> None:
@@ -153,38 +159,38 @@ class PrecisionController:
         self.level = 0
         self.found: list[StalenessProbe] = []
         self.climbed: list[StalenessProbe] = []
-        """The probes after which rows crossed more carefully."""
+        """The probes after which rows were exchanged more exactly."""
         self._span, self._since = 1, 0
         self._opening = self._opens()
-        """Whether the coming epoch is the first of a rung that is to be trusted: nothing is late in it."""
+        """Whether the coming epoch is the first of a level that is to be trusted: nothing is late in it."""
         self._stay, self._calm = 0, 0
-        """Probes since the last change of rung; of them those after the longest wait."""
+        """Probes since the last change of level; the number of them after the longest wait."""
         if state and self.watch and state["rungs"] == [asdict(rung) for rung in self.rungs]:
             self._go_on(state)
 
     @property
     def rung(self) -> PrecisionLevel:
-        """Of the coming epoch."""
+        """The precision level of the coming epoch."""
         return self.rungs[self.level]
 
     def probes(self) -> bool:
-        """Whether the coming epoch measures; what is exact needs no probe."""
+        """Return whether the coming epoch is a probe; an exact level needs none."""
         return self.watch and not self.rung.exact and (self._opening or self._since >= self._span)
 
     def done(self, epoch: int) -> str:
-        """An epoch has run.
+        """Note an epoch that has run.
 
         Returns:
-            What to say, or nothing.
+            A note, or nothing.
         """
         self._since += 1
         if not self.level or not self.rung.exact:
             return ""
-        # As long as a rung stays that is probed: after 1, 2, 4 ... epochs, then after the longest waits.
+        # Stay for as long as a probed level does: probes after 1, 2, 4 ... epochs, then the longest waits.
         return self._down(epoch) if self._since >= LONGEST * (1 + self._patience()) else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured, and what followed from it."""
+        """Return the measurements and the decisions that followed."""
         found, climbed = ([asdict(probe) for probe in probes] for probes in (self.found, self.climbed))
         place = {"level": self.level, "span": self._span, "since": self._since}
         place |= {"stay": self._stay, "calm": self._calm, "opening": self._opening}
@@ -201,10 +207,10 @@ class PrecisionController:
         )
 
     def see(self, found: StalenessProbe) -> str:
-        """Take what a probe measured.
+        """Take the result of a probe.
 
         Returns:
-            What to say, or nothing.
+            A note, or nothing.
         """
         opening, self._opening = self._opening, False
         self.found.append(found)
@@ -212,7 +218,7 @@ class PrecisionController:
         late = not self.rung.waits
         far = self._far() if late else 0.0
         least = FAIR_CODED if self.rung.codes else FAIR
-        fair = found.cosine >= least and far <= CLOSE  # not where it is no number
+        fair = found.cosine >= least and far <= CLOSE  # False for NaN
         if not fair:
             self._go(1)
             self.climbed.append(found)
@@ -239,7 +245,7 @@ class PrecisionController:
         self._opening = step < 0 and self._opens()
 
     def _opens(self) -> bool:
-        """Whether a rung loses something in its very first epoch, in which no row is late."""
+        """Return whether a level loses information in its very first epoch, in which no row is late."""
         return self.rung.codes or self.rung.chooses
 
     def _down(self, epoch: int) -> str:
@@ -248,12 +254,12 @@ class PrecisionController:
         return f"epoch {epoch}: rows cross with {self.rung.text()} again, after {before}"
 
     def _patience(self) -> int:
-        """Longest waits before the rung below is tried: a try that fails costs some epochs."""
+        """Return how many longest waits pass before the level below is tried: a failed try costs epochs."""
         below = self.rungs[self.level - 1]
         return 1 << min(sum(probe.rung == below for probe in self.climbed), 5)
 
     def _far(self) -> float:
-        """By how much most of the last probes on this rung were off; 0 while there are few."""
+        """Return by how much most of the last probes on this level were off; 0 while there are few."""
         if self._stay < RECENT:
             return 0.0
         return median(probe.off for probe in self.found[-RECENT:])

@@ -1,7 +1,7 @@
-"""Tally: what crossed in training - before codecs, by epoch; what they lost; what the probes said.
+"""Exchange report: bytes before codecs by epoch, the error of codecs, and the results of probes.
 
-Where it sits: ``train.graph_engine`` and ``pipeline.chunk_engine`` keep one each; ``train.trainer`` takes its
-counts epoch by epoch and its facts at the end.
+Where it sits: ``train.graph_engine`` and ``pipelining.chunk_engine`` keep one each; ``train.trainer`` takes
+its counts epoch by epoch and its facts at the end.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ OTHERS: Final = (
     *("max_age", "sync_every", "smoothing"),
     *("error_feedback", "halo_sample", "skip_drift", "adaptive_bits"),
 )
-"""What else the settings say of rows that go to other parts."""
+"""Further settings of the rows that go to other parts, which the note at the end lists."""
 
 
 class Found(Protocol):
-    """What a probe found: see ``ladder.LateProbe`` and ``guard.HistoryProbe``."""
+    """The result of a probe: see ``precision.StalenessProbe`` and ``history.HistoryProbe``."""
 
     @property
     def epoch(self) -> int:
-        """When."""
+        """The epoch of the probe."""
 
     @property
     def cosine(self) -> float:
-        """Of its gradient and the exact one."""
+        """The cosine between the probe's gradient and the exact one."""
 
     def text(self) -> str:
-        """One phrase."""
+        """Describe the result in one phrase."""
 
 
 class ExchangeReport:
-    """One rank's. It is of use where rows are coded or late; else it gives nothing.
+    """The exchange report of one rank; it is empty unless rows are encoded or late.
 
     Args:
         world: All ranks.
-        crossing: The way to the other parts, as the settings say.
-        gradients: Whose sums it tells of.
-        stages: The way to the other stages, as the settings say; None where there is one stage.
+        crossing: The exchange with the other parts, as the settings say.
+        gradients: The gradients whose sums it reports on.
+        stages: The codec between stages, as the settings say; None where there is one stage.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ExchangeReport:
     ) -> None:
         self.world, self.crossing, self.gradients, self.stages = world, crossing, gradients, stages
         self.codecs: dict[str, str] = {}
-        """By kind of what crosses, also of what crosses as it is."""
+        """The codec by kind of traffic, also of what is sent unencoded."""
         if crossing.size > 1:
             # Feature slices read a halo where a layer's columns meet.
             for kind in ("halo", "transpose") if crossing.settings.tensor > 1 else ("halo",):
@@ -73,12 +73,12 @@ class ExchangeReport:
             self.codecs["weights"] = summed
         self._rows = not crossing.exact or (stages is not None and not stages.exact)
         self.exact = not self._rows and summed == "none"
-        """Whether all crosses as it is, and nothing is late."""
+        """Whether everything is sent unencoded, and nothing is late."""
         self._errors: dict[str, float] = {}
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Around what a probe sends beside: without codecs nobody would."""
+        """Exclude from the report what a probe sends in a block: without codecs there would be no probe."""
         crossing, stages = self.crossing, self.stages
         kept, summed = crossing.take_counts(), self.gradients.take_uncoded()
         before = None if stages is None else stages.take_counts()
@@ -91,7 +91,7 @@ class ExchangeReport:
                 stages.crossed = before
 
     def take(self) -> dict[str, int]:
-        """Bytes that this rank would have sent without codecs since the last call, by kind."""
+        """Return the bytes, by kind, that this rank would have sent without codecs since the last call."""
         crossed = self.crossing.take_counts()
         taken, summed = {"halo": crossed}, self.gradients.take_uncoded()
         if self.stages is not None:
@@ -106,11 +106,11 @@ class ExchangeReport:
     def facts(
         self, found: Sequence[Found], ladder: PrecisionController, *, oldest: int = 0
     ) -> dict[str, Any]:
-        """What the summary is told: ``max_age`` and ``crossing``. All ranks call it.
+        """Return the summary's ``max_age`` and ``crossing``. All ranks call it.
 
         Args:
-            found: What probes found.
-            ladder: Of this run.
+            found: The results of probes.
+            ladder: The precision controller of this run.
             oldest: Age of the oldest row of another chunk that was read.
 
         Cost:
@@ -139,11 +139,11 @@ class ExchangeReport:
         return {"max_age": max(oldest, *ages), "crossing": crossing}
 
     def sentence(self, found: Sequence[Found] | None, ladder: PrecisionController) -> tuple[str, ...]:
-        """What there is to say at the end, if anything was coded or late.
+        """Return the note for the end of a run, if anything was encoded or late.
 
         Args:
-            found: What probes found; None if that is said elsewhere.
-            ladder: Of this run.
+            found: The results of probes; None if they are reported elsewhere.
+            ladder: The precision controller of this run.
         """
         if self.exact:
             return ()

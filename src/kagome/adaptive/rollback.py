@@ -1,7 +1,8 @@
-"""Undo: weights and the optimizer's state of an epoch, kept for a model that history throws back.
+"""Rollback: weights and optimizer state of one epoch, saved for a model that history makes fall back.
 
-Where it sits: ``pipeline.chunk_engine`` keeps them when history is tried again after a plateau (``plateau``),
-and puts them back where the loss rose again. A rank keeps those of its own stages; a checkpoint has them too.
+Where it sits: ``pipelining.chunk_engine`` saves them when history is tried again after a plateau
+(``plateau``), and restores them if the loss rose again. A rank saves those of its own stages; a checkpoint
+has them too.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from kagome.adaptive.plateau import Weights
 from kagome.halo.resumed_rows import Entry, ResumedRows
 
 KIND: Final = "kept"
-"""Of what a checkpoint has."""
+"""The kind of these entries in a checkpoint."""
 
 
 class Rollback:
-    """One rank's.
+    """The saved weights of one rank.
 
     Args:
         model: The user's module.
-        parameters: Those that this rank trains.
-        buffers: Those that its stages write.
+        parameters: The parameters that this rank trains.
+        buffers: The buffers that its stages write.
 
     Cost:
-        Weights, and what the optimizer keeps of them, once more; nothing before the first :meth:`keep`.
+        A copy of the weights and of their optimizer state; nothing before the first :meth:`keep`.
     """
 
     def __init__(
@@ -43,13 +44,13 @@ class Rollback:
 
     @property
     def _tensors(self) -> dict[str, Tensor]:
-        """Those of now: a forward may put another buffer in the place of one."""
+        """Look tensors up by name each time: a forward pass may replace a buffer object."""
         named = (*self._model.named_parameters(), *self._model.named_buffers())
         return {name: tensor for name, tensor in named if name in self._names}
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is kept."""
+        """All tensors that are saved."""
         return [
             value
             for kept, state in self._kept.values()
@@ -58,7 +59,7 @@ class Rollback:
         ]
 
     def heed(self, weights: Weights, optimizer: Optimizer) -> bool:
-        """Do what a plateau asks for.
+        """Do what the progress monitor decided.
 
         Returns:
             Whether a step is to follow.
@@ -71,7 +72,7 @@ class Rollback:
         return True
 
     def keep(self, optimizer: Optimizer) -> None:
-        """Keep what is."""
+        """Save the present weights, buffers and optimizer state."""
         states: Mapping[Any, dict[str, Any]] = optimizer.state
         self._kept = {
             name: (tensor.detach().clone(), deepcopy(dict(states.get(tensor, {}))))
@@ -90,19 +91,19 @@ class Rollback:
                     optimizer.state[tensor] = deepcopy(state)
 
     def carried(self) -> Iterator[Entry]:
-        """What a checkpoint is to have."""
+        """Yield the entries that a checkpoint stores."""
         for name, (value, state) in self._kept.items():
             yield KIND, name, {"value": value, **{f"state {key}": each for key, each in state.items()}}
 
     def recall(self, recall: ResumedRows, epoch: int) -> bool:
-        """Take from a checkpoint what it has.
+        """Restore the saved copies from a checkpoint.
 
         Args:
-            recall: What there is.
-            epoch: After which it was written.
+            recall: The entries of the checkpoint.
+            epoch: The epoch after which it was written.
 
         Returns:
-            Whether it had all; a rank without weights lacks none.
+            Whether it had all of them; true for a rank without weights.
         """
         found = {name: recall.take(KIND, name, epoch) for name in self._tensors}
         self._kept = {

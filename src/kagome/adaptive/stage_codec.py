@@ -1,12 +1,12 @@
-"""StageCodec: what rows look like between the stages of a pipeline, in training.
+"""Stage codec: how rows are encoded between the stages of a pipeline, in training.
 
-Where it sits: ``pipeline.p2p`` asks it of each value before it sends or receives; ``pipeline.chunk_engine``
-says in which epochs rows go as they are.
+Where it sits: ``pipelining.p2p`` asks it about each value before it sends or receives;
+``pipelining.chunk_engine`` says in which epochs rows are sent unencoded.
 
 ::
 
-    rows a vertex, floating point     coded, where that is shorter      decoded where they are waited for
-    anything else                     as it is
+    rows a vertex, floating point     encoded, where that is shorter    decoded where they are waited for
+    anything else                     unencoded
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from kagome.model.trace.shapes import Value
 
 
 class IncomingValues(Protocol):
-    """What this file needs of a message that was begun."""
+    """The part of a started receive that this module needs."""
 
     def wait(self) -> Tensor:
-        """What it holds, once it has come."""
+        """Wait for the message and return its bytes."""
 
 
 @dataclass(frozen=True)
 class EncodedValues:
-    """A coded message under way.
+    """An encoded message in flight.
 
     Args:
-        message: Its bytes.
-        codec: By which they were written.
-        shape: Of the value.
-        dtype: Of the value.
+        message: The message's bytes.
+        codec: The codec that encoded them.
+        shape: The shape of the value.
+        dtype: The number type of the value.
     """
 
     message: IncomingValues
@@ -50,19 +50,19 @@ class EncodedValues:
     dtype: torch.dtype
 
     def wait(self) -> Tensor:
-        """The restored value."""
+        """Wait for the message and return the decoded value."""
         message = self.message.wait()
         rows = torch.empty(self.shape[0], _width(self.shape), dtype=self.dtype, device=message.device)
         return self.codec.decode(message, rows).view(self.shape)
 
 
 class StageCodec:
-    """How one rank's values go to other stages.
+    """The codec for values that one rank sends to other stages.
 
     Args:
-        name: The codec; None leaves all as it is.
-        seed: Of the draws.
-        stage: Of this rank.
+        name: The codec; None sends all values unencoded.
+        seed: The seed of the random draws.
+        stage: The stage of this rank.
     """
 
     def __init__(self, name: CodecName | None, seed: int, stage: int) -> None:
@@ -72,12 +72,12 @@ class StageCodec:
 
     @property
     def exact(self) -> bool:
-        """Whether all values go as they are."""
+        """Whether all values are sent unencoded."""
         return self.codec.exact
 
     @contextmanager
     def using(self, name: CodecName) -> Iterator[None]:
-        """Let values go otherwise for a block; all ranks do."""
+        """Use another codec for a block; all ranks do."""
         before, self.codec = self.codec, Codec(name)
         try:
             yield
@@ -85,12 +85,12 @@ class StageCodec:
             self.codec = before
 
     def take_counts(self) -> Crossed:
-        """What crossed since the last call."""
+        """Return what was sent since the last call."""
         taken, self.crossed = self.crossed, Crossed()
         return taken
 
     def size(self, value: Value, shape: tuple[int, ...]) -> int | None:
-        """Bytes of a coded message; None where the value goes as it is."""
+        """Return the bytes of an encoded message; None where the value is sent unencoded."""
         dtype = value.dtype
         if self.exact or value.kind != "rows" or dtype is None or not dtype.is_floating_point:
             return None
@@ -101,16 +101,16 @@ class StageCodec:
     def encode(
         self, name: str, rows: Tensor, stamps: Tensor, size: int, epoch: int, *, backward: bool, where: str
     ) -> Tensor:
-        """A value's message.
+        """Encode a value as a message.
 
         Args:
-            name: Of the value.
+            name: The name of the value.
             rows: The value.
             stamps: Original ids of its rows.
-            size: What :meth:`size` gave.
-            epoch: For the draws.
+            size: The bytes of the message, from :meth:`size`.
+            epoch: The epoch, for the draws.
             backward: Whether it is the value's gradient.
-            where: For errors.
+            where: The place, for errors.
 
         Raises:
             ModelError: If a number is not finite, or too large for the codec.
@@ -119,7 +119,7 @@ class StageCodec:
             ``rows [R, ...]``, ``stamps [R]`` -> ``[size]`` uint8.
 
         Cost:
-            One pass over the rows; every so many epochs some rows twice, to measure what is lost.
+            One pass over the rows. In some epochs a few rows are encoded twice, to measure what is lost.
         """
         flat = rows.reshape(rows.size(0), _width(tuple(rows.shape)))
         key = self._draws(name, epoch, backward=backward)
@@ -135,7 +135,7 @@ class StageCodec:
         return message
 
     def _draws(self, name: str, epoch: int, *, backward: bool) -> int:
-        """64 bits: a value's readers get the same rows; each one's gradient is drawn apart."""
+        """Return a 64-bit key: a value's readers get the same rows; each gradient has its own draws."""
         text = repr((self.seed, epoch, name, backward, self.stage if backward else -1)).encode()
         return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 

@@ -1,1 +1,1 @@
-"""What a run saves and goes on from."""
+"""Checkpoints: what a run saves and continues from."""

@@ -1,6 +1,6 @@
-"""Best: the best epoch so far and its weights; copies and marks of a model's weights.
+"""Best weights: the best epoch so far and its weights; also copies and marks of a model's weights.
 
-Where it sits: ``train.trainer`` shows it every evaluation; checkpoints carry it; ``train.callbacks`` asks for
+Where it sits: ``train.trainer`` shows it every evaluation; checkpoints store it; ``train.callbacks`` asks for
 marks.
 """
 
@@ -27,37 +27,37 @@ class BestWeights:
 
     @classmethod
     def at(cls, place: RunPosition, weights: dict[str, Tensor] | None) -> BestWeights:
-        """As a checkpoint has it."""
+        """Return the best weights that a checkpoint holds."""
         best = cls()
         best.epoch, best.metric, best.waited = place.best_epoch, place.best_metric, place.waited
         best.weights = weights
         return best
 
     def see(self, epoch: int, metric: float | None, model: nn.Module, *, higher: bool = True) -> None:
-        """Note an evaluation; of equals the first stays. Without a metric the last epoch is the best.
+        """Note an evaluation; of equal ones the first stays. Without a metric the last epoch is the best.
 
         Args:
-            epoch: Which.
-            metric: Of its weights.
-            model: With its weights.
+            epoch: The evaluated epoch.
+            metric: The metric of its weights.
+            model: The model with its weights.
             higher: Whether more of the metric is better.
         """
         if metric is not None and self.metric is not None and not _better(metric, self.metric, higher):
             self.waited = epoch - self.epoch
             return
         self.epoch, self.metric, self.waited = epoch, metric, 0
-        self.weights = None  # the old copy goes before there is a new one
+        self.weights = None  # release the old copy before making a new one
         self.weights = None if metric is None else copied(model.state_dict())
 
     def restore(self, model: nn.Module, epoch: int) -> dict[str, Tensor] | None:
-        """Give the model the best epoch's weights.
+        """Load the best epoch's weights into the model.
 
         Args:
-            model: With those of the last epoch.
+            model: The model with the weights of the last epoch.
             epoch: The last epoch.
 
         Returns:
-            Those that it had, where they are others.
+            The weights that it had, if they differ from the best.
         """
         if self.weights is None or self.epoch == epoch:
             return None
@@ -66,7 +66,7 @@ class BestWeights:
         return last
 
     def place(self, epoch: int, seed: int, world_size: int, graph: str) -> RunPosition:
-        """What a checkpoint says of the run."""
+        """Return the position of the run that a checkpoint stores."""
         return RunPosition(epoch, seed, self.epoch, self.metric, self.waited, world_size, graph)
 
 
@@ -81,12 +81,12 @@ _WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of a state dict that later epochs do not change."""
+    """Return a copy of a state dict that later epochs do not change."""
     return {name: value.detach().clone() for name, value in weights.items()}
 
 
 def holds(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
-    """Whether a model's state is this one, bit by bit."""
+    """Return whether a model's state equals this one, bit by bit."""
     state = model.state_dict()
     return state.keys() == weights.keys() and all(
         value.shape == weights[name].shape and bits(value) == bits(weights[name])
@@ -95,9 +95,9 @@ def holds(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
 
 
 def mark(model: nn.Module) -> Mark:
-    """A mark of weights, buffers and the numbers of a model's modules: what forward computes by.
+    """Return a mark of weights, buffers and the numbers in a model's modules: all that forward depends on.
 
-    Writing to one of them makes another, also through ``.data``; ``train()`` and ``eval()`` do not.
+    Writing to one of them changes the mark, also through ``.data``; ``train()`` and ``eval()`` do not.
 
     Cost:
         One pass over them.
@@ -113,7 +113,7 @@ def mark(model: nn.Module) -> Mark:
 
 
 def bits(tensor: Tensor) -> int:
-    """The sum of a tensor's bits, taken as whole numbers: the same on all ranks for the same values."""
+    """Return the sum of a tensor's bits as whole numbers: the same on all ranks for the same values."""
     found = 0
     for plain in laid_out(tensor.detach()):
         numbers = torch.view_as_real(plain) if plain.is_complex() else plain
@@ -122,11 +122,11 @@ def bits(tensor: Tensor) -> int:
 
 
 def unlike_on_ranks(model: nn.Module, sums: Sequence[Sequence[int]]) -> ModelError:
-    """The error for weights that are not the same on all ranks.
+    """Return the error for weights that are not the same on all ranks.
 
     Args:
-        model: Theirs.
-        sums: Of each rank, :func:`bits` of each parameter; not all alike.
+        model: The model whose weights they are.
+        sums: For each rank, :func:`bits` of each parameter; not all alike.
     """
     names = [name for name, _ in model.named_parameters()]
     rank, name = next(

@@ -1,15 +1,15 @@
-"""Checkpoints: weights, optimizer, the run's place; plain data with checksums, replaced only when whole.
+"""Checkpoints: weights, optimizer and position of a run; plain data with checksums, replaced when whole.
 
-Where it sits: ``train.trainer`` saves and loads; nothing in a checkpoint depends on the number of ranks, but
-rows that the same ranks may read again. Draws need no state of their own: they follow from the seed and the
-epoch.
+Where it sits: ``train.trainer`` saves and loads. Nothing in a checkpoint depends on the number of ranks,
+except rows that the same ranks may read again. Random draws need no state of their own: they follow from the
+seed and the epoch.
 
 ::
 
     epoch-000007/rank-00000.safetensors    a share of the weights and of the optimizer; rows of this rank
-                 rank-00001.safetensors    another one
-                 rest.json                 what is no tensor: scheduler, groups of the optimizer, guards
-                 place.json                where the run stands, and the checksums of the files above
+                 rank-00001.safetensors    another share
+                 rest.json                 all but tensors: scheduler, groups of the optimizer, controllers
+                 place.json                the position of the run, and the checksums of the files above
     latest                                 the name of the newest
 """
 
@@ -49,9 +49,9 @@ from kagome.storage.atomic import write_text
 from kagome.storage.sealed_files import Seal, SealError
 
 KEEP: Final = 2
-"""Whole checkpoints that stay; older ones are removed."""
+"""Whole checkpoints that are kept; older ones are removed."""
 _KEPT: Final = "rest"
-"""Section of the tensors that lie somewhere in what is no tensor."""
+"""Section of the tensors inside the nested values of ``rest.json``."""
 
 
 # Writing -----------------------------------------------------------------------------------------
@@ -72,13 +72,13 @@ def save(
 
     Args:
         folder: The run's ``checkpoints`` folder.
-        place: Where the run stands.
+        place: The position of the run.
         channel: All ranks.
         model: Weights and buffers, the same on all ranks.
-        optimizer: Its state, the same on all ranks.
+        optimizer: The optimizer, with the same state on all ranks.
         scheduler: A learning rate scheduler with ``state_dict``, or None.
         best: The weights of the best epoch, if they are not the current ones.
-        carried: What this rank's next epoch may read of the last one.
+        carried: The state of the last epoch that this rank's next epoch may read.
 
     Returns:
         The checkpoint's folder.
@@ -87,13 +87,13 @@ def save(
         CheckpointError: If it cannot be written; the last one is then untouched.
 
     Cost:
-        Each rank writes its share of what all have, and what it alone has.
+        Each rank writes its share of what all ranks have, and what it alone has.
     """
     folder = Path(folder)
     fresh, target = _places(folder, place.epoch)
     file = f"rank-{channel.rank:05d}.safetensors"
     _agree(channel, _make_room(fresh) if channel.rank == 0 else "", target)
-    # Where hosts share no disk, what the first has is whole without the others' rows.
+    # Without a shared disk, the first host's checkpoint is whole but lacks the other hosts' rows.
     writers = [rank for rank, sees in enumerate(channel.gather_objects(fresh.is_dir(), "disk")) if sees]
     writes = channel.rank in writers
     told = None if carried is None or not writes else carried.plain(file)
@@ -106,7 +106,7 @@ def save(
             mine = {each: state[each] for each in _shares(state, len(writers))[writers.index(channel.rank)]}
             mine |= {} if carried is None else carried.tensors
             seal = sealed_files.write_tensors(fresh / file, mine)
-    except Exception as error:  # a state that cannot be written ends all ranks, not one
+    except Exception as error:  # a state that cannot be written ends all ranks, not only this one
         fault = reason_of(error)
     seals: list[Any] = channel.gather_objects((fault, file, seal), "written", [Seal])
     fault = next((fault for fault, *_ in seals if fault), "")
@@ -114,7 +114,7 @@ def save(
         files = {file: seal for _, file, seal in seals if seal is not None}
         fault = fault or _publish(folder, place, state, files, optimizer, scheduler, carried, kept)
         if fault:
-            shutil.rmtree(fresh, ignore_errors=True)  # room for others; the last whole one stays
+            shutil.rmtree(fresh, ignore_errors=True)  # frees the disk; the last whole one stays
     _agree(channel, fault, target)
     return target
 
@@ -129,7 +129,7 @@ def _publish(
     carried: EpochState | None,
     kept: list[Any],
 ) -> str:
-    """Write what is no tensor, and make the checkpoint the latest; what went wrong, or nothing."""
+    """Write all but the tensors, and make the checkpoint the latest; return what went wrong, or nothing."""
     fresh, target = _places(folder, place.epoch)
     try:
         rest = {
@@ -151,7 +151,7 @@ def _publish(
 
 
 def _places(folder: Path, epoch: int) -> tuple[Path, Path]:
-    """Where a checkpoint is written, and where it goes once it is whole."""
+    """Return where a checkpoint is written, and where it goes once it is whole."""
     name = f"epoch-{epoch:06d}"
     return folder / f".{name}.new", folder / name
 
@@ -166,7 +166,7 @@ def _make_room(fresh: Path) -> str:
 
 
 def _agree(channel: Channel, fault: str, target: Path) -> None:
-    """Every rank raises what any of them met: none goes on to wait for another that has given up."""
+    """Raise on every rank what any of them met, so that none waits for a rank that has given up."""
     whole = whole_ones(target.parent)[:1] if fault else []
     told: list[Any] = channel.gather_objects((fault, whole), "checkpoint")
     met, last = next((each for each in told if each[0]), ("", []))
@@ -180,7 +180,7 @@ def _agree(channel: Channel, fault: str, target: Path) -> None:
 
 
 def _finish(fresh: Path, place: RunPosition, rest: Mapping[str, Any], files: dict[str, Seal]) -> None:
-    """Write what is no tensor, and the page that says what a whole checkpoint is."""
+    """Write all but the tensors, and the page that says what a whole checkpoint is."""
     tree, tensors = pack(rest, [Named])
     if tensors:
         held = {f"{_KEPT}.{number}": tensor for number, tensor in enumerate(tensors)}
@@ -196,7 +196,7 @@ def _as_json(place: RunPosition) -> dict[str, Any]:
 
 
 def _shares(state: Mapping[str, Tensor], count: int) -> list[list[str]]:
-    """Names of about as many bytes for each of some ranks; the same on all of them."""
+    """Divide names among some ranks so that bytes are about equal; the same on all of them."""
     shares: list[list[str]] = [[] for _ in range(count)]
     sizes = [0] * count
     for name in sorted(state, key=lambda name: (-state[name].nbytes, name)):
@@ -207,8 +207,8 @@ def _shares(state: Mapping[str, Tensor], count: int) -> list[list[str]]:
 
 
 def _remove_others(folder: Path, newest: str) -> None:
-    """Keep the newest few; later epochs are of a course that was left (a fresh start, an older resume)."""
-    # What has another name is somebody's copy.
+    """Keep the newest few; remove later epochs of a course that was left (a fresh start, an older resume)."""
+    # A folder of another name may be a user's copy.
     found = sorted((path.name for path in folder.glob("epoch-*") if NAME.fullmatch(path.name)), key=number_of)
     kept = [name for name in found if number_of(name) <= number_of(newest)][-KEEP:]
     for name in set(found) - set(kept):
@@ -216,7 +216,7 @@ def _remove_others(folder: Path, newest: str) -> None:
 
 
 def _state(model: nn.Module, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """All tensors that are the same on all ranks, by section and name."""
+    """Return all tensors that are the same on all ranks, by section and name."""
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, values in optimizer.state_dict()["state"].items():
         found = {key: value for key, value in values.items() if isinstance(value, Tensor)}
@@ -234,14 +234,14 @@ def _under(state: Mapping[str, Tensor], section: str) -> dict[str, Tensor]:
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of each tensor, by name."""
+    """Return the type and shape of each tensor, by name."""
     return {name: (str(tensors[name].dtype), tuple(tensors[name].shape)) for name in sorted(tensors)}
 
 
 def _without_functions(state: Any) -> Any:
-    """A scheduler's state without functions: the run that goes on has its own, as torch's LambdaLR does it.
+    """Return a scheduler's state without functions, which a resumed run has itself, as in torch's LambdaLR.
 
-    Schedulers of several have a state each.
+    A scheduler made of several has a state for each.
     """
     if not isinstance(state, dict):
         return state
@@ -252,10 +252,10 @@ def _without_functions(state: Any) -> Any:
 
 
 def refuse_unsavable(optimizer: Optimizer, scheduler: Any) -> None:
-    """Refuse a scheduler or groups that no checkpoint could hold, before anything is trained.
+    """Refuse, before training, a scheduler or optimizer groups that no checkpoint could hold.
 
     Raises:
-        CheckpointError: Naming what is no plain data.
+        CheckpointError: Naming the value that is not plain data.
     """
     states = {"optimizer": _plain_of(optimizer)}
     if scheduler is not None:
@@ -276,7 +276,7 @@ def refuse_unsavable(optimizer: Optimizer, scheduler: Any) -> None:
 
 
 def _plain_of(optimizer: Optimizer) -> dict[str, Any]:
-    """All of an optimizer's state that is no tensor by itself."""
+    """Return all of an optimizer's state except the tensors."""
     state = optimizer.state_dict()
     plain = {
         index: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
@@ -287,10 +287,10 @@ def _plain_of(optimizer: Optimizer) -> dict[str, Any]:
 
 @contextmanager
 def fitting(folder: Path) -> Iterator[None]:
-    """Around what takes up again what a checkpoint's epochs handed on.
+    """Report an error in the block, which restores the state of a checkpoint's epoch, as a misfit.
 
     Raises:
-        CheckpointError: If it is nothing that this run could have handed on.
+        CheckpointError: If this run cannot use that state.
     """
     try:
         yield
@@ -322,16 +322,16 @@ def load(
     Nothing is changed unless all of it can be read and fits.
 
     Args:
-        folder: What :func:`latest` gave.
+        folder: A checkpoint, as :func:`latest` returns it.
         channel: All ranks.
-        model: Of the same shapes.
-        optimizer: Of the same kind.
+        model: A model of the same shapes.
+        optimizer: An optimizer of the same class.
         scheduler: The scheduler, if the run has one.
         seed: The run's seed: draws follow from it; None takes any.
         graph: The run's graph, by its content; None takes any.
 
     Returns:
-        Where the run stood, the weights of its best epoch, and what its last epoch handed on.
+        The position of the run, the weights of its best epoch, and the state of its last epoch.
 
     Raises:
         CheckpointError: If it is damaged, of another model, another seed or another graph.
@@ -384,16 +384,16 @@ def load(
 
 
 def best_weights(folder: str | Path) -> dict[str, Tensor]:
-    """The weights of the best epoch that a checkpoint knows.
+    """Return the weights of the best epoch that a checkpoint holds.
 
     Args:
-        folder: What :func:`latest` gave.
+        folder: A checkpoint, as :func:`latest` returns it.
 
     Raises:
         CheckpointError: If it is damaged.
 
     Cost:
-        Reads and verifies all of its files but rows that are handed on.
+        Reads all weights, and verifies all files.
     """
     folder = Path(folder)
     try:
@@ -407,7 +407,7 @@ def best_weights(folder: str | Path) -> dict[str, Tensor]:
 
 
 def _give(optimizer: Optimizer, scheduler: Any, state: Any, rest: Mapping[str, Any], folder: Path) -> None:
-    """Hand the optimizer and the scheduler what they had."""
+    """Load the saved state into the optimizer and the scheduler."""
     try:
         optimizer.load_state_dict({"state": state, "param_groups": rest["groups"]})
         if scheduler is not None and rest["scheduler"] is not None:
@@ -421,7 +421,7 @@ def _give(optimizer: Optimizer, scheduler: Any, state: Any, rest: Mapping[str, A
 
 
 def _verified(folder: Path, channel: Channel) -> tuple[RunPosition, dict[str, Seal]]:
-    """The page of a checkpoint that is whole; each rank looks at some of its files."""
+    """Return the page of a checkpoint that is whole; each rank verifies some of its files."""
     fault, found = "", None
     try:
         found = read_page(folder)
@@ -438,7 +438,7 @@ def _verified(folder: Path, channel: Channel) -> tuple[RunPosition, dict[str, Se
 
 
 def _read(folder: Path, files: Mapping[str, Seal]) -> tuple[Any, dict[str, dict[str, Tensor]]]:
-    """What is no tensor, and the tensors that all ranks share, by section."""
+    """Return all but the tensors, and the tensors that all ranks share, by section."""
     kept: list[Tensor] = []
     sections: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "best": {}}
     for name in files:
@@ -455,7 +455,7 @@ def _read(folder: Path, files: Mapping[str, Seal]) -> tuple[Any, dict[str, dict[
 
 
 def misfit(model: nn.Module, saved: Mapping[str, Tensor]) -> str:
-    """How saved weights differ from a model's in names, shapes or types; empty where they do not."""
+    """Return how saved weights differ from a model's in names, shapes or types; empty if they do not."""
     own = model.state_dict()
     for name in (*own, *saved):
         if name not in saved:
@@ -472,7 +472,7 @@ def misfit(model: nn.Module, saved: Mapping[str, Tensor]) -> str:
 
 
 def _other_optimizer(optimizer: Optimizer, kind: str, groups: list[Any], state: Mapping[int, Any]) -> str:
-    """How a saved optimizer differs from this one in kind and groups; empty where it does not."""
+    """Return how a saved optimizer differs from this one in class and groups; empty if it does not."""
     if type(optimizer).__name__ != kind:
         return f"it has the state of {kind}, and this run has {type(optimizer).__name__}"
     own = [len(group["params"]) for group in optimizer.param_groups]

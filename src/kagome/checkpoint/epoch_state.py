@@ -1,12 +1,12 @@
-"""Carried: what epochs hand on besides weights - rows of other chunks and parts, what guards know.
+"""Epoch state: what an epoch leaves to the next besides weights: rows of other chunks and parts, controllers.
 
-Where it sits: ``train.graph_engine`` and ``pipeline.chunk_engine`` say what they carry; ``checkpoint`` keeps
-it, and gives it back to a run that goes on.
+Where it sits: ``train.graph_engine`` and ``pipelining.chunk_engine`` report their state; ``checkpoint``
+stores it, and returns it to a run that continues.
 
 ::
 
-    guards     the same on all ranks          any run that goes on
-    entries    a site's rows, each rank's     a run of the same ranks, chunks and settings: to the bit; others
+    guards     the same on all ranks          any run that continues
+    entries    a site's rows, each rank's     a run of the same ranks, chunks and settings: bit by bit; others
                                               compute their first epoch exactly
 """
 
@@ -31,7 +31,7 @@ from kagome.storage import sealed_files
 from kagome.storage.sealed_files import SealError
 
 SECTION: Final = "carried"
-"""Of a checkpoint."""
+"""The section of these tensors in a checkpoint."""
 
 DECIDES: Final = (
     *("pipe", "graph", "tensor", "chunks", "shuffle_chunks"),
@@ -39,14 +39,14 @@ DECIDES: Final = (
     *("max_age", "smoothing", "error_feedback", "halo_sample", "skip_drift", "adaptive_bits"),
     *("codec", "codec_backward"),
 )
-"""Settings that say what rows are kept of an epoch."""
+"""Settings that decide which rows of an epoch are kept."""
 
 AT: Final[Mapping[str, Callable[[Any], SiteKey]]] = {
     "table": lambda key: key,
     "statistic": lambda key: key[0][0],
     **dict.fromkeys(("line", "selection", "residual"), lambda key: key[0]),
 }
-"""An entry's site by its key, where it has one."""
+"""For each kind of entry that has a site, a function from the entry's key to its site."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class StateLayout:
     """What decides which rows a rank keeps, and in which order.
 
     Args:
-        stage: Of the rank, among those that hold its part.
-        part: Of the rank.
-        steps: Of the model that this rank runs.
-        rest: What must be alike for rows to be of use.
+        stage: The rank's stage, among those that hold its part.
+        part: The rank's part.
+        steps: The steps of the model that this rank runs.
+        rest: Settings and row ids that must be equal for rows to be usable.
     """
 
     stage: int
@@ -76,15 +76,15 @@ class StateLayout:
         stage: int = 0,
         steps: Iterable[str] = (),
     ) -> StateLayout:
-        """A rank's.
+        """Return the layout of a rank's state.
 
         Args:
-            settings: How the run is split, with nothing left open.
-            fingerprint: Of the graph and its cut.
+            settings: How the run is split, with no setting left open.
+            fingerprint: The fingerprint of the graph and its partition.
             ids: Original ids of the rows in the order in which they are kept.
-            part: Of the rank.
-            stage: Of the rank, among those that hold its part.
-            steps: Of the model that this rank runs.
+            part: The rank's part.
+            stage: The rank's stage, among those that hold its part.
+            steps: The steps of the model that this rank runs.
         """
         rest: dict[str, Any] = {name: getattr(settings, name) for name in DECIDES}
         rows = blake2b(ids.cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
@@ -93,12 +93,12 @@ class StateLayout:
 
 @dataclass(frozen=True)
 class EpochState:
-    """What a rank's epochs hand on.
+    """The state that a rank's epoch leaves to the next one.
 
     Args:
-        layout: Of its rows.
-        guards: What guards know: plain values, the same on all ranks.
-        entries: By kind and site.
+        layout: The layout of its rows.
+        guards: The state of controllers: plain values, the same on all ranks.
+        entries: The entries by kind and site.
     """
 
     layout: StateLayout
@@ -107,12 +107,12 @@ class EpochState:
 
     @classmethod
     def of(cls, layout: StateLayout, guards: Mapping[str, Any], entries: Iterable[Entry]) -> EpochState:
-        """A rank's."""
+        """Return the state made of some entries."""
         return cls(layout, guards, {(kind, key): state for kind, key, state in entries})
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, by names that no other rank has."""
+        """All tensors, by names that are unique among ranks."""
         return {
             self._path(place, name): value
             for place, state in enumerate(self.entries.values())
@@ -121,7 +121,7 @@ class EpochState:
         }
 
     def plain(self, file: str) -> dict[str, Any]:
-        """All the rest, with names in place of tensors, which lie in a file."""
+        """Return all but the tensors; for each tensor its name in a file."""
         entries = [
             (*key, {name: self._named(file, place, name, value) for name, value in state.items()})
             for place, (key, state) in enumerate(self.entries.items())
@@ -140,14 +140,14 @@ class EpochState:
 
 @dataclass(frozen=True)
 class Named:
-    """Where a tensor lies in a checkpoint.
+    """Where a checkpoint stores a tensor.
 
     Args:
         file: The file that holds it.
-        path: Its name there.
-        shape: Its shape.
-        dtype: Its type.
-        accelerated: Whether it lay on the accelerator.
+        path: Its name in the file.
+        shape: The shape of the tensor.
+        dtype: The number type of the tensor.
+        accelerated: Whether it was on the accelerator.
     """
 
     file: str
@@ -159,13 +159,13 @@ class Named:
 
 @dataclass(frozen=True)
 class Recalled:
-    """What a checkpoint has for one rank: read from it site by site, when it is asked for.
+    """The entries of a checkpoint for one rank, read site by site when they are asked for.
 
     Args:
         folder: The checkpoint.
-        epoch: The one that may read it.
-        device: Where the model runs.
-        entries: By kind and site.
+        epoch: The epoch that may read it.
+        device: The device that runs the model.
+        entries: The entries by kind and site.
     """
 
     folder: Path
@@ -174,7 +174,7 @@ class Recalled:
     entries: Mapping[tuple[str, Hashable], State] = field(repr=False)
 
     def take(self, kind: str, key: Hashable, epoch: int) -> State | None:
-        """An entry, in the epoch that may read it and in evaluations before; None where there is none.
+        """Return an entry in the epoch that may read it or an evaluation before it; None if there is none.
 
         Raises:
             CheckpointError: If its rows cannot be read.
@@ -205,12 +205,12 @@ class Recalled:
 
 @dataclass(frozen=True)
 class RestoredState:
-    """What a checkpoint says of what its run's epochs handed on.
+    """The epoch state that a checkpoint holds, of all ranks.
 
     Args:
         folder: The checkpoint.
-        epoch: After which it was written.
-        guards: What guards knew.
+        epoch: The epoch after which it was written.
+        guards: The state of controllers.
         ranks: What each rank kept, without the tensors.
     """
 
@@ -220,12 +220,12 @@ class RestoredState:
     ranks: Sequence[Mapping[str, Any]]
 
     def recall(self, layout: StateLayout, world: Channel, device: torch.device) -> Recalled | None:
-        """What this rank may read again, if all ranks may. All ranks call it.
+        """Return the entries that this rank may read, if all ranks may read theirs. All ranks call it.
 
         Args:
-            layout: Of this rank's rows.
+            layout: The layout of this rank's rows.
             world: All ranks.
-            device: Where the model runs.
+            device: The device that runs the model.
         """
         entries = self.entries(layout)
         whole = len(self.ranks) == world.size
@@ -235,10 +235,10 @@ class RestoredState:
         return Recalled(self.folder, self.epoch + 1, device, entries)
 
     def entries(self, layout: StateLayout) -> dict[tuple[str, Hashable], State] | None:
-        """Those of this rank's part; None where they do not fit.
+        """Return the entries of this rank's part; None where they do not fit.
 
-        Stages are cut by what steps are timed to take, so that a run may have its steps on other ranks than
-        the one before: sites go by their names then, if each name is of one site alone.
+        Stages are divided by the measured times of steps, so a run may have its steps on other ranks than the
+        run before it. In that case sites are found by name, if each name belongs to one site only.
         """
         ranks = [rank for rank in self.ranks if rank["part"] == layout.part]
         if not ranks or any(rank["rest"] != layout.rest for rank in ranks):
@@ -251,14 +251,14 @@ class RestoredState:
 
 
 def checked(rank: Any, files: Collection[str]) -> dict[str, Any]:
-    """What a rank handed on, as :meth:`EpochState.plain` gives it.
+    """Check the state that a rank left, in the form that :meth:`EpochState.plain` returns.
 
     Args:
-        rank: As it was read.
-        files: Those of the checkpoint: rows lie in no other.
+        rank: The state, as it was read.
+        files: The files of the checkpoint: rows may be in no other.
 
     Raises:
-        ValueError: If it is something else.
+        ValueError: If it has another form.
     """
     if not isinstance(rank, dict) or set(rank) != {*(each.name for each in fields(StateLayout)), "entries"}:
         raise ValueError("a rank's rows lack their layout")
@@ -278,7 +278,7 @@ def checked(rank: Any, files: Collection[str]) -> dict[str, Any]:
 
 
 def said_of(recall: ResumedRows | None, *, late: bool, history: bool = False) -> str:
-    """How a run goes on, in words: with late rows, with history."""
+    """Describe how a run continues with late rows or with history."""
     if not (late or history):
         return ""
     if recall is not None:
@@ -288,6 +288,6 @@ def said_of(recall: ResumedRows | None, *, late: bool, history: bool = False) ->
 
 
 def _ambiguous(entries: Sequence[tuple[str, Any, State]]) -> bool:
-    """Whether sites have a name in common: which is which depends on where a rank's stages begin."""
+    """Return whether sites share a name, so that their order depends on where a rank's stages begin."""
     keys = [(kind, key) for kind, key, _ in entries if kind in AT]
     return len(set(keys)) < len(keys) or any(AT[kind](key)[1] > 1 for kind, key in keys)

@@ -1,4 +1,4 @@
-"""Handed: what each kind of entry that epochs hand on must hold, by the shapes that a checkpoint says.
+"""Epoch state checks: what each kind of entry in an epoch's state must hold, by the shapes in a checkpoint.
 
 Where it sits: ``epoch_state`` asks it when a checkpoint is read, before any of its rows is.
 """
@@ -12,32 +12,32 @@ from typing import Any, Final, Protocol
 
 FLOATS: Final = tuple(f"torch.{name}" for name in ("float64", "float32", "bfloat16", "float16"))
 ANY: Final = ""
-"""In place of a type: whatever it is."""
+"""Stands for any number type."""
 
 
 class Told(Protocol):
-    """A tensor, as a checkpoint tells of it."""
+    """A tensor as a checkpoint describes it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The shape of the tensor."""
 
     @property
     def dtype(self) -> str:
-        """Its type."""
+        """The number type of the tensor."""
 
 
 @dataclass(frozen=True)
 class EntryForm:
-    """What an entry holds.
+    """The form of an entry: what it holds.
 
     Args:
-        needs: Tensors that it has, and how many axes they have; 0 for any number.
-        may: Tensors in place of which it may have None.
-        types: Of tensors that are no floats.
-        plain: Other values, and what they must be.
+        needs: Tensors that it must have, and how many axes they have; 0 for any number.
+        may: Tensors that may be None instead.
+        types: The number types of tensors that are not floating point.
+        plain: Other values, each with a function that returns whether a value is valid.
         alike: Names of tensors of one shape.
-        rows: Names of tensors with as many rows as each other.
+        rows: Groups of names of tensors that have the same number of rows.
     """
 
     needs: Mapping[str, int] = field(default_factory=dict)
@@ -49,11 +49,11 @@ class EntryForm:
 
     @property
     def names(self) -> set[str]:
-        """All that it holds."""
+        """The names of all that it holds."""
         return {*self.needs, *self.may, *self.plain}
 
     def fault(self, state: Mapping[str, Any]) -> str:
-        """What an entry of this form lacks, or has too much; nothing if it fits."""
+        """Return how an entry does not fit this form; empty if it fits."""
         for name, axes in (*self.needs.items(), *self.may.items()):
             value = state[name]
             if value is None and name in self.may:
@@ -104,7 +104,7 @@ _NEXT: Final = {"goes": 1, "comes": 1}
 FORMS: Final[Mapping[str, tuple[EntryForm, ...]]] = {
     "crossing": (
         EntryForm(plain={"synchronous": _flag, "drifted": _number}),
-        EntryForm(plain={"synchronous": _flag}),  # earlier checkpoints
+        EntryForm(plain={"synchronous": _flag}),  # of earlier checkpoints
     ),
     "line": (
         EntryForm(
@@ -128,11 +128,11 @@ FORMS: Final[Mapping[str, tuple[EntryForm, ...]]] = {
     "table": (EntryForm(needs={"rows": 2}, may={"due": 2}, plain={"due_in": _place}, alike=("rows", "due")),),
     "statistic": (EntryForm(needs={"value": 0}, types={"value": ANY}),),
 }
-"""By kind; each of these may be what a kind holds."""
+"""The forms by kind of entry; an entry may have any of its kind's forms."""
 
 
 def fault(kind: str, state: Mapping[str, Any]) -> str:
-    """Why an entry is none of its kind; nothing if it is, or if the kind says nothing about it."""
+    """Return how an entry does not fit its kind; empty if it does, or if the kind is unknown."""
     forms = FORMS.get(kind)
     if forms is None:
         return ""

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: its page, where it says how far the run was, and which checkpoint is the newest.
+"""Files of a checkpoint: its page with the position of the run, and which checkpoint is the newest.
 
 Where it sits: ``checkpoint`` writes and reads the rest; ``saved_weights`` and the command line ask for the
 newest.
@@ -27,16 +27,16 @@ NAME: Final = re.compile(r"epoch-\d{6,12}")
 
 @dataclass(frozen=True)
 class RunPosition:
-    """Where a run stands after an epoch.
+    """The position of a run after an epoch.
 
     Args:
         epoch: Epochs done.
         seed: The run's seed.
         best_epoch: The epoch with the best validation metric, 0 before any.
-        best_metric: That metric.
+        best_metric: The metric of the best epoch.
         waited: Epochs since then, up to the last evaluation.
         world_size: Ranks that wrote it; a resume may have others.
-        graph: Its name by its content, however it was cut.
+        graph: The graph's name by its content, however it was partitioned.
     """
 
     epoch: int
@@ -49,13 +49,13 @@ class RunPosition:
 
 
 def latest(folder: str | Path) -> Path:
-    """The newest checkpoint of a run.
+    """Return the newest checkpoint of a run.
 
     Args:
         folder: The run's folder, its ``checkpoints`` folder, or one checkpoint.
 
     Raises:
-        CheckpointError: If there is none, or the newest cannot be told or is not whole.
+        CheckpointError: If there is none, or the file that names the newest is damaged.
     """
     folder = path_of(folder, "resume")
     if (folder / PAGE).exists():
@@ -83,7 +83,7 @@ def latest(folder: str | Path) -> Path:
 
 
 def whole_ones(place: Path, but: str = "") -> list[str]:
-    """Checkpoints that are as they were written, the newest first, with their paths."""
+    """Return the paths of the checkpoints that are undamaged, the newest first."""
     found = sorted((p for p in place.glob("epoch-*") if p.name != but), key=lambda p: -number_of(p.name))
     whole = []
     for folder in found:
@@ -95,7 +95,7 @@ def whole_ones(place: Path, but: str = "") -> list[str]:
 
 
 def offer(place: Path, but: str) -> str:
-    """What to try where a checkpoint is damaged: an older one by name."""
+    """Return a hint for a damaged checkpoint: an older one by name."""
     whole = whole_ones(place, but)
     if not whole:
         return "there is no other whole checkpoint beside it: begin anew"
@@ -103,7 +103,7 @@ def offer(place: Path, but: str) -> str:
 
 
 def damaged(folder: Path, fault: str) -> CheckpointError:
-    """The error for a checkpoint that is not as it was written."""
+    """Return the error for a checkpoint that is damaged."""
     return CheckpointError(
         f"a whole checkpoint was expected in {folder}",
         f"it is damaged: {fault[:400]}",
@@ -112,7 +112,7 @@ def damaged(folder: Path, fault: str) -> CheckpointError:
 
 
 def read_page(folder: Path) -> tuple[RunPosition, dict[str, Seal]]:
-    """A checkpoint's page.
+    """Read the page of a checkpoint.
 
     Raises:
         SealError: If it is damaged, or of another version.
@@ -137,12 +137,12 @@ def read_page(folder: Path) -> tuple[RunPosition, dict[str, Seal]]:
 
 
 def number_of(name: str) -> int:
-    """The epoch of a checkpoint by its folder's name; -1 for another folder."""
+    """Return the epoch of a checkpoint by its folder's name; -1 for another folder."""
     return int(name.removeprefix("epoch-")) if NAME.fullmatch(name) else -1
 
 
 def reason_of(error: BaseException) -> str:
-    """What happened, in one line."""
+    """Return the reason of an error in one line."""
     strerror = getattr(error, "strerror", None)
     lines = str(strerror or error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

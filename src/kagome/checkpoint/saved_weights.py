@@ -1,7 +1,7 @@
-"""Weights: those of a run, a checkpoint or a file, for a model that scores with them.
+"""Saved weights: load the weights of a run, a checkpoint or a file into a model that scores with them.
 
-Where it sits: ``train.trainer`` loads them; ``kagome predict`` asks how many columns a model gave that had
-them.
+Where it sits: ``train.trainer`` loads them; ``kagome predict`` asks how many output columns the model had
+that wrote them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kagome.config.fields import path_of
 from kagome.errors import CheckpointError
 
 SUFFIX = ".safetensors"
-"""Of a file of weights."""
+"""The suffix of a file of weights."""
 PROBES = 7, 11
-"""Columns of two made-up models, of which it is told where the number of columns shows in weights."""
+"""Columns of two made-up models, whose shapes show where weights depend on the number of columns."""
 
 
 def weights_at(where: str | Path) -> dict[str, Tensor]:
-    """Weights by name: of the best epoch, where a run knows it.
+    """Return saved weights by name; of the best epoch, if a run knows it.
 
     Args:
         where: The folder of a run, of its ``checkpoints`` or of one of them, or a ``.safetensors`` file.
@@ -55,10 +55,15 @@ def weights_at(where: str | Path) -> dict[str, Tensor]:
 
 
 def give_alike(model: nn.Module, where: str | Path, world: Channel) -> None:
-    """Give a model the weights that are somewhere. All ranks call it.
+    """Load saved weights into the model of every rank. All ranks call it.
+
+    Args:
+        model: The user's module.
+        where: See :func:`weights_at`.
+        world: All ranks.
 
     Raises:
-        CheckpointError: If there are none for some rank, they are damaged, or of another model.
+        CheckpointError: If a rank finds none, or they are damaged or of another model.
     """
     fault = None
     try:
@@ -72,7 +77,12 @@ def give_alike(model: nn.Module, where: str | Path, world: Channel) -> None:
 
 
 def give(model: nn.Module, weights: Mapping[str, Tensor], where: str | Path) -> None:
-    """Give a model weights; it is left as it was where they do not fit.
+    """Load weights into a model; leave it as it was if they do not fit.
+
+    Args:
+        model: The user's module.
+        weights: The weights by name.
+        where: Where they come from, for the error.
 
     Raises:
         CheckpointError: If they are of another model.
@@ -95,14 +105,14 @@ def give(model: nn.Module, weights: Mapping[str, Tensor], where: str | Path) -> 
 
 
 def columns_of(weights: Mapping[str, Tensor], make: Callable[[int], nn.Module]) -> int | None:
-    """How many columns a model gives whose weights these are.
+    """Return the number of output columns of the model that saved weights belong to.
 
     Args:
-        weights: Saved.
-        make: Makes a model of so many columns.
+        weights: The saved weights by name.
+        make: Makes a model with a given number of columns.
 
     Returns:
-        The number; None where no weight tells it.
+        The number; None where no weight shows it.
     """
     with torch.random.fork_rng(devices=[]):
         few, more = (_shapes(make(count)) for count in PROBES)

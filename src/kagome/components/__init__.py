@@ -1,1 +1,1 @@
-"""Parts of a training run that every engine shares."""
+"""Components of a training run that every engine shares."""

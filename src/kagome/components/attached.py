@@ -1,7 +1,7 @@
-"""Installed: what a run sets on the user's model, there while the run needs it and gone in between.
+"""Attachment: what a run sets on the user's model, present while the run needs it and removed in between.
 
-Where it sits: ``train.graph_engine`` and ``pipeline.chunk_engine`` have one each; ``train.trainer`` keeps it
-on for all epochs of a ``fit``.
+Where it sits: ``train.graph_engine`` and ``pipelining.chunk_engine`` have one each; ``train.trainer`` keeps
+it on for all epochs of a ``fit``.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 
 class Attachment:
-    """Hooks, wrappers and rules on a model: on inside ``with`` blocks, which may lie in each other.
+    """Hooks, wrappers and rules on a model: on inside ``with`` blocks, which may be nested.
 
-    Between two calls of a trainer the model is the user's: to call on a whole graph, copy, pickle, or train
-    in another trainer.
+    Between two calls of a trainer the model belongs to the user, who may call it on a whole graph, copy it,
+    pickle it, or train it in another trainer.
 
     Args:
-        put_on: Makes the context in which they are on. It is entered once here, so that a model which
-            cannot be served is refused now.
-        tell: Called with an error that ends such a block: the other ranks are to hear of it.
+        put_on: Makes the context in which they are on. It is entered once here, so that an unsupported model
+            is refused now.
+        tell: Called with an error that ends such a block, to report it to the other ranks.
 
     Raises:
-        ModelError: For a layer that no split serves.
+        ModelError: For a layer that no split supports.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Attachment:
 
 
 class HasAttachment(Protocol):
-    """An engine."""
+    """An engine that has an attachment."""
 
     installed: Attachment
 
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 def while_installed(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
-    """A method of an engine that runs the model: what it sets is on meanwhile."""
+    """Decorate an engine's method that runs the model: the attachment is on during the call."""
 
     @wraps(method)
     def on(self: E, /, *args: P.args, **kwargs: P.kwargs) -> T:

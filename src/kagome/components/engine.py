@@ -1,7 +1,8 @@
-"""Runner: what trains a rank's share, whichever way the work is split.
+"""Engine: the interface of what trains a rank's share, whichever way the work is split.
 
-Where it sits: ``train.trainer`` drives one; ``engine.Engine`` runs the whole model on a part at once,
-``pipeline.Pipeline`` some of its layers over the part's chunks. ``train.engines`` chooses.
+Where it sits: ``train.trainer`` drives one. ``train.graph_engine.GraphEngine`` runs the whole model on a part
+at once; ``pipelining.chunk_engine.ChunkEngine`` runs some of its layers over the part's chunks.
+``train.engines`` chooses.
 """
 
 from __future__ import annotations
@@ -23,89 +24,89 @@ from kagome.records.memory import MemoryByKind
 
 
 class PhaseTimer(Protocol):
-    """What this file needs of :class:`kagome.records.spans.Spans`."""
+    """The part of :class:`kagome.records.spans.Spans` that engines need."""
 
     def phase(self, name: str, epoch: int | None = None) -> AbstractContextManager[Any]:
-        """Time a phase."""
+        """Time the block as a named phase."""
 
 
 class Engine(Protocol):
-    """One rank's model, ready to train. Every method but ``take_*`` is called by all ranks."""
+    """One rank's model, ready to train. All ranks call every method except ``take_*``."""
 
     @property
     def model(self) -> nn.Module:
-        """The user's module."""
+        """The user's module on this rank."""
 
     @property
     def channel(self) -> Channel:
-        """The other parts."""
+        """The channel to the ranks of the other parts."""
 
     @property
     def crossing(self) -> CompressedExchange:
-        """How rows come from them."""
+        """The exchange that brings rows from other parts."""
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """Labels and masks of own rows, and more."""
+        """Inputs of own rows by name, with labels and masks."""
 
     @property
     def ahead(self) -> ForwardReuse:
-        """Whether an evaluation may be the next epoch's forward."""
+        """Whether an evaluation may be the next epoch's forward pass."""
 
     @property
     def installed(self) -> Attachment:
-        """What it sets on the model: on while it trains or evaluates, and in ``with`` blocks."""
+        """What the engine sets on the model: on while it trains or evaluates, and in ``with`` blocks."""
 
     @property
     def offload(self) -> Offload:
-        """Where activations wait for backward."""
+        """Where saved activations wait for backward."""
 
     @property
     def fast(self) -> bool:
-        """Whether messages are put off and reduced by kernels; a forward that cannot be may turn it off."""
+        """Whether messages are deferred and reduced by kernels; a forward pass may turn it off."""
 
     @property
     def recompute(self) -> bool:
         """Whether layers run again in backward."""
 
     def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:
-        """One weight update: the mean loss before it; whether any rank was asked to stop."""
+        """Make one weight update; return the mean loss before it, and whether any rank was asked to stop."""
 
     def look_ahead(self, epoch: int) -> Tensor | None:
-        """Scores of own rows from the forward of the coming epoch; None where it tells none."""
+        """Return scores of own rows from the coming epoch's forward pass; None where there are none."""
 
     def evaluate(self, epoch: int) -> Any:
-        """Scores of own rows with dropout off, exact."""
+        """Return exact scores of own rows, with dropout off."""
 
     def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Give the model, or a copy of its weights, those of all stages."""
+        """Give the model, or a copy of its weights, the weights of all stages."""
 
     def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
-        """Weights, the optimizer's state and the best weights of all stages, for a block."""
+        """Join the weights, the optimizer's state and the best weights of all stages for a block."""
 
     def carried(self, epoch: int) -> EpochState:
-        """What the epoch after this one may read of it."""
+        """Return the state of an epoch that the next epoch may read."""
 
     def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
-        """Go on from a checkpoint whose weights the model has; how it does."""
+        """Continue from a checkpoint whose weights the model has; return how the run continues."""
 
     def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:
-        """What this rank holds between epochs, and what autograd keeps within one."""
+        """Return the memory that this rank holds between epochs, and what autograd saves within one."""
 
     def facts(self) -> dict[str, Any]:
-        """What the summary is told of what crossed."""
+        """Return what the summary reports about exchanged rows."""
 
     def sum_up(self) -> tuple[str, ...]:
-        """What there is to say at the end of a run."""
+        """Return the notes for the end of a run."""
 
     def take_notes(self) -> tuple[str, ...]:
-        """What there is to say since the last call."""
+        """Return the notes since the last call."""
 
     def take_uncoded(self) -> Mapping[str, int]:
-        """Bytes that this rank would have sent without codecs since the last call, by kind."""
+        """Return the bytes, by kind, that this rank would have sent without codecs since the last call."""
 
 
 def without_fast(why: str, *, slices: bool) -> str:
-    """What is said of a model that runs without fast paths."""
+    """Return the note on a model that runs without fast paths."""
     instead = " It reads a halo instead of feature slices." if slices else ""
     return f"the model runs without fast paths, as PyG runs it: {why}{instead}"

@@ -1,7 +1,8 @@
-"""Own hooks: what a user has hooked to the gradients of parameters, run on gradients that are whole.
+"""Gradient hooks: a user's hooks on parameters' gradients, run once the gradients are summed over all ranks.
 
 Where it sits: ``gradients`` takes the hooks off around a backward and runs them after the sum. Autograd would
-run them on the share of one rank or of one chunk: a clamp or a norm of a share is not the share of one.
+run them on the share of one rank or of one chunk: a clamp or a norm of a share is not a share of the clamp or
+norm of the sum.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ Hooks = MutableMapping[int, Callable[..., Any]]
 
 
 class GradientHooks:
-    """The hooks of some parameters' gradients.
+    """The hooks on some parameters' gradients.
 
     Args:
-        parameters: Those that are trained.
+        parameters: The parameters that are trained.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -27,7 +28,7 @@ class GradientHooks:
         self._after: dict[int, Hooks] = {}
 
     def take_off(self) -> None:
-        """Before a backward: no hook is run until :meth:`run`."""
+        """Take the hooks off before a backward: none runs until :meth:`run`."""
         for place, parameter in enumerate(self._parameters):
             for name, taken in (
                 ("_backward_hooks", self._of_tensor),
@@ -36,10 +37,10 @@ class GradientHooks:
                 hooks: Hooks | None = getattr(parameter, name)
                 if hooks:
                     taken[place] = dict(hooks)
-                    hooks.clear()  # autograd has hold of this very dict
+                    hooks.clear()  # autograd refers to this very dict
 
     def put_back(self) -> None:
-        """After the backward, also one that failed."""
+        """Put the hooks back after the backward, also after one that failed."""
         for place, parameter in enumerate(self._parameters):
             for name, taken in (
                 ("_backward_hooks", self._of_tensor),
@@ -49,7 +50,7 @@ class GradientHooks:
                     getattr(parameter, name).update(taken[place])
 
     def run(self) -> None:
-        """Run them, as autograd would have, on the gradients that the parameters hold now."""
+        """Run the hooks, as autograd would have, on the gradients that the parameters hold now."""
         for place in sorted({*self._of_tensor, *self._after}):
             parameter = self._parameters[place]
             if parameter.grad is None:

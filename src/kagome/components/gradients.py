@@ -1,13 +1,13 @@
-"""Gradients: their sum over the ranks, begun bucket by bucket while backward still runs.
+"""Gradients: their sum over the ranks, started bucket by bucket while backward still runs.
 
-Where it sits: ``train.graph_engine`` puts it around each backward; sums travel on the mesh's lane for
-weights, where they meet no halo.
+Where it sits: ``train.graph_engine`` enters it around each backward. Sums travel on the mesh's lane for
+weights, apart from halo rows.
 
 ::
 
     parameters, last one first     [ w3 b3 | w2 b2 | w1 b1 + loss, stop, ... ]
-    backward ----------------------->      ^       ^       ^  a bucket sets off when it is complete
-                                                              and all buckets before it have set off
+    backward ----------------------->      ^       ^       ^  a bucket is sent when it is complete
+                                                              and all buckets before it were sent
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from kagome.config import SumCodec
 from kagome.errors import ModelError
 
 BUCKET_BYTES: Final = 128 * 1024
-"""What a bucket holds at least, if there is so much: below it a message costs its latency, not its bytes."""
+"""The least bytes of a bucket, if there are that many: a smaller message costs its latency only."""
 MOST_BUCKETS: Final = 32
-"""Larger models have larger buckets, not more of them."""
+"""The most buckets; larger models have larger buckets instead."""
 
 
 def buckets_of(
     parameters: Sequence[nn.Parameter], size: int, late: frozenset[int] = frozenset()
 ) -> list[tuple[int, ...]]:
-    """Cut the parameters into buckets, in the order in which backward is likely to reach them.
+    """Divide the parameters into buckets, in the order in which backward is likely to reach them.
 
     Args:
         parameters: In the order of registration.
         size: Bytes that close a bucket.
-        late: Places of parameters that some rank has no gradient for: they come last and hold up no other.
+        late: Indices of parameters that some rank has no gradient for: they come last and delay no other.
 
     Returns:
-        The places of each bucket's parameters, which are of one number type.
+        The indices of each bucket's parameters, which are of one number type.
     """
     backwards = range(len(parameters) - 1, -1, -1)
     order = [p for p in backwards if p not in late] + [p for p in backwards if p in late]
@@ -60,11 +60,11 @@ def buckets_of(
 
 
 def message_bytes(parameters: Sequence[nn.Parameter], notes: int) -> tuple[int, ...]:
-    """Bytes of each bucket's message: its gradients, a number for each, and notes in one of them.
+    """Return the bytes of each bucket's message: gradients, a number for each, and notes in one bucket.
 
     Args:
         parameters: In the order of registration.
-        notes: Numbers that are summed along.
+        notes: The number of further values that are summed along.
     """
     size = _suited(parameters)
     sums = [
@@ -79,18 +79,19 @@ def _suited(parameters: Sequence[nn.Parameter]) -> int:
 
 
 class Gradients:
-    """Sums parameters' gradients over the ranks: the same bits on all of them, whatever the buckets.
+    """Sum parameters' gradients over the ranks: the same bits on all of them, whatever the buckets.
 
     A parameter without a gradient on every rank keeps None; on some ranks, it counts as zeros there. The
-    first sum begins after backward and learns which parameters every rank has a gradient for, and whether
-    backward visits one twice (reentrant checkpoints do), which leaves all later sums after backward too.
+    first sum begins after backward. It learns which parameters every rank has a gradient for, and whether
+    backward visits a parameter twice (reentrant checkpoints do); if so, all later sums run after backward
+    too.
 
     Args:
         parameters: Those that need a gradient, the same on all ranks; they may be frozen later.
         channel: The mesh's lane for weights. With one rank nothing is done to a gradient.
         size: Bytes of a bucket; by default what suits the parameters.
-        codec: What gradients look like on the wire; counts and notes go as they are.
-        pieces: Whether a backward comes in pieces, chunk by chunk: then a gradient is whole after the last.
+        codec: How gradients are encoded in messages; counts and notes are sent uncompressed.
+        pieces: Whether backward runs chunk by chunk, so that a gradient is complete after the last chunk.
     """
 
     def __init__(
@@ -104,10 +105,10 @@ class Gradients:
     ) -> None:
         self.parameters, self.channel, self.codec = list(parameters), channel, codec
         self.uncoded = 0
-        """Bytes that this rank would have sent without a codec, not taken yet."""
+        """Bytes that this rank would have sent without a codec, since the last :meth:`take_uncoded`."""
         self.size = _suited(self.parameters) if size is None else size
-        # On nccl all collectives are in one order on all ranks, and gradients come in different orders where
-        # a rank has no training vertex: two communicators would only make a deadlock of it.
+        # nccl needs all collectives in one order on all ranks, and gradients come in different orders where
+        # a rank has no training vertex: two communicators would deadlock.
         self.overlaps: bool | None = None if channel.lanes and not pieces else False
         self._own_hooks = GradientHooks(self.parameters if channel.size > 1 or pieces else ())
         self._cut(frozenset())
@@ -128,7 +129,7 @@ class Gradients:
 
     @contextmanager
     def during(self, notes: Sequence[Tensor | float], action: str) -> Iterator[None]:
-        """Around one backward: drops old gradients, and begins to sum new ones as they come.
+        """Drop old gradients before one backward in a block, and start summing new ones as they come.
 
         Args:
             notes: Numbers to be summed along, known before backward.
@@ -142,7 +143,7 @@ class Gradients:
         hooks = [
             p.register_post_accumulate_grad_hook(self._hook(place))
             for place, p in hooked
-            if p.requires_grad  # it may have been frozen since, which leaves its sum after backward
+            if p.requires_grad  # one that was frozen since is summed after backward
         ]
         try:
             yield
@@ -155,7 +156,7 @@ class Gradients:
             self._own_hooks.put_back()
 
     def finish(self) -> list[float]:
-        """Wait for the sums and give each parameter its own.
+        """Wait for the sums and store each parameter's summed gradient.
 
         Returns:
             The notes, summed over the ranks.
@@ -196,11 +197,11 @@ class Gradients:
         return notes[:-1]
 
     def tell_hooks(self) -> None:
-        """Run a user's hooks of gradients, once these are sums over all ranks and chunks."""
+        """Run a user's gradient hooks, once gradients are sums over all ranks and chunks."""
         self._own_hooks.run()
 
     def take_uncoded(self) -> int:
-        """Bytes that this rank would have sent without a codec since the last call."""
+        """Return the bytes that this rank would have sent without a codec since the last call."""
         taken, self.uncoded = self.uncoded, 0
         return taken
 
@@ -218,7 +219,7 @@ class Gradients:
                 return
             self._seen.add(place)
             self._missing[number] -= 1
-            # In one order on all ranks, whatever the order of gradients: who is early waits for its turn.
+            # Send buckets in one order on all ranks: a bucket that is complete early waits.
             while self.overlaps and len(self._under_way) < len(self.buckets):
                 if self._missing[len(self._under_way)]:
                     break
@@ -227,7 +228,7 @@ class Gradients:
         return arrived
 
     def _set_off(self) -> None:
-        """Begin the sum of the next bucket: who has a gradient, notes in one bucket, the gradients."""
+        """Start the sum of the next bucket: which gradients exist, notes in one bucket, the gradients."""
         number = len(self._under_way)
         held = [self.parameters[place] for place in self.buckets[number]]
         dtype, device = held[0].dtype, held[0].device

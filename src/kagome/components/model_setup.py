@@ -1,7 +1,7 @@
-"""Ready: a user's model before it is trained - lazy layers in shape, decoupled if asked, rank 0's weights.
+"""Model setup: prepare a user's model for training: lazy shapes, decoupling if asked, rank 0's weights.
 
-Where it sits: ``train.trainer`` calls :func:`ready` once it has its part; ``train.admission`` gives twins
-their shapes.
+Where it sits: ``train.trainer`` calls :func:`ready` once it has its part; ``train.admission`` gives copies of
+a model their shapes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ from kagome.model.sparse_buffers import laid_out
 def ready(
     model: nn.Module, part: Partition, mesh: Mesh, settings: Parallel
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model that will be trained, on this rank's device, with rank 0's weights; and what to say of it.
+    """Return the model to train, on this rank's device with rank 0's weights, and notes on it.
+
+    Args:
+        model: The user's module.
+        part: This rank's part.
+        mesh: All ranks.
+        settings: How the run is split.
 
     Raises:
         ModelError: If it is to be decoupled and cannot be.
@@ -47,15 +53,15 @@ def ready(
 
 
 def unlike(model: nn.Module, part: Partition, names: Collection[str]) -> str:
-    """What to do about inputs of a number type that no weight has: PyTorch multiplies no two types.
+    """Suggest a fix for inputs whose number type no weight has: PyTorch does not multiply two types.
 
     Args:
         model: The user's module.
-        part: Of the graph.
+        part: A part of the graph.
         names: Inputs that forward gets.
 
     Returns:
-        Nothing where all types are those of weights.
+        The suggestion; empty where all types are those of weights.
     """
     types = {p.dtype for p in model.parameters() if p.is_floating_point()}
     given = {**tensors_of(part.shared), **part.nodes, **part.edges}
@@ -71,7 +77,7 @@ def unlike(model: nn.Module, part: Partition, names: Collection[str]) -> str:
 
 
 def refused_input(model: nn.Module, part: Partition, names: Collection[str], error: Exception) -> Exception:
-    """The error for a forward that fails, where inputs and weights differ in type; else the one it raised."""
+    """Return the error of a failed forward pass; it explains input types that differ from the weights'."""
     cure = unlike(model, part, names)
     words = ("dtype", "Long", "Double", "Half", "Int", "expected scalar type", "not implemented for")
     if not cure or not any(word in str(error) for word in words):
@@ -85,11 +91,11 @@ def refused_input(model: nn.Module, part: Partition, names: Collection[str], err
 
 
 def asks(model: nn.Module, part: Partition, uses: Collection[str]) -> tuple[str, ...]:
-    """What forward gets of the data, and what nobody uses, as a sentence.
+    """Return a note on what forward gets of the data, and what remains unused.
 
     Args:
         model: The user's module.
-        part: Of the graph.
+        part: A part of the graph.
         uses: Attributes that the loss reads.
 
     Raises:
@@ -113,7 +119,7 @@ def asks(model: nn.Module, part: Partition, uses: Collection[str]) -> tuple[str,
 
 
 def refuse_asked(model: nn.Module, part: Partition) -> None:
-    """Refuse a forward that asks by name for an attribute that cannot be given to it.
+    """Raise an error if forward asks by name for an attribute that cannot be given to it.
 
     Raises:
         ModelError: With the reason.
@@ -133,7 +139,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def unlabelled(part: Partition) -> Partition:
-    """A part without labels as engines take it: for scores alone, which read none."""
+    """Add placeholder labels and masks to a part without labels, which is only scored."""
     count = part.own.numel()
     none = {name: torch.zeros(count, dtype=torch.bool) for name in ("val_mask", "test_mask")}
     whole = {"train_mask": torch.ones(count, dtype=torch.bool), "y": torch.zeros(count, dtype=torch.int64)}
@@ -172,7 +178,7 @@ def materialise(model: nn.Module, part: Partition, device: torch.device) -> None
 
 
 def few_rows(part: Partition, device: torch.device) -> dict[str, Any]:
-    """Two vertices and two edges with attributes like a part's, and what all parts share."""
+    """Return two vertices and two edges with attributes like a part's, and what all parts share."""
     like: dict[str, Any] = {
         name: torch.ones(2, *value.shape[1:], dtype=value.dtype, device=device)
         for name, value in (*part.nodes.items(), *part.edges.items())
@@ -183,7 +189,7 @@ def few_rows(part: Partition, device: torch.device) -> dict[str, Any]:
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """A copy of a model on the CPU, without what its layers have cached.
+    """Return a copy of a model on the CPU, without what its layers have cached.
 
     Raises:
         ModelError: If it cannot be copied.

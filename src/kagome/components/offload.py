@@ -1,12 +1,12 @@
-"""Offload: what autograd keeps of a forward waits for backward in host memory or in files.
+"""Activation offload: tensors that autograd saves in a forward pass wait in host memory or in files.
 
-Where it sits: ``train.graph_engine`` and ``pipeline.chunk_engine`` run each forward of training inside one.
-What a rank holds anyhow (weights, features, edges) stays where it is, and so do small tensors.
+Where it sits: ``train.graph_engine`` and ``pipelining.chunk_engine`` run each training forward pass inside
+one. What a rank holds anyway (weights, features, edges) stays where it is, and so do small tensors.
 
 ::
 
     forward     tensor ──pack──> host memory, or a file that is unlinked at once and dropped from memory
-    backward    ──unpack──> the device, once for each node that asks; gone when autograd lets go
+    backward    ──unpack──> the device, once for each node that asks; gone when autograd releases it
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from kagome.config import Activations, Parallel
 from kagome.errors import ConfigError
 
 LEAST: Final = 64 * 1024
-"""Bytes of a tensor from which on it is moved."""
+"""The least number of bytes of a tensor that is moved."""
 
 
 class _InHost:
-    """A tensor in host memory."""
+    """A tensor saved in host memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
         self.copy = tensor.detach().to("cpu", copy=True)
 
     def back(self) -> Tensor:
-        """The tensor on its device."""
+        """Return the tensor on its device."""
         return self.copy.to(self.device)
 
 
 class _InFile:
-    """A tensor in a file without a name: gone with the last that maps it."""
+    """A tensor in an unnamed file, which is deleted when its last mapping ends."""
 
     def __init__(self, tensor: Tensor, folder: str) -> None:
         self.device, self.dtype, self.shape = tensor.device, tensor.dtype, tensor.shape
         size = tensor.numel() * tensor.itemsize
         with tempfile.TemporaryFile(dir=folder, prefix="kagome-") as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk says so here, not in a signal
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk raises here, not a signal later
             except OSError as error:
                 free = os.statvfs(folder)
                 raise ConfigError(
@@ -67,17 +67,18 @@ class _InFile:
         return torch.frombuffer(self._map, dtype=self.dtype).view(self.shape)
 
     def back(self) -> Tensor:
-        """The tensor on its device; on a CPU the file itself."""
+        """Return the tensor on its device; on a CPU the mapped file itself."""
         return self._whole().to(self.device)
 
 
 class Offload:
-    """One rank's.
+    """The offload of one rank's saved activations.
 
     Args:
-        parallel: Where to; ``device`` moves nothing, and so does ``host`` where the device is the host.
-        device: Where the model runs.
-        stays: Whether a tensor is kept anyhow.
+        parallel: Where to move them; ``device`` moves nothing, and so does ``host`` where the device is the
+            host.
+        device: The device that runs the model.
+        stays: Returns whether a tensor is held anyway.
     """
 
     def __init__(self, parallel: Parallel, device: torch.device, stays: Callable[[Tensor], bool]) -> None:
@@ -88,12 +89,12 @@ class Offload:
         self.moves = where == "disk" or (where == "host" and device.type != "cpu")
         self.folder = tempfile.gettempdir()
         self.most = 0
-        """Bytes moved in a forward, at most."""
+        """The most bytes that one forward pass has moved."""
         self._moved = 0
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_InHost | _InFile]]] = {}
 
     def saving(self) -> AbstractContextManager[None]:
-        """Around a forward of training."""
+        """Return the context of a training forward pass."""
         return self._saving() if self.moves else nullcontext()
 
     @contextmanager
@@ -105,7 +106,7 @@ class Offload:
         self.most = max(self.most, self._moved)
 
     def facts(self, channel: Channel) -> dict[str, int]:
-        """The most that any rank moved in one forward, for the summary. All ranks call it."""
+        """Return the most bytes that any rank moved in one forward pass. All ranks call it."""
         if not self.moves:
             return {}
         most = channel.all_reduce(torch.tensor(self.most), "max", action="activations moved", kind="other")
@@ -123,7 +124,7 @@ class Offload:
                 *(storage.data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()),
                 *(tensor.dtype, tensor._version),
             )
-            # One that several nodes save goes once; another may lie at its place when it is gone.
+            # A tensor that several nodes save moves once; a later one may reuse the address of a freed one.
             storage_then, found = self._known.get(key, (None, None))
             kept = None if found is None or storage_then is None or storage_then.expired() else found()
             if kept is None:

@@ -1,7 +1,7 @@
-"""First: what one rank finds out for all, whether it finds it or fails.
+"""Rank zero: share what rank 0 finds, result or error, with every rank; share an error of any rank.
 
-Where it sits: ``pipeline.staging`` and ``verify.check`` run a model on rank 0 alone; the others wait for what
-came out.
+Where it sits: ``pipelining.staging`` and ``verify.check`` run a model on rank 0 alone; the others wait for
+the result.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Found = TypeVar("Found")
 
 
 def by_all(channel: Channel, check: Callable[[], None], action: str) -> None:
-    """A check that each rank makes of its own rows. All ranks call it.
+    """Run a check on each rank's own rows; a failure on any rank raises on all. All ranks call it.
 
     Args:
-        channel: All that make it.
+        channel: All ranks that check.
         check: Raises what it finds.
-        action: What a rank that waits says it does.
+        action: The description of this step for a rank that waits.
 
     Raises:
         KagomeError: What the first rank that refuses raised, on every rank; it names that rank, unless all
@@ -44,17 +44,17 @@ def by_all(channel: Channel, check: Callable[[], None], action: str) -> None:
 
 
 def by_first(channel: Channel, find: Callable[[], Found], action: str, kinds: Sequence[type] = ()) -> Found:
-    """What rank 0 finds. All ranks call it.
+    """Return what rank 0 finds, on every rank. All ranks call it.
 
     Args:
-        channel: All that are to hear of it.
+        channel: All ranks that get the result.
         find: Called on rank 0.
-        action: What a rank that waits says it does.
-        kinds: The record classes that ``find`` may give.
+        action: The description of this step for a rank that waits.
+        kinds: The record classes that ``find`` may return.
 
     Raises:
-        KagomeError: What rank 0 raised, on every rank; a :class:`ModelError` in place of any other error, but
-            a :class:`ResourceError` where memory ran out.
+        KagomeError: What rank 0 raised, on every rank. Any other error is raised as a :class:`ModelError`, or
+            as a :class:`ResourceError` if memory ran out.
     """
     found: object = None
     cause: BaseException | None = None

@@ -1,7 +1,7 @@
-"""Task: what an epoch is done in - draws that repeat, buffers that stay, outputs with a row a vertex.
+"""Task: the context of an epoch: repeatable random draws, restored buffers, outputs with a row a vertex.
 
-Where it sits: ``train.graph_engine``, ``pipeline.chunk_engine`` and what measures them use it; losses are in
-``objective.objective``, scores in ``objective.metrics``.
+Where it sits: ``train.graph_engine``, ``pipelining.chunk_engine`` and what measures them use it; losses are
+in ``objective.objective``, scores in ``objective.metrics``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kagome.errors import ModelError
 
 
 def check_finite(loss: float, epoch: int) -> None:
-    """Refuse to go on from a loss that is no number, or none that can be gone on from.
+    """Raise an error if the loss is NaN or infinite.
 
     Raises:
         ModelError: If it is not finite.
@@ -36,26 +36,27 @@ def check_finite(loss: float, epoch: int) -> None:
 
 
 def has_rows(leaf: Any, count: int) -> bool:
-    """Whether a part of a model's output has a row for each of so many vertices."""
+    """Return whether a part of a model's output has a row for each of so many vertices."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.size(0) == count
 
 
 def rows_of(out: Any, rows: Tensor | slice, count: int) -> Any:
-    """Some rows of a model's output for so many vertices; what has none stays as it is."""
+    """Return some rows of a model's output for so many vertices; parts without rows stay as they are."""
     return tree_map(lambda leaf: leaf[rows] if has_rows(leaf, count) else leaf, out)
 
 
 def check_rows(out: Any, own: int, rank: int, *, beside: Literal["none", "numbers", "any"] = "none") -> Any:
-    """A model's output, which has a row for each of so many vertices; of several tensors one at least.
+    """Return a model's output if it has a row a vertex; with several tensors at least one must have.
 
     Args:
         out: What forward returned.
-        own: Vertices.
-        rank: For the error.
-        beside: What there may be besides: numbers of the whole graph, such as a further loss, or anything.
+        own: The number of vertices.
+        rank: This rank, for the error.
+        beside: What else the output may hold: numbers of the whole graph, such as a further loss, or
+            anything.
 
     Raises:
-        ModelError: If it has not.
+        ModelError: If no tensor has a row a vertex, or the output holds something else.
     """
     leaves = tree_leaves(out)
     fits = [has_rows(leaf, own) for leaf in leaves]
@@ -79,18 +80,18 @@ def check_rows(out: Any, own: int, rank: int, *, beside: Literal["none", "number
 
 @contextmanager
 def draws_of(seed: int, epoch: int) -> Iterator[None]:
-    """What a layer still draws from torch's own generator repeats with the epoch, on any ranks."""
-    # Seeding devices that are not there formats the whole stack for each of their kinds: half a millisecond.
+    """Seed torch's generator for a block, so that its draws depend on the epoch and not on the ranks."""
+    # Seeding absent devices formats the whole stack for each device type: half a millisecond.
     seeds = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
     with torch.random.fork_rng(devices=[]):
-        # Far from the small numbers that people choose: a seed of forward's own is told from this one.
+        # Far from the small numbers that people choose, so that a seed set in forward differs from this.
         seeds((seed * 1_000_003 + epoch + 0x5851F42D4C957F2D) % 2**63)
         yield
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Whatever draws inside, all generators go on as if it had not."""
+    """Restore all random generators after a block, whatever it draws."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -102,7 +103,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def unmoved(buffers: Iterable[Tensor]) -> Iterator[None]:
-    """Buffers are afterwards as they were: what is computed twice moves them once."""
+    """Restore buffers after a block, so that what is computed twice changes them once."""
     before = [(buffer, buffer.clone()) for buffer in buffers]
     yield
     with torch.no_grad():
@@ -111,7 +112,7 @@ def unmoved(buffers: Iterable[Tensor]) -> Iterator[None]:
 
 
 def in_float32(out: Any) -> Any:
-    """A model's output in bf16 as float32."""
+    """Convert a model's output in bf16 to float32."""
     return tree_map(
         lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, out
     )

@@ -1,7 +1,7 @@
-"""Wrappers: what stands around a model or its layers for another way of running them, and is taken off.
+"""Wrappers: take off what wraps a model for another way of running it, such as ``DistributedDataParallel``.
 
-Where it sits: ``train.trainer``, ``verify.check``, ``autoplan.plan`` and ``dag`` take a user's model through
-here first.
+Where it sits: ``train.trainer``, ``verify.check``, ``autoplan.plan`` and ``pipelining.dag`` pass a user's
+model through here first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ AROUND: Final = {
 }
 """Classes around a whole model that compute nothing of their own, and the attribute that holds the model.
 
-``DistributedDataParallel`` adds sums of gradients over ranks, which Kagome makes itself; its hooks are silent
-where its own forward has not run."""
+``DistributedDataParallel`` adds sums of gradients over ranks, which Kagome makes itself; its hooks do nothing
+where its own forward has not run.
+"""
 WITHIN: Final = {
     "DistributedDataParallel": "it sums gradients over ranks by itself",
     "DataParallel": "it cuts its inputs into rows for several devices",
@@ -37,10 +38,10 @@ T = TypeVar("T")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that a user wrote, without what stands around it. Compiled layers inside stay.
+    """Return the model that a user wrote, without its wrappers. Compiled layers inside stay.
 
     Raises:
-        ModelError: For what is no module, a layer in a wrapper that cannot be taken off, or weights that hold
+        ModelError: If it is not a module, a layer is in a wrapper that cannot be taken off, or weights hold
             no numbers.
     """
     refuse_no_module(model, "this")
@@ -65,10 +66,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def refuse_no_module(model: object, what: str) -> None:
-    """Refuse a model that is none.
+    """Raise an error if a model is not a ``torch.nn.Module``.
 
     Raises:
-        ModelError: If it is none.
+        ModelError: If it is not one.
     """
     if not isinstance(model, nn.Module):
         hint = "an object of the class: Model(...)" if isinstance(model, type) else ""
@@ -77,14 +78,14 @@ def refuse_no_module(model: object, what: str) -> None:
 
 
 def as_written(function: Callable[P, T]) -> Callable[P, T]:
-    """A function in which compiled models, layers and functions run as they were written.
+    """Decorate a function so that compiled models, layers and functions run uncompiled in it.
 
     Compiled code would hide from the interception what a model reads and sums.
     """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        # A pipeline follows forward through them, too: dynamo would refuse to be followed.
+        # A pipeline also traces forward through them, which dynamo would refuse.
         followed = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
         with followed, torch.compiler.set_stance("force_eager"):
             return function(*args, **kwargs)

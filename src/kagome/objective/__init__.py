@@ -1,1 +1,1 @@
-"""What a run learns: losses, metrics, optimizers, and how a user's own are tried."""
+"""What a run learns: losses, metrics and optimizers, and how a user's own are tried."""

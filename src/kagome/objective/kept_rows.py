@@ -1,8 +1,8 @@
-"""Kept rows: a loss reads what forward has kept of it, of which a part has its own rows only.
+"""Kept rows: refuse a loss that reads rows which forward has stored, since a rank stores its own rows only.
 
-Where it sits: ``train.graph_engine`` and ``pipeline.chunk_engine`` look on while a loss is checked. Rows that
-forward returns reach the loss for the training vertices; those that it leaves in an attribute of the model
-are all of a rank's own, and a mean over them is not one over the graph.
+Where it sits: ``train.graph_engine`` and ``pipelining.chunk_engine`` enter it while a loss is checked. Rows
+that forward returns reach the loss for the training vertices. Rows that forward stores in an attribute of the
+model are all of the rank's own rows, and a mean over them is not a mean over the graph.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kagome.user_frame import user_line
 
 
 class RefusesKept(TorchFunctionMode):
-    """Refuses a torch call on a tensor with a row a vertex or an edge of this part.
+    """Torch function mode that refuses calls on tensors with a row for each vertex or edge of this part.
 
     Args:
-        has_rows: Whether a tensor has such rows.
-        model: The user's module: its own parameters and buffers are known whole.
+        has_rows: Returns whether a tensor has such rows.
+        model: The user's module; its parameters and buffers are whole on each rank and allowed.
     """
 
     def __init__(self, has_rows: Callable[[Tensor], bool], model: nn.Module) -> None:
@@ -36,7 +36,7 @@ class RefusesKept(TorchFunctionMode):
         """Run a torch call of the loss.
 
         Raises:
-            ModelError: If it reads rows that forward has kept.
+            ModelError: If it reads rows that forward has stored.
         """
         for value in (*args, *(kwargs or {}).values()):
             for each in value if isinstance(value, (tuple, list)) else (value,):

@@ -1,8 +1,9 @@
-"""Stateful: what a user's loss holds besides its arguments, and may change when it is called.
+"""Loss state: what a user's loss stores besides its arguments, saved and put back around trial calls.
 
 Where it sits: ``objective`` calls a loss more often than once an epoch, to check it and to score by it.
-Counters, running means and lists that it keeps - in attributes, closures, globals, buffers - go on as if it
-had not. What cannot be seen, such as a generator's place, cannot be put back: ``objective`` refuses it.
+Counters, running means and lists that the loss keeps (in attributes, closures, globals or buffers) continue
+as if those calls had not happened. State that cannot be seen, such as a generator's position, cannot be put
+back: ``objective`` refuses such a loss.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from kagome.components.task import undisturbed
 from kagome.model.buffers import LIBRARIES
 
 DEPTH: Final = 8
-"""Things in things that are looked into."""
+"""How deep nested objects are searched for state."""
 MOST: Final = 5_000
-"""Things that are looked into."""
+"""The most objects that are searched."""
 WATCHED: Final = 64 * 2**20
-"""Bytes of a tensor up to which it is copied, if it is no buffer."""
+"""The most bytes of a tensor that is copied, unless it is a buffer."""
 
 PutBack = Callable[[], bool]
-"""Makes a thing what it was; whether it was another."""
+"""A function that restores an object, and returns whether the object had changed."""
 
 
 class Moves:
@@ -42,10 +43,10 @@ class Moves:
 
 @contextmanager
 def unmoved(function: Any) -> Iterator[Moves]:
-    """For a block, in which a function may be called: what it holds, and all draws, are put back after it.
+    """Put back all state of a function, and of all random generators, after a block that may call it.
 
     Args:
-        function: A function, a module, or any object that is called; None for none.
+        function: A function, a module, or any callable object; None for none.
     """
     with torch._C.DisableTorchFunction():
         kept = _kept(function)
@@ -55,13 +56,13 @@ def unmoved(function: Any) -> Iterator[Moves]:
             yield found
         finally:
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                found.moved = sum(put_back() for put_back in kept) > 0  # all of them
+                found.moved = sum(put_back() for put_back in kept) > 0  # a sum, so that all are restored
 
 
 def _kept(function: Any) -> list[PutBack]:
-    """What puts back each thing that a function can reach."""
+    """Return the functions that restore each object which a function can reach."""
     found: list[PutBack] = []
-    seen: dict[int, Any] = {}  # which keeps them, so that no number is given twice
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
     todo = [(function, DEPTH)]
     while todo and len(seen) < MOST:
         thing, depth = todo.pop()
@@ -79,7 +80,7 @@ def _is_plain(thing: Any) -> bool:
 
 
 def _parts(thing: Any) -> tuple[list[Any], list[PutBack]]:
-    """What a thing holds, and what puts itself back."""
+    """Return what an object holds, and the functions that restore the object itself."""
     if isinstance(thing, Tensor):
         return [], [] if isinstance(thing, nn.Parameter) else _tensor(thing, most=WATCHED)
     if isinstance(thing, FunctionType):
@@ -130,7 +131,7 @@ def _function(function: FunctionType) -> tuple[list[Any], list[PutBack]]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """The globals that code may read or write."""
+    """Return the globals that code may read or write."""
     inner = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
     return set(code.co_names).union(*inner)
 
@@ -222,7 +223,7 @@ def _tensor(tensor: Tensor, most: int | None = None) -> list[PutBack]:
     before, version = tensor.detach().clone(), tensor._version
 
     def put_back() -> bool:
-        # A write of the same number would be one all the same to a backward that has kept the tensor.
+        # Writing an equal number would still be a change to a backward that has saved the tensor.
         changed = tensor._version != version
         if changed:
             tensor.detach().copy_(before)

@@ -1,6 +1,6 @@
-"""Trials: what checks of a user's loss are made of - outputs to try it with, and the errors it may meet.
+"""Loss trials: helpers that check a user's loss on sample outputs, and the errors of those checks.
 
-Where it sits: ``objective`` tries a loss with it before the first update.
+Where it sits: ``objective`` tries a loss with them before the first update.
 """
 
 from __future__ import annotations
@@ -17,17 +17,28 @@ from kagome.errors import ConfigError, ModelError
 
 @dataclass(frozen=True)
 class Tried:
-    """What one call of a loss gave: values and weights, whether with a gradient."""
+    """The result of one call of a loss: values, weights, and whether they have a gradient."""
 
     values: Tensor
     weights: Tensor | None
     learns: bool
     moved: bool
-    """Whether what the loss keeps was another afterwards."""
+    """Whether the call changed state that the loss keeps."""
 
 
 def check_shapes(values: Tensor, weights: Tensor | None, part: Tensor, count: int, where: str) -> None:
-    """Refuse values that are not one a row, and weights of another number."""
+    """Raise an error unless there is one value a row, and as many weights.
+
+    Args:
+        values: What the loss gave for all rows.
+        weights: The weights beside the values, or None.
+        part: What the loss gave for some of the rows.
+        count: The number of rows.
+        where: The shapes, for the error.
+
+    Raises:
+        ConfigError: If a shape is wrong.
+    """
     if values.size(0) != count or values.shape[1:] != part.shape[1:]:
         found = (
             f"it gave {values.size(0)}" if values.dim() == 1 else f"it gave the shape {list(values.shape)}"
@@ -51,7 +62,7 @@ def check_shapes(values: Tensor, weights: Tensor | None, part: Tensor, count: in
 
 
 def check_rows(values: Tensor, part: Tensor, cut: int, count: int, where: str) -> None:
-    """Refuse values of rows that depend on other rows."""
+    """Raise an error if the value of a row depends on other rows."""
     if not torch.allclose(values[:cut].double(), part.double(), rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ConfigError(
             "loss(out, y) gives each row a value of its own",
@@ -63,7 +74,7 @@ def check_rows(values: Tensor, part: Tensor, cut: int, count: int, where: str) -
 
 
 def check_gradient(values: Tensor, sample: Any, where: str) -> None:
-    """Refuse a loss that cannot be differentiated by the output."""
+    """Raise an error if the loss cannot be differentiated by the output."""
     leaves = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not leaves or not values.requires_grad:
         return
@@ -79,12 +90,12 @@ def check_gradient(values: Tensor, sample: Any, where: str) -> None:
 
 
 def learning(out: Any) -> bool:
-    """Whether some part of an output has a gradient."""
+    """Return whether some tensor of an output has a gradient."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(out))
 
 
 def no_gradient(out: Any) -> ModelError:
-    """The error for an output that trains no weight."""
+    """Return the error for an output without a gradient, which trains no weight."""
     kinds = ", ".join(_form(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
     return ModelError(
         "the model's output has a gradient by its weights",
@@ -94,7 +105,7 @@ def no_gradient(out: Any) -> ModelError:
 
 
 def lost_gradient(values: Tensor, where: str) -> ConfigError:
-    """The error for a loss that trains no weight."""
+    """Return the error for a loss without a gradient, which trains no weight."""
     return ConfigError(
         "loss(out, y) has a gradient by the model's output",
         f"its value has none: {_form(values)}",
@@ -104,14 +115,14 @@ def lost_gradient(values: Tensor, where: str) -> ConfigError:
 
 
 def near(one: Tensor, other: Tensor) -> bool:
-    """Whether two trials gave the same."""
+    """Return whether two trials gave the same values, up to rounding."""
     return one.shape == other.shape and torch.allclose(
         one.double(), other.double(), rtol=1e-4, atol=1e-6, equal_nan=True
     )
 
 
 def leaf_of(value: Any) -> Any:
-    """A part of an output, cut off from what it was computed by."""
+    """Detach a part of an output from its computation, as a leaf that needs a gradient if it can."""
     if not isinstance(value, Tensor):
         return value
     leaf = value.detach()
@@ -119,22 +130,22 @@ def leaf_of(value: Any) -> Any:
 
 
 def copied(out: Any) -> Any:
-    """What a loss may write to."""
+    """Return a copy of an output, which a loss may write to."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, out)
 
 
 def itself(out: Any) -> Any:
-    """The output as it is."""
+    """Return the output as it is."""
     return out
 
 
 def still(value: Any) -> Any:
-    """A part of an output without a gradient."""
+    """Return a detached copy of a part of an output."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def moved(value: Any) -> Any:
-    """Another output, as far from this one as numbers of ordinary size are."""
+    """Return another output, which differs from this one by numbers of ordinary size."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     steps = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device)
@@ -142,7 +153,7 @@ def moved(value: Any) -> Any:
 
 
 def pair(out: Any, y: Tensor) -> str:
-    """Shapes and types of what a loss was given."""
+    """Describe the shapes and types that a loss was given."""
     shown = ", ".join(_form(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
     return f"out {shown}, y {_form(y)}"
 
@@ -152,12 +163,12 @@ def _form(value: Tensor) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first."""
+    """Return the first line of an error's message."""
     return (str(error).strip().split("\n") or [""])[0]
 
 
 def cure(out: Any, y: Tensor, error: Exception) -> str:
-    """What to try after a loss has raised."""
+    """Suggest a fix after a loss has raised an error."""
     text = str(error)
     if "differentiated Tensor" in text or "does not require grad" in text:
         return "take derivatives in forward, and return them beside the output; or train on one rank"

@@ -1,6 +1,7 @@
-"""Weighed: the sum of all weights of a loss, over all ranks, by which each rank divides its own sum.
+"""Loss weights: the sum of all weights of a loss over all ranks, by which each rank divides its own sum.
 
-Where it sits: ``train.graph_engine`` and ``pipeline.chunk_engine`` settle it before the first weight update.
+Where it sits: ``train.graph_engine`` and ``pipelining.chunk_engine`` settle it before the first weight
+update.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kagome.objective.objective import Objective, Target
 
 
 class LossWeights:
-    """By what a rank divides its sum of losses, so that the sum over ranks is the mean over all.
+    """The number that a rank divides its sum of losses by, so that the sum over ranks is the mean over all.
 
     Args:
         objective: The loss.
@@ -34,9 +35,9 @@ class LossWeights:
         """Find the sum of weights, once. All ranks call it.
 
         Args:
-            target: Of this rank's training vertices.
-            out: The model's output for them; None before there is one: a user's loss that gives weights
-                waits for it.
+            target: The targets of this rank's training vertices.
+            out: The model's output for them; None before there is one. A user's loss that gives weights needs
+                it.
 
         Raises:
             DataError: If all weights are 0.
@@ -58,11 +59,11 @@ class LossWeights:
         self.total = found
 
     def mean(self, lost: Tensor, weight: Tensor | None) -> Tensor:
-        """The share of some rows in the mean.
+        """Return what some rows contribute to the mean.
 
         Args:
-            lost: Their sum of weighted values.
-            weight: The sum of their weights, if a user's loss says it.
+            lost: The rows' sum of weighted values.
+            weight: The sum of the rows' weights, if a user's loss gives it.
         """
         assert self.total is not None
         if weight is not None:
@@ -70,10 +71,10 @@ class LossWeights:
         return lost / self.total
 
     def done(self) -> None:
-        """All rows of an epoch have had their share.
+        """Check the weights at the end of an epoch, once all of its rows were added.
 
         Raises:
-            ConfigError: If their weights are not those that were settled.
+            ConfigError: If their sum is not the one that was settled.
         """
         seen, self._seen = self._seen, None
         if seen is not None and not abs(seen - self._own) <= 1e-6 * max(abs(self._own), 1.0):

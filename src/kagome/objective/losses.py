@@ -1,4 +1,4 @@
-"""Losses: which objective a run has - by name, a user's own, or guessed by the labels - and what it refuses.
+"""Losses: the objective of a run, by name, a user's own, or guessed from the labels, and its checks.
 
 Where it sits: ``optimizers`` asks once, before the first epoch.
 """
@@ -32,20 +32,20 @@ def objective_of(
     shared: Collection[str] = (),
     alone: bool = False,
 ) -> Objective:
-    """The objective of a run, checked against what the labels hold; a user's loss tried on made-up rows.
+    """Return the objective of a run, checked against the labels; try a user's loss on made-up rows.
 
     Args:
-        loss: A name, a user's own, or None for what the settings say.
+        loss: A name, a user's own, or None for the one in the settings.
         facts: What the labels hold.
         train: The settings.
-        vertices: Of the whole graph.
+        vertices: The number of vertices of the whole graph.
         inputs: The attribute of each further argument of a user's loss, where the user names them.
         nodes: Attributes that have a row a vertex.
         shared: Attributes that are the same on all ranks.
         alone: Whether the loss is always given all rows at once: one rank, one chunk.
 
     Raises:
-        ConfigError: If settings clash, or the loss is one that the mean over all ranks would change.
+        ConfigError: If settings clash, or the mean over all ranks would change the loss.
         DataError: If the labels do not fit the loss.
     """
     if loss is None or isinstance(loss, str):
@@ -100,11 +100,11 @@ def _named(
 
 
 def _guessed(facts: Labels, vertices: int) -> str:
-    """The loss where none is named: cross entropy of class ids, binary cross entropy of labels of 0 and 1."""
+    """Return the loss where none is named: cross entropy for class ids, binary cross entropy for 0 and 1."""
     if facts.task == "multilabel":
         return "bce"
     if facts.single and (facts.whole or facts.least < NONE):
-        return "cross_entropy"  # whose checks name the first row that is no class
+        return "cross_entropy"  # its checks name the first row that is not a class
     row = facts.odd if facts.odd >= 0 else facts.least_row if facts.least < 0 else facts.most_row
     kind = (
         "class labels must be whole numbers" if facts.single else "y with several columns must hold 0 and 1"
@@ -180,7 +180,7 @@ def _check_class_weight(made: Objective) -> None:
             f"the loss is {made.name}",
             hint="return (values, weights) from a loss of your own",
         )
-    # The label that is ignored may be the last one: a model may have a column for it all the same.
+    # The ignored label may be the last class, and the model may still have a column for it.
     widths = {made.outputs, max(made.outputs, (made.ignore or 0) + 1)}
     if len(table) not in widths or not all(0 <= each < float("inf") for each in table) or not any(table):
         raise ConfigError(
@@ -190,7 +190,7 @@ def _check_class_weight(made: Objective) -> None:
 
 
 def _arguments(loss: Loss, named: dict[str, str], names: Collection[str]) -> dict[str, str]:
-    """The attribute of each further argument of a user's loss."""
+    """Return the attribute of each further argument of a user's loss."""
     more = _further(loss)
     odd = [name for name in named if more is not None and name not in more]
     gone = [name for name in named.values() if name not in names]
@@ -204,7 +204,7 @@ def _arguments(loss: Loss, named: dict[str, str], names: Collection[str]) -> dic
     for place, (name, needed) in enumerate((more or {}).items()):
         if name in found:
             continue
-        own = not _of_torch(loss)  # torch's weight is a weight a class
+        own = not _of_torch(loss)  # in torch's losses, weight is one number a class
         attribute = (
             name if name in names else "weight" if place == 0 and needed and "weight" in names else None
         )
@@ -220,14 +220,14 @@ def _arguments(loss: Loss, named: dict[str, str], names: Collection[str]) -> dic
 
 
 def _further(loss: Loss) -> dict[str, bool] | None:
-    """Arguments after ``out`` and ``y``, and whether they must be given; None where nobody can tell."""
+    """Return the arguments after ``out`` and ``y``, and which are required; None without a signature."""
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except (TypeError, ValueError):
         return None
     given = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     kept = [p for p in signature.parameters.values() if p.kind in (*given, inspect.Parameter.POSITIONAL_ONLY)]
-    # A default that is a value was chosen by the user; None waits for one.
+    # A default value was chosen by the user; a default of None is to be filled.
     return {p.name: p.default is p.empty for p in kept[2:] if p.kind in given and _waits(p)}
 
 
@@ -243,7 +243,7 @@ def _of_torch(loss: Any) -> bool:
 
 
 def _tried(made: Objective) -> Objective:
-    """Try a user's loss on a few made-up rows; what needs other ones is tried on the first epoch's own."""
+    """Try a user's loss on a few made-up rows; a loss that needs others is tried in the first epoch."""
     generator = torch.Generator().manual_seed(0)
     facts = made.facts
     shape = (
@@ -261,7 +261,7 @@ def _tried(made: Objective) -> Objective:
         with made.tried(), draws_of(0, 0):
             values, weights = split(made._called(out, target))
     except (ConfigError, RuntimeError):
-        return replace(made, pairs=None)  # a loss for outputs of another shape
-    if not made.alone:  # else real rows decide, in the first epoch
+        return replace(made, pairs=None)  # the loss takes outputs of another shape
+    if not made.alone:  # on one rank the real rows of the first epoch decide
         made.check(out, target)
     return replace(made, pairs=weights is not None, trial=float(values.detach().double().sum()))

@@ -1,10 +1,10 @@
-"""Metrics: scores that add up over ranks, by name or a user's own, and which way is better.
+"""Metrics: scores that add up over ranks, built-in or a user's own, and whether more of them is better.
 
-Where it sits: ``optimizers`` chooses one before the first epoch, ``train.trainer`` asks it after each
-evaluation; sums over ranks go through the channel that it is given.
+Where it sits: ``optimizers`` chooses one before the first epoch; ``train.trainer`` asks it after each
+evaluation. Sums over ranks go through the channel that it is given.
 
-Most are *states*: sums over rows, added over ranks, of which a number is made at the end. ROC AUC and average
-precision need the order of all rows: their scores go to rank 0.
+Most metrics are *states*: sums over rows, added over ranks, from which a number is made at the end. ROC AUC
+and average precision need the order of all rows: their scores go to rank 0.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from kagome.errors import ConfigError, ModelError
 from kagome.objective.objective import OTHERS, Objective, Target
 
 LOWER: Final = ("mse", "mae", "rmse", "loss")
-"""Metrics of which less is better."""
+"""Metrics for which less is better."""
 NUMBERS: Final = ("mse", "mae", "rmse", "r2")
-"""Metrics of numbers, not of classes."""
+"""Metrics for numbers, as opposed to classes."""
 RANKED: Final = ("roc_auc", "average_precision")
-"""Metrics of the order of all rows."""
+"""Metrics that depend on the order of all rows."""
 _LOGITS: Final = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss)
-"""Losses of scores that are above 0 where a label is likely."""
+"""Losses whose scores are above 0 where a label is likely."""
 
 Own = Callable[[Any, Tensor], Any]
 """``metric(out, y)``: a value a row; or, with a ``compute(state)`` beside it, a state that adds up."""
 
 
 class Sums(Protocol):
-    """What this file needs of a channel: see :class:`kagome.comm.channel.Channel`."""
+    """The part of a channel that this module needs: see :class:`kagome.comm.channel.Channel`."""
 
     @property
     def rank(self) -> int:
@@ -47,27 +47,27 @@ class Sums(Protocol):
     def all_reduce(
         self, tensor: Tensor, op: Literal["sum"] = "sum", *, action: str, kind: Literal["other"]
     ) -> Tensor:
-        """Sum over ranks."""
+        """Return a tensor's sum over all ranks."""
 
     def gather_rows(
         self, rows: Tensor, *, action: str, kind: Literal["other"] = "other", dst: int | None = None
     ) -> list[Tensor] | None:
-        """Rows of all ranks."""
+        """Gather the rows of all ranks, in rank order."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How a run is scored.
+    """The metric by which a run is scored.
 
     Args:
-        name: For texts: of a built-in metric, or of a user's own.
-        objective: What the run learns: what stands for no label, and the loss itself.
-        own: The user's own, if it is one.
+        name: The name of a built-in metric, or of a user's own, for texts.
+        objective: What the run learns: it knows which label stands for none, and the loss itself.
+        own: The user's own metric, if it is one.
         columns: Columns of the output that a built-in metric scores; empty for all.
         higher: Whether more is better.
-        guessed: Whether labels alone chose it, beside a loss of the user's own: it gives way to that loss
-            where the output has other columns than the labels ask for, and the loss to nothing where it
-            takes derivatives, of which scores have none.
+        guessed: Whether it was chosen by the labels alone, beside a loss of the user's own. Then the loss
+            replaces it if the output has other columns than the labels ask for; and no score is given if the
+            loss takes derivatives, which scores do not have.
     """
 
     name: str
@@ -80,13 +80,13 @@ class Metric:
     def scores(
         self, out: Any, target: Target, masks: Mapping[str, Tensor], channel: Sums, action: str
     ) -> dict[str, float | None]:
-        """The metric over each mask's vertices of all ranks; each vertex counts once, at its owner.
+        """Return the metric over each mask's vertices of all ranks; a vertex counts once, at its owner.
 
         Args:
             out: The model's output for own rows.
             target: Own rows' labels.
             masks: Own rows' masks by split.
-            channel: For the sums.
+            channel: The channel for the sums.
             action: What this is, for errors.
 
         Returns:
@@ -97,7 +97,7 @@ class Metric:
             ModelError: If the output does not fit the metric.
 
         Shapes:
-            out ``[n, C]`` or a nest of such, masks ``[n]``.
+            out ``[n, C]`` or a nested structure of such tensors, masks ``[n]``.
 
         Cost:
             A few numbers a split, at most a few a class; for ROC AUC and average precision a score and a
@@ -130,30 +130,30 @@ class Metric:
         return {split: self._final(state) for split, state in zip(cuts, summed, strict=True)}
 
     def check(self, out: Any) -> None:
-        """Refuse an output that a built-in metric would take for something else.
+        """Raise an error for an output that a built-in metric would misread.
 
         Raises:
-            ModelError: If it has other columns than the labels ask for, and nobody said which are scored.
+            ModelError: If it has other columns than the labels ask for, and no setting names those to score.
         """
         if self.own is None and self.name != "loss" and not self.guessed:
             self._columns(out)
 
     def fitted(self, out: Any) -> Metric:
-        """The metric of an output: the loss, where labels alone chose and the columns are others."""
+        """Return the metric that fits an output: the loss, if a guessed metric does not fit the columns."""
         if not self.guessed or self.name == "loss":
             return self
         try:
             rows = self._columns(out)
         except ModelError:
             return Metric("loss", self.objective, higher=False, guessed=True)
-        # Scores above 0 are a label, probabilities above 1/2: a loss of the user's own does not say which.
+        # A label is a score above 0 or a probability above 1/2: a user's own loss does not say which.
         cut = rows.size(1) == 1 or not self.objective.classified
         if cut and not isinstance(self.objective.loss, _LOGITS):
             return Metric("loss", self.objective, higher=False, guessed=True)
         return replace(self, guessed=False)
 
     def labels(self, out: Any) -> Tensor | None:
-        """The labels that scores stand for; None where they are numbers.
+        """Return the labels that scores stand for; None where the scores are numbers.
 
         Shapes:
             out ``[n]`` or ``[n, C]``; result ``[n]``, or ``[n, C]`` of 0 and 1 for several labels.
@@ -174,7 +174,7 @@ class Metric:
     # Built-in ------------------------------------------------------------------------------------
 
     def _columns(self, out: Any) -> Tensor:
-        """The columns that are scored, ``[n, C]``."""
+        """Return the columns that are scored, ``[n, C]``."""
         if not isinstance(out, Tensor):
             raise ModelError(
                 f"the metric {self.name} scores one tensor",
@@ -192,7 +192,7 @@ class Metric:
             rows = rows[:, list(self.columns)]
         wanted = self._width()
         single = wanted <= 2 and self.objective.classified and rows.size(1) == 1
-        # A loss that takes all columns as classes says what they are; one of the user's own does not.
+        # A loss that takes all columns as classes says what they are; a user's own loss does not.
         classes = self.name not in NUMBERS and self.objective.classified and _takes_all(self.objective)
         wide = rows.size(1) > wanted and not classes
         if (rows.size(1) < wanted and not single) or wide:
@@ -241,7 +241,7 @@ class Metric:
         return found & ~y.reshape(found.shape).isnan() if y.is_floating_point() else found
 
     def _confusion(self, rows: Tensor, y: Tensor) -> Tensor:
-        """Hits, choices and labels of each class or column."""
+        """Return hits, predictions and labels of each class or column."""
         facts = self.objective.facts
         if not self.objective.classified:
             there = self._there(y)
@@ -256,12 +256,12 @@ class Metric:
         chosen = (rows.squeeze(1) > 0).long() if rows.size(1) == 1 else rows.argmax(1)
         width = max(facts.classes, rows.size(1))
         if facts.least < 0 and not facts.both:
-            # With a loss of the user's own -1 may be a label like others: no column stands for it.
+            # With a user's own loss -1 may be a label like any other, for which the output has no column.
             ids, width = torch.where(ids < 0, width, ids), width + 1
         return self._counts(chosen, ids, there, width)
 
     def _counts(self, chosen: Tensor, true: Tensor, there: Tensor, classes: int) -> Tensor:
-        """Hits, choices and labels of each class where it matters which; else of all together."""
+        """Return hits, predictions and labels of each class if the metric needs it, else of all together."""
         if self.name == "f1_macro":
             return _one_hot_counts(chosen, true, there, classes)
         labels = there.sum()
@@ -292,7 +292,7 @@ class Metric:
     def _r2(
         self, cuts: Mapping[str, tuple[Any, Target]], channel: Sums, action: str
     ) -> dict[str, float | None]:
-        """As scikit-learn's ``r2_score``: of each column, then their mean."""
+        """Return scikit-learn's ``r2_score`` by split: that of each column, then their mean."""
         first = []
         for out, target in cuts.values():
             gap, there = self._gaps(self._columns(out), target.y)
@@ -300,7 +300,7 @@ class Metric:
             sums = torch.where(there, flat, torch.zeros_like(flat)).sum(0)
             first.append(torch.stack([gap.square().sum(0), there.sum(0).double(), sums]))
         found = _summed(first, channel, action)
-        # Squares around the mean in a second pass: without it large labels lose all their digits.
+        # Sum squares around the mean in a second pass: in one pass large labels lose all their digits.
         second = []
         for (_, target), (_, count, sums) in zip(cuts.values(), found, strict=True):
             there = self._there(target.y)
@@ -331,7 +331,7 @@ class Metric:
                 kept = true[:, column] == true[:, column]
                 mine, scored = true[kept, column] > 0, guess[kept, column]
                 if 0 < mine.sum() < mine.size:
-                    whole = bool(np.isfinite(scored).all())  # scikit-learn takes no others
+                    whole = bool(np.isfinite(scored).all())  # scikit-learn takes finite scores only
                     found.append(float(function(mine, scored)) if whole else math.nan)
             value.fill_(sum(found) / len(found) if found else math.inf)
         total = float(channel.all_reduce(value, action=action, kind="other"))
@@ -406,7 +406,7 @@ def _share(target: Target) -> float:
 
 
 def _summed(states: Sequence[Any], channel: Sums, action: str) -> list[Any]:
-    """States of all ranks added up, in one message."""
+    """Return states added up over all ranks, with one message for all of them."""
     flat = [tree_flatten(state) for state in states]
     leaves = [leaf for found, _ in flat for leaf in found]
     whole = channel.all_reduce(
@@ -437,20 +437,20 @@ def _r2_of(state: Tensor, spread: Tensor) -> float | None:
 
 
 def _takes_all(objective: Objective) -> bool:
-    """Whether the loss takes every column of the output as a class."""
+    """Return whether the loss takes every column of the output as a class."""
     return objective.name == "cross_entropy" or isinstance(objective.loss, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
 def metric_of(metric: Own | str | None, objective: Objective, train: Train) -> Metric:
-    """The metric of a run, checked against what the labels hold.
+    """Return the metric of a run, checked against the labels.
 
     Args:
-        metric: A name, a user's own, or None for what the settings say.
+        metric: A name, a user's own, or None for the one in the settings.
         objective: What the run learns.
         train: The settings.
 
     Raises:
-        ConfigError: If it does not suit the labels.
+        ConfigError: If the metric does not suit the labels.
     """
     if metric is not None and not isinstance(metric, str):
         if not callable(metric):
@@ -471,7 +471,7 @@ def metric_of(metric: Own | str | None, objective: Objective, train: Train) -> M
 
 
 def _guessed(objective: Objective) -> str:
-    """The metric where none is named."""
+    """Return the metric's name for labels and loss where none is given."""
     facts = objective.facts
     if objective.name in ("mse", "huber"):
         return "rmse"

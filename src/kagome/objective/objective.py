@@ -1,12 +1,12 @@
-"""Objective: what a run learns - a loss by name or a user's own, and the mean that it is over all ranks.
+"""Objective: the loss of a run, built-in or a user's own, and its mean over all ranks.
 
 Where it sits: ``optimizers`` makes one before the first epoch; ``train.graph_engine`` and
-``pipeline.chunk_engine`` ask it for the loss of their rows. Labels reach a user's loss as they were given;
-what a built-in loss needs otherwise it turns itself.
+``pipelining.chunk_engine`` ask it for the loss of their rows. Labels reach a user's loss as they were given;
+a built-in loss converts labels itself where it needs another form.
 
-The loss of a run is ``sum(weight * value) / sum(weight)`` over all training vertices of all ranks. A value
-is of a row, or of an entry of a row with several columns. Its weight is 1, but for: 0 where there is no
-label, the weight of its class, the weight of its vertex.
+The loss of a run is ``sum(weight * value) / sum(weight)`` over all training vertices of all ranks. There is
+one value a row, or one for each entry of a row with several columns. The weight of a value is 1, times the
+weight of its class and of its vertex if there are any; it is 0 where there is no label.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ Loss = Callable[..., Any]
 """``loss(out, y)``: a value a row, their sum, or ``(values, weights)``; further arguments by name."""
 
 NONE: Final = -1
-"""What stands for "no label" among class ids, where nothing is said."""
+"""The class id that stands for "no label" unless a setting names another."""
 OTHERS: Final = ("mse", "mae", "huber")
 NOTHING: Final = 1e-6
-"""A loss of one number below this says nothing of how it comes about."""
+"""A trial loss of one number below this does not tell a sum from a mean."""
 LIMIT: Final = 10_000
-"""More classes than this, and than vertices, are vertex ids or hashes taken for labels."""
+"""Above this many classes, and more than vertices, labels are taken to be vertex ids or hashes."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a loss is compared with: of some rows.
+    """What the output of some rows is compared with in a loss.
 
     Args:
         y: Labels.
         weights: The weight of each value of a built-in loss.
         rows: Further arguments of a user's loss that have a row a vertex, by name.
-        shared: Those that have not.
+        shared: Further arguments without a row a vertex, by name.
 
     Shapes:
         y ``[n, ...]``, weights ``[n]`` or ``[n, columns]``, rows ``[n, ...]``.
@@ -76,13 +76,16 @@ class Target:
     shared: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, rows: Any) -> Target:
-        """The same of some of the rows."""
+        """Return the target of some of the rows."""
         more = {name: value[rows] for name, value in self.rows.items()}
         return Target(self.y[rows], None if self.weights is None else self.weights[rows], more, self.shared)
 
 
 class Scalar:
-    """What a loss of one number is: the sum of its rows, or, where one rank has them all, what is learned."""
+    """Whether a loss of one number is trained on as it is (``learned``), or is the sum of its rows.
+
+    One number may be more than a sum only where one rank has all rows.
+    """
 
     def __init__(self) -> None:
         self.learned = False
@@ -90,21 +93,22 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a run learns.
+    """What a run learns: a loss, and how labels and weights enter it.
 
     Args:
-        name: Of a built-in loss; empty for a user's own.
-        loss: The user's own.
+        name: The name of a built-in loss; empty for a user's own.
         facts: What the labels hold.
-        ignore: The label that stands for none; None where none does.
+        loss: The user's own loss.
+        ignore: The label that stands for "no label"; None where none does.
         class_weight: A weight a class; empty for none.
         weight: The attribute that holds a weight a vertex, for a built-in loss.
         rows: The attribute of each further argument of a user's loss that has a row a vertex.
-        shared: The attribute of each that has not.
-        trial: What a user's loss gave of made-up rows; None where it was not tried.
+        shared: The attribute of each further argument without a row a vertex.
         pairs: Whether a user's loss gives weights beside its values; None where it could not be tried yet.
-        alone: Whether a user's loss is always given all rows at once: then it may look from row to row.
+        alone: Whether a user's loss is always given all rows at once; then a row's value may depend on
+            others.
         scalar: What the user's loss is if it gives one number; known after the first check of real rows.
+        trial: The value of a user's loss on made-up rows; None where it was not tried.
     """
 
     name: str
@@ -128,7 +132,7 @@ class Objective:
 
     @property
     def outputs(self) -> int:
-        """Columns that a model must give."""
+        """The number of output columns that the loss needs from a model."""
         return self.facts.outputs_for(self.name)
 
     @property
@@ -137,11 +141,11 @@ class Objective:
         return self.facts.single and self.facts.task == "multiclass" and self.name not in OTHERS
 
     def target(self, inputs: Mapping[str, Any], rows: Tensor | slice) -> Target:
-        """What the loss of some rows is compared with.
+        """Return what the loss of some rows is compared with.
 
         Args:
             inputs: Attributes of own rows by name, and what all ranks share.
-            rows: Places of the rows, or a slice of all.
+            rows: Indices of the rows, or a slice of all.
         """
         more = {name: inputs[attribute][rows] for name, attribute in self.rows.items()}
         shared = {name: inputs[attribute] for name, attribute in self.shared.items()}
@@ -154,7 +158,7 @@ class Objective:
     # Which rows have a label ---------------------------------------------------------------------
 
     def there(self, y: Tensor) -> Tensor:
-        """Which entries of y are labels.
+        """Return which entries of y are labels.
 
         Shapes:
             y ``[n, ...]``; result ``[n, columns]``, bool.
@@ -168,7 +172,7 @@ class Objective:
         return found
 
     def labelled(self, y: Tensor) -> Tensor:
-        """Which rows have a label.
+        """Return which rows have a label.
 
         Shapes:
             y ``[n, ...]``; result ``[n]``, bool.
@@ -180,7 +184,7 @@ class Objective:
     # Values and weights --------------------------------------------------------------------------
 
     def weights(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The weight of each value of a built-in loss: labels alone decide it.
+        """Return the weight of each value of a built-in loss, which depends on labels only.
 
         Shapes:
             y ``[n, ...]``, weight ``[n]``; result ``[n]`` for cross entropy, else ``[n, columns]``.
@@ -195,24 +199,24 @@ class Objective:
         return found
 
     def share(self, target: Target) -> float | None:
-        """The sum of all weights of some rows; None where a user's loss says it with its values."""
+        """Return the sum of all weights of some rows; None where a user's loss gives it with its values."""
         if target.weights is not None:
             return float(target.weights.sum())
         return None if self.pairs is not False else float(target.y.size(0))
 
     def lost(self, out: Any, target: Target) -> tuple[Tensor, Tensor | None]:
-        """The sum of weighted values; and the sum of weights, if a user's loss says it.
+        """Return the sum of weighted values; and the sum of weights, if a user's loss gives it.
 
         Args:
             out: The model's output for some rows.
-            target: Of the same rows.
+            target: The target of the same rows.
 
         Raises:
-            ConfigError: If the loss cannot be computed of them.
+            ConfigError: If the loss cannot be computed for them.
             ModelError: If the output does not fit a built-in loss.
 
         Shapes:
-            out ``[n, C]`` or a nest of such; the sum is a scalar.
+            out ``[n, C]`` or a nested structure of such tensors; the sum is a scalar.
         """
         if self.name:
             values = self._built_in(out, target)
@@ -220,7 +224,7 @@ class Objective:
             return (values * target.weights.to(values.dtype)).sum(), None
         values, given = split(self._called(out, target))
         if given is None:
-            # A mean of all rows: as a sum it is divided by their number again.
+            # A mean over all rows becomes a sum here, because it is divided by their number later.
             return (values * target.y.size(0) if self.scalar.learned else row_sum(values)), None
         if given.requires_grad:
             raise ConfigError(
@@ -271,7 +275,7 @@ class Objective:
         return functions[self.name](*self._aligned(out, target.y), reduction="none")
 
     def _aligned(self, out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and labels with a column an entry; 0 where there is no label."""
+        """Return output and labels with one column an entry; both are 0 where there is no label."""
         rows, columns = y.size(0), self.facts.columns
         if out.shape != y.shape and not (columns == 1 and out.shape[1:] in ((), (1,))):
             raise self._odd(out)
@@ -282,7 +286,7 @@ class Objective:
         return torch.where(there, shown, torch.zeros_like(shown)), kept
 
     def _odd(self, out: Any) -> ModelError:
-        """The error for an output that does not fit the labels."""
+        """Return the error for an output that does not fit the labels."""
         of, columns = {"cross_entropy": "class", "bce": "label"}.get(self.name, "number"), self.outputs
         shape = f"its output has the shape {list(out.shape)}" if isinstance(out, Tensor) else ""
         return ModelError(
@@ -312,14 +316,14 @@ class Objective:
 
         Args:
             out: The model's output for some rows.
-            target: Of the same rows.
-            trains: Whether the output is one that is trained: then it has a gradient.
-            apart: Where its calls are not one an epoch on every rank, what they are.
+            target: The target of the same rows.
+            trains: Whether the output is trained on, so that it must have a gradient.
+            apart: How the loss is called, if not once an epoch on every rank; else empty.
 
         Raises:
             ConfigError: If a user's loss gives more values than rows, cannot be computed or differentiated,
-                or keeps what cannot be put back; and, but for one that is given all rows at once, if it
-                averages over its rows or mixes them.
+                or keeps state that cannot be put back. Also if it averages over its rows or mixes them,
+                unless it is always given all rows at once.
             ModelError: If the output has no gradient.
         """
         with torch.enable_grad():
@@ -331,14 +335,14 @@ class Objective:
                 raise no_gradient(out)
 
     def tried(self) -> AbstractContextManager[Moves]:
-        """Around a call of the loss that trains nothing: what it keeps of a call stays as it is."""
+        """Return a context for trial calls of the loss: state that the loss keeps is put back afterwards."""
         return unmoved(self.loss)
 
     def _check(self, out: Any, target: Target, *, trains: bool, apart: str) -> None:
         count, where = target.y.size(0), pair(out, target.y)
         if not count:
             return
-        # Alone the loss may differentiate what forward kept: by the output itself.
+        # On one rank the loss may differentiate by the output itself, so it gets no copy.
         sample = out if self.alone else tree_map(leaf_of, out)
         found, fresh = self._first(sample, target, where)
         values, weights = found.values, found.weights
@@ -349,7 +353,7 @@ class Objective:
         if count < 2:
             return
         if values.dim() == 0 and abs(float(values)) < NOTHING:
-            # A sum and a mean of nothing look alike.
+            # For values near 0 a sum and a mean look alike.
             sample = tree_map(moved, sample)
             values = self._tried(fresh(sample), target).values
         cut = count // 3 or 1
@@ -369,14 +373,14 @@ class Objective:
             self._check_kept((fresh(sample), target), some, where, apart)
 
     def _first(self, sample: Any, target: Target, where: str) -> tuple[Tried, Callable[[Any], Any]]:
-        """The first trial of a loss, and what makes the output that each further one is given."""
+        """Try the loss for the first time; return the result and how to make further samples."""
         fresh: Callable[[Any], Any] = copied
         try:
             found = self._tried(fresh(sample), target, by=sample, where=where)
         except ConfigError:
             if not self.alone:
                 raise
-            fresh = itself  # it differentiates one part of the output by another, which no copy is
+            fresh = itself  # a copy would break a derivative of one part of the output by another
             found = self._tried(sample, target, by=sample, where=where)
         again = self._tried(fresh(sample), target)
         if not near(found.values, again.values):
@@ -390,7 +394,7 @@ class Objective:
         return found, fresh
 
     def _tried(self, out: Any, target: Target, *, by: Any = None, where: str = "") -> Tried:
-        """One call of the loss, after which it is as before; its gradient is tried by some tensors."""
+        """Call the loss once and put its state back; with ``by``, try its gradient by those tensors."""
         with self.tried() as moves:
             values, weights = split(self._called(out, target))
             if by is not None:
@@ -400,7 +404,7 @@ class Objective:
     def _check_kept(
         self, whole: tuple[Any, Target], some: tuple[Any, Target], where: str, apart: str
     ) -> None:
-        """A rank has its own rows: what a loss keeps may count its calls, and tell of no row."""
+        """Check that state which a loss keeps between calls does not depend on the rows of one rank."""
 
         def after(*before: tuple[Any, Target]) -> Tensor:
             with self.tried():
@@ -451,23 +455,23 @@ class Objective:
 
 
 def _module(loss: Loss | None) -> str:
-    """The class of a loss that is a module, to call it by in a hint."""
+    """Return the class name of a loss module, for the call that a hint suggests."""
     return type(loss).__name__ if isinstance(loss, nn.Module) else "CrossEntropyLoss"
 
 
 def row_sum(value: Tensor) -> Tensor:
-    """The sum over rows of what a loss gave; further axes are averaged."""
+    """Return the sum over rows of what a loss gave; further axes are averaged."""
     return value if value.dim() == 0 else value.flatten(1).mean(1).sum() if value.dim() > 1 else value.sum()
 
 
 def _ids(y: Tensor, there: Tensor) -> Tensor:
-    """Class ids, 0 where there is no label."""
+    """Return class ids, 0 where there is no label."""
     flat = y.reshape(y.size(0))
     return torch.where(there, flat, torch.zeros_like(flat)).long()
 
 
 def split(found: Any) -> tuple[Tensor, Tensor | None]:
-    """What a user's loss gave, as values and weights."""
+    """Split what a user's loss gave into values and weights."""
     if isinstance(found, tuple) and len(found) == 2:
         found, weights = found
     else:

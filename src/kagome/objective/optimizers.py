@@ -1,4 +1,4 @@
-"""Learning: loss, optimizer and scheduler of a run - a user's, tried before the first epoch, or the default.
+"""Optimizers: optimizer and scheduler of a run, with its loss and metric, a user's own or the default.
 
 Where it sits: ``train.trainer`` asks it once, before the engine is made.
 """
@@ -35,17 +35,17 @@ from kagome.user_frame import raised_at
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a user gives a Trainer to learn by.
+    """What a user gives a Trainer to learn with.
 
     Args:
-        loss: A name, ``loss(out, y)``, or None for what the settings say.
-        metric: A name, ``metric(out, y)``, or None for what the settings say.
+        loss: A name, ``loss(out, y)``, or None for the one in the settings.
+        metric: A name, ``metric(out, y)``, or None for the one in the settings.
         loss_inputs: The attribute of each further argument of the loss.
         optimizer: ``callable(params)``.
         scheduler: ``callable(optimizer)``.
 
     Raises:
-        ConfigError: If ``loss_inputs`` is no such table.
+        ConfigError: If ``loss_inputs`` is not a dict of texts.
     """
 
     loss: Loss | str | None = None
@@ -73,7 +73,7 @@ class Wishes:
 
 
 def run_of(model: Model, parallel: object, train: object, report: object) -> Run:
-    """The settings of a run, with defaults where nothing was given.
+    """Return the settings of a run, with defaults where nothing was given.
 
     Raises:
         ConfigError: If one is of another class.
@@ -86,7 +86,7 @@ def run_of(model: Model, parallel: object, train: object, report: object) -> Run
 
 
 def named(train: Train, loss: object, metric: object) -> Train:
-    """The settings with a loss and a metric that a user gave by their names: a run's folder keeps them.
+    """Return the settings with the loss and metric that a user gave by name, which the run's folder records.
 
     Raises:
         ConfigError: If there is no such name.
@@ -102,7 +102,7 @@ class Aim:
     Args:
         objective: The loss.
         metric: The score.
-        notes: What there is to say of labels and masks.
+        notes: Notes on labels and masks.
     """
 
     objective: Objective
@@ -110,7 +110,7 @@ class Aim:
     notes: tuple[str, ...] = ()
 
     def fitted(self, out: Any, say: Callable[[str], object]) -> Aim:
-        """The same with a metric that fits the model's output; what else is said once."""
+        """Return this aim with a metric that fits the model's output; a change of metric is reported once."""
         metric = self.metric.fitted(out)
         if metric.name != self.metric.name:
             say(
@@ -122,21 +122,21 @@ class Aim:
 
 
 def aim_of(wishes: Wishes, part: Partition, meta: Meta, settings: Run, mesh: Mesh) -> tuple[Aim, Partition]:
-    """Loss and metric, checked against the labels before anything is trained. All ranks call it.
+    """Return loss and metric, checked against the labels before training. All ranks call it.
 
     Args:
         wishes: What the user gives.
-        part: Of this rank.
-        meta: Of the whole graph.
-        settings: Of the run.
+        part: This rank's part.
+        meta: The facts of the whole graph.
+        settings: The run's settings.
         mesh: All ranks.
 
     Returns:
-        The aim, and this rank's part with masks of vertices that have a label.
+        The aim, and this rank's part with masks restricted to labelled vertices.
 
     Raises:
-        DataError: If there are no labels, they do not fit the loss, or no labelled vertex trains.
-        ConfigError: If settings clash, or a user's loss is one that the mean over all ranks would change.
+        DataError: If there are no labels, they do not fit the loss, or no training vertex has a label.
+        ConfigError: If settings clash, or the mean over all ranks would change a user's loss.
     """
     if meta.labels is None:
         raise DataError("training needs labels (data.y)", "the data has none")
@@ -163,13 +163,13 @@ def aim_of(wishes: Wishes, part: Partition, meta: Meta, settings: Run, mesh: Mes
 
 
 def labels_that_count(facts: Labels, part: Partition, train: Train, channel: Channel) -> Labels:
-    """What the labels hold besides the one that the settings say to ignore. All ranks call it.
+    """Return the facts of the labels without the one that the settings ignore. All ranks call it.
 
     Args:
-        facts: Of all.
-        part: Of this rank.
+        facts: The facts of all labels.
+        part: This rank's part.
         train: The settings.
-        channel: All that have a part.
+        channel: All ranks that have a part.
     """
     if train.ignore_index is None:
         return facts
@@ -183,12 +183,12 @@ def labels_that_count(facts: Labels, part: Partition, train: Train, channel: Cha
 
 
 def is_alone(settings: Run, mesh: Mesh) -> bool:
-    """Whether one rank computes all losses and gradients, of the whole graph at once."""
+    """Return whether one rank computes all losses and gradients, of the whole graph at once."""
     return mesh.size == settings.parallel.fit(mesh.size).chunks == 1
 
 
 def no_aim() -> Aim:
-    """What engines take for data without labels, which is scored and never trained."""
+    """Return a placeholder aim for data without labels, which is scored and never trained on."""
     objective = objective_of(
         None, labels_of(torch.tensor([0, 1])), Train(), 2, inputs=None, nodes=(), shared=()
     )
@@ -196,7 +196,7 @@ def no_aim() -> Aim:
 
 
 def _said(objective: Objective, meta: Meta, found: Sequence[int]) -> tuple[str, ...]:
-    """What there is to say of masks and labels of the whole graph."""
+    """Return the notes on masks and labels of the whole graph."""
     given, kept, unlabelled = found[:3], found[3:6], found[6]
     none = "NaN" if objective.facts.floating else f"y = {objective.ignore}"
     notes = []
@@ -220,7 +220,7 @@ def _said(objective: Objective, meta: Meta, found: Sequence[int]) -> tuple[str, 
 
 
 def _refuse_weights(objective: Objective, part: Partition, channel: Channel) -> None:
-    """Sample weights are numbers from 0 up, one a vertex. All ranks call it."""
+    """Check that sample weights are numbers from 0 up, one a vertex. All ranks call it."""
     if objective.weight is None:
         return
     name = objective.weight
@@ -243,18 +243,19 @@ def optimizer_of(
     make: Callable[[Any], Optimizer] | None = None,
     mesh: Mesh | None = None,
 ) -> Optimizer:
-    """The optimizer over all parameters that require a gradient.
+    """Return the optimizer over all parameters that require a gradient.
 
     Args:
         model: The user's module.
-        settings: Of the run.
+        settings: The run's settings.
         make: ``callable(params)``; None for Adam.
         mesh: All ranks; None for one.
 
     Raises:
-        ModelError: If there are none.
-        ConfigError: If ``make`` gives no optimizer, one that runs the model by itself, one without any of the
-            model's weights, or, on several ranks or chunks, one that holds others too.
+        ModelError: If no parameter requires a gradient.
+        ConfigError: If ``make`` does not return an optimizer; or returns one that runs the model by itself,
+            one without any of the model's weights, or, on several ranks or chunks, one with other weights
+            too.
     """
     parameters = trained(model)
     if make is None:
@@ -271,7 +272,7 @@ def optimizer_of(
         raise ConfigError(
             "optimizer=... takes a callable(params) -> Optimizer", f"it gave a {type(optimizer).__name__}"
         )
-    # torch wraps step; the signature it shows is the class's own.
+    # torch wraps step on the instance; the class shows the real signature.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
@@ -284,10 +285,10 @@ def optimizer_of(
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that require a gradient.
+    """Return the parameters that require a gradient.
 
     Raises:
-        ModelError: If there are none.
+        ModelError: If no parameter does.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
@@ -296,9 +297,9 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _refuse_others(optimizer: Optimizer, model: nn.Module, *, alone: bool) -> None:
-    """An optimizer trains the model.
+    """Refuse an optimizer that holds parameters outside the model.
 
-    Over ranks gradients of its parameters alone are summed, and their weights kept alike.
+    Over ranks, only gradients of the model's parameters are summed, and only their weights kept alike.
     """
     known = {id(parameter) for parameter in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -320,16 +321,16 @@ def _refuse_others(optimizer: Optimizer, model: nn.Module, *, alone: bool) -> No
 
 
 def frozen(model: nn.Module) -> frozenset[str]:
-    """The names of the parameters that are not trained: they require no gradient."""
+    """Return the names of the parameters that are not trained: they require no gradient."""
     return frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
 
 
 def refuse_thawed(model: nn.Module, before: frozenset[str]) -> None:
-    """Parameters that need a gradient only now are in no optimizer and in no sum over ranks.
+    """Refuse parameters that were unfrozen too late: no optimizer and no sum over ranks includes them.
 
     Args:
-        model: As it is now.
-        before: What was ``frozen`` when optimizer and engine were made.
+        model: The model as it is now.
+        before: What ``frozen`` returned when optimizer and engine were made.
 
     Raises:
         ModelError: If one of them has been unfrozen since.
@@ -344,7 +345,7 @@ def refuse_thawed(model: nn.Module, before: frozenset[str]) -> None:
 
 
 def set_rates(optimizer: Optimizer, train: Train) -> None:
-    """Give the default optimizer today's rates, which may be others than a checkpoint's."""
+    """Set the default optimizer's rates to the present settings, which may differ from a checkpoint's."""
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = train.lr, train.weight_decay
 
@@ -352,16 +353,16 @@ def set_rates(optimizer: Optimizer, train: Train) -> None:
 def scheduler_of(
     optimizer: Optimizer, make: Callable[[Optimizer], Any] | None, *, higher: bool = True
 ) -> Any:
-    """What steps the learning rate once an epoch, or None.
+    """Return the scheduler that sets the learning rate once an epoch, or None.
 
     Args:
-        optimizer: Of the run.
-        make: Makes it.
+        optimizer: The run's optimizer.
+        make: ``callable(optimizer)``; None for no scheduler.
         higher: Whether more of the run's metric is better.
 
     Raises:
-        ConfigError: If ``make`` gives nothing that steps, the optimizer itself, a scheduler of another
-            optimizer, or a plateau of a metric that rises where less is better.
+        ConfigError: If ``make`` returns an object without ``step``, the optimizer itself, a scheduler of
+            another optimizer, or a ``ReduceLROnPlateau`` for a rising metric where less is better.
     """
     if make is None:
         return None
@@ -403,12 +404,12 @@ def _refuse_plateau(scheduler: Any, *, higher: bool) -> None:
 
 
 def refuse_short(scheduler: Any, epochs: int, train: Train) -> None:
-    """A rate that is planned for so many steps raises after them: it is refused before the first epoch.
+    """Refuse, before the first epoch, a scheduler that raises an error after fewer steps than epochs.
 
     Args:
-        scheduler: Of the run.
-        epochs: That are asked for.
-        train: Settings; a run that may stop early is not refused.
+        scheduler: The run's scheduler.
+        epochs: The number of epochs that are still to be trained.
+        train: The settings; a run that may stop early is not refused.
 
     Raises:
         ConfigError: If the scheduler takes fewer steps.
@@ -424,7 +425,7 @@ def refuse_short(scheduler: Any, epochs: int, train: Train) -> None:
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
-    """One step.
+    """Take one step of the optimizer.
 
     Raises:
         ConfigError: If the optimizer raises.
@@ -435,7 +436,7 @@ def step_optimizer(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _told(asked: str, hint: str = "") -> Iterator[None]:
-    """A block that runs what a user has written, or chosen: what it raises is told as a fault of that."""
+    """Report what a user's own code raises in the block as an error in that code."""
     try:
         yield
     except KagomeError:
@@ -449,17 +450,20 @@ def _told(asked: str, hint: str = "") -> Iterator[None]:
 def step_scheduler(
     scheduler: Any, loss: float, val_metric: float | None, *, higher: bool, seen: bool = True
 ) -> None:
-    """One step; a plateau is one of the validation metric where its mode fits that, else of the loss.
+    """Take one step of the scheduler; ``ReduceLROnPlateau`` gets the validation metric or the loss.
+
+    It gets the validation metric if its mode fits the metric's direction, else the loss.
 
     Args:
-        scheduler: Of the run.
-        loss: Of the epoch.
-        val_metric: Of the epoch, if it was evaluated and there are validation vertices.
+        scheduler: The run's scheduler.
+        loss: The epoch's loss.
+        val_metric: The epoch's validation metric, if it was evaluated and there are validation vertices.
         higher: Whether more of the metric is better.
-        seen: Whether it was evaluated.
+        seen: Whether the epoch was evaluated.
 
     Raises:
-        ConfigError: If a plateau waits for a metric that rises where less is better, or where there is none.
+        ConfigError: If ``ReduceLROnPlateau`` waits for a rising metric where less is better, or where there
+            is no metric.
     """
     _refuse_plateau(scheduler, higher=higher)
     if not isinstance(scheduler, ReduceLROnPlateau):

@@ -1,1 +1,1 @@
-"""One rank's work: data, engines, epochs."""
+"""The work of one rank in training: its data, its engine and its epochs."""

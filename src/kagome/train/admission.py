@@ -1,7 +1,7 @@
-"""Accounts: what each rank is to hold, said before the first epoch; and what it came to hold.
+"""Admission: compare the memory each rank will need with what is free, before the first epoch.
 
-Where it sits: ``trainer`` asks it before it trains and at the end of a run; ``kagome check`` asks it for a
-number of ranks that are not there.
+Where it sits: ``trainer`` asks it before it trains, and again at the end of a run for the memory that was
+used; ``kagome check`` asks it about a number of ranks that is not running.
 """
 
 from __future__ import annotations
@@ -36,35 +36,36 @@ from kagome.records.memory import MemoryByKind, fullest, side_by_side
 from kagome.records.units import bytes_text
 
 MANY = 8
-"""Slices; what more of them hold is told from two and four."""
+"""The most feature slices that are measured; memory with more of them is extrapolated from two and four."""
 BEYOND = 1.5
-"""So many times what is left is not tried: a forecast is off by a tenth or two."""
+"""A run that needs this many times the free memory is refused; a forecast is off by a tenth or two."""
 
 
 class RankAccount(NamedTuple):
-    """What one rank tells the others: its counts, where it is, and what it may still take there."""
+    """What one rank reports to the others: the size of its part, its place and the memory left there."""
 
     counts: PartSize
     place: str
     free: int | None
     now: int
-    """Bytes that it holds already."""
+    """Bytes that the rank holds already."""
     validates: bool
     rates: MemoryRates | None
     outside: int
-    """Rows that it reads of ranks that do not slice features with it."""
+    """Rows that the rank reads from ranks that do not slice features with it."""
     share: StageMemory | None = None
-    """What it has of its part's model, in a pipeline."""
+    """What the rank holds of its part's model, in a pipeline."""
 
 
 @dataclass
 class Admission:
-    """One rank's.
+    """The memory check of one rank.
 
     Args:
-        engine: Of this rank.
-        optimizer: Over the model's parameters.
-        settings: Of the run.
+        engine: This rank's engine.
+        optimizer: The optimizer over the model's parameters.
+        settings: The run's settings.
+        predicted: The memory that this rank will need; known after :meth:`foresee`.
     """
 
     engine: Engine
@@ -73,13 +74,18 @@ class Admission:
     predicted: MemoryByKind | None = None
 
     def foresee(self, part: Partition, channel: Channel) -> tuple[str, ...]:
-        """Predict what all ranks will hold. All ranks call it, with the model as it was given.
+        """Predict the memory of all ranks. All ranks call it, with the model as the user gave it.
+
+        Args:
+            part: This rank's part.
+            channel: All ranks.
 
         Returns:
-            What to say: how much the fullest rank will hold, and where that is more than there is.
+            Notes: how much the fullest rank will hold, and each place where ranks will need more than is
+                free.
 
         Raises:
-            ModelError: If it is far more (``train.check``).
+            ModelError: If far more is needed than is free (``train.check``).
 
         Cost:
             On rank 0 that of :func:`kagome.memory.estimate.rates_of`; some numbers from every rank.
@@ -120,7 +126,7 @@ class Admission:
             for one, team in zip(offers, teams, strict=True)
         ]
         self.predicted = held[channel.rank]
-        # Activations that are moved are not kept where they are made.
+        # Offloaded activations do not stay on the device that computes them.
         stays = [replace(one, activations=0) for one in held] if engine.offload.moves else held
         wants = _too_much(stays, offers)
         far = [want for want in wants if want.need > BEYOND * want.left]
@@ -130,11 +136,13 @@ class Admission:
         return (_said(held, rates), *told)
 
     def told(self, best: Mapping[str, Tensor] | None, memory: Memory) -> tuple[int, dict[str, Any]]:
-        """Its measured peak; what it holds now, with what the first forward kept, beside what was predicted.
+        """Return the measured peak, and the memory held now beside the prediction.
+
+        The memory held now includes what the first forward pass saved.
 
         Args:
             best: The best epoch's weights.
-            memory: Of this process.
+            memory: The memory of this process.
         """
         engine, device = self.engine, self.engine.channel.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.peak()
@@ -142,7 +150,7 @@ class Admission:
 
 
 def _teams(offers: Sequence[RankAccount], tensor: int) -> list[GroupSize | None]:
-    """For each rank those that slice features with it; None where none do."""
+    """Return, for each rank, the size of the group that slices features with it; None where none does."""
     if tensor == 1:
         return [None] * len(offers)
     vertices = sum(one.counts.rows for one in offers)
@@ -150,7 +158,7 @@ def _teams(offers: Sequence[RankAccount], tensor: int) -> list[GroupSize | None]
     for first in range(0, len(offers), tensor):
         some = offers[first : first + tensor]
         rows, edges = sum(one.counts.rows for one in some), sum(one.counts.edges for one in some)
-        # Several may read the same row: as many do as if each drew its own from all that are not theirs.
+        # Ranks of a group may read the same row: the estimate assumes independent draws.
         rest = max(vertices - rows, 1)
         unread = math.prod(1 - one.outside / rest for one in some)
         teams.append(GroupSize(rows, edges, round(rest * (1 - unread)), tensor))
@@ -158,19 +166,19 @@ def _teams(offers: Sequence[RankAccount], tensor: int) -> list[GroupSize | None]
 
 
 def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts: int) -> str:
-    """What the fullest of so many ranks would hold, from a whole graph in one part.
+    """Describe what the fullest of so many ranks would hold, given the whole graph in one part.
 
     Args:
         model: The user's module.
         part: The whole graph.
-        settings: Of the run.
-        parts: Ranks.
+        settings: The run's settings.
+        parts: The number of ranks.
 
     Returns:
-        A sentence.
+        The note that :meth:`Admission.foresee` would begin with.
 
     Cost:
-        A cut of the graph, and that of :func:`kagome.memory.estimate.rates_of`.
+        One partitioning of the graph, and that of :func:`kagome.memory.estimate.rates_of`.
     """
     materialise(model, part, torch.device("cpu"))
     train = settings.train
@@ -202,11 +210,11 @@ def _said(held: Sequence[MemoryByKind], rates: MemoryRates) -> str:
 
 
 def _place(device: torch.device) -> tuple[str, int | None]:
-    """Where this rank takes memory from, and how much is left there."""
+    """Return where this rank takes memory from, and how much is free there."""
     host = socket.gethostname()
     if device.type == "cuda":
         name = f"{host}, {torch.cuda.get_device_name(device)} {device.index}"
-        # What torch has taken and not given out is left, too.
+        # Memory that torch has reserved but not allocated is free, too.
         spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return name, torch.cuda.mem_get_info(device)[0] + spare
     return host, available_bytes()
@@ -214,14 +222,14 @@ def _place(device: torch.device) -> tuple[str, int | None]:
 
 @dataclass(frozen=True)
 class _Want:
-    """A place whose ranks will want more than is left there.
+    """A place whose ranks will need more memory than is free there.
 
     Args:
-        place: Host, and device where it is none of the host's.
-        ranks: Those there.
-        full: The one that will want most.
-        need: Bytes that all of them will want.
-        left: Bytes that are left.
+        place: The host, or the host and its device.
+        ranks: The ranks that run there.
+        full: The rank that will need most.
+        need: Bytes that all of them will need.
+        left: Bytes that are free.
     """
 
     place: str
@@ -232,7 +240,7 @@ class _Want:
 
     @property
     def asked(self) -> str:
-        """Who wants how much."""
+        """The clause that says which ranks need how much."""
         count = len(self.ranks)
         return (
             f"{count} rank{'s' if count > 1 else ''} on {self.place} will want at least "
@@ -240,11 +248,11 @@ class _Want:
         )
 
     def text(self, *, recomputes: bool) -> str:
-        """A sentence."""
+        """Return a warning as one sentence."""
         return f"memory: {self.asked}, and {bytes_text(self.left)} are left: try {_less(recomputes)}"
 
     def refusal(self, parallel: config.Parallel, *, recomputes: bool) -> ModelError:
-        """The same as an error."""
+        """Return the warning as an error."""
         stage = self.full // ((parallel.graph or 1) * parallel.tensor)
         return ModelError(
             self.asked,
@@ -260,12 +268,12 @@ def _less(recomputes: bool) -> str:
 
 
 def _too_much(held: Sequence[MemoryByKind], offers: Sequence[RankAccount]) -> list[_Want]:
-    """Each place whose ranks will want more than is left there."""
+    """Return each place whose ranks will need more than is free there."""
     wants = []
     for place in dict.fromkeys(offer.place for offer in offers):
         ranks = [rank for rank, offer in enumerate(offers) if offer.place == place]
         left = [offer.free for offer in offers if offer.place == place and offer.free is not None]
-        # What is there already is no part of what is left.
+        # Free memory excludes what ranks hold already: they need only what is missing.
         needs = {rank: max(held[rank].total - offers[rank].now, 0) for rank in ranks}
         if left and sum(needs.values()) > min(left):
             full = max(ranks, key=lambda rank: needs[rank])

@@ -1,6 +1,6 @@
-"""Callbacks: a user's objects, told of each epoch, each checkpoint, and the start and end of training.
+"""Callbacks: a user's objects, called at each epoch, each checkpoint, and the start and end of training.
 
-Where it sits: ``trainer`` tells them; what one of them raises ends all ranks.
+Where it sits: ``trainer`` calls them; an error that one of them raises ends all ranks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ EVENTS: Final = ("on_fit_start", "on_epoch_end", "on_checkpoint", "on_fit_end")
 class Callbacks:
     """The callbacks of a run.
 
-    A callback runs on rank 0 alone, unless its attribute ``all_ranks`` is true. All ranks learn of what it
-    raised before they go on. Where one hears of each epoch, a pipeline gives every rank the weights of all
-    stages first, so that it reads the model as it is.
+    A callback runs on rank 0 alone, unless its attribute ``all_ranks`` is true. All ranks learn of an error
+    that it raised before they go on. If any callback has ``on_epoch_end``, a pipeline gives every rank the
+    weights of all stages first, so that the callback reads the current model.
 
     Args:
         given: Objects with some of the methods in :data:`EVENTS`.
         world: All ranks.
-        marks: Of the model, and of what trains it.
+        marks: Marks of the model, the optimizer and the scheduler.
 
     Raises:
         ConfigError: If one has none of the methods, or one of another name that begins with ``on_``.
@@ -46,7 +46,7 @@ class Callbacks:
         self._running: object | None = None
 
     def hear(self, event: str) -> bool:
-        """Whether any callback on any rank has a method."""
+        """Return whether a callback on any rank has a method for an event."""
         return event in self._heard
 
     def tell(self, event: str, argument: object) -> bool:
@@ -54,19 +54,19 @@ class Callbacks:
 
         Args:
             event: One of :data:`EVENTS`.
-            argument: What the method is given.
+            argument: The argument that the method is called with.
 
         Returns:
-            Whether one of them changed the model: weights, or numbers of its modules.
+            Whether one of them changed the model: its weights, or numbers that its modules keep.
 
         Raises:
             Exception: What a callback raised, on its own rank.
-            CallbackError: On the other ranks; on all where one changed the model, the optimizer or the
+            CallbackError: On the other ranks; on all ranks if one changed the model, the optimizer or the
                 scheduler on rank 0 alone.
-            ConfigError: If one changed the optimizer or the scheduler in another way on another rank.
+            ConfigError: If one changed the optimizer or the scheduler differently on different ranks.
 
         Cost:
-            A few bytes from each rank; nothing where no callback has the method.
+            A few bytes from each rank; nothing if no callback has the method.
         """
         if not self.hear(event):
             return False
@@ -80,7 +80,7 @@ class Callbacks:
             try:
                 with self._runs(callback):
                     method(argument)
-            except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            except Exception as error:  # on any error the other ranks must not wait for this one
                 error.add_note(f"raised in callback {name} on rank {self._world.rank}")
                 raised, fault = error, (name, f"it raised {type(error).__name__}: {error}", "")
                 break
@@ -110,7 +110,7 @@ class Callbacks:
         return any(moved for _, moved, _ in faults)
 
     def refuse_alone(self, what: str) -> None:
-        """Refuse a call of all ranks from a callback that runs on one.
+        """Raise an error if a callback on one rank makes a call that all ranks must make.
 
         Raises:
             CallbackError: If such a callback runs now.

@@ -1,8 +1,8 @@
-"""Source: how each rank comes by its part - from a graph in memory, a saved partition, or settings.
+"""Data: how each rank gets its part, from a graph in memory, a saved partition, or settings.
 
-Where it sits: the first step of ``trainer``. From settings, one process of each host loads the whole graph,
-cuts it, writes the parts and ends (``host_parts``), so that no rank ever holds more than its own; where the
-user's cache has the parts, not even that.
+Where it sits: the first step of ``trainer``. From settings, one process on each host loads the whole graph,
+cuts it, writes the parts and ends (``host_parts``), so that no rank ever holds more than its own part. Where
+the user's cache has the parts, that process does not run.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ __all__ = [
 def for_all_stages(
     take: Callable[[Channel], tuple[Partition, Meta]], mesh: Mesh, chunks: int | None = None
 ) -> tuple[Partition, Meta]:
-    """The part of this rank; the first stage's ranks take theirs and give them to the other stages.
+    """Return this rank's part; the ranks of the first stage take it and send it to the other stages.
 
     Args:
-        take: Takes it.
+        take: Takes the part of a rank of the first stage.
         mesh: All ranks.
-        chunks: Of each part.
+        chunks: The number of chunks of each part.
 
     Raises:
-        KagomeError: What taking raised, on every rank.
+        KagomeError: What taking the part raised, on every rank.
 
     Cost:
-        A part to each other stage's rank.
+        One part sent to each rank of the other stages.
     """
     if mesh.pipe.size == 1:
         own, meta = take(mesh.graph)
@@ -77,7 +77,7 @@ def for_all_stages(
 
 
 def uncut(part: Partition) -> Partition:
-    """One part as one rank takes it that cuts nothing: what is unclear goes to forward as it is."""
+    """Return the whole graph as a single rank takes it: forward gets unclear attributes as they are."""
     refused = {name: why for name, why in part.refused.items() if name not in part.unclear}
     return replace(part, shared={**part.shared, **part.unclear}, refused=refused, unclear={})
 
@@ -85,15 +85,15 @@ def uncut(part: Partition) -> Partition:
 def from_data(
     data: object, channel: Channel, *, method: str, seed: int, split: int = 0, reuse: bool = False
 ) -> tuple[Partition, Meta]:
-    """The part of this rank, of a graph that every rank has in memory.
+    """Return this rank's part of a graph that every rank has in memory.
 
     Args:
-        data: A PyG ``Data``; every rank gives the same.
-        channel: The graph group; rank 0 cuts and tells the others.
+        data: A PyG ``Data``, the same on every rank.
+        channel: The graph group; rank 0 partitions and tells the others.
         method: The partitioner's name, or ``auto``.
-        seed: Its seed.
-        split: Which of several masks.
-        reuse: Take the owners of vertices from the user's cache, and keep them there.
+        seed: The partitioner's seed.
+        split: Which column of masks with several splits to use.
+        reuse: Take the owners of vertices from the user's cache, and store them there.
 
     Raises:
         DataError: If the data has a fault.
@@ -110,12 +110,12 @@ def _from_clean(
 ) -> tuple[Partition, Meta]:
     count = int(clean.num_nodes or 0)
     available = None
-    if is_auto(method) and channel.size > 1:  # what rank 0, which cuts, has left
+    if is_auto(method) and channel.size > 1:  # rank 0 partitions, so its free memory decides
         available = channel.gather_objects(available_bytes(), "ask for rank 0's memory")[0]
     assert isinstance(available, int | None)
     method, said = choose(method, clean.edge_index, count, channel.size, available)
     mark = fingerprint(clean, method, seed, channel.size)
-    # Before anything whose size depends on the graph: gloo ends the process where sizes differ.
+    # Compare before any message whose size depends on the graph: gloo aborts if sizes differ.
     marks = channel.gather_objects(mark, "compare the ranks' data")
     if len(set(marks)) > 1:
         raise PartitionError(
@@ -141,7 +141,7 @@ def _from_clean(
 
 
 def from_folder(folder: str | Path, channel: Channel) -> tuple[Partition, Meta]:
-    """The part of this rank, of a saved partition; no other is read.
+    """Return this rank's part of a saved partition; the rank reads no other part.
 
     Raises:
         PartitionError: If the folder has another number of parts than there are ranks, or is damaged.
@@ -180,7 +180,7 @@ def _refuse_unlike_lists(
     channel: Channel,
     folder: str | Path,
 ) -> None:
-    """Refuse parts that do not send each other the rows that they expect. All ranks call it.
+    """Raise an error if parts do not send each other the rows that they expect. All ranks call it.
 
     Cost:
         8 bytes a halo row.
@@ -205,21 +205,22 @@ def _refuse_unlike_lists(
 def from_settings(
     settings: config.Data, channel: Channel, *, method: str, seed: int, reuse: bool = False
 ) -> tuple[Partition, Meta]:
-    """The part of this rank, of a graph named by settings; see the head of this file.
+    """Return this rank's part of a graph named by settings; see the module docstring.
 
     Args:
         settings: The graph.
         channel: The graph group.
         method: The partitioner's name, or ``auto``.
-        seed: Its seed.
-        reuse: Take the parts from the user's cache if nothing that decides them has changed; keep them there.
+        seed: The partitioner's seed.
+        reuse: Take the parts from the user's cache if nothing that decides them has changed; store them
+            there.
 
     Raises:
-        KagomeError: What loading or cutting raised, on every rank.
+        KagomeError: What loading or partitioning raised, on every rank.
 
     Cost:
-        One more process a host while the graph is loaded and cut, none where the parts are reused; the parts
-        on its disk until all have read, or in the cache.
+        One more process on each host while the graph is loaded and partitioned, none where the parts are
+        reused; the parts on the host's disk until all ranks have read them, or in the cache.
     """
     if settings.partition is not None:
         part, meta = from_folder(settings.partition, channel)
@@ -232,7 +233,7 @@ def from_settings(
     first = hosts.index(host) == channel.rank
     with ExitStack() as stack:
         source = HostParts(settings, method, seed, channel.size, cache.opened(reuse)) if first else None
-        # All hosts cut alike: with the least memory of any, and by the partitioner that one has parts of.
+        # All hosts partition alike: within the least free memory of any, by the partitioner of cached parts.
         facts = channel.gather_objects(source and source.look(), "look for kept parts", [Look])
         seen = [fact for fact in facts if isinstance(fact, Look)]
         made = source and source.make(stack, seen)
@@ -256,12 +257,12 @@ def from_settings(
 
 
 def for_model(name: str, part: Partition, meta: Meta) -> tuple[Partition, Meta]:
-    """A part as a named model takes it: the zoo's take rows of float32, a user's takes what is there.
+    """Convert a part for a named model: the zoo's models take float32, a user's model any data.
 
     Args:
         name: ``model.name``.
-        part: As the data has it.
-        meta: Its facts.
+        part: The part as the data has it.
+        meta: The facts of the partition.
     """
     if name.startswith("python:"):
         return part, meta
@@ -288,7 +289,7 @@ def for_model(name: str, part: Partition, meta: Meta) -> tuple[Partition, Meta]:
 
 
 def _unheeded(settings: config.Data) -> tuple[str, ...]:
-    """What was asked of the data that a saved partition has long decided."""
+    """Return a note on data settings that a saved partition has already decided."""
     plain = config.Data()
     names = [f.name for f in fields(plain) if f.name not in ("partition", "root")]
     asked = [f"data.{name}" for name in names if getattr(settings, name) != getattr(plain, name)]
@@ -298,7 +299,11 @@ def _unheeded(settings: config.Data) -> tuple[str, ...]:
 
 
 def degree_histogram(part: Partition, channel: Channel) -> torch.Tensor:
-    """How many vertices of the whole graph have 0, 1, 2, ... in-edges (PNA asks for it).
+    """Return how many vertices of the whole graph have 0, 1, 2, ... in-edges; PNA asks for it.
+
+    Args:
+        part: This rank's part.
+        channel: The graph group.
 
     Shapes:
         ``[largest in-degree + 1]``, int64.

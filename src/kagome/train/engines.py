@@ -1,6 +1,6 @@
-"""Engines: which one runs a rank - the whole model on its part at once, or stages and chunks.
+"""Engine choice: the graph engine runs the whole model on a part, the chunk engine runs stages and chunks.
 
-Where it sits: ``trainer`` asks for one; both have the same face.
+Where it sits: ``trainer`` asks for one; both have the interface of ``components.engine.Engine``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,19 @@ from kagome.train.graph_engine import GraphEngine
 def engine_for(
     model: nn.Module, part: Partition, mesh: Mesh, *, settings: config.Run, aim: Aim, phases: PhaseTimer
 ) -> Engine:
-    """The engine that a mesh and its chunks need.
+    """Return the engine that a mesh and its chunks need.
+
+    Args:
+        model: The user's module.
+        part: This rank's part.
+        mesh: All ranks.
+        settings: The run's settings.
+        aim: The loss and the metric.
+        phases: Receives the time of each phase.
 
     Raises:
         ConfigError: If settings clash.
-        ModelError: If the model cannot be run so.
+        ModelError: If the model cannot be run in this way.
     """
     parallel = settings.parallel.fit(mesh.size)
     refuse_slices_by_pyg(settings, mesh.device)
@@ -67,7 +75,9 @@ def engine_for(
 
 
 def refuse_slices_by_pyg(settings: config.Run, device: torch.device) -> None:
-    """Feature slices are sums by kernels; where PyG's own gather and scatter run there would be none.
+    """Raise an error if features are to be sliced where messages do not run through Kagome's kernels.
+
+    Feature slices are summed by kernels. PyG's own gather and scatter cannot sum slices.
 
     Raises:
         ConfigError: If features are to be sliced there.

@@ -1,7 +1,7 @@
-"""Engine: one rank's model on its part: an epoch of training, an evaluation. All layers are here.
+"""Graph engine: one rank's whole model on its part; it trains an epoch or evaluates.
 
-Where it sits: ``trainer`` tells it which epoch to train or to evaluate; it enters ``intercept.interceptor``
-around each forward and sums gradients over the ranks.
+Where it sits: ``trainer`` tells it which epoch to train or to evaluate. It enters ``intercept.interceptor``
+around each forward pass and sums gradients over the ranks.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ from kagome.user_frame import raised_at
 
 
 class GraphEngine:
-    """One rank's model on its part.
+    """The engine of one rank that runs all layers on its part.
 
     Args:
-        model: The user's module, already on the device, the same weights on all ranks.
+        model: The user's module, already on the device, with the same weights on all ranks.
         part: This rank's part.
-        channel: The way to the other parts.
-        weights: The way of gradients.
-        parallel: What crosses, and how late.
+        channel: The channel to the ranks of the other parts.
+        weights: The channel on which gradients are summed.
+        parallel: How rows are exchanged, and how stale they may be.
         settings: Seed, clipping, mixed precision.
         aim: The loss and the metric.
-        phases: Where the time of each phase goes.
-        fast: Whether messages are put off and reduced by kernels.
+        phases: Receives the time of each phase.
+        fast: Whether messages are deferred and reduced by kernels.
         recompute: Whether each layer keeps its inputs only, and runs again in backward.
     """
 
@@ -97,7 +97,7 @@ class GraphEngine:
         )
         if parallel.memory_gib is not None:
             self.scope.bound = TileBound(int(parallel.memory_gib * 2**30), channel.device)
-        # Layers that run again save next to nothing.
+        # Layers that are recomputed save next to nothing.
         moved = replace(parallel, activations="device") if recompute else parallel
         self.offload = Offload(moved, channel.device, self.scope.lasting)
         self._notes: list[str] = []
@@ -122,45 +122,49 @@ class GraphEngine:
         self.tally = ExchangeReport(channel, self.crossing, self.gradients)
         self.ahead = ForwardReuse(model)
         if not self.crossing.exact:
-            self.ahead.allowed = False  # what training computes is not what evaluation would
+            self.ahead.allowed = False  # training reads approximate rows, evaluation exact ones
         self._checked = False
         self.saved: Mapping[str, int] | None = None
         assert "edge_index" in inputs
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """What the model is given of own rows and edges."""
+        """The inputs of the model for own rows and edges, by name."""
         return self.scope.inputs
 
     @property
     def fast(self) -> bool:
-        """Whether messages are put off and reduced by kernels; a forward that cannot be turns it off."""
+        """Whether messages are deferred and reduced by kernels; a forward pass may turn it off."""
         return self.scope.fast
 
     def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:
-        """What this rank holds, and what the first forward kept."""
+        """Return the memory that this rank holds, with what the first forward pass saved."""
         beside = [self.train_rows]
         return measure(self.scope, self.model, optimizer, self.saved, best=best, beside=beside)
 
     def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Give this rank's model, or a copy of its weights, those of all stages: it has them."""
+        """Do nothing: with one stage, this rank has all weights already."""
 
     @contextmanager
     def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """Weights, the optimizer's state and the best weights whole, for a block: they are."""
+        """Enter a block that needs the weights of all stages: this rank has them already."""
         yield
 
     def carried(self, epoch: int) -> EpochState:
-        """What the epoch after this one may read of it, and what the ladder knows."""
+        """Return the state that the next epoch may read, and that of the precision controller."""
         return EpochState.of(
             self.layout, {"ladder": self.ladder.state_dict()}, self.crossing.known.carried(epoch)
         )
 
     def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
-        """Weights and the optimizer's state were read from a checkpoint. All ranks call it.
+        """Continue from a checkpoint whose weights and optimizer state were loaded. All ranks call it.
+
+        Args:
+            optimizer: The optimizer over the model's parameters.
+            told: The state of the last epoch, from the checkpoint.
 
         Returns:
-            How it goes on with late rows.
+            How the run continues with late rows.
         """
         self.ladder = PrecisionController(self._watched, told.guards.get("ladder"))
         recall = told.recall(self.layout, self.channel, self.channel.device)
@@ -168,7 +172,7 @@ class GraphEngine:
         return said_of(recall, late=self.crossing.late)
 
     def goes(self, way: Literal["fast", "plain", "aside"]) -> None:
-        """How one rank with the whole graph runs the model: see ``check.way_alone``."""
+        """Set how one rank with the whole graph runs the model: see ``check.way_alone``."""
         self.scope.fast = self.scope.fast and way == "fast"
         self.scope.aside = way == "aside"
 
@@ -178,7 +182,7 @@ class GraphEngine:
             yield
             return
         with ExitStack() as undo:
-            undo.callback(apply_rules(self.model, self.scope))  # refuses before it touches the model
+            undo.callback(apply_rules(self.model, self.scope))  # raises before it touches the model
             undo.callback(install(self.model, self.scope))
             if self.recompute:
                 undo.callback(recompute(self.model, self.scope))
@@ -194,13 +198,13 @@ class GraphEngine:
                 raise self._untransformed(error) from error
             found = refused_input(self.model, self.scope.part, self._calling.wants(self.inputs), error)
             if found is error and self._checked:
-                raise  # it has run once: a fault of its own, with its traceback
+                raise  # it has run before: an error of its own, with its traceback
             if found is error and self.channel.size == 1:
                 raise in_words(error) or failed(error) from error
             raise (self._unlike_whole(error) if found is error else found) from error
 
     def _unlike_whole(self, error: Exception) -> ModelError:
-        """The error for what a part cannot run."""
+        """Return the error for a model that cannot run on a part of the graph."""
         words = (str(error).strip().splitlines() or [""])[0]
         return ModelError(
             "forward and backward run on a part of the graph as they do on the whole",
@@ -210,7 +214,7 @@ class GraphEngine:
         )
 
     def _untransformed(self, error: Exception) -> ModelError:
-        """The error for a transform of ``torch.func`` that meets code it cannot go through."""
+        """Return the error for a ``torch.func`` transform that reaches a layer it cannot go through."""
         kind = EscapeError if self.scope.fast else ModelError
         return kind(
             "derivatives inside forward are taken by torch.autograd.grad",
@@ -220,31 +224,31 @@ class GraphEngine:
 
     @while_installed
     def forward(self, epoch: int, *, training: bool) -> Any:
-        """Scores of own rows.
+        """Run the model and return the scores of own rows.
 
         Shapes:
-            ``[n, C]``, or a nest of such.
+            ``[n, C]``, or a nested structure of such tensors.
 
         Raises:
-            ModelError: If the output has not a row a vertex.
+            ModelError: If the output does not have one row a vertex.
         """
         self.model.train(training)
         amp = self.settings.amp == "bf16"
         cast = torch.autocast(self.channel.device.type, torch.bfloat16) if amp else nullcontext()
         checked = not self._checked
-        # A forward that is given up half way has moved some of them.
+        # A forward pass that is abandoned half-way has changed some buffers.
         buffers = Buffers(self.model) if training and checked and self.fast else None
         before = None if buffers is None else (buffers.now(), buffers.copies())
         try:
             with self.scope.running(epoch, training=training, checked=checked), cast:
                 out = self._call()
         except EscapeError as error:
-            # All ranks run the same code: they all come here, at the same call.
+            # All ranks run the same code, so all of them get here at the same call.
             self.scope.fast = False
             if buffers is not None and before is not None:
                 buffers.restore(*before)
             self._notes.append(without_fast(error.found, slices=self.scope.slices))
-            error.__traceback__ = None  # it would keep all tensors of this forward
+            error.__traceback__ = None  # it would keep all tensors of this forward pass alive
             with self.scope.running(epoch, training=training, checked=checked), cast:
                 out = self._call()
         beside: Literal["any", "numbers"] = "any" if self.channel.size == 1 else "numbers"
@@ -255,11 +259,11 @@ class GraphEngine:
 
     @while_installed
     def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:
-        """One weight update: forward, loss, backward, the sum of gradients, clipping, step.
+        """Make one weight update: forward, loss, backward, the sum of gradients, clipping, step.
 
         Args:
-            epoch: Counted from 1.
-            optimizer: Over the model's parameters.
+            epoch: The epoch's number, counted from 1.
+            optimizer: The optimizer over the model's parameters.
             stop: Whether this rank was asked to stop.
 
         Returns:
@@ -280,7 +284,7 @@ class GraphEngine:
         return value, stops > 0
 
     def _probed(self, epoch: int, stop: bool) -> tuple[float, float]:
-        """The exact gradient, after that of rows that cross as they would have."""
+        """Compute the gradient from compressed or stale rows, then the exact one, and compare the two."""
         rung = self.ladder.rung
         with Buffers(self.model).unmoved(), self.objective.tried():
             self._gradient(epoch, stop, rung, asks=True)
@@ -298,7 +302,7 @@ class GraphEngine:
     def _gradient(
         self, epoch: int, stop: bool, rung: PrecisionLevel | None = None, *, asks: bool = False
     ) -> tuple[float, float]:
-        """Forward, backward and the sum of gradients: the loss, and how many ranks were asked to stop."""
+        """Run forward, backward and the sum of gradients; return the loss and the number of stop requests."""
         rung = rung or self.ladder.rung
         ways = {"waits": rung.waits, "chooses": rung.chooses, "asks": asks}
         compares = self.ahead.asks
@@ -319,7 +323,7 @@ class GraphEngine:
                 if rows.numel():
                     lost = self._weighed.mean(*self.objective.lost(shown, self.target))
                     self._weighed.done()
-            # The loss, a wish to stop, and a doubt travel with the gradients.
+            # The loss, a request to stop, and a failed comparison travel with the gradients.
             notes = (
                 0.0 if lost is None else lost.detach(),
                 float(stop),
@@ -330,7 +334,7 @@ class GraphEngine:
                 self.phases.phase("backward", epoch),
                 self.gradients.during(notes, f"sum of gradients, epoch {epoch}"),
             ):
-                # [Note: token] in neighbors.rows: it makes backward visit every site on every rank.
+                # [Note: token] in halo.exchange: it makes backward visit every site on every rank.
                 whole = forward.token if lost is None else lost + forward.token.to(lost.dtype)
                 if whole.requires_grad:
                     self._backward(whole)
@@ -357,7 +361,10 @@ class GraphEngine:
         self.aim.metric.check(out)
 
     def _refuse_own_numbers(self, out: Any) -> None:
-        """Numbers that forward returns beside rows are the whole graph's. All ranks call it."""
+        """Refuse numbers beside rows that differ between ranks: they must be those of the whole graph.
+
+        All ranks call it.
+        """
         mine = [leaf.item() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.dim() == 0]
         found = self.channel.gather_objects(mine, "numbers beside the scores")
         if any(each != found[0] for each in found):
@@ -373,22 +380,22 @@ class GraphEngine:
         return RefusesKept(lambda tensor: self.scope.axis(tensor) is not None, self.model)
 
     def take_uncoded(self) -> Mapping[str, int]:
-        """Bytes that this rank would have sent without codecs since the last call; kinds that have none."""
+        """Return the bytes, by kind, that this rank would have sent without codecs since the last call."""
         return self.tally.take()
 
     def facts(self) -> dict[str, Any]:
-        """What the summary is told of what crossed. All ranks call it."""
+        """Return what the summary reports about exchanged rows and moved memory. All ranks call it."""
         bound = self.scope.bound
         used = {} if bound is None else bound.used(self.channel)
         used |= self.offload.facts(self.channel)
         return {**self.tally.facts(self.ladder.found, self.ladder), **used}
 
     def sum_up(self) -> tuple[str, ...]:
-        """What there is to say at the end of a run."""
+        """Return the notes for the end of a run."""
         return self.tally.sentence(self.ladder.found, self.ladder)
 
     def take_notes(self) -> tuple[str, ...]:
-        """What there is to say of the forwards since the last call."""
+        """Return the notes on forward passes since the last call."""
         taken, self._notes = tuple(self._notes), []
         return taken
 
@@ -402,7 +409,7 @@ class GraphEngine:
             except RuntimeError as error:
                 if not _of_hooks(error):
                     raise
-                buffers.restore(*before)  # torch.func takes none: what the forward keeps is not measured
+                buffers.restore(*before)  # torch.func takes no such hooks: this memory is not measured
         return self._kept(epoch, None, watched=watched)
 
     def _kept(self, epoch: int, saved: SavedMemory | None, *, watched: bool) -> Forward:
@@ -418,13 +425,13 @@ class GraphEngine:
         return Forward(epoch, out, self.scope.turn.token, plain, self.ahead.state())
 
     def look_ahead(self, epoch: int) -> Tensor | None:
-        """Scores of own rows from the forward of the coming epoch, which is kept for its update.
+        """Run the forward pass of the coming epoch, keep it for that epoch's update, and return its scores.
 
         Args:
-            epoch: The coming one.
+            epoch: The coming epoch.
 
         Returns:
-            What :meth:`evaluate` would give; None where that must run on its own.
+            What :meth:`evaluate` would return; None where evaluation must run its own forward pass.
 
         Shapes:
             ``[n, C]``.
@@ -438,7 +445,7 @@ class GraphEngine:
         doubt = torch.tensor(float(not forward.plain), device=self.channel.device)
         if self.channel.all_reduce(doubt, "max", action=f"plain forward, epoch {epoch}", kind="other"):
             self.ahead.allowed = False
-            buffers.restore(tensors, before)  # the epoch will run it again
+            buffers.restore(tensors, before)  # the coming epoch runs this forward pass again
             return None
         self.ahead.keep(forward)
         found: Tensor = forward.out.detach()
@@ -446,10 +453,10 @@ class GraphEngine:
 
     @torch.no_grad()
     def evaluate(self, epoch: int) -> Any:
-        """Scores of own rows with dropout off: exact, and distributed like training.
+        """Return exact scores of own rows with dropout off, distributed like training.
 
         Shapes:
-            ``[n, ...]`` as the model gives it, or a nest of such.
+            ``[n, ...]`` as the model returns it, or a nested structure of such tensors.
         """
         self.crossing.settle()  # any number of evaluations may follow
         out = self.forward(epoch, training=False)
@@ -459,7 +466,7 @@ class GraphEngine:
 
 
 def _transformed(error: Exception) -> bool:
-    """Whether an error is of a transform of ``torch.func`` that met what it cannot go through."""
+    """Return whether an error comes from a ``torch.func`` transform that met code it cannot go through."""
     return any(word in str(error) for word in ("torch.func", "functorch"))
 
 

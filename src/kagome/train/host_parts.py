@@ -1,6 +1,6 @@
-"""Parts: one host's parts of a graph named by settings - found in the user's cache, or made by a process.
+"""Host parts: one host's parts of a graph named by settings, found in the cache or made by a process.
 
-Where it sits: ``source.from_settings`` has one on the first rank of each host.
+Where it sits: ``data.from_settings`` has one on the first rank of each host.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from kagome.storage import temporary
 
 
 class Look(NamedTuple):
-    """What a host has before anything is made: memory, and the partitioner of parts that were kept."""
+    """Free memory of a host before parts are made, and the partitioner of its cached parts."""
 
     available: int | None
     method: str | None
 
 
 class Offer(NamedTuple):
-    """Where a host's parts are, what to say of it; or the error that making them ended with."""
+    """Where a host's parts are and what to report about them, or the error that making them raised."""
 
     folder: str
     said: tuple[str, ...]
@@ -49,13 +49,13 @@ class Offer(NamedTuple):
 
 @dataclass
 class HostParts:
-    """One host's parts.
+    """The parts of one host.
 
     Args:
         settings: The graph.
         method: The partitioner's name, or ``auto``.
-        seed: Its seed.
-        count: Parts.
+        seed: The partitioner's seed.
+        count: The number of parts.
         kept: The user's cache, if it is to be used.
     """
 
@@ -68,13 +68,13 @@ class HostParts:
     _found: tuple[Path, Meta] | None = None
 
     def look(self) -> Look:
-        """Look for parts that were kept."""
+        """Look for parts in the cache."""
         available = available_bytes()
         if self.kept is not None:
             try:
                 files = raw_files(self.settings)
             except KagomeError:
-                files = None  # loading says what is wrong
+                files = None  # loading reports the fault
             self._key = cache.parts_key(
                 self.settings, files, method=self.method, seed=self.seed, parts=self.count
             )
@@ -85,7 +85,7 @@ class HostParts:
         return Look(available, None if self._found is None else self._found[1].method)
 
     def _outgrown(self, meta: Meta, available: int | None) -> bool:
-        """Whether these parts were streamed for want of memory that is there now."""
+        """Return whether these parts were streamed for lack of memory that is free now."""
         if not is_auto(self.method) or not meta.method.startswith("streaming"):
             return False
         loaded = 16 * meta.num_edges + 4 * meta.features * meta.num_nodes
@@ -96,7 +96,7 @@ class HostParts:
         """Make the parts, unless they were found.
 
         Args:
-            stack: Removes what is not kept.
+            stack: Removes at its end what is not stored in the cache.
             seen: What every host has; the same on each.
         """
         methods = [look.method for look in seen if look.method is not None]
@@ -117,7 +117,7 @@ class HostParts:
             return Offer(str(folder), (), error)
         mark = load_meta(inside[0]).fingerprint
         entry = self.kept.keep(self._key, inside[0])
-        if entry is None or load_meta(entry).fingerprint != mark:  # parts by another method stand there
+        if entry is None or load_meta(entry).fingerprint != mark:  # these parts are by another method
             return Offer(str(inside[0]), (), None)
         size = cache.size(entry)
         kept = (
@@ -126,19 +126,19 @@ class HostParts:
         return Offer(str(entry), (kept,) if size >= cache.LARGE_BYTES else (), None)
 
     def forget(self, offer: Offer) -> bool:
-        """Throw parts that turned out to be damaged out of the cache; False if they are not of it."""
+        """Remove damaged parts from the cache; return False if they did not come from it."""
         if self.kept is None or self._found is None or offer.folder != str(self._found[0]):
             return False
         self.kept.drop(self._found[0])
         return True
 
     def end(self) -> None:
-        """Once all ranks have opened their parts: keep the cache within its limits."""
+        """Keep the cache within its limits once all ranks have opened their parts."""
         if self.kept is not None and self._found is None:
             self.kept.sweep()
 
     def _run(self, folders: list[Path], method: str, available: int | None) -> KagomeError | None:
-        """Load and cut in a process of its own; its error, if it had one."""
+        """Load and partition the graph in a process of its own; return its error, or None."""
         asked = {
             "method": method,
             "seed": self.seed,
@@ -148,7 +148,7 @@ class HostParts:
             "reuse": self.kept is not None and self._key is None,
         }
         order = json.dumps([dataclasses.asdict(self.settings), asked])
-        # -P: nothing of the current folder is imported.
+        # -P: import nothing from the current folder.
         command = [sys.executable, "-P", "-m", "kagome.graph.prepare", order, str(os.getpid())]
         with _unwinding():
             done = subprocess.run(
@@ -170,7 +170,7 @@ class HostParts:
 
 
 def _environment() -> dict[str, str]:
-    """An environment in which another process finds the Kagome of this one."""
+    """Return an environment in which another process imports the same Kagome as this one."""
     place = str(Path(errors.__file__).parents[1])
     spec = PathFinder.find_spec("kagome", [entry for entry in sys.path if entry not in ("", os.getcwd())])
     if spec is not None:
@@ -181,7 +181,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def _unwinding() -> Iterator[None]:
-    """Let SIGTERM end what is inside in order: the other process, and files that are half made."""
+    """Make SIGTERM end the block in order: the other process, and files that are half written."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

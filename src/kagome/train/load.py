@@ -1,6 +1,6 @@
-"""Load a graph by name: what ``kagome train --data.name`` does, as a function.
+"""Load a graph by name: the data of ``kagome train --data.name``, as a function.
 
-Where it sits: the public face re-exports it.
+Where it sits: the public interface re-exports it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def load(name: str = "digits", **settings: Any) -> Data:
         A validated PyG ``Data`` with one training, validation and test mask.
 
     Raises:
-        ConfigError: If there is no such setting, or it is of another kind.
-        DataError: If the data set is unknown, cannot be had, or has a fault.
+        ConfigError: If there is no such setting, or its value has the wrong type.
+        DataError: If the data set is unknown, cannot be obtained, or has a fault.
     """
     known = [field.name for field in fields(config.Data) if field.name != "name"]
     if other := [key for key in settings if key not in known]:

@@ -1,7 +1,7 @@
-"""Costs: seconds and traffic of training alone, epoch by epoch.
+"""Metrics log: seconds and traffic of training, epoch by epoch, without evaluation and checkpoints.
 
-Where it sits: ``trainer`` enters it around what belongs to training, and takes a record an epoch, or later:
-where rows are late a sum of a few numbers would wait for megabytes.
+Where it sits: ``trainer`` enters it around what belongs to training, and takes a record for each epoch. With
+stale rows it takes the record later: otherwise the sum of a few numbers would wait for megabytes of rows.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kagome.records.epoch import EpochRecord
 
 @dataclass
 class Begun:
-    """An epoch that has ended, while the ranks' counts are on their way.
+    """An epoch that has ended, while the sum of the ranks' counts is in flight.
 
     Args:
-        record: Without what all ranks sent and waited.
-        counts: Their sum: four numbers a kind.
+        record: The epoch's record, without what all ranks sent and waited.
+        counts: The sum of the ranks' counts: four numbers a traffic kind.
     """
 
     record: EpochRecord
     counts: AllReduceWork
 
     def whole(self, ranks: int) -> EpochRecord:
-        """The record; waits for the counts."""
+        """Wait for the counts and return the complete record."""
         rows = self.counts.wait().view(4, -1).tolist()
         sent, waited, under_way, plain = (dict(zip(KINDS, row, strict=True)) for row in rows)
         return replace(
@@ -47,10 +47,10 @@ class Begun:
 
 
 class EpochTimer:
-    """What the current epoch has cost so far, and epochs whose counts are on their way.
+    """Cost of the current epoch so far, and the ended epochs whose counts are in flight.
 
     Args:
-        channel: All ranks; whose traffic is counted.
+        channel: All ranks; their traffic is counted.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -60,7 +60,7 @@ class EpochTimer:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Count what runs inside; evaluation, checkpoints and the counting itself run outside."""
+        """Count what runs inside the block; evaluation, checkpoints and the counting itself run outside."""
         self.channel.take_traffic()
         begun = time.perf_counter()
         yield
@@ -68,19 +68,19 @@ class EpochTimer:
         self._traffic.add(self.channel.take_traffic())
 
     def drop(self) -> None:
-        """Forget what was counted: its epoch will not come."""
+        """Discard what was counted for an epoch that will not be trained."""
         self._seconds, self._traffic = 0.0, Traffic()
 
     def end(self, epoch: int, loss: float, uncoded: Mapping[str, int]) -> None:
-        """End an epoch, not evaluated yet; what comes after counts to the next one. All ranks call it.
+        """End an epoch before its evaluation; later work counts towards the next epoch. All ranks call it.
 
         Args:
-            epoch: Its number.
-            loss: Of all ranks.
-            uncoded: Bytes that this rank would have sent without codecs, of kinds that have one.
+            epoch: The epoch's number.
+            loss: The mean loss over all ranks.
+            uncoded: Bytes that this rank would have sent without codecs, for traffic kinds that have one.
 
         Cost:
-            Four numbers a kind, for which nobody waits here.
+            One sum of four numbers a traffic kind. No rank waits for it here.
         """
         spent, seconds = self._traffic, self._seconds
         self.drop()
@@ -91,13 +91,13 @@ class EpochTimer:
         self._begun.append(Begun(EpochRecord(epoch, loss, None, None, seconds, {}), counts))
 
     def scored(self, train: float | None, val: float | None, *, best_epoch: int) -> None:
-        """Put metrics, and which epoch is the best with it, into the record of the epoch that has ended."""
+        """Add the metrics and the number of the best epoch to the record of the epoch that has just ended."""
         last = self._begun[-1]
         last.record = replace(last.record, train_metric=train, val_metric=val, best_epoch=best_epoch)
 
     @contextmanager
     def ending(self, noting: Sequence[Callable[[EpochRecord], None]]) -> Iterator[None]:
-        """Around epochs: at their end, also where a model fails, those are told of that are left."""
+        """Report the remaining epochs at the end of the block, also when the model fails."""
         try:
             yield
         except ModelError:
@@ -107,11 +107,11 @@ class EpochTimer:
         self.tell(noting)
 
     def tell(self, noting: Sequence[Callable[[EpochRecord], None]], *, keep: bool = False) -> None:
-        """Tell of the epochs that have ended, in order. All ranks call it alike.
+        """Report the epochs that have ended, in order. All ranks call it with the same arguments.
 
         Args:
-            noting: Who is told of each.
-            keep: Leave the last for the next call: its counts travel on.
+            noting: The functions that receive each record.
+            keep: Leave the last epoch for the next call, while its counts are in flight.
         """
         while len(self._begun) > keep:
             record = self._begun.popleft().whole(self.channel.size)

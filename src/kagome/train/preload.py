@@ -1,7 +1,7 @@
-"""Loaded: what every rank of a training imports, for the process that ranks are forked of.
+"""Preload: import what every rank of a training run needs, in the process from which ranks are forked.
 
-Where it sits: ``cli`` names it to ``launch``. What cannot be imported, for want of memory say, is told by a
-rank that needs it: the process that ranks are forked of has nobody to tell.
+Where it sits: ``cli`` names it to ``launch``. If an import fails, for lack of memory for example, the rank
+that needs the module reports it: the process from which ranks are forked cannot report to anyone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Alike: whether all ranks train by the same optimizer, scheduler, loss and metric.
+"""Rank agreement: check that all ranks train with the same optimizer, scheduler, loss and metric.
 
-Where it sits: ``trainer`` compares what :func:`facts_of` tells of each rank's; ``callbacks`` asks for marks.
+Where it sits: ``trainer`` compares what :func:`facts_of` returns on each rank; ``callbacks`` uses
+:class:`ModelMarks` to find what a callback has changed.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from kagome.config.toml_io import own_name
 from kagome.errors import ConfigError
 
 Facts = Mapping[str, str]
-"""What is compared, by a name that an error may call it."""
+"""What ranks compare: values by the name that an error message gives them."""
 
 NOTHING: Final = "none"
 LONGEST: Final = 64
-"""Characters of a value in an error; numbers of a tensor that is compared."""
+"""The most characters of a value in an error, and the most numbers of a tensor that is compared by value."""
 TRIAL: Final = "the loss of made-up rows"
 CLOSE: Final = 1e-3
-"""How near that must be on two ranks, which may be two kinds of machine."""
+"""Relative tolerance for the trial loss of two ranks, which may run on two kinds of machine."""
 DEPTH: Final = 8
-"""Lists in lists that are looked into."""
+"""How deep nested lists and dicts are compared."""
 
 
 def facts_of(optimizer: Optimizer, scheduler: Any, trial: float | None = None) -> dict[str, str]:
-    """Class, groups and hyperparameters of an optimizer; class and plain state of a scheduler.
+    """Return the optimizer's class, groups and hyperparameters, and the scheduler's class and plain state.
 
     Args:
-        optimizer: Of the run.
-        scheduler: Of the run; None for none.
-        trial: What the user's loss gave of made-up rows; None where it was not tried.
+        optimizer: The run's optimizer.
+        scheduler: The run's scheduler, or None.
+        trial: The value of the user's loss on made-up rows; None where it was not tried.
     """
     found = {"the optimizer": type(optimizer).__qualname__}
     found[TRIAL] = NOTHING if trial is None else repr(trial)
@@ -50,7 +51,7 @@ def facts_of(optimizer: Optimizer, scheduler: Any, trial: float | None = None) -
         for key, value in group.items():
             shown = len(value) if key == "params" else value
             found[f"optimizer.param_groups[{place}][{key!r}]"] = _plain(shown)
-    if type(scheduler).__module__.startswith("torch."):  # another one may keep the time of day
+    if type(scheduler).__module__.startswith("torch."):  # a user's own scheduler may keep the time of day
         found |= _state_of_scheduler(scheduler)
     return found
 
@@ -61,9 +62,10 @@ def _state_of_scheduler(scheduler: Any) -> dict[str, str]:
 
 
 def code_of(given: object) -> str:
-    """What a name, a function or an object that is called does, as far as its code tells; the rest is tried.
+    """Describe a name, a function or a callable object by its code, so that ranks can compare it.
 
-    Two ranks of one script have the same text for the same thing.
+    Two ranks of one script get the same text for the same thing. What the code does not show is tried
+    instead.
     """
     if given is None or isinstance(given, str | bool | int | float):
         return repr(given)
@@ -82,10 +84,10 @@ def code_of(given: object) -> str:
 
 
 def refuse_unlike(found: Sequence[Facts]) -> None:
-    """Refuse ranks that would train by different rules.
+    """Raise an error if ranks would train with different settings.
 
     Args:
-        found: What each rank has.
+        found: The facts of each rank, by rank.
 
     Raises:
         ConfigError: Naming the first difference.
@@ -103,10 +105,10 @@ def refuse_unlike(found: Sequence[Facts]) -> None:
 
 
 def refuse_unlike_codes(world: Channel, given: Mapping[str, object]) -> None:
-    """Refuse losses and metrics that are other code on other ranks. All ranks call it.
+    """Raise an error if ranks have different code for loss or metric. All ranks call it.
 
     Raises:
-        ConfigError: Naming the first.
+        ConfigError: Naming the first loss or metric that differs.
     """
     mine = {f"the {name}": code_of(value) for name, value in given.items()}
     found: Any = world.gather_objects(mine, "compare the ranks' loss and metric")
@@ -114,20 +116,20 @@ def refuse_unlike_codes(world: Channel, given: Mapping[str, object]) -> None:
 
 
 def compared(world: Channel, model: nn.Module, rules: Facts, changed: bool, *, whole: bool) -> bool:
-    """Compare what ranks train, and by what. All ranks call it.
+    """Compare the weights that ranks train, and the settings they train with. All ranks call it.
 
     Args:
         world: All ranks.
-        model: That which is trained.
-        rules: What :func:`facts_of` says on this rank.
-        changed: Whether its weights were changed on this rank.
-        whole: Whether each rank has all of them as they are now.
+        model: The model that is trained.
+        rules: What :func:`facts_of` returns on this rank.
+        changed: Whether the model's weights were changed on this rank.
+        whole: Whether each rank has the current weights of all stages.
 
     Returns:
-        Whether they were changed on some rank.
+        Whether weights were changed on any rank.
 
     Raises:
-        ConfigError: If the rules differ.
+        ConfigError: If the settings differ.
         ModelError: If weights were changed so that they differ.
     """
     sums = [bits(parameter) for parameter in model.parameters()]
@@ -140,26 +142,30 @@ def compared(world: Channel, model: nn.Module, rules: Facts, changed: bool, *, w
 
 
 class ModelMarks:
-    """What a callback on one rank must leave as it is.
+    """Marks of the state that a callback on one rank must not change.
 
     Args:
-        model: Which all ranks share.
-        optimizer: Likewise.
-        scheduler: Likewise; None for none.
+        model: The model, which all ranks share.
+        optimizer: The optimizer, which all ranks share.
+        scheduler: The scheduler, which all ranks share; None for none.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
 
     def facts(self) -> dict[str, str]:
-        """What :func:`facts_of` says now."""
+        """Return what :func:`facts_of` says at present."""
         return facts_of(self._optimizer, self._scheduler)
 
     def now(self, *, alone: bool) -> dict[str, Any]:
-        """A mark of the model, and where one rank is alone of the others, by name; a change makes another.
+        """Return marks that a change alters: of the model; with ``alone`` of optimizer and scheduler too.
+
+        Args:
+            alone: Whether the callback runs on this rank only, so that it may change nothing that ranks
+                share.
 
         Cost:
-            One pass over weights and buffers; alone, over the optimizer's state too.
+            One pass over weights and buffers; with ``alone``, over the optimizer's state too.
         """
         found: dict[str, Any] = {"model": mark(self._model)}
         if alone:
@@ -169,8 +175,8 @@ class ModelMarks:
 
 
 def _state_of(optimizer: Optimizer) -> list[Any]:
-    """A mark of all that an optimizer keeps."""
-    # To read the state of a weight that has none makes an empty one.
+    """Return a mark of all state that an optimizer keeps."""
+    # Reading the state of a weight without one would create an empty entry.
     return [
         (id(weight), [(key, _kept(value)) for key, value in held.items()])
         for weight, held in optimizer.state.items()
@@ -183,7 +189,7 @@ def _kept(value: Any) -> Any:
 
 
 def _plain(value: Any, depth: int = DEPTH) -> str:
-    """Numbers and texts in full, also in lists and dicts; of other things the class."""
+    """Show numbers and texts in full, also inside lists and dicts; show anything else by its class."""
     if value is None or isinstance(value, str | bool | int | float | complex):
         return repr(value)
     if isinstance(value, Tensor):

@@ -1,7 +1,7 @@
-"""Trainer: epochs, evaluation, early stop, predictions in original ids - the same on any number of ranks.
+"""Trainer: epochs, evaluation, early stopping and predictions, with the same results on any number of ranks.
 
-Where it sits: the public face, and what ``kagome train`` runs on every rank. It opens the mesh, gets this
-rank's part, checks the model, and drives ``graph_engine``; what happened goes to ``report``.
+Where it sits: the public interface, and what ``kagome train`` runs on every rank. It opens the mesh, gets
+this rank's part, checks the model, and drives an engine; results go to ``run_dir`` and ``report``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from kagome.train.rank_agreement import ModelMarks, compared, facts_of, refuse_u
 from kagome.verify.check import before_first
 
 AFTER_IMPORTS: Final = Memory()
-"""Resident size once everything is imported: what peaks are measured from."""
+"""Resident size once everything is imported: peaks are measured from here."""
 
 SPLITS: Final = ("train", "val", "test")
 
@@ -71,38 +71,38 @@ class Trainer:
     """Train one model on one graph, whole, over as many ranks as the script was started with.
 
     Args:
-        model: A module over ``(x, edge_index, ...)`` (or one ``Data`` object); further inputs by their names
-            in the data. On several ranks all get rank 0's weights. ``torch.compile``,
+        model: A module over ``(x, edge_index, ...)`` (or one ``Data`` object). Further inputs are given by
+            their names in the data. On several ranks all get rank 0's weights. ``torch.compile``,
             ``DistributedDataParallel`` and ``DataParallel`` around it are taken off; compiled layers and
-            functions in it run as they were written.
+            functions in it run uncompiled.
         data: A PyG ``Data``, or the folder of a saved partition.
-        parallel: How to split.
-        loss: A name that ``train.loss`` takes, or ``loss(out, y)``: ``out`` and ``y`` are those of some
-            rows, as the model gave and the data has them. It gives a value a row, their sum, or ``(values,
-            weights)``, whose weighted mean is taken; on one rank it may give their mean. Further arguments
-            are attributes of the data by name; a third one without such a name is ``data.weight``.
-        metric: A name that ``train.metric`` takes, or ``metric(out, y)`` with a value a row. One that has a
-            ``compute(state)`` gives a state instead, tensors that add up over rows. Less is better where it
+        parallel: How to split the work.
+        loss: A name that ``train.loss`` takes, or ``loss(out, y)``: ``out`` is the model's output and ``y``
+            the labels of some rows. It returns a value a row, their sum, or ``(values, weights)``, whose
+            weighted mean is taken; on one rank it may return their mean. Further arguments are attributes of
+            the data by name; a third one without such a name is ``data.weight``.
+        metric: A name that ``train.metric`` takes, or ``metric(out, y)`` with a value a row. One with a
+            ``compute(state)`` returns a state instead: tensors that add up over rows. Less is better if it
             has ``higher_is_better = False``.
         loss_inputs: ``{argument: attribute}`` for further arguments of the loss.
         optimizer: ``callable(params) -> Optimizer``; by default Adam with ``train``'s rate and weight decay.
-        scheduler: ``callable(optimizer)``; stepped once an epoch. ``ReduceLROnPlateau`` is told the
-            validation metric where its ``mode`` is the metric's direction and there is one, else the loss.
-        train: Epochs, seed, metric, early stop, ...
-        report: What to say about the run.
-        fast: Whether messages are reduced by kernels; off, all runs as PyG runs it.
-        recompute: Whether each layer keeps its inputs only, and runs again in backward: less memory.
+        scheduler: ``callable(optimizer)``; stepped once an epoch. ``ReduceLROnPlateau`` gets the validation
+            metric if there is one and its ``mode`` is the metric's direction, else the loss.
+        train: Epochs, seed, metric, early stopping, ...
+        report: What to report about the run.
+        fast: Whether kernels reduce messages; if off, all runs as PyG runs it.
+        recompute: Whether each layer keeps its inputs only, and runs again in backward, to save memory.
         out: Folder for the run's files; None writes none.
-        overwrite: Whether a run that is there already may be removed.
+        overwrite: Whether a run that is already in the folder may be removed.
         callbacks: Objects with some of ``on_fit_start(trainer)``, ``on_epoch_end(record)``,
-            ``on_checkpoint(path)`` and ``on_fit_end(summary)``. They run on rank 0 alone, unless they say
+            ``on_checkpoint(path)`` and ``on_fit_end(summary)``. They run on rank 0 alone, unless they set
             ``all_ranks = True``.
 
     A Trainer holds connections, memory and files until :meth:`close`, the end of its ``with`` block, or until
-    nobody holds the Trainer.
+    nothing refers to it.
 
     Raises:
-        KagomeError: A leaf for each thing that is wrong with the data, the model, the settings or the ranks.
+        KagomeError: A subclass for each kind of fault in the data, the model, the settings or the ranks.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Trainer:
     def from_settings(
         cls, settings: config.Run, build: Build, *, out: Out = None, overwrite: bool = False
     ) -> Trainer:
-        """What the command line makes: data by name, a part a rank, the model built from it."""
+        """Make the command line's Trainer: data by name, one part a rank, the model built from that part."""
         trainer = cls.__new__(cls)
 
         def take(channel: Channel) -> tuple[Partition, Meta]:
@@ -170,8 +170,8 @@ class Trainer:
         self._begun, self.spans = time.perf_counter(), Spans(most=10_000)  # a pipeline has one an action
         self._stack = ExitStack()
         self.settings, self.train = settings, settings.train
-        self._files = ExitStack()  # what any thread may close
-        # Nothing on the stacks may hold the trainer. What is not gone before ends with the process.
+        self._files = ExitStack()  # resources that any thread may close
+        # Nothing on the stacks may refer to the trainer. What is still open ends with the process.
         self._closing = weakref.finalize(self, Finalizer(self._stack.close, self._files.close))
         try:
             mesh = open_mesh(settings.parallel, timeout=self.train.timeout, say=warn)
@@ -211,7 +211,7 @@ class Trainer:
         self._labelled = self.meta.labels is not None
         if self._labelled:
             self.aim, self.part = optimizers.aim_of(wishes, self.part, self.meta, self.settings, self.mesh)
-        else:  # it is scored and never trained: what stands for labels is read by nobody
+        else:  # it is scored and never trained on: nothing reads these labels
             self.aim, self.part = optimizers.no_aim(), unlabelled(self.part)
         self._say_all(self.aim.notes)
         self._say_all(asks(self.model, self.part, self.aim.objective.uses))
@@ -225,7 +225,7 @@ class Trainer:
         )
         self.accounts = Admission(self.engine, self.optimizer, self.settings)
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
-            self.engine.ahead.allowed = False  # it might write to the weights unseen
+            self.engine.ahead.allowed = False  # a user's own might write to the weights unseen
         self.epoch, self._best, self._was_checked, self._is_whole = 0, BestWeights(), False, True
         self.records: list[EpochRecord] = []
         self._last: dict[str, Tensor] | None = None
@@ -236,28 +236,28 @@ class Trainer:
     def fit(
         self, epochs: int | None = None, *, resume: str | Path | None = None, restore_best: bool = True
     ) -> dict[str, Any]:
-        """Train until so many epochs are done.
+        """Train until the given number of epochs is done.
 
-        Called again it goes on with the last epoch's weights, or with yours where you have changed the
-        model's in between, on all ranks alike. For a loop of one epoch each, with the weights of the last
+        A second call continues with the last epoch's weights, or with yours if you have changed the model's
+        weights in between, on all ranks alike. For a loop of one epoch each, with the weights of the last
         epoch in the model each time: ``trainer.fit(trainer.epoch + 1, restore_best=False)``.
 
         Args:
-            epochs: Epochs in all, those before too; by default ``train.epochs``.
-            resume: A run's folder or a checkpoint to go on from.
+            epochs: Epochs in all, including those done before; by default ``train.epochs``.
+            resume: A run's folder or a checkpoint to continue from.
             restore_best: Leave the weights of the best epoch in the model, by the validation metric; else
-                those of the last epoch. :meth:`best_weights` and :meth:`last_weights` give either.
+                those of the last epoch. :meth:`best_weights` and :meth:`last_weights` return either.
 
         Returns:
-            What ``summary.json`` holds; its metrics are of the weights that the model is left with.
+            The contents of ``summary.json``; its metrics are of the weights that the model is left with.
 
         Raises:
-            CheckError: If split and whole differ (``train.check``).
-            ModelError: If the ranks' weights were changed so that they differ.
+            CheckError: If the split and the whole model differ (``train.check``).
+            ModelError: If weights were changed so that they differ between ranks.
             CallbackError: If a callback raised on another rank.
             KeyboardInterrupt: After Ctrl-C on one rank, once a checkpoint is saved (with ``out``).
-            SystemExit: Likewise after SIGTERM with 143, after SIGHUP with 129, after Ctrl-C on several ranks
-                with 130; on all ranks, whichever of them was asked.
+            SystemExit: After SIGTERM with 143, after SIGHUP with 129, after Ctrl-C on several ranks with 130;
+                on all ranks, whichever of them got the signal, and once a checkpoint is saved (with ``out``).
         """
         self._together("fit")
         self._need_labels("fit")
@@ -281,7 +281,7 @@ class Trainer:
             with self.spans.phase("check"):
                 self._say_all(self.accounts.foresee(self.part, self.world))
             self._say_all(self.engine.take_notes())
-            self.part = replace(self.part, nodes={}, edges={})  # the engine has what it needs
+            self.part = replace(self.part, nodes={}, edges={})  # the engine holds its own inputs
         set_up = time.perf_counter() - self._begun
         if self.writer is not None:
             self.writer.open(self.records, after=self.epoch)
@@ -297,7 +297,7 @@ class Trainer:
         with asked_to_stop(self.writer is not None) as asked, progress, heap, ending, self.engine.installed:
             while self.epoch < epochs:
                 stop, every = self._one_epoch(epochs, bool(asked)), self.train.save_every
-                stop |= self.world.size == 1 and bool(asked)  # in this epoch; nobody need be told
+                stop |= self.world.size == 1 and bool(asked)  # in this epoch; no other rank needs to know
                 saves = stop or bool(every and self.epoch % every == 0)
                 self.costs.tell(noting, keep=self.settings.parallel.max_age > 0 and not saves and not heard)
                 if saves:
@@ -322,10 +322,10 @@ class Trainer:
         return values
 
     def last_weights(self) -> dict[str, Tensor]:
-        """A copy of the weights after the last epoch, as a state dict. All ranks call it.
+        """Return a copy of the weights after the last epoch, as a state dict. All ranks call it.
 
         Cost:
-            A copy of the weights; in a pipeline, those of each stage to the others.
+            A copy of the weights; in a pipeline, also sending each stage's weights to the other stages.
         """
         self._together("last_weights")
         if self._last is not None:
@@ -334,12 +334,12 @@ class Trainer:
         return copied(self.model.state_dict())
 
     def best_weights(self) -> dict[str, Tensor]:
-        """A copy of the weights of the best epoch so far, as a state dict. All ranks call it.
+        """Return a copy of the weights of the best epoch so far, as a state dict. All ranks call it.
 
-        Where nothing was evaluated on validation vertices, the last epoch is the best.
+        Without an evaluation on validation vertices, the last epoch is the best.
 
         Cost:
-            A copy of the weights; in a pipeline, those of each stage to the others.
+            A copy of the weights; in a pipeline, also sending each stage's weights to the other stages.
         """
         self._together("best_weights")
         if self._best.weights is None:
@@ -349,12 +349,12 @@ class Trainer:
 
     @as_written
     def evaluate(self, split: str = "test") -> float | None:
-        """The metric over a split's vertices, with the weights as they are. All ranks call it.
+        """Return the metric over a split's vertices, with the model's present weights. All ranks call it.
 
         Raises:
             ConfigError: If there is no such split.
             DataError: If the data has no labels.
-            CheckError: If split and whole differ (``train.check``).
+            CheckError: If the split and the whole model differ (``train.check``).
         """
         self._together("evaluate")
         self._need_labels("evaluate")
@@ -365,15 +365,15 @@ class Trainer:
 
     @as_written
     def predict(self) -> Any:
-        """Scores: of all vertices in original order on rank 0, of own rows elsewhere. All ranks call it.
+        """Return scores: of all vertices on rank 0, of own rows elsewhere. All ranks call it.
 
-        They are of the weights that the model holds; the data need have no labels.
+        Rank 0 gets them in original order. They are of the model's present weights and need no labels.
 
         Raises:
-            CheckError: If split and whole differ (``train.check``).
+            CheckError: If the split and the whole model differ (``train.check``).
 
         Shapes:
-            ``[N, C]`` on rank 0, ``[n, C]`` elsewhere; of a model that gives several tensors each of them.
+            ``[N, C]`` on rank 0, ``[n, C]`` elsewhere; for a model with several output tensors, each of them.
 
         Cost:
             N rows to rank 0.
@@ -385,7 +385,7 @@ class Trainer:
         return own if joined is None or self.mesh.rank else joined
 
     def load(self, where: str | Path) -> None:
-        """Give the model the best weights of a run: to score with them, or to train on. All ranks call it.
+        """Load the best weights of a run into the model, to score or to train on. All ranks call it.
 
         Args:
             where: The folder of a run, of its ``checkpoints`` or of one of them, or a ``.safetensors`` file
@@ -399,13 +399,12 @@ class Trainer:
         self._last, self._is_whole = None, True
 
     def close(self) -> None:
-        """Leave the ranks, and let go of all connections, threads and files. It may be called twice.
+        """Leave the ranks and release all connections, threads and files. A second call does nothing.
 
-        A Trainer that nobody holds any more, and one that is left at exit, closes by itself: the thread that
-        made it does that.
+        A Trainer that nothing refers to any more, or that is left at exit, closes itself in its own thread.
         """
         self._closing.detach()
-        self._stack.__exit__(*sys.exc_info())  # after an error peers are not waited for as long
+        self._stack.__exit__(*sys.exc_info())  # after an error the wait for peers is shorter
 
     def __enter__(self) -> Trainer:
         return self
@@ -418,7 +417,7 @@ class Trainer:
     # Weights and callbacks -----------------------------------------------------------------------
 
     def _together(self, what: str) -> None:
-        """Before what all ranks do together: refuse it where they are left, or where one rank is alone."""
+        """Refuse a collective call on a closed Trainer, or by a callback on one rank alone."""
         if not self._closing.alive:
             raise ConfigError(
                 f"{what} needs the ranks", "this Trainer is closed", hint="call it inside the with block"
@@ -434,7 +433,7 @@ class Trainer:
             )
 
     def _check(self) -> None:
-        """Before the first forward: compare with plain PyG on a sample."""
+        """Compare with plain PyG on a sample, before the first forward pass."""
         if self._was_checked or not self.train.check:
             return
         with self.spans.phase("check"):
@@ -443,7 +442,7 @@ class Trainer:
         self._was_checked = True
 
     def _go_on(self) -> None:
-        """Give the model the weights that training goes on with; those of all ranks must be the same."""
+        """Load the weights that training continues with; they must be the same on all ranks."""
         last = self._last
         changed = last is None or not holds(self.model, self._best.weights or {})
         if not self._compare(changed, whole=self._is_whole) and last is not None:
@@ -453,7 +452,7 @@ class Trainer:
         self._last = None
 
     def _compare(self, changed: bool, *, whole: bool) -> bool:
-        """Whether weights were changed on some rank; all ranks must train by one rule, and the same ones."""
+        """Return whether weights were changed on some rank; ranks must agree on settings and weights."""
         rules = facts_of(self.optimizer, self.scheduler, self.aim.objective.trial)
         return compared(self.world, self.model, rules, changed, whole=whole)
 
@@ -465,7 +464,7 @@ class Trainer:
     def _tell_callbacks(self, record: EpochRecord) -> None:
         self.engine.join_weights()  # a callback may read the model: an average of weights, a norm
         if self._callbacks.tell("on_epoch_end", record):
-            self.engine.ahead.anew()  # what was computed ahead of this was another model's
+            self.engine.ahead.anew()  # the forward pass kept for the next epoch used the old model
 
     # Epochs --------------------------------------------------------------------------------------
 
@@ -476,14 +475,14 @@ class Trainer:
             loss, stopped = self.engine.train(epoch, self.optimizer, stop=stop)
             last = epoch == epochs or stopped
             if evaluates := last or epoch % self.train.eval_every == 0:
-                self.engine.crossing.settle()  # what it waits for late rows is this epoch's
+                self.engine.crossing.settle()  # waiting for late rows counts to this epoch
         self._say_all(self.engine.take_notes())
         self.costs.end(epoch, loss, self.engine.take_uncoded())
         val = None
         if evaluates:
             out = None
             if not last:
-                with self.costs.training():  # of the next epoch: its forward
+                with self.costs.training():  # the forward pass of the next epoch, which counts as training
                     out = self.engine.look_ahead(epoch + 1)
             with self.spans.phase("evaluate", epoch):
                 found = self._scores(out)
@@ -497,12 +496,12 @@ class Trainer:
         return stopped
 
     def _ended(self, asked: list[int]) -> BaseException:
-        """How the run ends that a signal to some rank has stopped; all ranks call it."""
+        """Return the exception of a run that a signal on some rank has stopped. All ranks call it."""
         found: Any = self.world.gather_objects(asked[0] if asked else None, "how the run was stopped")
         return ended_by(next(number for number in found if number is not None), self.world.size)
 
     def _scores(self, out: Any = None) -> dict[str, float | None]:
-        """The metric by split, with the weights as they are; ``out`` are their scores, if known."""
+        """Return the metric by split, with the present weights; ``out`` holds their scores, if known."""
         out = self.engine.evaluate(self.epoch) if out is None else out
         inputs = self.engine.inputs
         masks, action = {s: inputs[f"{s}_mask"] for s in SPLITS}, f"evaluation, epoch {self.epoch}"

@@ -1,1 +1,1 @@
-"""A model split against the same model whole."""
+"""Verification: a split model against the same model whole."""

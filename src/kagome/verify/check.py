@@ -1,4 +1,4 @@
-"""Check: a user's model on a small sample of the user's graph, split against whole: outputs and gradients.
+"""Check: compare outputs and gradients of a user's model, split and whole, on a small sample of the graph.
 
 Where it sits: ``train.trainer`` runs it before the first training of a model, ``kagome check`` and
 ``kagome.check`` on demand. The ranks of the split are threads of this process
@@ -34,18 +34,18 @@ from kagome.verify.trace import DRAWS, Trace, WholeFailedError, no_draw, split_o
 from kagome.verify.unbiased import Bias
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
-"""Largest difference, relative to the largest entry, that is rounding."""
+"""The largest difference, relative to the largest entry, that counts as rounding."""
 
 FLOAT32_INSIDE = 1e-5
 """Up to this a float64 difference may come from a cast to float32 in the model: float32 then decides."""
 
 VERTICES: Final = 200
-"""Of the sample that is checked."""
+"""The number of vertices in the sample."""
 
 
 @dataclass(frozen=True)
 class ComparedTensor:
-    """One compared tensor.
+    """The comparison of one tensor.
 
     Args:
         name: A module's path (and which call of it), or a parameter's name.
@@ -60,18 +60,18 @@ class ComparedTensor:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found.
+    """The result of a check.
 
     Args:
-        first: The first thing that differs, in the order of the forward pass, then of gradients; else None.
-        rows: All that was compared.
+        first: The first tensor that differs, in the order of the forward pass, then of gradients; else None.
+        rows: All compared tensors.
         parts: Ranks of the split.
         tensor: How many of them slice the features of one part.
         vertices: Vertices of the sample.
         edges: Edges of the sample.
         dtype: The number type it ran in.
-        seconds: How long it took.
-        unseen: What could not be compared, or nothing.
+        seconds: The time that it took.
+        unseen: What could not be compared; empty if everything was.
     """
 
     first: ComparedTensor | None
@@ -90,7 +90,7 @@ class CheckResult:
         return max((row.error for row in self.rows), default=0.0)
 
     def text(self) -> str:
-        """One line for a person."""
+        """Describe the result in one line."""
         verdict = "equal" if self.first is None else f"differ first at {self.first.name} ({self.first.kind})"
         sliced = f" (features over {self.tensor})" if self.tensor > 1 else ""
         split = f"split over {self.parts}{sliced} and whole"
@@ -103,7 +103,7 @@ class CheckResult:
         )
 
     def raise_if_different(self) -> None:
-        """Refuse to go on where split and whole differ.
+        """Raise an error if split and whole differ.
 
         Raises:
             CheckError: Naming the first layer that differs.
@@ -136,17 +136,18 @@ def check(
         data: A graph, or a rank's part (its own vertices and the edges among them are sampled).
         parts: Ranks of the split.
         vertices: Vertices of the sample.
-        seed: Of the sample, the split and the weights of the sum that is differentiated.
-        tensor: How many ranks slice features together, where they can be.
-        fast: Whether messages of the split are reduced by kernels.
+        seed: The seed of the sample, the split and the weights of the sum that is differentiated.
+        tensor: How many ranks slice features together, where features can be sliced.
+        fast: Whether kernels reduce the messages of the split.
 
     Returns:
-        What was found; see :meth:`CheckResult.raise_if_different`.
+        The result; see :meth:`CheckResult.raise_if_different`.
 
     Raises:
-        ModelError: If it is none, or fails on the whole sample, or on a part.
+        ModelError: If the model is not a module, or fails on the whole sample or on a part.
         DataError: If the graph has a fault.
-        ConfigError: If a number is none, or too small, or ``parts`` is no multiple of ``tensor``.
+        ConfigError: If a number has the wrong type or is too small, or ``parts`` is not a multiple of
+            ``tensor``.
     """
     begun = time.perf_counter()
     refuse_no_module(model, "check(model, ...)")
@@ -189,7 +190,7 @@ _TOO_MANY: Final = "what goes by the numbers of {:,} vertices is not compared: t
 
 @dataclass(frozen=True)
 class _Way:
-    """How a check splits and runs: as :func:`check` is told."""
+    """The arguments of :func:`check` that say how it splits and runs the model."""
 
     parts: int
     seed: int
@@ -198,7 +199,7 @@ class _Way:
 
 
 def _way(parts: int, seed: int, tensor: int, fast: bool) -> _Way:
-    """What :func:`check` is told, if it can be done."""
+    """Check those arguments of :func:`check` and return them."""
     for name, value in (("parts", parts), ("tensor", tensor)):
         check_kind(name, value, int, least=1)
     check_kind("seed", seed, int)
@@ -210,7 +211,7 @@ def _way(parts: int, seed: int, tensor: int, fast: bool) -> _Way:
 
 @dataclass(frozen=True)
 class _Found:
-    """What one sample showed, and whether forward told its vertices apart by their places."""
+    """The result on one sample, and whether forward identified vertices by their index."""
 
     rows: list[ComparedTensor]
     first: ComparedTensor | None
@@ -219,7 +220,7 @@ class _Found:
 
 
 def _on_sample(twin: nn.Module, data: Data | Partition, sample: Data, way: _Way) -> _Found:
-    """Compare on a sample in float64, or in float32 where the model insists on it.
+    """Compare on a sample in float64, or in float32 where the model requires it.
 
     Raises:
         WholeFailedError: If plain PyG does not run the model on the sample.
@@ -234,7 +235,7 @@ def _on_sample(twin: nn.Module, data: Data | Partition, sample: Data, way: _Way)
         except WholeFailedError:
             if not attempts:
                 raise
-            # A layer that insists on float32 gets it, and a table of the edges has the sample's.
+            # A layer that requires float32 gets it; a table over edges is cut to the sample's edges.
             attempts = [dtype, *attempts] if fitted(twin, data, sample) else attempts
             continue
         first = next((row for row in rows if not row.error <= TOLERANCE[dtype]), None)
@@ -262,17 +263,17 @@ def before_first(
     settings: config.Run,
     goes: Callable[[Way], None] | None = None,
 ) -> tuple[str, ...]:
-    """Compare with plain PyG before the first forward. All ranks call it.
+    """Compare with plain PyG before the first forward pass. All ranks call it.
 
     Args:
         model: The user's module.
         part: This rank's part.
         channel: All ranks.
-        settings: Of the run.
-        goes: Tells one rank that has the whole graph how to run the model.
+        settings: The run's settings.
+        goes: Tells a single rank with the whole graph how to run the model.
 
     Returns:
-        What there is to say.
+        Notes on the comparison.
 
     Raises:
         CheckError: If split and whole differ.
@@ -288,19 +289,19 @@ def before_first(
 def check_on_first(
     model: nn.Module, part: Partition, channel: Channel, settings: config.Run
 ) -> tuple[str, ...]:
-    """Rank 0 checks on a sample of its own part; all ranks hear what came out. All ranks call it.
+    """Check on rank 0, with a sample of its own part, and share the result. All ranks call it.
 
     Returns:
         What was compared, as a note.
 
     Raises:
         CheckError: If split and whole differ.
-        ModelError: If a layer's messages of drawn rows are not right on the mean (``halo_sample``).
+        ModelError: If a layer's output is biased when rows are drawn (``halo_sample``).
     """
 
     def look() -> CheckResult:
         cut, seed = settings.parallel, settings.train.seed
-        # Three of anything, and two by two where parts are sliced.
+        # Split over three ranks, or over two parts of two slices each where both occur.
         both = 1 < cut.tensor * cut.pipe < channel.size
         parts, tensor = (4, 2) if cut.tensor > 1 and both else (3, 3 if cut.tensor > 1 else 1)
         result = check(model, part, seed=seed, parts=parts, tensor=tensor, fast=settings.model.fast)
@@ -315,11 +316,11 @@ def check_on_first(
 
 
 def way_alone(model: nn.Module, part: Partition, settings: config.Run) -> tuple[Way, str]:
-    """How one rank runs a model that has the whole graph: as plain PyG does, and fast where that is the same.
+    """Return how one rank with the whole graph runs a model: fast, if that gives what plain PyG gives.
 
     Returns:
-        ``fast``, ``plain`` (messages edge by edge) or ``aside`` (nothing of Kagome's within the forward), and
-        what there is to say.
+        ``fast``, ``plain`` (messages edge by edge) or ``aside`` (plain PyG, with nothing of Kagome in the
+        forward pass), and a note.
     """
     ways: list[Literal["fast", "plain"]] = ["fast", "plain"] if settings.model.fast else ["plain"]
     why = ""
@@ -327,7 +328,7 @@ def way_alone(model: nn.Module, part: Partition, settings: config.Run) -> tuple[
         try:
             found = check(model, part, seed=settings.train.seed, parts=1, fast=way == "fast")
         except ModelError as error:
-            if "plain PyTorch Geometric" in error.asked:  # no sample of the graph shows anything
+            if "plain PyTorch Geometric" in error.asked:  # the model runs on no sample of the graph
                 return ways[0], f"the model was not compared with plain PyG: {error.found}"
             why = error.found
             continue
@@ -338,21 +339,21 @@ def way_alone(model: nn.Module, part: Partition, settings: config.Run) -> tuple[
 
 
 def biased(model: nn.Module, part: Partition, share: float, seed: int) -> ModelError | None:
-    """Why rows cannot be drawn for a model; None where they can."""
+    """Return the error for a model that is biased when rows are drawn; None if it is not."""
     sample = take_sample(part, VERTICES, seed)
     whole = split_all(sample, torch.zeros(int(sample.num_nodes or 0), dtype=torch.int64), 1)[0]
     with Bias(twin_of(model), share) as bias, suppress(WholeFailedError):
-        whole_of(bias.model, whole, seed)  # what it cannot run in float32 was run by the check
+        whole_of(bias.model, whole, seed)  # the check ran it, in float64 if float32 fails
     return bias.refusal()
 
 
 def _compare(
     model: nn.Module, sample: Data, owner: Tensor, dtype: torch.dtype, way: _Way
 ) -> tuple[list[ComparedTensor], bool]:
-    """Plain PyG against the split, and with draws one rank against the split.
+    """Compare plain PyG with the split without draws, then one rank with the split with draws.
 
     Returns:
-        What differs by how much; whether forward told vertices apart by their places.
+        The compared tensors; whether forward identified vertices by their index.
     """
     with _default(dtype):
         whole_data = split_all(sample, torch.zeros_like(owner), 1)[0]
@@ -369,7 +370,7 @@ def _compare(
                     ComparedTensor(name, "buffer", max(_error(share, buffer, None) for share in shares))
                 )
         if way.parts > 1:
-            # Once more with dropout on, against Kagome on one rank: draws must not know the mesh.
+            # Compare again with dropout on, against Kagome on one rank: draws must not depend on the mesh.
             one = split_of(model, [whole_data], dict(HANDLERS), way.seed, fast=way.fast, once_only=True)
             many = split_of(model, pieces, dict(HANDLERS), way.seed, tensor=way.tensor, fast=way.fast)
             rows += _differences(one[0], many, pieces, sample, " with dropout")

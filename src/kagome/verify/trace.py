@@ -1,4 +1,4 @@
-"""Trace: one forward and backward of a model, whole or split, with all outputs and gradients kept.
+"""Trace: all outputs and gradients of one forward and backward pass of a model, whole or split.
 
 Where it sits: ``check`` compares two traces. The ranks of a split are threads of this process.
 """
@@ -40,19 +40,19 @@ from kagome.user_code.torch_checkpoint import once
 _DROPS = {*DROPOUTS, *(f"dropout{dims}d" for dims in (1, 2, 3))}
 _DROPS_INSIDE = "scaled_dot_product_attention"
 DRAWS = frozenset(dropout.DRAWS) | _DROPS | {_DROPS_INSIDE}
-"""Calls that draw: switched off where split and whole are to agree with plain PyG."""
+"""Calls that draw random numbers: switched off where split and whole are compared with plain PyG."""
 
 
 @dataclass
 class Trace:
-    """What one run left: outputs by module in the order they were finished, and gradients by parameter.
+    """The record of one run: outputs by module in the order they were finished, and gradients by parameter.
 
     Args:
-        outputs: By module's path and call.
-        grads: By parameter.
-        buffers: By name, afterwards.
-        rows: Original numbers of own rows.
-        numbered: Whether forward told vertices apart by their places.
+        outputs: Outputs by a module's path and call.
+        grads: Gradients by parameter.
+        buffers: Buffers by name, after the run.
+        rows: Original ids of own rows.
+        numbered: Whether forward identified vertices by their index.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -71,10 +71,10 @@ class WholeFailedError(Exception):
 
 
 class _NoDraws(TorchFunctionMode):
-    """Plain PyG with every draw switched off: what split and whole can share number by number."""
+    """Torch function mode for plain PyG without random draws, so that split and whole are comparable."""
 
     runs_once = True
-    """In backward a checkpoint's function would draw where this is not seen."""
+    """Whether a checkpointed function runs once: in backward it would draw outside this mode."""
     run_once = nullcontext
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,13 +83,13 @@ class _NoDraws(TorchFunctionMode):
         if found is not NotImplemented:
             return found
         if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
-            with self:  # gumbel_softmax draws inside
+            with self:  # gumbel_softmax draws random numbers inside
                 return opened(func)(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Answer a draw with what is the same for equal rows: dropout keeps all, rand gives one number."""
+    """Replace a draw by values that are the same for equal rows: dropout keeps all, rand gives one number."""
     if name in _DROPS:
         return args[0] if args else kwargs["input"]
     if isinstance(func, FunctionType):
@@ -107,7 +107,7 @@ def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         bounds = (argument(args, kwargs, 1, "lower", 1 / 8), argument(args, kwargs, 2, "upper", 1 / 3))
         out = func(args[0] if args else kwargs["input"], *bounds, training=False)
         return out if scope is None else scope.like(out, args[0] if args else kwargs["input"])
-    if name in LAWS and scope is not None:  # by a generator of the user's
+    if name in LAWS and scope is not None:  # drawn from a generator of the user's
         return HANDLERS[name](scope, name, func, args, kwargs)
     if scope is not None:
         args = counted(scope, name, args, kwargs)
@@ -115,7 +115,7 @@ def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _undropped(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Attention that drops nothing."""
+    """Run attention without its dropout."""
     args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
     kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
     found = NotImplemented if scope is None else HANDLERS[name](scope, name, func, args, kwargs)
@@ -127,7 +127,7 @@ def _undropped(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _like(name: str, given: Given) -> Tensor:
-    """A tensor of the shape and kind of what a draw of no rows gives."""
+    """Return a tensor of the shape and type that a draw without rows returns."""
     if given.get("size") is not None:
         kind = given.get("dtype") or (torch.int64 if name == "randint" else None)
         return torch.empty(given["size"], dtype=kind, device=given.get("device"))
@@ -146,14 +146,14 @@ def _watch(model: nn.Module, trace: Trace) -> Callable[[], None]:
                 (v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, Tensor)), None
             )
             if value is not None and value.is_floating_point():
-                trace.outputs[label] = value.detach().clone()  # a reversible block frees what it was given
+                trace.outputs[label] = value.detach().clone()  # a reversible block frees its inputs
 
         return keep
 
     handles = [
         m.register_forward_hook(hook(name or f"the model ({type(model).__name__})"))
         for name, m in model.named_modules()
-        if not isinstance(m, torch.jit.ScriptModule)  # takes no Python hooks
+        if not isinstance(m, torch.jit.ScriptModule)  # a ScriptModule takes no Python hooks
     ]
 
     def unwatch() -> None:
@@ -172,8 +172,8 @@ def _backward(out: Any, ids: Tensor, token: Tensor | None, model: nn.Module, tra
             f"it gives {', '.join(shapes) or f'a {type(out).__name__} without any'}",
             hint="return a row a vertex, in the order of the vertices",
         )
-    # Weights by original id: the same sum however the rows are spread. Columns weigh differently, or a
-    # softmax would have no gradient.
+    # Weights depend on the original id, so the sum is the same however rows are distributed. Columns have
+    # different weights, because a softmax would have no gradient otherwise.
     weight = torch.sin(ids.to(value.dtype) * 12.9898 + seed) + 1.5
     columns = torch.linspace(1, 2, math.prod(value.shape[1:]), dtype=value.dtype, device=value.device)
     by_row = weight.view(-1, *[1] * (value.dim() - 1))
@@ -188,13 +188,13 @@ def _backward(out: Any, ids: Tensor, token: Tensor | None, model: nn.Module, tra
 def _note_failure(name: str, failed: list[str]) -> Callable[..., None]:
     def note(_module: nn.Module, _args: Any, out: Any) -> None:
         if out is None:
-            failed.append(name)  # called after an error too, innermost first
+            failed.append(name)  # hooks run after an error too, innermost first
 
     return note
 
 
 def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
-    """Run the model in one process, as plain PyG does."""
+    """Run the model in one process, as plain PyG does, and return its trace."""
     trace = Trace(rows=part.own)
     edges = inputs_of(part.edges, part.edge_index, part.own.numel())
     inputs = {
@@ -239,9 +239,16 @@ def split_of(
     fast: bool = True,
     once_only: bool = False,
 ) -> list[Trace]:
-    """Run copies of the model on the pieces, each in a thread; a trace a piece.
+    """Run copies of the model on the pieces, each in a thread; return a trace for each piece.
 
-    ``once_only``: one piece that stands for several keeps what it would run again in backward, as they do.
+    Args:
+        model: The user's module.
+        pieces: The part of each rank.
+        handlers: The handlers of torch calls by name.
+        seed: The seed of draws, and of the weights of the sum that is differentiated.
+        tensor: How many ranks slice features together.
+        fast: Whether kernels reduce messages.
+        once_only: Whether a single piece saves what it would compute again in backward, as several pieces do.
     """
     try:
         return _split_of(model, pieces, handlers, seed, fast=fast, tensor=tensor, once_only=once_only)

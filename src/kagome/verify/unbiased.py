@@ -1,11 +1,11 @@
-"""Drawn: layers for which a share of their neighbours' rows, made as much larger, is not right on the mean.
+"""Unbiasedness check: find layers whose output is biased under boundary sampling (``halo_sample < 1``).
 
-Where it sits: ``check`` asks before a run with ``halo_sample`` trains.
+Where it sits: ``check`` asks it before a run with ``halo_sample`` trains.
 
-With a share p, a row is read as ``x / p`` where it is drawn, else as 0. A message m of it is right on the
-mean where ``p m(x / p) + (1 - p) m(0) = m(x)``: where it is a multiple of the row, and what else it adds does
-not depend on it. Only sums and averages of such messages are right, too. Gathers of a model's own, without
-PyG's message passing, are not looked at.
+With a share p, a row is read as ``x / p`` if it is drawn, else as 0. A message m of the row is right on the
+mean if ``p m(x / p) + (1 - p) m(0) = m(x)``, that is, if it is a multiple of the row plus a term that does
+not depend on the row. Of such messages, only sums and averages are right on the mean, too. Gathers that a
+model makes itself, without PyG's message passing, are not checked.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch_geometric.nn.aggr.fused import FusedAggregation
 from kagome.errors import ModelError
 
 OFF: Final = 1e-4
-"""By what share of their length messages may be off: rounding, in float32."""
+"""Relative error of messages that counts as rounding in float32."""
 RIGHT: Final = (aggr.SumAggregation, aggr.MeanAggregation)
 HOLDERS: Final = (aggr.MultiAggregation, aggr.DegreeScalerAggregation, FusedAggregation)
-"""Aggregations of others' results."""
+"""Aggregations that combine the results of others."""
 
 
 class Bias:
-    """What layers of a model are off by on the mean, watched while it runs.
+    """The bias of a model's layers, measured while the model runs.
 
     Args:
-        model: Run as plain PyG does, between entering and leaving.
-        share: Of the rows that are drawn.
+        model: The model, which runs as in plain PyG inside the ``with`` block.
+        share: The share of rows that are drawn.
     """
 
     def __init__(self, model: nn.Module, share: float) -> None:
         self.model, self.share = model, share
         self.found: dict[str, str] = {}
-        """Path of a layer -> what is not right on the mean in it."""
+        """The cause of the bias by the path of a layer."""
         self._undo: list[Callable[[], object]] = []
 
     def __enter__(self) -> Bias:
@@ -56,7 +56,7 @@ class Bias:
         self._undo = []
 
     def refusal(self) -> ModelError | None:
-        """Of the first layer; None where all are right."""
+        """Return the error for the first biased layer; None if there is none."""
         for path, why in self.found.items():
             return ModelError(
                 f"halo_sample={self.share} draws rows, which is right on the mean for sums of messages that "
@@ -82,7 +82,7 @@ class Bias:
         return look
 
     def _watch_edges(self, path: str, module: MessagePassing) -> None:
-        """An edge's value multiplies a row in most messages: where it comes from that row, it is wrong."""
+        """Watch for edge values that are computed from rows: most messages multiply a row by them."""
         inner, names = module.edge_update, inspect.signature(module.edge_update)
 
         def edge_update(*args: Any, **kwargs: Any) -> Any:
@@ -97,14 +97,14 @@ class Bias:
     def _off(
         self, function: Callable[..., Any], known: dict[str, Any], *, constant: bool = False
     ) -> float | None:
-        """By what share of their length values of drawn rows are off; None where no row is drawn.
+        """Return the relative error of values of drawn rows on the mean; None where no row is drawn.
 
         Args:
-            function: Of rows.
+            function: A function of rows.
             known: Its arguments by name.
-            constant: Ask how far values of a drawn row are from those of the row itself.
+            constant: Compare values of a drawn row with those of the row itself, in place of the mean.
         """
-        # What needs no gradient is sent whole, once.
+        # Rows that need no gradient are sent whole, once.
         rows = {name: value for name, value in known.items() if _drawn(name, value)}
         if not rows:
             return None
@@ -115,7 +115,7 @@ class Bias:
         with torch.no_grad():
             try:
                 often, never, whole = at(1 / self.share), at(0.0), at(1.0)
-            except Exception:  # a user's function of rows that there never are: it will say so in training
+            except Exception:  # the rows are made up: a real error will be raised in training
                 return 0.0
             if not isinstance(whole, Tensor) or not whole.numel():
                 return 0.0
@@ -133,7 +133,7 @@ def _drawn(name: str, value: object) -> bool:
 
 
 def _other_than_sums(module: MessagePassing) -> str | None:
-    """The class of a layer's reduction that is no sum of messages; None where all are."""
+    """Return the class of a layer's reduction that is not a sum or mean of messages; None if all are."""
     for each in module.aggr_module.modules() if module.aggr_module is not None else ():
         if isinstance(each, aggr.Aggregation) and not isinstance(each, (*RIGHT, *HOLDERS)):
             return type(each).__name__
