@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kagome.errors import ModelError
 from kagome.model.sparse import laid_out
+from kagome.model.state import load_state, state_of
 from kagome.run import checkpoint
 
 
@@ -46,7 +47,7 @@ class Best:
             return
         self.epoch, self.metric, self.waited = epoch, metric, 0
         self.weights = None  # the old copy goes before there is a new one
-        self.weights = None if metric is None else copied(model.state_dict())
+        self.weights = None if metric is None else copied(state_of(model))
 
     def restore(self, model: nn.Module, epoch: int) -> dict[str, Tensor] | None:
         """Give the model the best epoch's weights.
@@ -60,8 +61,8 @@ class Best:
         """
         if self.weights is None or self.epoch == epoch:
             return None
-        last = copied(model.state_dict())
-        model.load_state_dict(self.weights)
+        last = copied(state_of(model))
+        load_state(model, self.weights)
         return last
 
     def place(self, epoch: int, seed: int, world_size: int, graph: str) -> checkpoint.Place:
@@ -86,7 +87,7 @@ def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def holds(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
     """Whether a model's state is this one, bit by bit."""
-    state = model.state_dict()
+    state = state_of(model)
     return state.keys() == weights.keys() and all(
         value.shape == weights[name].shape and bits(value) == bits(weights[name])
         for name, value in state.items()

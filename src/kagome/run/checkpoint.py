@@ -31,6 +31,7 @@ from kagome.comm.channel import Channel
 from kagome.comm.objects import ObjectError, pack, unpack
 from kagome.errors import CheckpointError, KagomeError
 from kagome.kinds import fits, path_of
+from kagome.model.state import load_state, state_of
 from kagome.report.files import write_text
 from kagome.run.carried import SECTION, Carried, Named, Told, checked
 from kagome.sealed import Seal, SealError
@@ -243,7 +244,7 @@ def _reason(error: BaseException) -> str:
 
 def _state(model: nn.Module, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """All tensors that are the same on all ranks, by section and name."""
-    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    state = {f"model.{name}": value for name, value in state_of(model).items()}
     for index, values in optimizer.state_dict()["state"].items():
         found = {key: value for key, value in values.items() if isinstance(value, Tensor)}
         state.update({f"optimizer.{index}/{key}": value for key, value in found.items()})
@@ -458,8 +459,8 @@ def load(
             hint="the same --model settings as the run that wrote it, the same optimizer",
         )
     _give(optimizer, scheduler, state, rest, folder)
-    model.load_state_dict(sections["model"])
-    own = model.state_dict()
+    load_state(model, sections["model"])
+    own = state_of(model)
     best = {name: value.to(own[name].device) for name, value in sections["best"].items()}
     return place, best or None, told
 
@@ -570,7 +571,7 @@ def _read(folder: Path, files: Mapping[str, Seal]) -> tuple[Any, dict[str, dict[
 
 def misfit(model: nn.Module, saved: Mapping[str, Tensor]) -> str:
     """How saved weights differ from a model's in names, shapes or types; empty where they do not."""
-    own = model.state_dict()
+    own = state_of(model)
     for name in (*own, *saved):
         if name not in saved:
             return f"the model has {name}, which the checkpoint has not"

@@ -31,6 +31,7 @@ from kagome.model.copies import copied
 from kagome.model.exact import HANDLERS
 from kagome.model.rules import apply_rules
 from kagome.model.sparse import laid_out
+from kagome.model.state import state_of
 from kagome.neighbors.install import install
 from kagome.neighbors.intercept import Interception
 from kagome.neighbors.lazy import EscapeError
@@ -169,7 +170,7 @@ def rates_of(
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     weights = _distinct(chain(model.parameters(), model.buffers()))
-    state = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
+    state = [value for value in state_of(model).values() if isinstance(value, Tensor)]
     best = sum(piece.nbytes for value in state for piece in laid_out(value))
     loops = bool((part.edge_index[0] == part.edge_index[1]).any())
     graded, by_unit, fault = [True] * len(parameters), _given(part), ""

@@ -25,6 +25,7 @@ from kagome.config import Parallel, Train
 from kagome.graph.partition import Partition
 from kagome.model.rules import apply_rules
 from kagome.model.stages import describe
+from kagome.model.state import state_of
 from kagome.neighbors.current import Current
 from kagome.neighbors.install import install
 from kagome.neighbors.recall import NOTHING, Recall
@@ -221,7 +222,7 @@ class Pipeline:
 
     def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Give this rank's model, or a copy of its weights, those of all stages. All ranks call it."""
-        state = self.model.state_dict() if weights is None else weights
+        state = state_of(self.model) if weights is None else weights
         self.owners.share(state, "weights of all stages")
 
     @contextmanager

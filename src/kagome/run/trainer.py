@@ -33,6 +33,7 @@ from kagome.errors import ConfigError, DataError
 from kagome.graph.partition import Partition, graph_of
 from kagome.graph.store import Meta
 from kagome.kinds import check_kind
+from kagome.model.state import load_state, state_of
 from kagome.report.meters import EpochRecord, Memory
 from kagome.report.progress import Progress, warn
 from kagome.report.spans import Spans
@@ -330,7 +331,7 @@ class Trainer:
         if self._last is not None:
             return copied(self._last)
         self._join_weights()
-        return copied(self.model.state_dict())
+        return copied(state_of(self.model))
 
     def best_weights(self) -> dict[str, Tensor]:
         """A copy of the weights of the best epoch so far, as a state dict. All ranks call it.
@@ -446,7 +447,7 @@ class Trainer:
         last = self._last
         changed = last is None or not holds(self.model, self._best.weights or {})
         if not self._compare(changed, whole=self._is_whole) and last is not None:
-            self.model.load_state_dict(last)
+            load_state(self.model, last)
         elif last is not None:
             self._say("the model's weights were changed since the last fit: training goes on with them")
         self._last = None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kagome.comm.channel import Channel
 from kagome.errors import CheckpointError
 from kagome.kinds import path_of
+from kagome.model.state import load_state
 from kagome.run import checkpoint
 
 SUFFIX = ".safetensors"
@@ -89,7 +90,7 @@ def give(model: nn.Module, weights: Mapping[str, Tensor], where: str | Path) -> 
             where=str(where),
             hint="the same --model settings, and data with as many features, as the run that wrote them",
         )
-    model.load_state_dict(found)
+    load_state(model, found)
 
 
 def columns_of(weights: Mapping[str, Tensor], make: Callable[[int], nn.Module]) -> int | None:
