@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kagome.checkpoint.files import RunPosition
 from kagome.errors import ModelError
 from kagome.model.sparse_buffers import laid_out
+from kagome.model.state import load_state, state_of
 
 
 class BestWeights:
@@ -47,7 +48,7 @@ class BestWeights:
             return
         self.epoch, self.metric, self.waited = epoch, metric, 0
         self.weights = None  # release the old copy before making a new one
-        self.weights = None if metric is None else copied(model.state_dict())
+        self.weights = None if metric is None else copied(state_of(model))
 
     def restore(self, model: nn.Module, epoch: int) -> dict[str, Tensor] | None:
         """Load the best epoch's weights into the model.
@@ -61,8 +62,8 @@ class BestWeights:
         """
         if self.weights is None or self.epoch == epoch:
             return None
-        last = copied(model.state_dict())
-        model.load_state_dict(self.weights)
+        last = copied(state_of(model))
+        load_state(model, self.weights)
         return last
 
     def place(self, epoch: int, seed: int, world_size: int, graph: str) -> RunPosition:
@@ -87,7 +88,7 @@ def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def holds(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
     """Return whether a model's state equals this one, bit by bit."""
-    state = model.state_dict()
+    state = state_of(model)
     return state.keys() == weights.keys() and all(
         value.shape == weights[name].shape and bits(value) == bits(weights[name])
         for name, value in state.items()

@@ -44,6 +44,7 @@ from kagome.checkpoint.files import (
 from kagome.comm.channel import Channel
 from kagome.comm.serialization import ObjectError, pack, unpack
 from kagome.errors import CheckpointError, KagomeError
+from kagome.model.state import load_state, state_of
 from kagome.storage import sealed_files
 from kagome.storage.atomic import write_text
 from kagome.storage.sealed_files import Seal, SealError
@@ -217,7 +218,7 @@ def _remove_others(folder: Path, newest: str) -> None:
 
 def _state(model: nn.Module, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Return all tensors that are the same on all ranks, by section and name."""
-    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    state = {f"model.{name}": value for name, value in state_of(model).items()}
     for index, values in optimizer.state_dict()["state"].items():
         found = {key: value for key, value in values.items() if isinstance(value, Tensor)}
         state.update({f"optimizer.{index}/{key}": value for key, value in found.items()})
@@ -377,8 +378,8 @@ def load(
             hint="the same --model settings as the run that wrote it, the same optimizer",
         )
     _give(optimizer, scheduler, state, rest, folder)
-    model.load_state_dict(sections["model"])
-    own = model.state_dict()
+    load_state(model, sections["model"])
+    own = state_of(model)
     best = {name: value.to(own[name].device) for name, value in sections["best"].items()}
     return place, best or None, told
 
@@ -456,7 +457,7 @@ def _read(folder: Path, files: Mapping[str, Seal]) -> tuple[Any, dict[str, dict[
 
 def misfit(model: nn.Module, saved: Mapping[str, Tensor]) -> str:
     """Return how saved weights differ from a model's in names, shapes or types; empty if they do not."""
-    own = model.state_dict()
+    own = state_of(model)
     for name in (*own, *saved):
         if name not in saved:
             return f"the model has {name}, which the checkpoint has not"

@@ -20,6 +20,7 @@ from kagome.checkpoint.files import latest
 from kagome.comm.channel import Channel
 from kagome.config.fields import path_of
 from kagome.errors import CheckpointError
+from kagome.model.state import load_state
 
 SUFFIX = ".safetensors"
 """The suffix of a file of weights."""
@@ -101,7 +102,7 @@ def give(model: nn.Module, weights: Mapping[str, Tensor], where: str | Path) -> 
             where=str(where),
             hint="the same --model settings, and data with as many features, as the run that wrote them",
         )
-    model.load_state_dict(found)
+    load_state(model, found)
 
 
 def columns_of(weights: Mapping[str, Tensor], make: Callable[[int], nn.Module]) -> int | None:

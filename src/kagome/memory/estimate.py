@@ -39,6 +39,7 @@ from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
 from kagome.model.forward_call import ForwardCall
 from kagome.model.sparse_buffers import laid_out
+from kagome.model.state import state_of
 from kagome.profile.part_size import UNITS, GroupSize, PartSize, counts_of, fitted, split_counts
 from kagome.profile.run_mode import RunMode
 from kagome.profile.synthetic_parts import drawn, fit, made_pieces, tables_of
@@ -157,7 +158,7 @@ def rates_of(
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     weights = _distinct(chain(model.parameters(), model.buffers()))
-    state = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
+    state = [value for value in state_of(model).values() if isinstance(value, Tensor)]
     best = sum(piece.nbytes for value in state for piece in laid_out(value))
     loops = bool((part.edge_index[0] == part.edge_index[1]).any())
     graded, by_unit, fault = [True] * len(parameters), _given(part), ""

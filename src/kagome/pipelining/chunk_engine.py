@@ -43,6 +43,7 @@ from kagome.intercept.active import ActiveInterceptor
 from kagome.intercept.hooks import install
 from kagome.model.exact.layer_rules import apply_rules
 from kagome.model.split.stages import describe
+from kagome.model.state import state_of
 from kagome.objective.kept_rows import RefusesKept
 from kagome.objective.loss_trials import copied
 from kagome.objective.loss_weights import LossWeights
@@ -225,7 +226,7 @@ class ChunkEngine:
 
     def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Give this rank's model, or a copy of its weights, those of all stages. All ranks call it."""
-        state = self.model.state_dict() if weights is None else weights
+        state = state_of(self.model) if weights is None else weights
         self.owners.share(state, "weights of all stages")
 
     @contextmanager

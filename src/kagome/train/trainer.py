@@ -39,6 +39,7 @@ from kagome.graph.partition.store import Meta
 from kagome.launch.finalizer import Finalizer
 from kagome.launch.gc import set_aside
 from kagome.launch.signals import asked_to_stop, ended_by
+from kagome.model.state import load_state, state_of
 from kagome.objective import optimizers
 from kagome.objective.metrics import Own
 from kagome.objective.objective import Loss
@@ -331,7 +332,7 @@ class Trainer:
         if self._last is not None:
             return copied(self._last)
         self._join_weights()
-        return copied(self.model.state_dict())
+        return copied(state_of(self.model))
 
     def best_weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights of the best epoch so far, as a state dict. All ranks call it.
@@ -446,7 +447,7 @@ class Trainer:
         last = self._last
         changed = last is None or not holds(self.model, self._best.weights or {})
         if not self._compare(changed, whole=self._is_whole) and last is not None:
-            self.model.load_state_dict(last)
+            load_state(self.model, last)
         elif last is not None:
             self._say("the model's weights were changed since the last fit: training goes on with them")
         self._last = None

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
+import torch
 from torch import Tensor, fx, nn
 
 from kagome.model.trace.graph import Constant
@@ -105,7 +106,7 @@ def _form(value: Any, deep: int) -> Any:
     if isinstance(value, fx.Proxy | fx.Node):
         return _VALUE
     if isinstance(value, Tensor):
-        return Constant(value) if not value.is_sparse else id(value)
+        return Constant(value) if value.layout is torch.strided else id(value)
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return type(value), value
     inner = _inner(value) if deep else None

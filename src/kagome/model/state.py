@@ -1,0 +1,42 @@
+"""State: all that a model learns or keeps, by name, whatever its layers write of it.
+
+Where it sits: checkpoints, the best epoch and the stages of a pipeline take it in place of ``state_dict()``.
+A layer may leave a parameter out of that: PyG's ``Linear`` writes ``weight``, also where pruning has put
+``weight_orig`` in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """A model's state dict; where layers leave a parameter or lasting buffer out of it, those by name."""
+    state: dict[str, Tensor] = dict(model.state_dict())
+    held = dict(_lasting(model))
+    if held.keys() <= state.keys():
+        return state
+    # What such a layer writes instead is made of its parameters, and may be old.
+    return held | {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
+
+
+def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give a model what :func:`state_of` gave of it.
+
+    Raises:
+        RuntimeError: If names or shapes are others.
+    """
+    alike = state.keys() == state_of(model).keys()
+    model.load_state_dict(state, strict=not alike)  # a layer that leaves a name out takes it all the same
+
+
+def _lasting(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and buffers that are saved, each by one of its names."""
+    yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
