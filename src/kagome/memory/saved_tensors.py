@@ -48,7 +48,7 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class ActivationProfile:
-    """What each step of a model saves and reads, by the names of the steps.
+    """Bytes that each step of a model saves and reads, by the names of the steps.
 
     Args:
         pieces: The steps that save some memory -> its bytes for each of ``part_size.UNITS``; empty if

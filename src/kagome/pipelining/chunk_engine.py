@@ -180,7 +180,7 @@ class ChunkEngine:
 
     @property
     def _apart(self) -> str:
-        """How the loss is called, for errors; empty if that is once an epoch on every rank that needs it."""
+        """How the loss is called, for errors; empty if once an epoch on all ranks that need what it keeps."""
         if self.parallel.chunks != 1:
             return "once for each chunk"
         by_loss = self.aim.metric.name == "loss" or self.aim.metric.guessed

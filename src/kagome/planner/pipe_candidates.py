@@ -69,7 +69,7 @@ LOSS = 16.0
 """Bytes of the sum of the loss and of the request to stop; without stages, gradients carry them."""
 FRESH = 2 / 3
 """Share of the halo rows of chunks with history whose gradients are sent back. A row is fresh for a chunk
-that comes after its own, which makes ``1 - 1 / (r + 1)`` of the rows that r chunks read; r is 2 on average."""
+that comes after its own, which makes ``1 - 1 / (r + 1)`` of the rows read by r chunks; r is 2 on average."""
 
 
 def pipes(
